@@ -1,4 +1,4 @@
-"""Runs all benchmarks, one after the other, and rewrites the tables in benchmarks/README.md and README.md."""
+"""Run all benchmarks, one after the other, and rewrite the tables in benchmarks/README.md and README.md."""
 
 import argparse
 import json
@@ -10,34 +10,34 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 QUESTIONS = {
-    "step_cost": "What does a prepared loop cost per micro-batch beyond the same loop by hand?",
-    "switch_cost": "What does a micro-batch cost under Accelerate's name beside Headway's own?",
-    "loader_cost": "What does a prepared loader cost per batch beyond torch's?",
-    "mixture": "What do batches of a mixture of three sources cost, how long does a resume take, and what does a worker hold?",
-    "packing": "What do packed batches cost beside padded ones, and how much padding do they save?",
-    "command_line": "How long does a help text take?",
-    "import_time": "What does the import cost beyond torch's?",
+    "step_cost": "What does a prepared loop cost per micro-batch beyond the same loop in plain PyTorch?",
+    "switch_cost": "What does a micro-batch cost when Headway is imported as `accelerate`, compared with `headway`?",
+    "loader_cost": "What does a prepared loader cost per batch beyond torch's DataLoader?",
+    "mixture": "What do batches from a mixture of three sources cost, in time, at a resume, and in a worker's memory?",
+    "packing": "What do packed batches cost compared with padded ones, and how much padding do they save?",
+    "command_line": "How long does `--help` take?",
+    "import_time": "What does importing the library cost beyond importing torch?",
     "launch_time": "What does launching on one process cost beyond `python script.py`?",
     "two_processes": "What do a micro-step and a gather cost on two processes (gloo)?",
-    "layouts": "What does a sharded step cost beside hand-written `fully_shard`, on two processes (gloo)?",
-    "axes": "What does a step cost under tp, cp, ep, pp and pp+fsdp beside the same written by hand (gloo)?",
-    "control_cost": "What does a vote on the control plane cost?",
+    "layouts": "What does a sharded step cost compared with hand-written `fully_shard`, on two processes (gloo)?",
+    "axes": "What does a step cost under tp, cp, ep, pp and their combinations, compared with hand-written torch code (gloo)?",
+    "control_cost": "What does a vote over the control plane cost?",
     "watch_cost": "What does the hang watch cost a rank?",
     "guard_cost": "What do the throughput meter and the guard against non-finite values cost?",
-    "moving_average": "What does an average of the weights cost per update, beside one by hand?",
-    "trainer": "What does a micro-batch cost in the Trainer beyond the same loop by hand?",
-    "microbatching": "What does automatic micro-batching cost when nothing goes wrong?",
-    "device_map": "How long does placing a model on devices take?",
-    "meta_model": "How long does building a model without memory take?",
+    "moving_average": "What does a moving average of the weights cost per update, compared with a hand-written one?",
+    "trainer": "What does a micro-batch cost in the Trainer beyond the same loop in plain PyTorch?",
+    "microbatching": "What does automatic micro-batching cost while memory suffices?",
+    "device_map": "How long does computing a device map take?",
+    "meta_model": "How long does building a model on the meta device take?",
     "big_model_load": "How long does a checkpoint of 1.6 GB take to load and place?",
-    "recovery": "What does it cost to keep each update in memory, to save beside the loop, and to compile again (or not)?",
-    "checkpoint": "What does a checkpoint of 400 MB cost, and a resume late in an epoch?",
+    "recovery": "What do in-memory checkpoints, overlapped saves and a recompilation after a resume cost?",
+    "checkpoint": "What does a checkpoint of 400 MB cost, and how long does a resume late in an epoch take?",
     "disk": "How close do saves and loads come to the disk?",
-    "sharded_checkpoint": "What do saving and loading a sharded model cost, beside torch.distributed.checkpoint?",
-    "preemption_cost": "What does it cost a rank to be ready to stop?",
+    "sharded_checkpoint": "What do saving and loading a sharded model cost, compared with torch.distributed.checkpoint?",
+    "preemption_cost": "What does watching for a preemption signal cost a rank?",
     "offload": "How fast is a forward pass with 23 of 24 blocks on disk?",
 }
-# what is told, question, our row, Accelerate's row, column
+# (label in the README, question, Headway's row, Accelerate's row, column)
 HIGHLIGHTS = (
     ("added to a micro-step of the loop", "step_cost", "headway", "accelerate", "added cpu"),
     ("added to starting a script on one process", "launch_time", "headway launch", "accelerate launch", "added wall"),
@@ -51,59 +51,60 @@ HIGHLIGHTS = (
 )
 
 
-def result(question: str) -> dict[str, Any]:
-    """What the last run of a question found."""
-    found: dict[str, Any] = json.loads((FOLDER / question / "result.json").read_text())
-    return found
+def read_result(question: str) -> dict[str, Any]:
+    """Return the last saved result of a question."""
+    saved: dict[str, Any] = json.loads((FOLDER / question / "result.json").read_text())
+    return saved
 
 
-def number(value: float, unit: str) -> str:
-    """Three decimals for seconds, one for microseconds."""
+def format_number(value: float, unit: str) -> str:
+    """Format a value: three decimals for seconds, one for microseconds and other units."""
     return f"{value:.3f}" if unit == "s" else f"{value:.1f}"
 
 
-def cell(found: dict[str, float], unit: str) -> str:
-    """Median and, in brackets, the quartiles."""
-    middle, low, high = (number(found[name], unit) for name in ("median", "low", "high"))
+def format_cell(values: dict[str, float], unit: str) -> str:
+    """Format the median, with the quartiles in parentheses."""
+    middle, low, high = (format_number(values[name], unit) for name in ("median", "low", "high"))
     return f"{middle} ({low} to {high})"
 
 
-def table(question: str) -> str:
-    """The question's rows as Markdown."""
-    found = result(question)
-    unit = found["unit"]
+def make_table(question: str) -> str:
+    """Return the rows of a question as a Markdown table."""
+    saved = read_result(question)
+    unit = saved["unit"]
     lines = [f"| {unit} | CPU time | wall time | added, CPU | added, wall | repeats |", "|---|---|---|---|---|---|"]
-    for name, row in found["rows"].items():
+    for name, row in saved["rows"].items():
         if isinstance(row, str):
             lines.append(f"| {name} | {row} | | | | |")
             continue
-        cells = [cell(row[column], unit) for column in ("cpu", "wall", "added cpu", "added wall")]
+        cells = [format_cell(row[column], unit) for column in ("cpu", "wall", "added cpu", "added wall")]
         lines.append(f"| {name} | {' | '.join(cells)} | {row['cpu']['repeats']} |")
-    about = found["machine"]
-    told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about.items())
-    note = [found["note"].rstrip(".") + ".", ""] if found.get("note") else []
-    return "\n".join([*lines, "", *note, f"{found['date']}; {told}."])
+    machine = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in saved["machine"].items())
+    note = [saved["note"].rstrip(".") + ".", ""] if saved.get("note") else []
+    return "\n".join([*lines, "", *note, f"{saved['date']}; {machine}."])
 
 
-def highlights() -> str:
-    """The small table of the project's README."""
+def make_highlights() -> str:
+    """Return the small table of the project's README."""
     lines = ["| | Headway | Accelerate | noise (A/A) | repeats |", "|---|---|---|---|---|"]
     for label, question, ours, theirs, column in HIGHLIGHTS:
-        found = result(question)
-        unit = "s" if found["unit"] == "s" else "us"
+        saved = read_result(question)
+        unit = "s" if saved["unit"] == "s" else "us"
         values = []
         for name in (ours, theirs):
-            row = found["rows"].get(name)
-            values.append(f"{number(row[column]['median'], unit)} {unit}" if isinstance(row, dict) else "not installed")
-        kind = ours.rpartition(": ")[0]
-        control = next(row for name, row in found["rows"].items() if name.endswith("(A/A)") and name.startswith(kind))
-        noise, repeats = number(control[f"added {column[-4:].strip()}"]["median"], unit), control["cpu"]["repeats"]
+            row = saved["rows"].get(name)
+            values.append(
+                f"{format_number(row[column]['median'], unit)} {unit}" if isinstance(row, dict) else "not installed"
+            )
+        group = ours.rpartition(": ")[0]
+        again = next(row for name, row in saved["rows"].items() if name.endswith("(A/A)") and name.startswith(group))
+        noise, repeats = format_number(again[f"added {column[-4:].strip()}"]["median"], unit), again["cpu"]["repeats"]
         lines.append(f"| {label} | {values[0]} | {values[1]} | {noise} {unit} | {repeats} |")
-    about = result("step_cost")
-    machine = about["machine"]
+    step_cost = read_result("step_cost")
+    machine = step_cost["machine"]
     lines += [
         "",
-        f"Values are medians of interleaved repeats ({about['date']}, {machine['cores']} {machine['cpu']} cores, "
+        f"Values are medians of interleaved repeats ({step_cost['date']}, {machine['cores']} {machine['cpu']} cores, "
         f"torch {machine['torch']}, Accelerate {machine['accelerate']}). "
         f"While the first row was measured, the load average was {machine['load_average']}. "
         "See [all benchmarks](benchmarks/README.md). `make bench` repeats them.",
@@ -111,33 +112,33 @@ def highlights() -> str:
     return "\n".join(lines)
 
 
-def fill(path: Path, marker: str, text: str) -> None:
-    """Put `text` between the file's `<!-- marker -->` and `<!-- /marker -->`, where it has them."""
+def replace_block(path: Path, marker: str, text: str) -> None:
+    """Replace the text between `<!-- marker -->` and `<!-- /marker -->`; do nothing if the file or the markers are missing."""
     if not path.exists():
         return
     block = re.compile(rf"(<!-- {re.escape(marker)} -->\n).*?(<!-- /{re.escape(marker)} -->)", re.DOTALL)
-    path.write_text(block.sub(lambda found: f"{found[1]}{text}\n{found[2]}", path.read_text()))
+    path.write_text(block.sub(lambda match: f"{match[1]}{text}\n{match[2]}", path.read_text()))
 
 
 def write_tables() -> None:
-    """Rewrite every block from the results that lie there."""
+    """Rewrite every table from the saved results."""
     for question in QUESTIONS:
         if (FOLDER / question / "result.json").exists():
-            fill(FOLDER / "README.md", question, table(question))
-    if all((FOLDER / line[1] / "result.json").exists() for line in HIGHLIGHTS):
-        fill(FOLDER.parent / "README.md", "benchmarks", highlights())
+            replace_block(FOLDER / "README.md", question, make_table(question))
+    if all((FOLDER / question / "result.json").exists() for _, question, *_ in HIGHLIGHTS):
+        replace_block(FOLDER.parent / "README.md", "benchmarks", make_highlights())
 
 
 def main() -> None:
-    """Run what is named (all where nothing is), then write the tables."""
+    """Run the questions named on the command line, or all of them, then rewrite the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("questions", nargs="*", metavar="question", help=f"of {', '.join(QUESTIONS)}; none: all")
-    parser.add_argument("--tables", action="store_true", help="measure nothing, only rewrite the tables")
-    given = parser.parse_args()
-    unknown = set(given.questions) - set(QUESTIONS)
+    parser.add_argument("questions", nargs="*", metavar="question", help=f"one of {', '.join(QUESTIONS)}; default: all")
+    parser.add_argument("--tables", action="store_true", help="only rewrite the tables from the saved results")
+    arguments = parser.parse_args()
+    unknown = set(arguments.questions) - set(QUESTIONS)
     if unknown:
-        parser.error(f"no such question: {', '.join(sorted(unknown))}; there are {', '.join(QUESTIONS)}")
-    for question in [] if given.tables else given.questions or QUESTIONS:
+        parser.error(f"no such question: {', '.join(sorted(unknown))}; choose from {', '.join(QUESTIONS)}")
+    for question in [] if arguments.tables else arguments.questions or QUESTIONS:
         sys.stdout.write(f"== {QUESTIONS[question]}\n")
         sys.stdout.flush()
         subprocess.run([sys.executable, "-m", f"benchmarks.{question}.measure"], check=True, cwd=FOLDER.parent)

@@ -1,4 +1,4 @@
-"""Interleaved timing shared by all benchmarks: repeats in turn, medians, spread, and the machine they ran on."""
+"""Interleaved timing for all benchmarks: variants run in turn, and results are medians with quartiles."""
 
 import importlib.util
 import json
@@ -23,94 +23,102 @@ HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None
 ACCELERATE_MISSING = "accelerate is not installed"
 
 
-def children() -> float:
-    """CPU seconds of the processes that this one started and that have ended."""
+def get_children_cpu_seconds() -> float:
+    """Return the CPU seconds of the child processes of this process that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def interleave(
+def time_interleaved(
     passes: Mapping[str, Callable[[], Any]],
     repeats: int,
     cpu_clock: Callable[[], float] = time.process_time,
     before: Callable[[], None] = lambda: None,
 ) -> dict[str, list[tuple[float, float]]]:
-    """Run each pass once as a warm-up, then all of them in turn, `repeats` times, each time from another one on.
+    """Run each variant once as a warm-up, then time all variants in turn, `repeats` times.
+
+    Each repeat starts with a different variant, so that other activity on the machine affects all of them.
 
     Args:
-        passes: Functions to measure, by name.
-        repeats: Number of measured calls of each function.
-        cpu_clock: Function that returns the CPU seconds used so far. Default: those of this process.
-        before: Function called before each pass, outside of the measured time. Default: a function that does nothing.
+        passes: Function to time, by name of the variant.
+        repeats: Number of timed calls of each function.
+        cpu_clock: Clock that returns CPU seconds. Default: that of this process.
+        before: Function to call before each timed call, outside of the measured time. Default: it does nothing.
 
     Returns:
-        For each name, (wall, CPU) seconds of every repeat; repeat i of all names ran side by side.
+        By name, (wall, CPU) seconds of every repeat. Entries with the same index ran side by side.
     """
     for run in passes.values():
         run()
-    names, found = list(passes), {name: [] for name in passes}
+    names, times = list(passes), {name: [] for name in passes}
     for repeat in range(repeats):
         shift = repeat % len(names)
         for name in names[shift:] + names[:shift]:
             before()
             wall, cpu = time.perf_counter(), cpu_clock()
             passes[name]()
-            found[name].append((time.perf_counter() - wall, cpu_clock() - cpu))
-    return found
+            times[name].append((time.perf_counter() - wall, cpu_clock() - cpu))
+    return times
 
 
-def summary(values: list[float], scale: float = 1.0) -> dict[str, float]:
-    """Median, quartiles and number of repeats, in units of `scale` seconds."""
+def summarize(values: list[float], scale: float = 1.0) -> dict[str, float]:
+    """Return the median, the quartiles and the number of repeats; values are multiplied by `scale`."""
     low, middle, high = statistics.quantiles([value * scale for value in values], n=4)
     return {"median": round(middle, 4), "low": round(low, 4), "high": round(high, 4), "repeats": len(values)}
 
 
-def added(values: list[float], floor: list[float], scale: float = 1.0) -> dict[str, float]:
-    """What each repeat took beyond the floor's repeat beside it."""
-    return summary([value - base for value, base in zip(values, floor)], scale)
+def summarize_added(values: list[float], floor: list[float], scale: float = 1.0) -> dict[str, float]:
+    """Summarize the difference between each value and the floor's value of the same repeat, multiplied by `scale`."""
+    return summarize([value - base for value, base in zip(values, floor)], scale)
 
 
-def rows_of(found: dict[str, list[tuple[float, float]]], scale: float) -> dict[str, Any]:
-    """A row for each name: wall and CPU time, and what they are beyond the first name's, in units of 1 / `scale` s."""
-    walls = {name: [wall for wall, _ in times] for name, times in found.items()}
-    cpus = {name: [cpu for _, cpu in times] for name, times in found.items()}
-    floor = next(iter(found))
+def make_rows(times: dict[str, list[tuple[float, float]]], scale: float) -> dict[str, Any]:
+    """Return a result row for each variant: its wall and CPU time, and what they add to those of the first variant.
+
+    Args:
+        times: Result of `time_interleaved`. The first variant is the floor.
+        scale: Factor from seconds per repeat to the unit of the result, such as 1e6 / batches for microseconds per batch.
+    """
+    walls = {name: [wall for wall, _ in pairs] for name, pairs in times.items()}
+    cpus = {name: [cpu for _, cpu in pairs] for name, pairs in times.items()}
+    floor = next(iter(times))
     rows: dict[str, Any] = {
         name: {
-            "wall": summary(walls[name], scale), "cpu": summary(cpus[name], scale),
-            "added wall": added(walls[name], walls[floor], scale), "added cpu": added(cpus[name], cpus[floor], scale),
+            "wall": summarize(walls[name], scale), "cpu": summarize(cpus[name], scale),
+            "added wall": summarize_added(walls[name], walls[floor], scale),
+            "added cpu": summarize_added(cpus[name], cpus[floor], scale),
         }
-        for name in found
+        for name in times
     }  # fmt: skip
     return rows if HAS_ACCELERATE else {**rows, "accelerate": ACCELERATE_MISSING}
 
 
-def start_command(command: list[str]) -> Callable[[], Any]:
-    """Return a function that runs a command from start to end, and raises if it fails."""
-    # Bytecode is cached, as it is after any installation: the warm-up writes it where it is missing.
+def make_command_runner(command: list[str]) -> Callable[[], Any]:
+    """Return a function that runs a command to its end, and raises `CalledProcessError` if it fails."""
+    # Allow cached bytecode, as in an ordinary installation: the warm-up writes what is missing.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return lambda: subprocess.run(command, check=True, capture_output=True, env=environment)
 
 
-def whole_processes(commands: Mapping[str, list[str]], repeats: int) -> dict[str, Any]:
-    """Return rows for commands that are run from start to end, in seconds. Every command must succeed."""
-    passes = {name: start_command(command) for name, command in commands.items()}
-    return rows_of(interleave(passes, repeats, children), 1.0)
+def time_commands(commands: Mapping[str, list[str]], repeats: int) -> dict[str, Any]:
+    """Time commands as whole processes, and return result rows in seconds. Raise `CalledProcessError` if one fails."""
+    passes = {name: make_command_runner(command) for name, command in commands.items()}
+    return make_rows(time_interleaved(passes, repeats, get_children_cpu_seconds), 1.0)
 
 
-def tool(name: str) -> str:
-    """The command of that name in this interpreter's environment."""
-    beside = Path(sys.executable).with_name(name)
-    return str(beside) if beside.exists() else shutil.which(name) or name
+def find_command(name: str) -> str:
+    """Return the path of a command, preferably the one in this interpreter's environment."""
+    installed = Path(sys.executable).with_name(name)
+    return str(installed) if installed.exists() else shutil.which(name) or name
 
 
-def num_repeats(default: int) -> int:
-    """The number given on the command line, else `default`."""
+def get_num_repeats(default: int) -> int:
+    """Return the number of repeats from the command line, or `default`."""
     return int(sys.argv[1]) if len(sys.argv) > 1 else default
 
 
-def machine() -> dict[str, Any]:
-    """The machine and the versions that were measured."""
+def describe_machine() -> dict[str, Any]:
+    """Return a description of this machine and of the versions that are measured."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -122,14 +130,14 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "load_average": round(os.getloadavg()[0], 1),
         "torch": version("torch"),
-        "headway": headway_version,  # which need not be installed
+        "headway": headway_version,  # not from package metadata: Headway need not be installed
         **({"accelerate": version("accelerate")} if HAS_ACCELERATE else {}),
     }
 
 
-def save(question: str, unit: str, rows: dict[str, Any], note: str = "") -> None:
-    """Write the question's result beside its script, and print it."""
-    result = {"date": date.today().isoformat(), "machine": machine(), "unit": unit, "note": note, "rows": rows}
+def save_result(question: str, unit: str, rows: dict[str, Any], note: str = "") -> None:
+    """Write result.json into the question's folder, and print it."""
+    result = {"date": date.today().isoformat(), "machine": describe_machine(), "unit": unit, "note": note, "rows": rows}
     text = json.dumps(result, indent=2)
     (FOLDER / question / "result.json").write_text(text + "\n")
     sys.stdout.write(text + "\n")

@@ -1,4 +1,4 @@
-"""The axes as they are written by hand with torch alone."""
+"""Training steps under each parallel layout, written by hand with torch alone."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,51 +14,51 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from benchmarks.axes.models import NUM_MICROBATCHES, Batch, LabelledGPT, llama, loss_of, mixtral
+from benchmarks.axes.models import NUM_MICROBATCHES, Batch, LabelledGPT, build_llama, build_mixtral, compute_loss
 
 Step = Callable[[], float | None]
-"""One update; its loss, where this rank knows it."""
+"""Runs one update and returns the loss, or None if this rank does not know it."""
 
 
-def squared_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Of the gradients, all of which are DTensors or none."""
+def compute_squared_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the square of the gradients' 2-norm. Either all gradients are DTensors, or none is."""
     norm: Any = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
 
 
-def clip(parameters: Iterable[torch.Tensor], squared: torch.Tensor) -> None:
-    """To a norm of 1, by the square of what it is."""
+def clip_gradients(parameters: Iterable[torch.Tensor], squared: torch.Tensor) -> None:
+    """Scale the gradients to a 2-norm of at most 1, given the square of their norm."""
     grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
     torch._foreach_mul_(grads, (1.0 / (squared.sqrt() + 1e-6)).clamp(max=1.0))
 
 
-def attention_cut() -> dict[str, Any]:
-    """torch's plan for attention and the head."""
-    cut: dict[str, Any] = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-    return cut | {
+def make_attention_plan() -> dict[str, Any]:
+    """Return a torch plan that splits attention and the head."""
+    plan: dict[str, Any] = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    return plan | {
         "model.layers.*.self_attn.o_proj": RowwiseParallel(),
         "lm_head": ColwiseParallel(output_layouts=Replicate()),
     }
 
 
-def tp(batch: Batch) -> Step:
-    """Matrices of a Llama, by torch's plan."""
-    model, mesh = llama(), init_device_mesh("cpu", (dist.get_world_size(),))
-    cut = attention_cut()
+def build_tp_step(batch: Batch) -> Step:
+    """Build the step of a Llama with split matrices (tensor parallelism)."""
+    model, mesh = build_llama(), init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = make_attention_plan()
     for name in ("mlp.gate_proj", "mlp.up_proj"):
-        cut[f"model.layers.*.{name}"] = ColwiseParallel()
-    cut["model.layers.*.mlp.down_proj"] = RowwiseParallel()
-    parallelize_module(model, mesh, cut)
-    # torch's loops over many tensors take DTensors or plain ones.
-    kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == is_cut] for is_cut in (True, False)]
-    optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds], lr=1e-4)
+        plan[f"model.layers.*.{name}"] = ColwiseParallel()
+    plan["model.layers.*.mlp.down_proj"] = RowwiseParallel()
+    parallelize_module(model, mesh, plan)
+    # torch's foreach functions take either DTensors or plain tensors, not a mixture.
+    groups = [[p for p in model.parameters() if isinstance(p, DTensor) == is_cut] for is_cut in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": group_parameters} for group_parameters in groups], lr=1e-4)
 
     def step() -> float:
-        loss = loss_of(model(batch.ids).logits, batch.labels)
+        loss = compute_loss(model(batch.ids).logits, batch.labels)
         loss.backward()
-        total = squared_norm(kinds[0]) + squared_norm(kinds[1])
-        for kind in kinds:
-            clip(kind, total)
+        total = compute_squared_norm(groups[0]) + compute_squared_norm(groups[1])
+        for group_parameters in groups:
+            clip_gradients(group_parameters, total)
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -66,34 +66,34 @@ def tp(batch: Batch) -> Step:
     return step
 
 
-# ------------------------------------------------------------------ sequences
+# ------------------------------------------------------------------ context parallelism
 
 
-def zigzag(x: torch.Tensor, size: int, rank: int, dim: int) -> torch.Tensor:
-    """The rank-th piece from the start and from the end."""
+def take_zigzag_pieces(x: torch.Tensor, size: int, rank: int, dim: int) -> torch.Tensor:
+    """Return this rank's two pieces of `x` along `dim`: one counted from the start, one from the end."""
     pieces = x.chunk(2 * size, dim)
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]], dim)
 
 
-def attend_to_all(blocks: Iterable[Any], mesh: DeviceMesh) -> None:
-    """Each rank has a part of the sequences, and gathers the keys and values of the others."""
+def gather_keys_and_values(blocks: Iterable[Any], mesh: DeviceMesh) -> None:
+    """Replace the forward of each block: a rank holds a part of each sequence, and gathers the others' keys and values."""
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
-    order = [piece for each in range(size) for piece in (each, 2 * size - 1 - each)]
-    back = [order.index(piece) for piece in range(2 * size)]
+    order = [piece for owner in range(size) for piece in (owner, 2 * size - 1 - owner)]
+    positions = [order.index(piece) for piece in range(2 * size)]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        both = all_gather_tensor_autograd(torch.cat([k, v], -1), 2, group)
-        pieces = both.chunk(2 * size, 2)
-        key, value = torch.cat([pieces[number] for number in back], 2).chunk(2, -1)
-        length, made = q.shape[2] // 2, []
-        for part, piece in zip(q.chunk(2, 2), (rank, 2 * size - 1 - rank), strict=True):
+        gathered = all_gather_tensor_autograd(torch.cat([k, v], -1), 2, group)
+        pieces = gathered.chunk(2 * size, 2)
+        key, value = torch.cat([pieces[position] for position in positions], 2).chunk(2, -1)
+        length, outputs = q.shape[2] // 2, []
+        for query, piece in zip(q.chunk(2, 2), (rank, 2 * size - 1 - rank), strict=True):
             end = (piece + 1) * length
             mask = torch.arange(end) <= torch.arange(piece * length, end)[:, None]
-            made.append(scaled_dot_product_attention(part, key[:, :, :end], value[:, :, :end], attn_mask=mask))
-        return torch.cat(made, 2)
+            outputs.append(scaled_dot_product_attention(query, key[:, :, :end], value[:, :, :end], attn_mask=mask))
+        return torch.cat(outputs, 2)
 
     def forward(block: Any, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unsqueeze(1) for part in block.attention(block.first(x)).chunk(3, -1))
+        q, k, v = (projected.unsqueeze(1) for projected in block.attention(block.first(x)).chunk(3, -1))
         x = x + block.out(attend(q, k, v).squeeze(1))
         return x + block.down(gelu(block.up(block.second(x))))
 
@@ -101,34 +101,34 @@ def attend_to_all(blocks: Iterable[Any], mesh: DeviceMesh) -> None:
         block.forward = forward.__get__(block)
 
 
-def cp(batch: Batch) -> Step:
-    """Parts of sequences; parameters are sharded."""
+def build_cp_step(batch: Batch) -> Step:
+    """Build the step of a GPT with split sequences (context parallelism) and sharded parameters."""
     model, mesh = LabelledGPT(), init_device_mesh("cpu", (dist.get_world_size(),))
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
-    attend_to_all(model.blocks, mesh)
+    gather_keys_and_values(model.blocks, mesh)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step() -> float:
-        loss = model(*(zigzag(each, size, rank, 1) for each in (batch.ids, batch.labels)))
+        loss = model(*(take_zigzag_pieces(tokens, size, rank, 1) for tokens in (batch.ids, batch.labels)))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()  # type: ignore[attr-defined]
         optimizer.step()
         optimizer.zero_grad()
-        told = loss.detach()
-        dist.all_reduce(told, group=group)
-        return told.item() / size
+        total = loss.detach()
+        dist.all_reduce(total, group=group)
+        return total.item() / size
 
     return step
 
 
-# ------------------------------------------------------------------ experts
+# ------------------------------------------------------------------ expert parallelism
 
 
-def send_to_experts(module: Any, mesh: DeviceMesh) -> None:
-    """Each rank keeps its part of the experts; rows travel to them and back."""
+def route_to_experts(module: Any, mesh: DeviceMesh) -> None:
+    """Keep this rank's part of the experts, and send rows to the ranks of their experts and back."""
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     for name, parameter in list(module._parameters.items()):
         setattr(module, name, nn.Parameter(parameter.detach().chunk(size)[rank].clone()))
@@ -136,29 +136,29 @@ def send_to_experts(module: Any, mesh: DeviceMesh) -> None:
     num_local, compute = module.num_experts, module.forward
 
     def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        chosen = index.flatten()
-        order = chosen.argsort(stable=True)
-        counts = torch.bincount(chosen, minlength=size * num_local)
-        coming = torch.empty_like(counts)
-        dist.all_to_all_single(coming, counts, group=group)
-        sent, received = (each.view(size, num_local).sum(1).tolist() for each in (counts, coming))
+        experts = index.flatten()
+        order = experts.argsort(stable=True)
+        counts = torch.bincount(experts, minlength=size * num_local)
+        received_counts = torch.empty_like(counts)
+        dist.all_to_all_single(received_counts, counts, group=group)
+        sent, received = (number.view(size, num_local).sum(1).tolist() for number in (counts, received_counts))
         rows = all_to_all_single_autograd(hidden[order // index.shape[1]], received, sent, group)
-        owners = torch.arange(num_local).repeat(size).repeat_interleave(coming)
-        made = compute(rows, owners[:, None], torch.ones(len(rows), 1))
-        home = all_to_all_single_autograd(made, sent, received, group)
-        return (home[order.argsort()].view(*index.shape, -1) * weights[..., None]).sum(1)
+        owners = torch.arange(num_local).repeat(size).repeat_interleave(received_counts)
+        outputs = compute(rows, owners[:, None], torch.ones(len(rows), 1))
+        returned = all_to_all_single_autograd(outputs, sent, received, group)
+        return (returned[order.argsort()].view(*index.shape, -1) * weights[..., None]).sum(1)
 
     module.forward = forward
 
 
-def ep(batch: Batch) -> Step:
-    """Experts of a Mixtral over pairs of ranks; everything else, and each pair's experts over all pairs, in shards."""
-    model, world = mixtral(), dist.get_world_size()
+def build_ep_step(batch: Batch) -> Step:
+    """Build the step of a Mixtral whose experts are split over pairs of ranks; all other parameters are sharded over all ranks."""
+    model, world = build_mixtral(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("shard", "ep"))
     everyone = init_device_mesh("cpu", (world,))
     experts: set[nn.Parameter] = set()
     for layer in model.model.layers:
-        send_to_experts(layer.mlp.experts, mesh["ep"])
+        route_to_experts(layer.mlp.experts, mesh["ep"])
         if world > 2:
             fully_shard(layer.mlp.experts, mesh=mesh["shard"])
         experts |= set(layer.mlp.experts.parameters())
@@ -170,114 +170,116 @@ def ep(batch: Batch) -> Step:
     optimizer = torch.optim.AdamW([{"params": others}, {"params": list(experts)}], lr=1e-4)
 
     def step() -> float:
-        loss = loss_of(model(batch.ids).logits, batch.labels)
+        loss = compute_loss(model(batch.ids).logits, batch.labels)
         loss.backward()
-        for parameter in experts:  # the others' shards are means over all ranks
+        for parameter in experts:  # FSDP averages the other gradients over all ranks; these are sums over a pair
             assert parameter.grad is not None
             parameter.grad.mul_(0.5)
-        total = squared_norm(experts)
+        total = compute_squared_norm(experts)
         dist.all_reduce(total, group=mesh["ep"].get_group())
-        total = total + squared_norm(others)
-        clip([*others, *experts], total)
+        total = total + compute_squared_norm(others)
+        clip_gradients([*others, *experts], total)
         optimizer.step()
         optimizer.zero_grad()
-        told = loss.detach()
-        dist.all_reduce(told)
-        return told.item() / world
+        total_loss = loss.detach()
+        dist.all_reduce(total_loss)
+        return total_loss.item() / world
 
     return step
 
 
-class ToMatrices(torch.autograd.Function):
-    """What all ranks that share matrices have; its gradient is the sum of theirs."""
+class EnterSplitMatrices(torch.autograd.Function):
+    """Identity in the forward; sums the gradient over the ranks that share the split matrices in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        """The tensor itself."""
+        """Return `x` unchanged."""
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        """The sum."""
+        """Sum the gradient over the group."""
         grad = grad.contiguous()
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
 
 
-class FromMatrices(torch.autograd.Function):
-    """The sum of what the ranks that share matrices have computed."""
+class SumPartialOutputs(torch.autograd.Function):
+    """Sums the partial outputs of the ranks that share the split matrices; the backward is the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        """The sum."""
+        """Sum `x` over the group."""
         x = x.clone()
         dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        """Of each part."""
+        """Return the gradient unchanged."""
         return grad, None
 
 
-def cut_experts(module: Any, mesh: DeviceMesh) -> None:
-    """Each rank keeps a part of every expert's width."""
+def split_experts(module: Any, mesh: DeviceMesh) -> None:
+    """Keep this rank's part of every expert's inner width."""
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
-    wide = [half.chunk(size, 1)[rank] for half in module.gate_up_proj.detach().chunk(2, 1)]
-    module.gate_up_proj = nn.Parameter(torch.cat(wide, 1))
+    halves = [half.chunk(size, 1)[rank] for half in module.gate_up_proj.detach().chunk(2, 1)]
+    module.gate_up_proj = nn.Parameter(torch.cat(halves, 1))
     module.down_proj = nn.Parameter(module.down_proj.detach().chunk(size, 2)[rank].clone())
     compute = module.forward
 
     def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        part = compute(ToMatrices.apply(hidden, group), index, ToMatrices.apply(weights, group))
-        whole: torch.Tensor = FromMatrices.apply(part, group)
-        return whole
+        partial_output = compute(
+            EnterSplitMatrices.apply(hidden, group), index, EnterSplitMatrices.apply(weights, group)
+        )
+        output: torch.Tensor = SumPartialOutputs.apply(partial_output, group)
+        return output
 
     module.forward = forward
 
 
-def ep_tp(batch: Batch) -> Step:
-    """Experts of a Mixtral over two ranks, and their matrices and attention's over two; everything else in shards."""
-    model = mixtral()
+def build_ep_tp_step(batch: Batch) -> Step:
+    """Build the step of a Mixtral with experts over two ranks, split matrices over two, and all other parameters sharded."""
+    model = build_mixtral()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
-    parallelize_module(model, mesh["tp"], attention_cut())
+    parallelize_module(model, mesh["tp"], make_attention_plan())
     for layer in model.model.layers:
-        send_to_experts(layer.mlp.experts, mesh["ep"])
-        cut_experts(layer.mlp.experts, mesh["tp"])
+        route_to_experts(layer.mlp.experts, mesh["ep"])
+        split_experts(layer.mlp.experts, mesh["tp"])
     experts = [p for layer in model.model.layers for p in layer.mlp.experts.parameters()]
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh["ep"], ignored_params=set(experts))
     fully_shard(model, mesh=mesh["ep"], ignored_params=set(experts))
     others = [p for p in model.parameters() if isinstance(p, DTensor)]
-    kinds = [[p for p in others if p.device_mesh.ndim == 2], [p for p in others if p.device_mesh.ndim == 1], experts]
-    optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds], lr=1e-4)
+    groups = [[p for p in others if p.device_mesh.ndim == 2], [p for p in others if p.device_mesh.ndim == 1], experts]
+    optimizer = torch.optim.AdamW([{"params": group_parameters} for group_parameters in groups], lr=1e-4)
 
     def step() -> float:
-        loss = loss_of(model(batch.ids).logits, batch.labels)
+        loss = compute_loss(model(batch.ids).logits, batch.labels)
         loss.backward()
-        for parameter in experts:  # the others' shards are means over the ranks that read different rows
+        for parameter in experts:  # FSDP averages the other gradients over the ranks with different rows
             assert parameter.grad is not None
             parameter.grad.mul_(0.5)
-        total = squared_norm(experts)
+        total = compute_squared_norm(experts)
         dist.all_reduce(total)
-        total = total + squared_norm(kinds[0]) + squared_norm(kinds[1])
-        for kind in kinds:
-            clip(kind, total)
+        total = total + compute_squared_norm(groups[0]) + compute_squared_norm(groups[1])
+        for group_parameters in groups:
+            clip_gradients(group_parameters, total)
         optimizer.step()
         optimizer.zero_grad()
-        told = loss.detach()
-        dist.all_reduce(told)
-        return told.item() / dist.get_world_size()
+        total_loss = loss.detach()
+        dist.all_reduce(total_loss)
+        return total_loss.item() / dist.get_world_size()
 
     return step
 
 
-# ------------------------------------------------------------------ stages
+# ------------------------------------------------------------------ pipeline parallelism
 
 
 class Stage(nn.Module):
-    """One half of a GPT."""
+    """One of the two pipeline stages of a GPT: half of its blocks, with the embedding or the head."""
 
     def __init__(self, model: LabelledGPT, number: int) -> None:
         super().__init__()
@@ -287,30 +289,32 @@ class Stage(nn.Module):
         self.norm, self.head = (None, None) if number == 0 else (model.norm, model.head)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits, or what the other half needs."""
+        """Return the hidden states for the next stage, or the logits in the last stage."""
         x = x if self.tokens is None else self.tokens(x)
         for block in self.blocks:
             x = block(x)
         return x if self.head is None or self.norm is None else self.head(self.norm(x))
 
 
-def pp(batch: Batch, splits_sequences: bool = False) -> Step:
-    """Two stages in torch's 1F1B; the ranks of a stage share its parameters, and may share sequences."""
+def build_pp_step(batch: Batch, splits_sequences: bool = False) -> Step:
+    """Build the step of a GPT with two pipeline stages in torch's 1F1B; ranks of one stage share parameters or sequences."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "shard"))
     number, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
     module = Stage(LabelledGPT(), number)
     ids, labels = batch.ids, batch.labels
     if splits_sequences:
-        attend_to_all(module.blocks, mesh["shard"])
-        ids, labels = (zigzag(each, world // 2, mesh["shard"].get_local_rank(), 1) for each in (ids, labels))
+        gather_keys_and_values(module.blocks, mesh["shard"])
+        ids, labels = (
+            take_zigzag_pieces(tokens, world // 2, mesh["shard"].get_local_rank(), 1) for tokens in (ids, labels)
+        )
     if world > 2:
         for block in module.blocks:
             fully_shard(block, mesh=mesh["shard"], reshard_after_forward=False)
         fully_shard(module, mesh=mesh["shard"], reshard_after_forward=False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
     stage = PipelineStage(module, number, 2, torch.device("cpu"), group=group)
-    schedule = Schedule1F1B(stage, NUM_MICROBATCHES, loss_fn=loss_of)
+    schedule = Schedule1F1B(stage, NUM_MICROBATCHES, loss_fn=compute_loss)
 
     def step() -> float | None:
         losses: list[torch.Tensor] = []
@@ -318,13 +322,13 @@ def pp(batch: Batch, splits_sequences: bool = False) -> Step:
             schedule.step(ids)
         else:
             schedule.step(target=labels, losses=losses)
-        total = squared_norm(module.parameters())
+        total = compute_squared_norm(module.parameters())
         dist.all_reduce(total, group=group)
-        clip(module.parameters(), total)
+        clip_gradients(module.parameters(), total)
         optimizer.step()
         optimizer.zero_grad()
-        told = torch.stack(losses).mean().detach() if losses else torch.zeros(())
-        dist.all_reduce(told)  # as Headway tells the loss on all ranks
-        return told.item() / (world // 2)
+        mean = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+        dist.all_reduce(mean)  # Headway also returns the loss on all ranks, so this work belongs to the step
+        return mean.item() / (world // 2)
 
     return step

@@ -1,21 +1,21 @@
-"""How long a help text takes, as a whole process."""
+"""Time of `--help`, measured as a whole process."""
 
 import sys
 
-from benchmarks.timing import HAS_ACCELERATE, num_repeats, save, tool, whole_processes
+from benchmarks.timing import HAS_ACCELERATE, find_command, get_num_repeats, save_result, time_commands
 
 
 def main() -> None:
-    """Measure and save."""
+    """Measure all variants in turn and write result.json."""
     commands = {
         "python -c pass": [sys.executable, "-c", "pass"],
         "python -c pass, again (A/A)": [sys.executable, "-c", "pass"],
-        "headway --help": [tool("headway"), "--help"],
-        "headway launch --help": [tool("headway"), "launch", "--help"],
+        "headway --help": [find_command("headway"), "--help"],
+        "headway launch --help": [find_command("headway"), "launch", "--help"],
     }
     if HAS_ACCELERATE:
-        commands["accelerate launch --help"] = [tool("accelerate"), "launch", "--help"]
-    save("command_line", "s", whole_processes(commands, num_repeats(15)))
+        commands["accelerate launch --help"] = [find_command("accelerate"), "launch", "--help"]
+    save_result("command_line", "s", time_commands(commands, get_num_repeats(15)))
 
 
 if __name__ == "__main__":

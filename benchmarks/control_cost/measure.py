@@ -1,4 +1,4 @@
-"""What a vote on the control plane costs with 2 and with 4 ranks, beside the store's round trip and gloo."""
+"""Cost of a vote over the control plane with 2 and with 4 ranks, compared with a round trip to the store and with gloo."""
 
 import json
 import subprocess
@@ -6,21 +6,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.timing import num_repeats, save, tool
+from benchmarks.timing import find_command, get_num_repeats, save_result
 
 
 def main() -> None:
-    """Measure and save."""
+    """Measure all variants in turn and write result.json."""
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for num_ranks in (2, 4):
             path = Path(folder, "rows.json")
             subprocess.run(
-                [tool("headway"), "launch", "--cpu", "-n", str(num_ranks), "-m", "benchmarks.control_cost.worker", str(path),
-                 str(num_repeats(30))], check=True,
+                [find_command("headway"), "launch", "--cpu", "-n", str(num_ranks), "-m", "benchmarks.control_cost.worker", str(path),
+                 str(get_num_repeats(30))], check=True,
             )  # fmt: skip
             rows |= json.loads(path.read_text())
-    save("control_cost", "us per call", rows, "the store's server is a further process, the launcher's agent")
+    save_result("control_cost", "us per call", rows, "The store's server runs in another process, the launcher's agent")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Tables of what runs on torch's CUDA build over the simulated runtime."""
+"""Benchmarks that run torch's CUDA build on the simulated runtime; each prints a table."""

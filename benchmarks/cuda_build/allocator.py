@@ -1,9 +1,9 @@
-"""What torch's own allocator takes for training steps, beside what headway.forecast says.
+"""Memory that torch's own allocator takes for training steps, compared with headway.forecast.
 
-`python -m benchmarks.cuda_build.allocator [KIND ...]`, on the simulated runtime (`make cuda` sets it up), for all kinds of device or
-for those named. Without values, where a model has no convolutions: nothing is computed, so models of full size take seconds. The
-loops are written by hand (`LOOPS`), the models are `models.py`'s. One process for each kind of device, which the simulated runtime
-takes from its environment; between cases its allocator gives everything back. `layouts.py` has the table of NCCL ranks.
+`python -m benchmarks.cuda_build.allocator [KIND ...]` runs on the simulated runtime (`make cuda` sets it up), for all kinds of GPU or
+those named. Models without convolutions run without values: nothing is computed, so models of full size take seconds. The models are
+in `models.py`, and the training loops are plain PyTorch (`LOOPS`). Each kind of GPU has a separate process, because the simulated
+runtime reads the kind from the environment. All memory is freed between cases. `layouts.py` has the table of NCCL ranks.
 """
 
 import gc
@@ -25,7 +25,19 @@ from headway.forecasting.tracing.attention_masks import skip_causal_mask
 
 @dataclass(frozen=True)
 class Case:
-    """One row."""
+    """One row: a model of `MODELS`, a kind of GPU, and how it is trained.
+
+    Attributes:
+        model: Name of the model.
+        device: Kind of GPU.
+        precision: "no", "bf16" or "fp16".
+        optimizer: Name of an optimizer of `OPTIMIZERS`.
+        loop: Name of a loop of `LOOPS`.
+        accumulation: Micro-batches of one update.
+        recompute: Whether activations are recomputed in the backward.
+        lora: Whether the model is frozen and has LoRA adapters.
+        varies: Whether batches have different sequence lengths.
+    """
 
     model: str
     device: str
@@ -39,9 +51,9 @@ class Case:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of its sequences, up to the model's longest, in an order that is no order; empty: all batches are alike."""
+        """Sequence lengths of the batches in mixed order, or empty if all batches are alike."""
         longest = MODELS[self.model].longest if self.varies else 0
-        return tuple(longest // 8 + 37 * each % (longest - longest // 8) for each in range(1, 17)) if longest else ()
+        return tuple(longest // 8 + 37 * index % (longest - longest // 8) for index in range(1, 17)) if longest else ()
 
 
 KINDS = ("t4", "a100-80gb", "rtx-3090", "rtx-4090", "h100", "b200")
@@ -63,62 +75,52 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 _VARYING = (("a100-80gb", "no"), ("h100", "bf16"), ("b200", "bf16"))
 
 
-def cases() -> list[Case]:
+def list_cases() -> list[Case]:
     """Every model with seven settings, in turn over the settings and the kinds of device."""
     settings, kinds = cycle(SETTINGS), cycle(KINDS)
-    found = []
+    cases = []
     for name, model in MODELS.items():
         for _ in range(7):
-            given = next(settings)
-            while (given.get("recompute") or given.get("lora")) and not model.is_transformers:
-                given = next(settings)
-            found.append(Case(name, next(kinds), **given))
+            setting = next(settings)
+            while (setting.get("recompute") or setting.get("lora")) and not model.is_transformers:
+                setting = next(settings)
+            cases.append(Case(name, next(kinds), **setting))
     varying = [name for name, model in MODELS.items() if model.longest]
-    found += [Case(name, kind, precision, varies=True) for name in varying for kind, precision in _VARYING]
-    return found
+    cases += [Case(name, kind, precision, varies=True) for name in varying for kind, precision in _VARYING]
+    return cases
 
 
-ATTENTION = ("q_proj", "v_proj", "query", "value", "q", "v", "q_lin", "v_lin", "query_key_value")
+LORA_LAYERS = ("q_proj", "v_proj", "query", "value", "q", "v", "q_lin", "v_lin", "query_key_value", "c_attn")
+"""Names of the attention layers that get an adapter."""
 
 
 class Adapter(nn.Module):
-    """LoRA by hand: a frozen layer, and two thin ones beside it."""
+    """LoRA in plain PyTorch: a frozen layer, and two thin layers in parallel."""
 
     def __init__(self, layer: nn.Linear, rank: int = 8) -> None:
         super().__init__()
         self.layer = layer.requires_grad_(False)
-        placed = {"device": layer.weight.device, "dtype": layer.weight.dtype}
-        self.down = nn.Linear(layer.in_features, rank, bias=False, **placed)
-        self.up = nn.Linear(rank, layer.out_features, bias=False, **placed)
+        options = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+        self.down = nn.Linear(layer.in_features, rank, bias=False, **options)
+        self.up = nn.Linear(rank, layer.out_features, bias=False, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Both together."""
+        """Return the sum of both outputs."""
         return self.layer(x) + self.up(self.down(x))  # type: ignore[no-any-return]
 
 
-def make(case: Case) -> nn.Module:
-    """The model, prepared for training."""
+def build_model(case: Case) -> nn.Module:
+    """Build the model of a case in training mode, with adapters and recomputation if the case has them."""
     model = MODELS[case.model].make()
     if case.lora:
         model.requires_grad_(False)
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
-                if isinstance(child, nn.Linear) and name in (
-                    "q_proj",
-                    "v_proj",
-                    "query",
-                    "value",
-                    "q",
-                    "v",
-                    "q_lin",
-                    "v_lin",
-                    "query_key_value",
-                    "c_attn",
-                ):
+                if isinstance(child, nn.Linear) and name in LORA_LAYERS:
                     setattr(module, name, Adapter(child))
     if case.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    # Without values transformers cannot see that no token is masked, and would build masks that a run does not.
+    # Without values, transformers cannot see that no token is masked, and would build masks that a real run does not build.
     return skip_causal_mask(model).train() if hasattr(model, "set_attn_implementation") else model.train()
 
 
@@ -132,7 +134,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass
 class Run:
-    """What a loop needs."""
+    """The objects that a loop uses."""
 
     case: Case
     model: nn.Module
@@ -140,19 +142,19 @@ class Run:
     scaler: Any
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Of three updates, or one for each length."""
+        """Yield the batches of three updates, or one batch for each length."""
         model = MODELS[self.case.model]
-        for asked in [(length,) for length in self.case.lengths] or [()] * (3 * self.case.accumulation):
-            yield model.batch(model.size, "cuda", *asked)
+        for length_argument in [(length,) for length in self.case.lengths] or [()] * (3 * self.case.accumulation):
+            yield model.batch(model.size, "cuda", *length_argument)
 
     def autocast(self) -> Any:
-        """Of the case's precision."""
+        """Return an autocast context for the case's precision."""
         dtype = torch.float16 if self.case.precision == "fp16" else torch.bfloat16
         return torch.autocast("cuda", dtype, enabled=self.case.precision != "no")
 
 
-def plain(run: Run) -> None:
-    """Names live until they are assigned again."""
+def train_plainly(run: Run) -> None:
+    """Train; outputs and loss live until the next step assigns them again."""
     for index, batch in enumerate(run.batches()):
         with run.autocast():
             outputs = run.model(**batch)
@@ -166,8 +168,8 @@ def plain(run: Run) -> None:
             run.optimizer.zero_grad()
 
 
-def zero_grad_before_backward(run: Run) -> None:
-    """Gradients of the last update are there during forward."""
+def train_zeroing_before_backward(run: Run) -> None:
+    """Train; gradients are zeroed before the backward, so those of the last update exist during the forward."""
     for batch in run.batches():
         with run.autocast():
             outputs = run.model(**batch)
@@ -178,8 +180,8 @@ def zero_grad_before_backward(run: Run) -> None:
         run.scaler.update()
 
 
-def loss_function(run: Run) -> None:
-    """Outputs go when the function returns."""
+def train_with_loss_function(run: Run) -> None:
+    """Train; a function computes the loss, so the outputs are freed when it returns."""
 
     def compute(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         with run.autocast():
@@ -194,97 +196,108 @@ def loss_function(run: Run) -> None:
             run.optimizer.zero_grad()
 
 
-LOOPS = {"plain": plain, "zero_grad_before_backward": zero_grad_before_backward, "loss_function": loss_function}
+LOOPS = {
+    "plain": train_plainly,
+    "zero_grad_before_backward": train_zeroing_before_backward,
+    "loss_function": train_with_loss_function,
+}
 
 
-def real(case: Case) -> tuple[int, int]:
-    """What the allocator took at most: allocated and reserved."""
+def measure_run(case: Case) -> tuple[int, int]:
+    """Train, and return the allocator's peaks: (allocated bytes, reserved bytes)."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() == 0
     torch.cuda.reset_peak_memory_stats()
     with torch.device("cuda"):
-        model = make(case)
+        model = build_model(case)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = OPTIMIZERS[case.optimizer](learning)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = OPTIMIZERS[case.optimizer](trainable)
     LOOPS[case.loop](
         Run(case, model, optimizer, torch.amp.GradScaler("cuda", init_scale=1.0, enabled=case.precision == "fp16"))
     )
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
-def forecast(case: Case) -> tuple[int, int, int]:
-    """The same, and the most that the process may take without the device's overhead."""
+def forecast_run(case: Case) -> tuple[int, int, int]:
+    """Return the forecast's (allocated bytes, reserved bytes, upper bound without the device's overhead)."""
     import headway
     from headway.forecasting.device.devices import find_device
 
-    model, own = MODELS[case.model], case.optimizer == "adafactor"
-    found = headway.forecast(
-        lambda: make(case), lambda size, *asked: model.batch(size, "cpu", *asked), batch_size=model.size,
-        loss=lambda outputs, _: outputs["loss"],
-        optimizer="adafactor" if own else OPTIMIZERS[case.optimizer], device=case.device, precision=case.precision,
+    model = MODELS[case.model]
+    optimizer = "adafactor" if case.optimizer == "adafactor" else OPTIMIZERS[case.optimizer]
+    forecast = headway.forecast(
+        lambda: build_model(case), lambda size, *length: model.batch(size, "cpu", *length), batch_size=model.size,
+        loss=lambda outputs, _: outputs["loss"], optimizer=optimizer, device=case.device, precision=case.precision,
         accumulation=case.accumulation, loop=case.loop, lengths=case.lengths, largest=False,
     )  # fmt: skip
-    return int(found.allocated), int(found.reserved), int(found.most) - find_device(case.device).overhead[2]
+    return int(forecast.allocated), int(forecast.reserved), int(forecast.most) - find_device(case.device).overhead[2]
 
 
-def of_device(device: str, with_values: bool) -> None:
-    """Print a line for each case of a device."""
-    for case in cases():
+def print_rows(device: str, with_values: bool) -> None:
+    """Print a line of JSON for each case of a kind of GPU: [case, result].
+
+    Args:
+        device: Kind of GPU.
+        with_values: Whether the runtime computes values. Only models with convolutions need them.
+    """
+    for case in list_cases():
         if case.device == device and MODELS[case.model].has_convolutions == with_values:
             try:
-                found = {"real": real(case), "forecast": forecast(case)}
+                result = {"real": measure_run(case), "forecast": forecast_run(case)}
             except Exception as error:
-                found = {"error": f"{type(error).__name__}: {str(error)[:200]}"}  # type: ignore[dict-item]
-            print(json.dumps([asdict(case), found]), flush=True)
+                result = {"error": f"{type(error).__name__}: {str(error)[:200]}"}  # type: ignore[dict-item]
+            print(json.dumps([asdict(case), result]), flush=True)
 
 
-def table(kinds: Sequence[str]) -> None:
+def print_table(kinds: Sequence[str]) -> None:
     """Run all cases of these kinds of device and print the table and its summary."""
     if unknown := set(kinds) - set(KINDS):
-        sys.exit(f"no rows for {', '.join(sorted(unknown))}; there are some for {', '.join(KINDS)}")
-    heads = [
-        *(each.name for each in fields(Case)),
+        sys.exit(f"unknown kind of GPU: {', '.join(sorted(unknown))}; choose from {', '.join(KINDS)}")
+    columns = [
+        *(field.name for field in fields(Case)),
         "allocated",
         "forecast",
-        "",
+        "error",
         "reserved",
         "forecast",
-        "",
-        "`most` covers",
+        "error",
+        "within `most`",
     ]
-    print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|", flush=True)
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|", flush=True)
     errors: list[tuple[float, float]] = []
-    above = 0
+    num_above = 0
     for device, values in product(kinds, "01"):
         simulated = {"SIMULATED_CUDA": device, "SIMULATED_CUDA_VALUES": values, "SIMULATED_CUDA_MIB": "200000"}
         command = [sys.executable, "-m", "benchmarks.cuda_build.allocator", "--rows", device, values]
         environment = {**os.environ, **simulated}
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if ran.returncode:
-            print(ran.stderr[-2000:], file=sys.stderr)
-        for line in ran.stdout.splitlines():
-            case, found = json.loads(line)
-            named = " | ".join(str(value) for value in case.values())
-            if "error" in found:
-                print(f"| {named} | {found['error']} |", flush=True)
+        finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if finished.returncode:
+            print(finished.stderr[-2000:], file=sys.stderr)
+        for line in finished.stdout.splitlines():
+            case, result = json.loads(line)
+            case_cells = " | ".join(str(value) for value in case.values())
+            if "error" in result:
+                print(f"| {case_cells} | {result['error']} |", flush=True)
                 continue
-            (allocated, reserved), (wanted, held, most) = found["real"], found["forecast"]
-            errors.append((wanted / allocated - 1, held / reserved - 1))
-            above += most < reserved
-            cells = " | ".join(f"{a:,} | {b:,} | {b / a - 1:+.2%}" for a, b in ((allocated, wanted), (reserved, held)))
-            print(f"| {named} | {cells} | {'yes' if most >= reserved else 'NO'} |", flush=True)
-    tensors, taken = ([abs(each[index]) for each in errors] for index in (0, 1))
+            (allocated, reserved), (forecast_allocated, forecast_reserved, most) = result["real"], result["forecast"]
+            errors.append((forecast_allocated / allocated - 1, forecast_reserved / reserved - 1))
+            num_above += most < reserved
+            pairs = ((allocated, forecast_allocated), (reserved, forecast_reserved))
+            cells = " | ".join(f"{a:,} | {b:,} | {b / a - 1:+.2%}" for a, b in pairs)
+            print(f"| {case_cells} | {cells} | {'yes' if most >= reserved else 'NO'} |", flush=True)
+    worst_allocated, worst_reserved = (max(abs(pair[index]) for pair in errors) for index in (0, 1))
     print(
-        f"\n{len(errors)} rows; worst: allocated {max(tensors):.2%}, reserved {max(taken):.2%}; above `most`: {above}"
+        f"\n{len(errors)} rows; largest error: allocated {worst_allocated:.2%}, reserved {worst_reserved:.2%}; "
+        f"above `most`: {num_above}"
     )
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rows"]:
-        of_device(sys.argv[2], sys.argv[3] == "1")
+        print_rows(sys.argv[2], sys.argv[3] == "1")
     else:
-        table(sys.argv[1:] or KINDS)
+        print_table(sys.argv[1:] or KINDS)

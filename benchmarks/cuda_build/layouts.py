@@ -1,8 +1,8 @@
-"""What torch's own allocator takes on NCCL ranks, beside forecasts and plans; and what one more layer adds.
+"""Memory that torch's allocator takes on NCCL ranks, compared with forecasts and plans; and what one more layer adds.
 
-`python -m benchmarks.cuda_build.layouts`, on the simulated runtime, without values. A Llama in float32 with AdamW, on each rank a
-loop by hand: DDP, `fully_shard`, `parallelize_module` and `loss_parallel` are torch's, and nothing of Headway runs on these ranks.
-Names of layouts as arguments choose among them.
+`python -m benchmarks.cuda_build.layouts [LAYOUT ...]` runs on the simulated runtime without values. It trains a Llama in float32 with
+AdamW in plain PyTorch: DDP, `fully_shard`, `parallelize_module` and `loss_parallel` are torch's, and no Headway code runs on the
+ranks.
 """
 
 import json
@@ -21,6 +21,7 @@ BATCH, TOKENS = 4, 512
 
 
 def build(layers: int) -> nn.Module:
+    """Build a small Llama with `layers` layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from headway.forecasting.tracing.attention_masks import skip_causal_mask
@@ -31,14 +32,15 @@ def build(layers: int) -> nn.Module:
     )
 
 
-def strategy_of(layout: str) -> tuple[str, list[Any]]:
+def get_strategy(layout: str) -> tuple[str, list[Any]]:
+    """Return Headway's strategy and kwargs handlers for a layout."""
     from headway import TensorParallelOptions
 
     return ("tp", [TensorParallelOptions(loss_parallel=True)]) if layout == "loss parallel" else (layout, [])
 
 
-def spread(model: Any, layout: str) -> Any:
-    """By torch alone."""
+def parallelize(model: Any, layout: str) -> Any:
+    """Split or replicate the model over the ranks with torch alone."""
     if layout == "ddp":
         from torch.nn.parallel import DistributedDataParallel
 
@@ -52,11 +54,11 @@ def spread(model: Any, layout: str) -> Any:
     tp = 1 if layout == "fsdp" else 2
     mesh = init_device_mesh("cuda", (dist.get_world_size() // tp, tp), mesh_dim_names=("shard", "tp"))
     if tp > 1:
-        cut: dict[str, Any] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-        cut |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
-        cut |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+        plan: dict[str, Any] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+        plan |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+        plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
         for layer in model.model.layers:
-            parallelize_module(layer, mesh["tp"], cut)
+            parallelize_module(layer, mesh["tp"], plan)
         head = (
             ColwiseParallel(use_local_output=False)
             if layout == "loss parallel"
@@ -71,22 +73,22 @@ def spread(model: Any, layout: str) -> Any:
     return model
 
 
-def real(layout: str, layers: int) -> tuple[int, int]:
-    """On one of the ranks: allocated and reserved."""
+def measure_rank(layout: str, layers: int) -> tuple[int, int]:
+    """Train on this rank, and return the allocator's peaks: (allocated bytes, reserved bytes)."""
     import torch.distributed as dist
     from torch.distributed.tensor.parallel import loss_parallel
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     with torch.device("cuda"):
-        model = spread(build(layers), layout)
+        model = parallelize(build(layers), layout)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    # What is cut, and along which mesh: torch updates a group's tensors at once, which must be of one kind.
-    kinds: dict[Any, list[nn.Parameter]] = {}
+    # One parameter group per mesh: torch's foreach update needs tensors of one kind in a group.
+    groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    optimizer = torch.optim.AdamW([{"params": alike} for alike in kinds.values()])
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    optimizer = torch.optim.AdamW([{"params": parameters} for parameters in groups.values()])
     for _ in range(3):
         ids = torch.zeros(BATCH, TOKENS, dtype=torch.long, device="cuda")
         with loss_parallel() if layout == "loss parallel" else nullcontext():
@@ -97,65 +99,66 @@ def real(layout: str, layers: int) -> tuple[int, int]:
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
-def predicted(layout: str, ranks: int, layers: int) -> tuple[int, int, int]:
-    """The forecast's allocated and reserved, and the plan's peak."""
+def predict(layout: str, ranks: int, layers: int) -> tuple[int, int, int]:
+    """Return (the forecast's allocated bytes, its reserved bytes, the plan's peak bytes)."""
     import headway
 
-    def batch_of(size: int) -> dict[str, torch.Tensor]:
+    def make_batch(size: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(size, TOKENS, dtype=torch.long)
         return {"input_ids": ids, "labels": ids}
 
-    strategy, options = strategy_of(layout)
-    given: dict[str, Any] = {"kwargs_handlers": options}
-    found = headway.forecast(
-        lambda: build(layers), batch_of, batch_size=BATCH, device="h100", largest=False, loop="loss_function",
-        strategy=strategy, ranks=ranks, **given,
+    strategy, options = get_strategy(layout)
+    handlers: dict[str, Any] = {"kwargs_handlers": options}
+    forecast = headway.forecast(
+        lambda: build(layers), make_batch, batch_size=BATCH, device="h100", largest=False, loop="loss_function",
+        strategy=strategy, ranks=ranks, **handlers,
     )  # fmt: skip
     planned = headway.plan(
-        lambda: build(layers), strategy, ranks, step=lambda model: model(**batch_of(BATCH)).loss, **given
+        lambda: build(layers), strategy, ranks, step=lambda model: model(**make_batch(BATCH)).loss, **handlers
     )
-    return int(found.allocated), int(found.reserved), int(planned.peak)
+    return int(forecast.allocated), int(forecast.reserved), int(planned.peak)
 
 
-def run(command: list[str], ranks: int) -> list[Any]:
-    """What each process prints last."""
+def run_command(command: list[str], ranks: int) -> list[Any]:
+    """Run a command on the simulated runtime, and return the result that each process prints."""
     environment = os.environ | {
         "SIMULATED_CUDA": "h100",
         "SIMULATED_CUDA_VALUES": "0",
         "SIMULATED_CUDA_DEVICES": str(ranks),
     }
-    ran = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600)
-    found = [json.loads(line[6:]) for line in ran.stdout.splitlines() if line.startswith("found ")]
-    return found or sys.exit(ran.stderr[-3000:])
+    finished = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600)
+    results = [json.loads(line[7:]) for line in finished.stdout.splitlines() if line.startswith("result ")]
+    return results or sys.exit(finished.stderr[-3000:])
 
 
 def main() -> None:
-    """Print the tables."""
+    """Print the tables, or one result if the arguments start with "real" or "predicted"."""
     if sys.argv[1:2] in (["real"], ["predicted"]):
         layout, ranks, layers = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-        told = real(layout, layers) if sys.argv[1] == "real" else predicted(layout, ranks, layers)
-        # One write: several ranks share a pipe.
-        sys.stdout.write(f"found {json.dumps(told)}\n")
+        result = measure_rank(layout, layers) if sys.argv[1] == "real" else predict(layout, ranks, layers)
+        # One write, because several ranks share a pipe.
+        sys.stdout.write(f"result {json.dumps(result)}\n")
         sys.stdout.flush()
         return
-    print("| layout | ranks | layers | allocated | forecast | | reserved | forecast | | plan's peak |")
+    print("| layout | ranks | layers | allocated | forecast | error | reserved | forecast | error | plan's peak |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    slopes = []
-    for layout, ranks in (each for each in LAYOUTS if not sys.argv[1:] or each[0] in sys.argv[1:]):
+    slope_rows = []
+    for layout, ranks in (case for case in LAYOUTS if not sys.argv[1:] or case[0] in sys.argv[1:]):
         rows = []
         for layers in LAYERS:
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            module, asked = ["-m", "benchmarks.cuda_build.layouts"], [layout, str(ranks), str(layers)]
-            told = run([*launch, *module, "real", *asked], ranks)
-            allocated, reserved = (max(each[index] for each in told) for index in (0, 1))
-            ((wanted, held, peak),) = run([*module, "predicted", *asked], 1)
-            cells = " | ".join(f"{a:,} | {b:,} | {b / a - 1:+.2%}" for a, b in ((allocated, wanted), (reserved, held)))
+            module, arguments = ["-m", "benchmarks.cuda_build.layouts"], [layout, str(ranks), str(layers)]
+            rank_results = run_command([*launch, *module, "real", *arguments], ranks)
+            allocated, reserved = (max(result[index] for result in rank_results) for index in (0, 1))
+            ((forecast_allocated, forecast_reserved, peak),) = run_command([*module, "predicted", *arguments], 1)
+            pairs = ((allocated, forecast_allocated), (reserved, forecast_reserved))
+            cells = " | ".join(f"{a:,} | {b:,} | {b / a - 1:+.2%}" for a, b in pairs)
             print(f"| {layout} | {ranks} | {layers} | {cells} | {peak:,} |", flush=True)
-            rows.append((allocated, wanted, peak))
+            rows.append((allocated, forecast_allocated, peak))
         per_layer = [(after - before) // (LAYERS[1] - LAYERS[0]) for before, after in zip(*rows)]
-        slopes.append(f"| {layout} | {ranks} | " + " | ".join(f"{size:,}" for size in per_layer) + " |")
-    print("\n| one more layer | ranks | real ranks | forecast | plan |\n|---|---|---|---|---|")
-    print("\n".join(slopes))
+        slope_rows.append(f"| {layout} | {ranks} | " + " | ".join(f"{size:,}" for size in per_layer) + " |")
+    print("\n| bytes of one more layer | ranks | real ranks | forecast | plan |\n|---|---|---|---|---|")
+    print("\n".join(slope_rows))
 
 
 if __name__ == "__main__":

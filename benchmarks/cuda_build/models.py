@@ -1,4 +1,4 @@
-"""Models that the tests of forecasts do not use: small enough to trace in seconds, and of every common kind."""
+"""Models of every common kind that the forecast's own tests do not use; small enough to trace in seconds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Model:
-    """A model, and its batch.
+    """A model and its batches.
 
     Attributes:
-        make: makes it; called with `**batch`, it returns a mapping with the loss.
-        batch: from a number of samples, a device, and of those with `lengths` a length.
-        size: samples.
-        is_transformers: it has gradient_checkpointing_enable.
-        has_convolutions: cuDNN's, which need the values of the simulated runtime.
-        longest: the sequences of its batches may be of any length up to this; 0: not.
+        make: Function that builds the model. The model takes `**batch`, and returns a mapping with the loss.
+        batch: Function of a number of samples, a device, and optionally a sequence length, that makes a batch.
+        size: Samples of a batch.
+        is_transformers: Whether the model has `gradient_checkpointing_enable`.
+        has_convolutions: Whether the model uses cuDNN, which needs the values of the simulated runtime.
+        longest: Largest sequence length, or 0 if the length cannot vary.
     """
 
     make: Callable[[], nn.Module]
@@ -30,20 +30,20 @@ class Model:
 
 
 class WithLoss(nn.Module):
-    """A plain module with a loss beside its outputs."""
+    """A plain module that also computes a loss."""
 
     def __init__(self, inner: nn.Module, loss: Callable[[Any, Any], torch.Tensor]) -> None:
         super().__init__()
         self.inner, self._loss = inner, loss
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Both."""
+        """Return a mapping with the loss and the outputs."""
         outputs = self.inner(inputs)
         return {"loss": self._loss(outputs, targets), "outputs": outputs}
 
 
-def transformer(name: str, **sizes: Any) -> Callable[[], nn.Module]:
-    """A transformers class, by its name, of a config of its kind."""
+def make_transformer(name: str, **sizes: Any) -> Callable[[], nn.Module]:
+    """Return a function that builds a transformers model, given the name of its class and the sizes of its config."""
 
     def make() -> nn.Module:
         import transformers
@@ -54,20 +54,25 @@ def transformer(name: str, **sizes: Any) -> Callable[[], nn.Module]:
     return make
 
 
-def tokens(length: int, labels: int | None = None) -> Callable[..., dict[str, torch.Tensor]]:
-    """Token ids, with labels for each of them, or one for each sample."""
+def make_token_batches(length: int, labels: int | None = None) -> Callable[..., dict[str, torch.Tensor]]:
+    """Return a function that makes token ids with labels.
+
+    Args:
+        length: Tokens of a sample.
+        labels: Labels per sample; 0 for one label per sample without a dimension, None for one label per token.
+    """
 
     def batch(size: int, device: str, length: int = length) -> dict[str, torch.Tensor]:
-        found = {"input_ids": torch.zeros(size, length, dtype=torch.long, device=device)}
+        inputs = {"input_ids": torch.zeros(size, length, dtype=torch.long, device=device)}
         shape = (size, length) if labels is None else (size,) if labels == 0 else (size, labels)
-        found["labels"] = torch.zeros(shape, dtype=torch.long, device=device)
-        return found
+        inputs["labels"] = torch.zeros(shape, dtype=torch.long, device=device)
+        return inputs
 
     return batch
 
 
-def images(width: int) -> Callable[[int, str], dict[str, torch.Tensor]]:
-    """Images, and a class for each."""
+def make_image_batches(width: int) -> Callable[[int, str], dict[str, torch.Tensor]]:
+    """Return a function that makes square images with a class label each."""
 
     def batch(size: int, device: str) -> dict[str, torch.Tensor]:
         pixels = torch.zeros(size, 3, width, width, device=device)
@@ -76,24 +81,24 @@ def images(width: int) -> Callable[[int, str], dict[str, torch.Tensor]]:
     return batch
 
 
-def pairs(shape: tuple[int, ...], target: tuple[int, ...], kind: torch.dtype = torch.float32) -> Any:
-    """Inputs and targets of plain modules."""
+def make_pair_batches(shape: tuple[int, ...], target: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Any:
+    """Return a function that makes inputs and targets of a plain module."""
 
     def batch(size: int, device: str) -> dict[str, torch.Tensor]:
         inputs = torch.zeros(size, *shape, device=device)
-        return {"inputs": inputs, "targets": torch.zeros(size, *target, dtype=kind, device=device)}
+        return {"inputs": inputs, "targets": torch.zeros(size, *target, dtype=dtype, device=device)}
 
     return batch
 
 
-def speech(size: int, device: str) -> dict[str, torch.Tensor]:
-    """Whisper's features and words."""
+def make_speech_batch(size: int, device: str) -> dict[str, torch.Tensor]:
+    """Make Whisper's input features and label tokens."""
     features = torch.zeros(size, 80, 400, device=device)
     return {"input_features": features, "labels": torch.zeros(size, 64, dtype=torch.long, device=device)}
 
 
 class UNet(nn.Module):
-    """Down, up, and across."""
+    """Small U-Net: a path down, a path up, and a skip connection."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -106,15 +111,15 @@ class UNet(nn.Module):
         return nn.Sequential(nn.Conv2d(inside, outside, 3, padding=1), nn.GroupNorm(8, outside), nn.SiLU())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the same size as its input."""
+        """Return an image of the same size."""
         first = self.first(x)
         deep = self.deep(self.down(nn.functional.max_pool2d(first, 2)))
-        back = nn.functional.interpolate(deep, scale_factor=2)
-        return self.head(self.last(torch.cat([back, first], 1)))  # type: ignore[no-any-return]
+        upsampled = nn.functional.interpolate(deep, scale_factor=2)
+        return self.head(self.last(torch.cat([upsampled, first], 1)))  # type: ignore[no-any-return]
 
 
 class Detector(nn.Module):
-    """Classes and boxes at every place of three resolutions, as RetinaNet gives them; the loss is dense, too."""
+    """RetinaNet-like detector that returns classes and boxes at every position of three resolutions; the loss is dense."""
 
     strides = (8, 16, 32)
 
@@ -136,36 +141,40 @@ class Detector(nn.Module):
         return [nn.Conv2d(inside, outside, 3, 2, 1, bias=False), nn.BatchNorm2d(outside), nn.ReLU(inplace=True)]
 
     def forward(self, pixels: torch.Tensor, classes: torch.Tensor, boxes: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Images with what is at each place: (samples, places, classes) and (samples, places, 4)."""
+        """Return the loss, logits and boxes. Targets are (samples, positions, classes) and (samples, positions, 4)."""
         levels = [self.stem(pixels)]
         for stage in self.stages:
             levels.append(stage(levels[-1]))
         merged = [lateral(level) for lateral, level in zip(self.lateral, levels)]
         for index in (1, 0):
             merged[index] = merged[index] + nn.functional.interpolate(merged[index + 1], scale_factor=2)
-        logits, found = (torch.cat([head(level).flatten(2) for level in merged], 2).mT for head in self.heads)
+        logits, predicted_boxes = (torch.cat([head(level).flatten(2) for level in merged], 2).mT for head in self.heads)
         entropy = nn.functional.binary_cross_entropy_with_logits(logits, classes, reduction="none")
-        certainty = torch.where(classes > 0, logits.sigmoid(), 1 - logits.sigmoid())
-        focal = ((1 - certainty) ** 2 * entropy).sum() / classes.sum().clamp(min=1)
-        return {"loss": focal + nn.functional.smooth_l1_loss(found, boxes), "logits": logits, "boxes": found}
+        confidence = torch.where(classes > 0, logits.sigmoid(), 1 - logits.sigmoid())
+        focal = ((1 - confidence) ** 2 * entropy).sum() / classes.sum().clamp(min=1)
+        return {
+            "loss": focal + nn.functional.smooth_l1_loss(predicted_boxes, boxes),
+            "logits": logits,
+            "boxes": predicted_boxes,
+        }
 
 
-def detections(width: int) -> Callable[[int, str], dict[str, torch.Tensor]]:
-    """Images with dense targets."""
+def make_detection_batches(width: int) -> Callable[[int, str], dict[str, torch.Tensor]]:
+    """Return a function that makes images with dense targets."""
 
     def batch(size: int, device: str) -> dict[str, torch.Tensor]:
-        places = sum((width // stride) ** 2 for stride in Detector.strides)
+        num_positions = sum((width // stride) ** 2 for stride in Detector.strides)
         return {
             "pixels": torch.zeros(size, 3, width, width, device=device),
-            "classes": torch.zeros(size, places, 20, device=device),
-            "boxes": torch.zeros(size, places, 4, device=device),
+            "classes": torch.zeros(size, num_positions, 20, device=device),
+            "boxes": torch.zeros(size, num_positions, 4, device=device),
         }
 
     return batch
 
 
 class Graph(nn.Module):
-    """Messages along edges, summed at nodes."""
+    """Graph network that sends messages along edges and sums them at the nodes."""
 
     def __init__(self, width: int = 256, nodes: int = 2048, edges: int = 16384) -> None:
         super().__init__()
@@ -174,7 +183,7 @@ class Graph(nn.Module):
         self.register_buffer("target", torch.zeros(edges, dtype=torch.long))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Features of nodes in, features of nodes out."""
+        """Map node features (samples, nodes, width) to node features of the same shape."""
         for layer in self.layers:
             messages = layer(x).index_select(1, self.source).relu()
             x = x + torch.zeros_like(messages[:, : x.shape[1]]).index_add(1, self.target, messages)
@@ -182,7 +191,7 @@ class Graph(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Over tokens and over channels in turn."""
+    """MLP-Mixer: perceptrons over tokens and over channels in turn."""
 
     def __init__(self, length: int = 196, width: int = 384, depth: int = 6) -> None:
         super().__init__()
@@ -195,15 +204,15 @@ class Mixer(nn.Module):
         return nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Dropout(0.1), nn.Linear(inner, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(samples, tokens, channels) in and out."""
-        for index, (tokens, channels) in enumerate(zip(self.tokens, self.channels)):
-            x = x + tokens(self.norms[2 * index](x).transpose(1, 2)).transpose(1, 2)
+        """Map (samples, tokens, channels) to the same shape."""
+        for index, (make_token_batches, channels) in enumerate(zip(self.tokens, self.channels)):
+            x = x + make_token_batches(self.norms[2 * index](x).transpose(1, 2)).transpose(1, 2)
             x = x + channels(self.norms[2 * index + 1](x))
         return x
 
 
-def encoder() -> nn.Module:
-    """torch's own."""
+def build_encoder() -> nn.Module:
+    """Build torch's own transformer encoder."""
     layer = nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True)
     return WithLoss(nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), nn.functional.mse_loss)
 
@@ -213,12 +222,14 @@ _LLAMA |= {"num_key_value_heads": 4, "vocab_size": 32000, "use_cache": False}
 _BERT = {"hidden_size": 768, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 3072}
 
 MODELS = {
-    "GPT-2": Model(transformer("GPT2LMHeadModel", n_layer=6, use_cache=False), tokens(512), 8, longest=512),
-    "Llama": Model(transformer("LlamaForCausalLM", **_LLAMA), tokens(512), 8, longest=512),
-    "Qwen2": Model(transformer("Qwen2ForCausalLM", **_LLAMA), tokens(768), 4, longest=768),
-    "Gemma2": Model(transformer("Gemma2ForCausalLM", **_LLAMA, head_dim=64), tokens(512), 4),
+    "GPT-2": Model(
+        make_transformer("GPT2LMHeadModel", n_layer=6, use_cache=False), make_token_batches(512), 8, longest=512
+    ),
+    "Llama": Model(make_transformer("LlamaForCausalLM", **_LLAMA), make_token_batches(512), 8, longest=512),
+    "Qwen2": Model(make_transformer("Qwen2ForCausalLM", **_LLAMA), make_token_batches(768), 4, longest=768),
+    "Gemma2": Model(make_transformer("Gemma2ForCausalLM", **_LLAMA, head_dim=64), make_token_batches(512), 4),
     "OPT": Model(
-        transformer(
+        make_transformer(
             "OPTForCausalLM",
             hidden_size=768,
             ffn_dim=3072,
@@ -226,11 +237,11 @@ MODELS = {
             num_attention_heads=12,
             use_cache=False,
         ),
-        tokens(512),
+        make_token_batches(512),
         8,
     ),
     "GPT-NeoX": Model(
-        transformer(
+        make_transformer(
             "GPTNeoXForCausalLM",
             hidden_size=768,
             intermediate_size=3072,
@@ -239,21 +250,21 @@ MODELS = {
             vocab_size=32000,
             use_cache=False,
         ),
-        tokens(512),
+        make_token_batches(512),
         8,
     ),
-    "BERT": Model(transformer("BertForMaskedLM", **_BERT), tokens(384), 16, longest=384),
-    "BERT, classes": Model(transformer("BertForSequenceClassification", **_BERT), tokens(384, 0), 16),
-    "DistilBERT": Model(transformer("DistilBertForTokenClassification"), tokens(256), 16),
-    "RoBERTa": Model(transformer("RobertaForMaskedLM", **_BERT), tokens(384), 16),
-    "ELECTRA": Model(transformer("ElectraForTokenClassification", **_BERT), tokens(256), 16),
+    "BERT": Model(make_transformer("BertForMaskedLM", **_BERT), make_token_batches(384), 16, longest=384),
+    "BERT, classes": Model(make_transformer("BertForSequenceClassification", **_BERT), make_token_batches(384, 0), 16),
+    "DistilBERT": Model(make_transformer("DistilBertForTokenClassification"), make_token_batches(256), 16),
+    "RoBERTa": Model(make_transformer("RobertaForMaskedLM", **_BERT), make_token_batches(384), 16),
+    "ELECTRA": Model(make_transformer("ElectraForTokenClassification", **_BERT), make_token_batches(256), 16),
     "T5": Model(
-        transformer("T5ForConditionalGeneration", num_layers=4, use_cache=False, decoder_start_token_id=0),
-        tokens(256, 128),
+        make_transformer("T5ForConditionalGeneration", num_layers=4, use_cache=False, decoder_start_token_id=0),
+        make_token_batches(256, 128),
         16,
     ),
     "BART": Model(
-        transformer(
+        make_transformer(
             "BartForConditionalGeneration",
             d_model=512,
             encoder_layers=4,
@@ -262,53 +273,71 @@ MODELS = {
             decoder_attention_heads=8,
             use_cache=False,
         ),
-        tokens(256, 128),
+        make_token_batches(256, 128),
         16,
     ),
     "Whisper": Model(
-        transformer("WhisperForConditionalGeneration", max_source_positions=200, use_cache=False), speech, 4, True, True
+        make_transformer("WhisperForConditionalGeneration", max_source_positions=200, use_cache=False),
+        make_speech_batch,
+        4,
+        True,
+        True,
     ),
-    "ViT": Model(transformer("ViTForImageClassification", num_hidden_layers=6), images(224), 4, True, True),
+    "ViT": Model(
+        make_transformer("ViTForImageClassification", num_hidden_layers=6), make_image_batches(224), 4, True, True
+    ),
     "DeiT": Model(
-        transformer(
+        make_transformer(
             "DeiTForImageClassification",
             num_hidden_layers=6,
             hidden_size=384,
             num_attention_heads=6,
             intermediate_size=1536,
         ),
-        images(224),
+        make_image_batches(224),
         4,
         True,
         True,
     ),
     "Swin": Model(
-        transformer("SwinForImageClassification", depths=[2, 2], num_heads=[3, 6]), images(224), 4, True, True
+        make_transformer("SwinForImageClassification", depths=[2, 2], num_heads=[3, 6]),
+        make_image_batches(224),
+        4,
+        True,
+        True,
     ),
-    "ConvNeXt": Model(transformer("ConvNextForImageClassification"), images(224), 4, False, True),
-    "ResNet": Model(transformer("ResNetForImageClassification"), images(224), 4, False, True),
+    "ConvNeXt": Model(make_transformer("ConvNextForImageClassification"), make_image_batches(224), 4, False, True),
+    "ResNet": Model(make_transformer("ResNetForImageClassification"), make_image_batches(224), 4, False, True),
     "Mamba": Model(
-        transformer("MambaForCausalLM", hidden_size=256, num_hidden_layers=2, vocab_size=8000, use_cache=False),
-        tokens(48),
+        make_transformer("MambaForCausalLM", hidden_size=256, num_hidden_layers=2, vocab_size=8000, use_cache=False),
+        make_token_batches(48),
         2,
         False,
     ),
     "U-Net": Model(
-        lambda: WithLoss(UNet(), nn.functional.mse_loss), pairs((3, 128, 128), (3, 128, 128)), 2, False, True
+        lambda: WithLoss(UNet(), nn.functional.mse_loss),
+        make_pair_batches((3, 128, 128), (3, 128, 128)),
+        2,
+        False,
+        True,
     ),
-    "graph": Model(lambda: WithLoss(Graph(), nn.functional.mse_loss), pairs((2048, 256), (2048, 256)), 4, False),
-    "MLP-Mixer": Model(lambda: WithLoss(Mixer(), nn.functional.mse_loss), pairs((196, 384), (196, 384)), 32, False),
-    "nn.Transformer": Model(encoder, pairs((256, 512), (256, 512)), 16, False),
+    "graph": Model(
+        lambda: WithLoss(Graph(), nn.functional.mse_loss), make_pair_batches((2048, 256), (2048, 256)), 4, False
+    ),
+    "MLP-Mixer": Model(
+        lambda: WithLoss(Mixer(), nn.functional.mse_loss), make_pair_batches((196, 384), (196, 384)), 32, False
+    ),
+    "nn.Transformer": Model(build_encoder, make_pair_batches((256, 512), (256, 512)), 16, False),
     "Qwen3-MoE": Model(
-        transformer(
+        make_transformer(
             "Qwen3MoeForCausalLM",
             **{**_LLAMA, "hidden_size": 512, "head_dim": 64},
             moe_intermediate_size=512,
             num_experts=8,
             num_experts_per_tok=2,
         ),
-        tokens(512),
+        make_token_batches(512),
         8,
     ),
-    "detector": Model(Detector, detections(256), 4, False, True),
+    "detector": Model(Detector, make_detection_batches(256), 4, False, True),
 }

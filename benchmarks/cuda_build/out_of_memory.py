@@ -1,7 +1,7 @@
-"""Memory that really runs out in torch's own allocator, on one and two ranks, whole and in pieces: what comes of it.
+"""Memory that runs out in torch's own allocator, on one and two ranks, whole and fragmented: what Headway makes of it.
 
-`python -m benchmarks.cuda_build.out_of_memory`, on the simulated runtime (`make cuda` sets it up). Every case is trained on a small
-device, on the last rank with free memory in holes where it says so, and once more on one device on which a whole batch fits.
+`python -m benchmarks.cuda_build.out_of_memory` runs on the simulated runtime (`make cuda` sets it up). Every case trains on a small
+device, once with whole free memory and once with fragmented memory on the last rank, and on a large device that fits a whole batch.
 """
 
 import json
@@ -20,14 +20,14 @@ from headway import Accelerator, Trainer, TrainingArguments, find_executable_bat
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 CONTEXT, WORKSPACES, SMALL, LARGE = 500, 64, 224, 16384
-"""MiB: what a context takes, what cuBLAS takes of each device, and what one has besides, or two together."""
+"""MiB of a context, of cuBLAS's workspaces on each device, and of further memory on all devices together (small or large)."""
 ROWS, WIDTH, UPDATES = 2048, 8192, 3
 HOLE, NUM_HOLES = 8, 6
-"""MiB of each hole where one device trains: the activations of a whole batch take 64 MiB each."""
+"""MiB of each free hole with one device, and number of holes. Each activation of a whole batch takes 64 MiB."""
 
 
 class Net(torch.nn.Module):
-    """Activations of 64 MiB for 2048 rows, several at a time, and few weights."""
+    """A perceptron with few weights, and several activations of 64 MiB for 2048 rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,33 +39,38 @@ class Net(torch.nn.Module):
         return {"loss": mse_loss(out, y), "logits": out}
 
 
-def data(num_rows: int) -> torch.utils.data.TensorDataset:
+def make_data(num_rows: int) -> torch.utils.data.TensorDataset:
+    """Return a dataset of random rows, with the reversed rows as targets."""
     x = torch.randn(num_rows, 16, generator=torch.Generator().manual_seed(1))
     return torch.utils.data.TensorDataset(x, x.flip(1))
 
 
-def holes(num_ranks: int) -> list[torch.Tensor]:
-    """Blocks of one segment, of which every second is free."""
+def fragment_memory(num_ranks: int) -> list[torch.Tensor]:
+    """Allocate all blocks of one segment, free every second one, and return the others, which keep the holes apart."""
     size = HOLE * MIB // num_ranks
-    torch.empty(2 * NUM_HOLES * size, dtype=torch.uint8, device="cuda")  # one segment, from which the blocks are cut
+    torch.empty(
+        2 * NUM_HOLES * size, dtype=torch.uint8, device="cuda"
+    )  # reserves the segment that the blocks are cut from
     return [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2 * NUM_HOLES)][::2]
 
 
-Found = dict[str, Any]
+Result = dict[str, Any]
+"""The trained "model", the batch or micro-batch sizes "tried", and the size "found"."""
 
 
 def update(accelerator: Accelerator, model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Run one micro-step."""
     with accelerator.accumulate(model):
         accelerator.backward(model(x, y)["loss"])
         optimizer.step()
         optimizer.zero_grad()
 
 
-def loop(accelerator: Accelerator, rows: int = ROWS) -> Found:
-    """Automatic micro-batching in a loop over the pieces."""
+def train_in_loop(accelerator: Accelerator, rows: int = ROWS) -> Result:
+    """Train with automatic micro-batching in a loop over micro-batches."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    loader = torch.utils.data.DataLoader(data(UPDATES * rows), batch_size=rows // accelerator.num_processes)
+    loader = torch.utils.data.DataLoader(make_data(UPDATES * rows), batch_size=rows // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     sizes: list[int] = []
     for batch in loader:
@@ -75,29 +80,29 @@ def loop(accelerator: Accelerator, rows: int = ROWS) -> Found:
     return {"model": model, "tried": sizes[:1], "found": sizes[-1]}
 
 
-def function(accelerator: Accelerator) -> Found:
-    """The same through forward_backward."""
+def train_with_function(accelerator: Accelerator) -> Result:
+    """Train with automatic micro-batching through forward_backward."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    loader = torch.utils.data.DataLoader(data(UPDATES * ROWS), batch_size=ROWS // accelerator.num_processes)
+    loader = torch.utils.data.DataLoader(make_data(UPDATES * ROWS), batch_size=ROWS // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     sizes: list[int] = []
 
-    def loss(piece: Any) -> torch.Tensor:
-        sizes.append(len(piece[0]))
-        return model(*piece)["loss"]  # type: ignore[no-any-return]
+    def compute_loss(microbatch: Any) -> torch.Tensor:
+        sizes.append(len(microbatch[0]))
+        return model(*microbatch)["loss"]  # type: ignore[no-any-return]
 
     for batch in loader:
-        accelerator.forward_backward(batch, loss)
+        accelerator.forward_backward(batch, compute_loss)
         optimizer.step()
         optimizer.zero_grad()
     return {"model": model, "tried": sizes[:1], "found": sizes[-1]}
 
 
-def search(**options: Any) -> Callable[[Accelerator], Found]:
-    """find_executable_batch_size: the global batch stays, in as many windows as it takes."""
+def make_search(**options: Any) -> Callable[[Accelerator], Result]:
+    """Return a function that trains with find_executable_batch_size and keeps the global batch by accumulation."""
 
-    def run(accelerator: Accelerator) -> Found:
+    def run(accelerator: Accelerator) -> Result:
         tried: list[int] = []
 
         @find_executable_batch_size(
@@ -109,7 +114,7 @@ def search(**options: Any) -> Callable[[Accelerator], Found]:
             accelerator.gradient_accumulation_steps = gradient_accumulation_steps
             model = Net()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-            loader = torch.utils.data.DataLoader(data(UPDATES * ROWS), batch_size=batch_size)
+            loader = torch.utils.data.DataLoader(make_data(UPDATES * ROWS), batch_size=batch_size)
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             for x, y in loader:
                 update(accelerator, model, optimizer, x, y)
@@ -121,88 +126,102 @@ def search(**options: Any) -> Callable[[Accelerator], Found]:
     return run
 
 
-def trainer(folder: str = "build/out_of_memory", **options: Any) -> Callable[[Accelerator], Found]:
-    """A Trainer, with its own Accelerator."""
+def make_trainer_run(folder: str = "build/out_of_memory", **options: Any) -> Callable[[Accelerator], Result]:
+    """Return a function that trains with Headway's Trainer, which makes its own Accelerator."""
 
-    def run(accelerator: Accelerator) -> Found:
-        rows = [{"x": x, "y": y} for x, y in data(UPDATES * ROWS)]
+    def run(accelerator: Accelerator) -> Result:
+        rows = [{"x": x, "y": y} for x, y in make_data(UPDATES * ROWS)]
         size = {"per_device_train_batch_size": ROWS // accelerator.num_processes, **options}
         arguments = TrainingArguments(
             output_dir=folder, max_steps=UPDATES, optim="sgd", learning_rate=0.5, lr_scheduler_type="constant",
             max_grad_norm=0.0, save_strategy="no", report_to="none", disable_tqdm=True, seed=3, **size,
         )  # fmt: skip
         model = Net()
-        made = Trainer(model=model, args=arguments, train_dataset=rows)
-        made.train()
-        found = "as before, in pieces" if size.get("auto_find_batch_size") else made._train_batch_size
+        make_trainer_run = Trainer(model=model, args=arguments, train_dataset=rows)
+        make_trainer_run.train()
+        found = (
+            "unchanged, in micro-batches" if size.get("auto_find_batch_size") else make_trainer_run._train_batch_size
+        )
         return {"model": model, "tried": [size["per_device_train_batch_size"]], "found": found}
 
     return run
 
 
-CASES: dict[str, tuple[Callable[[Accelerator], Found], bool]] = {
-    'microbatching="auto", a loop over pieces': (loop, True),
-    'microbatching="auto", forward_backward': (function, True),
-    "find_executable_batch_size": (search(), False),
-    'find_executable_batch_size(search="largest")': (search(search="largest"), False),
-    "the Trainer, auto_find_batch_size": (trainer(auto_find_batch_size=True), False),
-    'the Trainer, per_device_train_batch_size="largest"': (trainer(per_device_train_batch_size="largest"), False),
+CASES: dict[str, tuple[Callable[[Accelerator], Result], bool]] = {
+    'microbatching="auto", loop over micro-batches': (train_in_loop, True),
+    'microbatching="auto", forward_backward': (train_with_function, True),
+    "find_executable_batch_size": (make_search(), False),
+    'find_executable_batch_size(search="largest")': (make_search(search="largest"), False),
+    "the Trainer, auto_find_batch_size": (make_trainer_run(auto_find_batch_size=True), False),
+    'the Trainer, per_device_train_batch_size="largest"': (
+        make_trainer_run(per_device_train_batch_size="largest"),
+        False,
+    ),
 }
 
 
-def a_rank(name: str, form: str) -> None:
+def run_rank(name: str, form: str) -> None:
+    """Train one case on this rank. Rank 0 saves the weights, and prints the sizes and the allocator's counts.
+
+    Args:
+        name: Name of the case.
+        form: "whole", or "in holes" to fragment the memory of the last rank.
+    """
     run, is_automatic = CASES[name]
     accelerator = Accelerator(microbatching="auto" if is_automatic else None)
-    kept = holes(accelerator.num_processes) if form == "in holes" and accelerator.is_last_process else []
-    found = run(accelerator)
+    blocks = fragment_memory(accelerator.num_processes) if form == "in holes" and accelerator.is_last_process else []
+    result = run(accelerator)
     device = torch.device("cuda", torch.cuda.current_device())
     stats = torch.cuda.memory_stats()
     counts = [stats["num_ooms"], stats["num_alloc_retries"], stats["reserved_bytes.all.peak"] // MIB]
-    everywhere = accelerator.gather(torch.tensor([counts], device=device))
-    weights = torch.cat([p.detach().double().flatten() for p in found["model"].parameters()]).cpu()
+    all_counts = accelerator.gather(torch.tensor([counts], device=device))
+    weights = torch.cat([p.detach().double().flatten() for p in result["model"].parameters()]).cpu()
     if accelerator.is_main_process:
         torch.save(weights, os.environ["WEIGHTS"])
-        told = {"tried": found["tried"], "found": found["found"], "counts": everywhere.amax(0).tolist()}
-        print(json.dumps(told), flush=True)
-    del kept
+        report = {"tried": result["tried"], "found": result["found"], "counts": all_counts.amax(0).tolist()}
+        print(json.dumps(report), flush=True)
+    del blocks
     accelerator.end_training()
 
 
-def ran(name: str, form: str, num_ranks: int, num_mib: int, weights: Path) -> Found:
+def run_case(name: str, form: str, num_ranks: int, num_mib: int, weights: Path) -> Result:
+    """Launch a case on ranks with `num_mib` MiB each besides the context, and return rank 0's report with its weights."""
     environment = {
         **os.environ, "SIMULATED_CUDA_DEVICES": "2", "SIMULATED_CUDA_MIB": str(CONTEXT + num_mib), "OMP_NUM_THREADS": "1",
         "SIMULATED_CUDA_CONTEXT_MIB": str(CONTEXT), "PYTHONPATH": str(ROOT), "WEIGHTS": str(weights),
     }  # fmt: skip
     command = [sys.executable, "-m", "headway", "launch", "-n", str(num_ranks), "-q", __file__, name, form]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        sys.exit(done.stderr)
-    found: Found = json.loads(lines[0])
-    return {**found, "weights": torch.load(weights)}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    lines = [line for line in finished.stdout.splitlines() if line.startswith("{")]
+    if finished.returncode or not lines:
+        sys.exit(finished.stderr)
+    report: Result = json.loads(lines[0])
+    return {**report, "weights": torch.load(weights)}
 
 
 def main() -> None:
+    """Print the table."""
     print(
-        "| | ranks | free memory | rows of a rank | rows that fit | errors | retries | reserved MiB | weights differ by |\n"
+        "| | ranks | free memory | rows per rank | rows that fit | out-of-memory errors | retries | reserved MiB | "
+        "difference of weights |\n"
         "|---|---|---|---|---|---|---|---|---|"
     )
     weights = ROOT / "build" / "weights.pt"
     for name in sys.argv[1:] or CASES:
         for num_ranks in (1, 2):
-            whole = ran(name, "whole", num_ranks, LARGE, weights)
+            reference = run_case(name, "whole", num_ranks, LARGE, weights)
             for form in ("whole", "in holes"):
                 small = WORKSPACES + SMALL // num_ranks
-                found = ran(name, form, num_ranks, small, weights)
-                off = f"{(found['weights'] - whole['weights']).abs().max():.0e}"
-                if found["tried"][0] == "largest":
-                    off = "other batches"
-                cells = [name, num_ranks, form, found["tried"][0], found["found"], *found["counts"], off]
+                result = run_case(name, form, num_ranks, small, weights)
+                difference = f"{(result['weights'] - reference['weights']).abs().max():.0e}"
+                if result["tried"][0] == "largest":
+                    difference = "other batches"
+                cells = [name, num_ranks, form, result["tried"][0], result["found"], *result["counts"], difference]
                 print("|", " | ".join(map(str, cells)), "|", flush=True)
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 3 and sys.argv[2] in ("whole", "in holes"):
-        a_rank(*sys.argv[1:])
+        run_rank(*sys.argv[1:])
     else:
         main()

@@ -1,7 +1,7 @@
-"""torch's CUDA sanitizer over the features of Headway that touch a stream, and over a planted race.
+"""torch's CUDA sanitizer on the features of Headway that use a stream, and on a deliberate race.
 
-`python -m benchmarks.cuda_build.sanitizer [feature ...]`. Each feature runs in a process of its own, on the simulated runtime
-(`make cuda` sets it up); reports are counted by the sanitizer's text.
+`python -m benchmarks.cuda_build.sanitizer [feature ...]` runs each feature in a separate process on the simulated runtime
+(`make cuda` sets it up), and counts the sanitizer's reports.
 """
 
 import os
@@ -36,19 +36,23 @@ MODELS["gpt, cut"] = lambda: cut_models.GPT(VOCABULARY)
 
 
 def feature(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    def enter(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Register a function as a feature to check."""
+
+    def register(function: Callable[[], Any]) -> Callable[[], Any]:
         FEATURES[name] = function
         return function
 
-    return enter
+    return register
 
 
-def net(depth: int = 4) -> nn.Sequential:
+def build_net(depth: int = 4) -> nn.Sequential:
+    """Build a small perceptron."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(depth)))
 
 
 def train(accelerator: Accelerator, model: nn.Module, num_updates: int = 4) -> nn.Module:
+    """Train the model with Headway's loop, and return the prepared model."""
     data = torch.randn(16 * num_updates, WIDTH, generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=16)
@@ -63,37 +67,37 @@ def train(accelerator: Accelerator, model: nn.Module, num_updates: int = 4) -> n
     return model
 
 
-@feature("a planted race")
-def race() -> None:
+@feature("a deliberate race")
+def run_deliberate_race() -> None:
     side, x = torch.cuda.Stream(), torch.rand(4, 2, device="cuda")
     with torch.cuda.stream(side):
         torch.mul(x, 5, out=x)
 
 
-@feature("loading on a stream of its own, clipping")
-def loading() -> None:
-    train(Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=True)), net())
+@feature("loading on a side stream, clipping")
+def train_with_side_stream() -> None:
+    train(Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=True)), build_net())
 
 
 @feature("accumulation")
-def accumulation() -> None:
-    train(Accelerator(gradient_accumulation_steps=2), net())
+def train_with_accumulation() -> None:
+    train(Accelerator(gradient_accumulation_steps=2), build_net())
 
 
 @feature("bf16 and the guard")
-def guard() -> None:
-    train(Accelerator(mixed_precision="bf16", on_non_finite="skip"), net())
+def train_with_guard() -> None:
+    train(Accelerator(mixed_precision="bf16", on_non_finite="skip"), build_net())
 
 
 @feature("fp16")
-def fp16() -> None:
-    train(Accelerator(mixed_precision="fp16"), net())
+def train_in_fp16() -> None:
+    train(Accelerator(mixed_precision="fp16"), build_net())
 
 
-@feature("batches in pieces after out of memory")
-def pieces() -> None:
+@feature("micro-batches after running out of memory")
+def train_in_microbatches() -> None:
     accelerator = Accelerator(microbatching="auto")
-    model = net()
+    model = build_net()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 
     def loss(piece: torch.Tensor) -> torch.Tensor:
@@ -107,17 +111,17 @@ def pieces() -> None:
 
 
 @feature("recomputation")
-def recomputation() -> None:
-    accelerator, model = Accelerator(), net()
+def train_with_recomputation() -> None:
+    accelerator, model = Accelerator(), build_net()
     accelerator.checkpoint_activations(model)
     train(accelerator, model)
 
 
 @feature("activations in host memory")
-def activations() -> None:
+def offload_activations() -> None:
     from headway.extras.activation_offload import offload_saved_tensors
 
-    model = net().cuda()
+    model = build_net().cuda()
     for _ in range(3):
         with offload_saved_tensors(min_bytes=1):
             out = model(torch.randn(512, WIDTH, device="cuda"))
@@ -125,32 +129,32 @@ def activations() -> None:
 
 
 @feature("weights in host memory (cpu_offload)")
-def weights() -> None:
-    model = headway.cpu_offload(net().eval(), torch.device("cuda:0"))
+def offload_weights() -> None:
+    model = headway.cpu_offload(build_net().eval(), torch.device("cuda:0"))
     for _ in range(3):
         model(torch.randn(4, WIDTH, device="cuda"))
 
 
 @feature("weights on disk (disk_offload)")
-def disk() -> None:
+def offload_to_disk() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        model = headway.disk_offload(net().eval(), folder, torch.device("cuda:0"))
+        model = headway.disk_offload(build_net().eval(), folder, torch.device("cuda:0"))
         for _ in range(3):
             model(torch.randn(4, WIDTH, device="cuda"))
 
 
 @feature("dispatched over a device and the host")
-def dispatch() -> None:
-    model = headway.dispatch_model(net().eval(), {str(i): 0 if i < 2 else "cpu" for i in range(4)})
+def dispatch_over_devices() -> None:
+    model = headway.dispatch_model(build_net().eval(), {str(i): 0 if i < 2 else "cpu" for i in range(4)})
     for _ in range(3):
         model(torch.randn(4, WIDTH))
 
 
 @feature("saves in the background, then more updates, then a load")
-def saves() -> None:
+def save_in_background() -> None:
     with tempfile.TemporaryDirectory() as folder:
         accelerator = Accelerator()
-        model = train(accelerator, net())
+        model = train(accelerator, build_net())
         for number in range(2):
             accelerator.save_state(f"{folder}/{number}", blocking=False)
             with torch.no_grad():
@@ -161,27 +165,27 @@ def saves() -> None:
 
 
 @feature("a moving average of the weights")
-def average() -> None:
+def average_weights() -> None:
     accelerator = Accelerator()
-    model = net()
+    model = build_net()
     mean = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     model = train(accelerator, model)
     accelerator.prepare(mean).update_parameters(accelerator.unwrap_model(model))
 
 
 @feature("blocks compiled with aot_eager")
-def compiled() -> None:
-    train(Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)), net())
+def train_compiled() -> None:
+    train(Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)), build_net())
 
 
-def replicas_or_shards(strategy: str) -> None:
+def train_on_ranks(strategy: str) -> None:
     accelerator = Accelerator(strategy=strategy)
-    train(accelerator, net())
+    train(accelerator, build_net())
     accelerator.end_training()
 
 
-def sequences_in_parts() -> None:
-    """128 tokens, so that each rank has what torch's ring attention takes."""
+def train_with_split_sequences() -> None:
+    """Train under context parallelism with 128 tokens, so that each rank has enough for torch's ring attention."""
     accelerator = Accelerator(strategy="cp", mixed_precision="bf16")
     torch.manual_seed(0)
     model = cut_models.llama(max_position_embeddings=128, use_cache=False)
@@ -198,34 +202,34 @@ def sequences_in_parts() -> None:
 TENSOR = Task("gpt, cut", updates=4, optimizer="fused", handlers=(TensorParallelOptions(cut_models.GPT_PLAN),))
 SCHEDULE = Task("gpt", updates=4, window=16, handlers=(PipelineOptions(schedule="1f1b", num_microbatches=4),))
 RANKS: dict[str, Callable[[], Any]] = {
-    "ddp, 2": lambda: replicas_or_shards("ddp"),
-    "fsdp, 2": lambda: replicas_or_shards("fsdp"),
-    "hsdp=2, 4": lambda: replicas_or_shards("hsdp=2"),
+    "ddp, 2": lambda: train_on_ranks("ddp"),
+    "fsdp, 2": lambda: train_on_ranks("fsdp"),
+    "hsdp=2, 4": lambda: train_on_ranks("hsdp=2"),
     "fsdp in bf16, 2": lambda: train_prepared(Task("gpt", precision="bf16"), "fsdp"),
     "fsdp with weights in host memory, 2": lambda: train_prepared(
         Task("gpt", handlers=(ShardingOptions(cpu_offload=True),)), "fsdp"
     ),
     "tp, 2": lambda: train_prepared(TENSOR, "tp"),
     "fsdp+tp=2, 4": lambda: train_prepared(TENSOR, "fsdp+tp=2"),
-    "cp, torch's ring, 2": sequences_in_parts,
+    "cp, torch's ring, 2": train_with_split_sequences,
     "pp, 2": lambda: train_prepared(Task("gpt", updates=4), "pp"),
     "pp, 1f1b, 2": lambda: train_with_forward_backward(SCHEDULE, "pp"),
     "ddp=2+pp=2, 4": lambda: train_prepared(Task("gpt", updates=4), "ddp=2+pp=2"),
 }
-"""By layout and number of ranks; the models of tests/distributed."""
-for each, run in RANKS.items():
-    FEATURES[f"{each} ranks over NCCL"] = run
+"""Runs by "<layout>, <number of ranks>", with the models of tests/distributed."""
+for ranks_name, run in RANKS.items():
+    FEATURES[f"{ranks_name} ranks over NCCL"] = run
 
 
 def main() -> None:
+    """Print the table, or run one feature with `--run`."""
     if len(sys.argv) == 3 and sys.argv[1] == "--run":
         FEATURES[sys.argv[2]]()
         torch.cuda.synchronize()
-        time.sleep(
-            0.5
-        )  # autograd's threads still let go of hooks of Python's, and abort if it ends meanwhile (torch 2.14)
+        # Autograd's threads release Python hooks, and abort if the process ends at the same time (torch 2.14).
+        time.sleep(0.5)
         return
-    print("| feature | reports | ended |\n|---|---|---|")
+    print("| feature | reports | ended well |\n|---|---|---|")
     for name in sys.argv[1:] or FEATURES:
         command = [sys.executable, __file__, "--run", name]
         if "ranks" in name:
@@ -234,9 +238,9 @@ def main() -> None:
             **os.environ, "TORCH_CUDA_SANITIZER": "1", "SIMULATED_CUDA_DEVICES": "4", "OMP_NUM_THREADS": "1", "TEST_DEVICE": "cuda",
             "PYTHONPATH": str(Path(__file__).parents[2]),
         }  # fmt: skip
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-        reports = ran.stderr.count("CSAN detected a possible data race")
-        ended = "yes" if ran.returncode == 0 else ran.stderr.strip().splitlines()[-1][:150]
+        finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+        reports = finished.stderr.count("CSAN detected a possible data race")
+        ended = "yes" if finished.returncode == 0 else finished.stderr.strip().splitlines()[-1][:150]
         print(f"| {name} | {reports} | {ended} |", flush=True)
 
 

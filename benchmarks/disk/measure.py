@@ -22,19 +22,19 @@ from typing import Any
 import torch
 import xxhash
 
-from benchmarks.timing import HAS_ACCELERATE, interleave, num_repeats, rows_of, save
+from benchmarks.timing import HAS_ACCELERATE, get_num_repeats, make_rows, save_result, time_interleaved
 
-LAYER = 2041  # 16.7 MB of weights, and twice that in Adam
+LAYER = 2041  # 16.7 MB of weights, and twice that in Adam's state
 STREAMS = 4
 SIZES = (0.2, 0.7, 1.5)
-"""Training states in GB."""
+"""Sizes of the training state in GB."""
 Times = Sequence[tuple[float, float]]
 """(wall, CPU) seconds of each repeat."""
 Passes = dict[str, Callable[[], Any]]
 
 
 def prepare(library: str, num_bytes: float, folder: Path, is_cpu: bool = True) -> tuple[Any, Any, Any]:
-    """Return (accelerator, model, optimizer) of a library after one step, with a state of that size."""
+    """Return (accelerator, model, optimizer) of a library after one step, with a training state of `num_bytes`."""
     torch.manual_seed(0)
     num_layers = max(1, round(num_bytes / (3 * 4 * LAYER * (LAYER + 1))))
     model = torch.nn.Sequential(*(torch.nn.Linear(LAYER, LAYER) for _ in range(num_layers)))
@@ -50,19 +50,19 @@ def prepare(library: str, num_bytes: float, folder: Path, is_cpu: bool = True) -
 
 
 def list_bytes(model: torch.nn.Module, optimizer: Any) -> tuple[list[memoryview], list[memoryview]]:
-    """Return the memory of the weights and of the optimizer's state."""
+    """Return the memory of the weights and the memory of the optimizer's state."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    state = [t for each in inner.state.values() for t in each.values() if isinstance(t, torch.Tensor)]
-    return [view_of(parameter) for parameter in model.parameters()], [view_of(tensor) for tensor in state]
+    tensors = [t for state in inner.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    return [make_view(parameter) for parameter in model.parameters()], [make_view(tensor) for tensor in tensors]
 
 
-def view_of(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's memory, or that of a copy on the host."""
+def make_view(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a tensor on the CPU, or of a copy on the host."""
     return memoryview(tensor.detach().cpu().reshape(-1).numpy()).cast("B")
 
 
-def deal(views: Sequence[memoryview], num_streams: int) -> list[list[memoryview]]:
-    """Divide the bytes into consecutive parts of about the same size, with tensors cut at megabytes."""
+def divide_bytes(views: Sequence[memoryview], num_streams: int) -> list[list[memoryview]]:
+    """Divide the bytes into one consecutive list per stream, of about the same size. Tensors are cut at megabytes."""
     pieces = [view[start : start + 2**20] for view in views for start in range(0, len(view), 2**20)]
     return [
         pieces[len(pieces) * index // num_streams : len(pieces) * (index + 1) // num_streams]
@@ -71,7 +71,7 @@ def deal(views: Sequence[memoryview], num_streams: int) -> list[list[memoryview]
 
 
 def run_streams(act: Callable[[int], None], num_streams: int) -> None:
-    """Run one thread per stream."""
+    """Run `act` in one thread per stream."""
     threads = [threading.Thread(target=act, args=(index,)) for index in range(num_streams)]
     for thread in threads:
         thread.start()
@@ -80,12 +80,19 @@ def run_streams(act: Callable[[int], None], num_streams: int) -> None:
 
 
 def write_floor(views: Sequence[memoryview], folder: Path, num_streams: int, is_forced: bool = True) -> None:
-    """Write the bytes to one new file per stream, force each to the disk, and only then remove the former files."""
+    """Write the bytes to one new file per stream, and only then remove the former files.
+
+    Args:
+        views: Memory to write.
+        folder: Folder of the files.
+        num_streams: Number of files, each written by a thread.
+        is_forced: Whether to force each file to the disk.
+    """
     former = folder.with_suffix(".former")
     if folder.exists():
         folder.rename(former)
     folder.mkdir()
-    parts = deal(views, num_streams)
+    parts = divide_bytes(views, num_streams)
 
     def write(index: int) -> None:
         with open(folder / str(index), "wb", buffering=0) as file:
@@ -110,7 +117,7 @@ def read_floor(
         is_kept: Whether to read into the memory of the tensors. False: each thread reuses one block. Default: True.
         is_hashed: Whether to hash the bytes. Default: False, the hashes are those of no bytes.
     """
-    parts, hashes = deal(views, num_streams), [""] * num_streams
+    parts, hashes = divide_bytes(views, num_streams), [""] * num_streams
 
     def read(index: int) -> None:
         digest, block = xxhash.xxh3_128(), memoryview(bytearray(2**20))
@@ -140,7 +147,7 @@ def load_floor(
         hashes: Hashes that an earlier call has returned. Default: (), nothing is compared.
     """
     found = read_floor(weights, folder / "weights", STREAMS, is_kept=False, is_hashed=True) if hashes else []
-    made = [view_of(torch.empty_like(tensor)) for tensor in state]
+    made = [make_view(torch.empty_like(tensor)) for tensor in state]
     found += read_floor(made, folder / "state", STREAMS, is_hashed=bool(hashes))
     if list(hashes) != (found if hashes else []):
         raise RuntimeError("other bytes were read than were written")
@@ -158,7 +165,7 @@ def replace_floor(views: Sequence[memoryview], path: Path, is_compared: bool) ->
     """
     written, read, made = xxhash.xxh3_128(), xxhash.xxh3_128(), path.with_suffix(".tmp")
     with open(made, "wb", buffering=0) as file:
-        for piece in deal(views, 1)[0]:
+        for piece in divide_bytes(views, 1)[0]:
             file.write(piece)
             if is_compared:
                 written.update(piece)
@@ -172,7 +179,7 @@ def replace_floor(views: Sequence[memoryview], path: Path, is_compared: bool) ->
     made.replace(path)
 
 
-def evict(folder: Path) -> None:
+def evict_from_page_cache(folder: Path) -> None:
     """Remove the files below a folder from the page cache. They must have been forced to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
@@ -180,7 +187,7 @@ def evict(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def force(folder: Path) -> None:
+def force_to_disk(folder: Path) -> None:
     """Force all files below a folder to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
@@ -190,29 +197,29 @@ def force(folder: Path) -> None:
 
 def list_passes(folder: Path, num_bytes: float) -> dict[str, Passes]:
     """Return the passes by group. Within a group, the floors come first."""
-    ours, model, optimizer = prepare("headway", num_bytes, folder / "ours")
+    headway_accelerator, model, optimizer = prepare("headway", num_bytes, folder / "ours")
     weights, _ = list_bytes(model, optimizer)
     tensors = [each for one in optimizer.optimizer.state.values() for each in one.values() if each.ndim]
-    every, raw, read = [*weights, *map(view_of, tensors)], folder / "raw", folder / "read"
+    all_views, raw, read = [*weights, *map(make_view, tensors)], folder / "raw", folder / "read"
     read.mkdir()
     write_floor(weights, read / "weights", STREAMS)
-    write_floor([view_of(tensor) for tensor in tensors], read / "state", STREAMS)
+    write_floor([make_view(tensor) for tensor in tensors], read / "state", STREAMS)
     hashes = read_floor(weights, read / "weights", STREAMS, False, True)
-    hashes += read_floor([view_of(tensor) for tensor in tensors], read / "state", STREAMS, False, True)
+    hashes += read_floor([make_view(tensor) for tensor in tensors], read / "state", STREAMS, False, True)
     loads: Passes = {
         "floor, new tensors for the optimizer": lambda: load_floor(weights, tensors, read),
         "floor, and hashes compared first": lambda: load_floor(weights, tensors, read, hashes),
         "floor, all into tensors that exist": lambda: [
             read_floor(weights, read / "weights", STREAMS),
-            read_floor([view_of(tensor) for tensor in tensors], read / "state", STREAMS),
+            read_floor([make_view(tensor) for tensor in tensors], read / "state", STREAMS),
         ],
-        "headway load_state": ours.load_state,
+        "headway load_state": headway_accelerator.load_state,
     }
     groups: dict[str, Passes] = {
         "save": {
-            "floor, 4 streams and fsync": lambda: write_floor(every, raw, STREAMS),
-            "floor, 1 stream and fsync": lambda: write_floor(every, raw, 1),
-            "headway save_state": ours.save_state,
+            "floor, 4 streams and fsync": lambda: write_floor(all_views, raw, STREAMS),
+            "floor, 1 stream and fsync": lambda: write_floor(all_views, raw, 1),
+            "headway save_state": headway_accelerator.save_state,
         },
         "load": loads,
         "load, cold": loads,
@@ -220,22 +227,22 @@ def list_passes(folder: Path, num_bytes: float) -> dict[str, Passes]:
             "floor, one file and a rename": lambda: replace_floor(weights, folder / "raw.safetensors", False),
             "floor, and read back": lambda: replace_floor(weights, folder / "raw.safetensors", True),
             "floor, 4 files": lambda: write_floor(weights, raw, STREAMS, False),
-            "headway save_model": lambda: ours.save_model(model, folder / "weights"),
+            "headway save_model": lambda: headway_accelerator.save_model(model, folder / "weights"),
         },
     }
     if HAS_ACCELERATE:
-        peer, their_model, _ = prepare("accelerate", num_bytes, folder / "peer")
+        theirs, their_model, _ = prepare("accelerate", num_bytes, folder / "peer")
 
         def save_and_force() -> None:
-            peer.save_state()
-            force(folder / "peer")
+            theirs.save_state()
+            force_to_disk(folder / "peer")
 
         groups["save"] |= {
-            "accelerate save_state, no fsync": peer.save_state,
+            "accelerate save_state, no fsync": theirs.save_state,
             "accelerate save_state and fsync": save_and_force,
         }
-        loads["accelerate load_state"] = peer.load_state
-        groups["save_model"]["accelerate save_model"] = lambda: peer.save_model(their_model, folder / "their_weights")
+        loads["accelerate load_state"] = theirs.load_state
+        groups["save_model"]["accelerate save_model"] = lambda: theirs.save_model(their_model, folder / "their_weights")
     return groups
 
 
@@ -245,12 +252,12 @@ def measure(folder: Path, num_gb: float, repeats: int) -> tuple[dict[str, Any], 
 
     def forget() -> None:
         os.sync()
-        evict(folder)
+        evict_from_page_cache(folder)
 
     for group, passes in list_passes(folder, num_gb * 1e9).items():
         # Bytes that a pass has not forced to the disk would slow the next one down.
-        found = interleave(passes, repeats, before=forget if group == "load, cold" else os.sync)
-        rows |= rows_of({f"{num_gb:g} GB, {group}: {name}": times for name, times in found.items()}, 1.0)
+        found = time_interleaved(passes, repeats, before=forget if group == "load, cold" else os.sync)
+        rows |= make_rows({f"{num_gb:g} GB, {group}: {name}": times for name, times in found.items()}, 1.0)
         floors = [name for name in found if name.startswith("floor")]
         for name in found.keys() - set(floors):
             paces = ", ".join(f"{_compare(found[floor], found[name])} ({floor})" for floor in floors)
@@ -267,7 +274,7 @@ def _compare(floor: Times, times: Times) -> str:
 def main() -> None:
     """Measure and save."""
     logging.disable(logging.WARNING)
-    repeats, sizes = num_repeats(7), [float(word) for word in sys.argv[2:]] or SIZES
+    repeats, sizes = get_num_repeats(7), [float(word) for word in sys.argv[2:]] or SIZES
     rows: dict[str, Any] = {}
     lines: list[str] = []
     for num_gb in sizes:
@@ -277,8 +284,8 @@ def main() -> None:
             found = measure(Path(name), num_gb, repeats)
             rows, lines = rows | found[0], lines + found[1]
         gc.collect()
-    told = "Pace as a multiple of each floor's, by wall time/CPU time, median of repeats side by side"
-    save("disk", "s", rows, note=f"{told}: {'; '.join(lines)}")
+    heading = "Pace as a multiple of each floor's, by wall time/CPU time, median of repeats side by side"
+    save_result("disk", "s", rows, note=f"{heading}: {'; '.join(lines)}")
 
 
 if __name__ == "__main__":

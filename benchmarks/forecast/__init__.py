@@ -1,1 +1,1 @@
-"""How far a forecast of memory is from what a run takes."""
+"""Error of memory forecasts, compared with real runs."""

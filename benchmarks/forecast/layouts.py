@@ -1,4 +1,4 @@
-"""Forecasts of layouts beside real ranks: gloo processes on this machine, each with torch's profiler on its allocator."""
+"""Forecasts of parallel layouts compared with real ranks: gloo processes on this machine, each under torch's memory profiler."""
 
 import json
 import time
@@ -14,8 +14,8 @@ from torch import nn
 
 import headway
 from benchmarks.forecast.models import CASES, Case
-from benchmarks.forecast.truth import profiled
-from benchmarks.timing import machine
+from benchmarks.forecast.truth import profile_peak
+from benchmarks.timing import describe_machine
 from headway.core.config.activation_checkpointing import ActivationCheckpointing
 from headway.core.config.parallelism import ShardingOptions, TensorParallelOptions
 from headway.core.config.torch_kwargs import AutocastKwargs, DistributedDataParallelKwargs
@@ -30,7 +30,12 @@ from headway.planning.optimizers import list_parts, resolve_optimizer
 
 FOLDER = Path(__file__).parent
 BATCH, RUNS = 8, 1
-_CUT = {"blocks.*.q": "colwise", "blocks.*.k": "colwise", "blocks.*.v": "colwise", "blocks.*.out": "rowwise"} | {
+_TENSOR_PARALLEL_PLAN = {
+    "blocks.*.q": "colwise",
+    "blocks.*.k": "colwise",
+    "blocks.*.v": "colwise",
+    "blocks.*.out": "rowwise",
+} | {
     "blocks.*.up": "colwise",
     "blocks.*.down": "rowwise",
 }
@@ -45,17 +50,20 @@ class _Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attention, then two matrices."""
+        """Apply attention, then the perceptron."""
         samples, length, _ = x.shape
         normed = self.before(x)
-        heads = [part(normed).view(samples, length, -1, self.head).transpose(1, 2) for part in (self.q, self.k, self.v)]
-        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(samples, length, -1))
+        heads = [
+            projection(normed).view(samples, length, -1, self.head).transpose(1, 2)
+            for projection in (self.q, self.k, self.v)
+        ]
+        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(samples, length, -1))
         return x + self.down(nn.functional.gelu(self.up(self.between(x))))
 
 
 class GPT(nn.Module):
-    """A small language model of plain PyTorch."""
+    """A small language model in plain PyTorch."""
 
     def __init__(self, width: int = 256, depth: int = 6, vocabulary: int = 2000) -> None:
         super().__init__()
@@ -64,30 +72,30 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token."""
+        """Return the logits of the next token."""
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-def _loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _cross_entropy(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
 
 
-def _compute_loss(model: nn.Module, given: Any) -> torch.Tensor:
-    """Return the loss of a batch: a dict of a transformers model's arguments, or a pair of inputs and targets."""
-    loss: torch.Tensor = model(**given).loss if isinstance(given, dict) else _loss(model(given[0]), given[1])
+def _compute_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the loss of a batch: keyword arguments of a transformers model, or a pair of inputs and targets."""
+    loss: torch.Tensor = model(**batch).loss if isinstance(batch, dict) else _cross_entropy(model(batch[0]), batch[1])
     return loss
 
 
-def _pairs(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _make_pairs(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.ones(size, 64, dtype=torch.long)
     return tokens, tokens.clone()
 
 
-def _mixtral() -> nn.Module:
-    """With a router that spreads tokens evenly: otherwise ranks take what they are sent."""
+def _build_mixtral() -> nn.Module:
+    """Build a Mixtral whose router spreads tokens evenly, so that all ranks receive the same number."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -95,26 +103,26 @@ def _mixtral() -> nn.Module:
         vocab_size=2000, num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=4, use_cache=False, **sizes
     )
 
-    def even(_: nn.Module, __: Any, found: Any) -> Any:
-        return (*found[:2], (torch.arange(found[2].numel()) % 4).view(found[2].shape))
+    def route_evenly(_: nn.Module, __: Any, output: Any) -> Any:
+        return (*output[:2], (torch.arange(output[2].numel()) % 4).view(output[2].shape))
 
     model: nn.Module = MixtralForCausalLM(config)
     for name, module in model.named_modules():
         if name.endswith(".gate"):
-            module.register_forward_hook(even)
+            module.register_forward_hook(route_evenly)
     return model
 
 
-def _tokens(size: int) -> dict[str, torch.Tensor]:
-    found = torch.zeros(size, 128, dtype=torch.long)
-    return {"input_ids": found, "labels": found}
+def _make_tokens(size: int) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(size, 128, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
 
 
 MODELS: dict[str, Case] = {
-    "GPT": Case(GPT, _pairs, _loss),
+    "GPT": Case(GPT, _make_pairs, _cross_entropy),
     "Llama": CASES["Llama"],
     "Llama, chunked loss": replace(CASES["Llama"], make=lambda: headway.chunk_loss(CASES["Llama"].make())),
-    "Mixtral": Case(_mixtral, _tokens, CASES["Llama"].loss),
+    "Mixtral": Case(_build_mixtral, _make_tokens, CASES["Llama"].loss),
 }
 
 
@@ -123,15 +131,15 @@ class Setting:
     """A way to train over ranks.
 
     Attributes:
-        strategy: as the Accelerator's.
-        ranks: of the run.
+        strategy: Layout, as the Accelerator takes it.
+        ranks: Number of ranks.
         precision: "no" or "bf16".
-        accumulation: micro-batches of one update.
-        handlers: the Accelerator's options.
-        note: what they say, in words.
-        averages: how many moving averages of the weights there are.
-        optimizer: name of the optimizer, as `headway.forecast` takes it.
-        bucket_bytes: bytes of parameters that an owner gathers at a time, for optimizers that read whole parameters.
+        accumulation: Micro-batches of one update.
+        handlers: kwargs handlers of the Accelerator.
+        note: Description of the handlers.
+        averages: Number of moving averages of the weights.
+        optimizer: Name of the optimizer, as `headway.forecast` takes it.
+        bucket_bytes: Bytes of parameters that an owner gathers at a time, for optimizers that read whole parameters.
     """
 
     strategy: str
@@ -144,14 +152,14 @@ class Setting:
     optimizer: str = "adamw"
     bucket_bytes: int = ownership.BUCKET_BYTES
 
-    def of(self, model: str) -> list[Any]:
-        """The options for that model: ours has no plan of its own."""
-        cut = (
-            TensorParallelOptions(plan=_CUT, keep=("blocks.*.head",))
+    def list_handlers(self, model: str) -> list[Any]:
+        """Return the handlers for a model. Only the plain GPT needs a tensor parallel plan; transformers models have one."""
+        tensor_parallel = (
+            TensorParallelOptions(plan=_TENSOR_PARALLEL_PLAN, keep=("blocks.*.head",))
             if "tp" in self.strategy and model == "GPT"
             else None
         )
-        return [*self.handlers, *([cut] if cut is not None else [])]
+        return [*self.handlers, *([tensor_parallel] if tensor_parallel is not None else [])]
 
     def __str__(self) -> str:
         words = [self.strategy, f"{self.ranks} ranks", "float32" if self.precision == "no" else self.precision]
@@ -159,16 +167,16 @@ class Setting:
         return ", ".join([*words, *([self.note] if self.note else [])])
 
 
-_KEPT = ShardingOptions(reshard_after_forward=False)
-_VIEWS = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+_KEEP_AFTER_FORWARD = ShardingOptions(reshard_after_forward=False)
+_GRADIENTS_AS_VIEWS = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
 SETTINGS = (
     Setting("ddp", 2),
     Setting("ddp", 2, "bf16", 2),
-    Setting("ddp", 2, handlers=(_VIEWS,), note="gradients as views"),
+    Setting("ddp", 2, handlers=(_GRADIENTS_AS_VIEWS,), note="gradients as views"),
     Setting("fsdp", 2),
     Setting("fsdp", 2, "bf16"),
-    Setting("fsdp", 2, handlers=(_KEPT,), note="kept after forward"),
-    Setting("fsdp", 2, "bf16", handlers=(_KEPT,), note="kept after forward"),
+    Setting("fsdp", 2, handlers=(_KEEP_AFTER_FORWARD,), note="kept after forward"),
+    Setting("fsdp", 2, "bf16", handlers=(_KEEP_AFTER_FORWARD,), note="kept after forward"),
     Setting("fsdp", 2, accumulation=2),
     Setting("fsdp", 2, "bf16", 2),
     Setting("hsdp=2", 4),
@@ -178,19 +186,19 @@ SETTINGS = (
     Setting("fsdp+tp=2", 4),
     Setting("fsdp+tp=2", 4, "bf16"),
 )
-_HALF = (AutocastKwargs(half_residual=True), ActivationCheckpointing())
+_HALF_RESIDUAL = (AutocastKwargs(half_residual=True), ActivationCheckpointing())
 ROWS = (
     *((model, setting) for model in ("GPT", "Llama") for setting in SETTINGS),
-    ("Llama", Setting("ddp", 2, "bf16", handlers=_HALF, note="half residual, recomputed")),
+    ("Llama", Setting("ddp", 2, "bf16", handlers=_HALF_RESIDUAL, note="half residual, recomputed")),
     ("Llama, chunked loss", Setting("ddp", 2)),
     ("Llama, chunked loss", Setting("fsdp", 2)),
-    ("Llama, chunked loss", Setting("ddp", 2, "bf16", handlers=_HALF, note="half residual, recomputed")),
+    ("Llama, chunked loss", Setting("ddp", 2, "bf16", handlers=_HALF_RESIDUAL, note="half residual, recomputed")),
     ("Mixtral", Setting("ep", 2)),
     ("Mixtral", Setting("fsdp=2+ep=2", 4, "bf16")),
 )
 
 
-def forecast(model: str, setting: Setting, batch: int = BATCH) -> int:
+def forecast_peak(model: str, setting: Setting, batch: int = BATCH) -> int:
     """Return the forecast peak bytes of tensors on the rank that needs the most memory."""
     return predict(model, setting, batch).allocated
 
@@ -200,39 +208,37 @@ def predict(model: str, setting: Setting, batch: int = BATCH) -> Forecast:
     case = MODELS[model]
     return headway.forecast(
         case.make, case.batch, batch_size=batch, loss=case.loss, device="cpu", precision=setting.precision,
-        accumulation=setting.accumulation, strategy=setting.strategy, ranks=setting.ranks, kwargs_handlers=setting.of(model),
-        loop="loss_function", averages=setting.averages, optimizer=setting.optimizer,
+        accumulation=setting.accumulation, strategy=setting.strategy, ranks=setting.ranks,
+        kwargs_handlers=setting.list_handlers(model), loop="loss_function", averages=setting.averages, optimizer=setting.optimizer,
     )  # fmt: skip
 
 
-def taken(model: str, setting: Setting, batch: int = BATCH) -> int:
-    """Bytes of tensors that this rank takes at most in two updates; each rank calls it."""
+def measure_run(model: str, setting: Setting, batch: int = BATCH) -> int:
+    """Return the peak bytes of tensors on this rank in two updates. All ranks must call this function."""
     case = MODELS[model]
     accelerator = headway.Accelerator(
         cpu=True, strategy=setting.strategy, mixed_precision=setting.precision,
-        gradient_accumulation_steps=setting.accumulation, kwargs_handlers=setting.of(model),
+        gradient_accumulation_steps=setting.accumulation, kwargs_handlers=setting.list_handlers(model),
     )  # fmt: skip
-    made = case.make()
-    prepared = accelerator.prepare(skip_causal_mask(made) if hasattr(made, "set_attn_implementation") else made)
+    prepared = accelerator.prepare(_build(case))
     optimizer = accelerator.prepare(torch.optim.AdamW(prepared.parameters()))
-    own = _bytes(prepared.parameters()) + _bytes(prepared.buffers())
+    own = _count_bytes(prepared.parameters()) + _count_bytes(prepared.buffers())
     averages = [headway.ExponentialMovingAverage(prepared, name=f"{number}") for number in range(setting.averages)]
-    own += sum(_bytes(each.state_dict()["average"].values()) for each in averages)
+    own += sum(_count_bytes(average.state_dict()["average"].values()) for average in averages)
     with torch.autograd.profiler.profile(profile_memory=True, use_cpu=True) as profile:
         for _ in range(2 * setting.accumulation):
-            given: Any = case.batch(batch)
             with accelerator.accumulate(prepared):
-                accelerator.backward(_compute_loss(prepared, given))
+                accelerator.backward(_compute_loss(prepared, case.batch(batch)))
                 optimizer.step()
                 optimizer.zero_grad()
-    in_use = most = own
+    in_use = peak = own
     events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
         in_use += event.nbytes()
-        most = max(most, in_use)
-    assert all(each.num_averaged == 2 for each in averages)
+        peak = max(peak, in_use)
+    assert all(average.num_averaged == 2 for average in averages)
     accelerator.end_training()
-    return most
+    return peak
 
 
 def measure_updates(model: str, setting: Setting, batch: int = BATCH) -> tuple[int, int]:
@@ -243,37 +249,42 @@ def measure_updates(model: str, setting: Setting, batch: int = BATCH) -> tuple[i
     """
     ownership.BUCKET_BYTES = setting.bucket_bytes
     case = MODELS[model]
-    accelerator = headway.Accelerator(cpu=True, strategy=setting.strategy, kwargs_handlers=setting.of(model))
-    made = case.make()
-    prepared = accelerator.prepare(skip_causal_mask(made) if hasattr(made, "set_attn_implementation") else made)
-    make = resolve_optimizer(setting.optimizer)
-    assert make is not None
-    parts = list_parts(make(list(prepared.parameters())))
-    optimizers = [accelerator.prepare(part) for part in parts]
-    most = 0
+    accelerator = headway.Accelerator(cpu=True, strategy=setting.strategy, kwargs_handlers=setting.list_handlers(model))
+    prepared = accelerator.prepare(_build(case))
+    make_optimizer = resolve_optimizer(setting.optimizer)
+    assert make_optimizer is not None
+    optimizers = list_parts(make_optimizer(list(prepared.parameters())))
+    prepared_optimizers = [accelerator.prepare(optimizer) for optimizer in optimizers]
+    peak = 0
     for _ in range(2):
-        given: Any = case.batch(batch)
+        inputs: Any = case.batch(batch)
         with accelerator.accumulate(prepared):
-            accelerator.backward(_compute_loss(prepared, given))
-            held = [
+            accelerator.backward(_compute_loss(prepared, inputs))
+            live_tensors = [
                 *prepared.parameters(),
                 *prepared.buffers(),
-                *(given.values() if isinstance(given, dict) else given),
+                *(inputs.values() if isinstance(inputs, dict) else inputs),
             ]
-            held += [each.grad for each in prepared.parameters() if each.grad is not None]
-            held += [tensor for part in parts for tensor in list_state(part)]
+            live_tensors += [parameter.grad for parameter in prepared.parameters() if parameter.grad is not None]
+            live_tensors += [tensor for optimizer in optimizers for tensor in list_state(optimizer)]
             with _paused_transfers():
-                most = max(most, profiled(lambda: [each.step() for each in optimizers], _bytes(held)))
-            del held
-            for each in optimizers:
-                each.zero_grad()
+                in_use = _count_bytes(live_tensors)
+                peak = max(peak, profile_peak(lambda: [each.step() for each in prepared_optimizers], in_use))
+            del live_tensors
+            for optimizer in prepared_optimizers:
+                optimizer.zero_grad()
     accelerator.end_training()
-    return most, sum(tensor.nbytes for part in parts for tensor in list_state(part))
+    return peak, sum(tensor.nbytes for optimizer in optimizers for tensor in list_state(optimizer))
+
+
+def _build(case: Case) -> nn.Module:
+    model = case.make()
+    return skip_causal_mask(model) if hasattr(model, "set_attn_implementation") else model
 
 
 @contextmanager
 def _paused_transfers() -> Iterator[None]:
-    """Return a context in which gloo's threads release the buckets of owned updates before this thread does.
+    """Make gloo's threads release the buckets of owned updates before this thread does, until the block ends.
 
     The profiler does not record what other threads free. If gloo's thread were the last to release a bucket, the bucket
     would count forever. `PendingTransfer.wait` is replaced, because only a pause before its end gives gloo's thread time.
@@ -293,36 +304,37 @@ def _paused_transfers() -> Iterator[None]:
         PendingTransfer.wait = wait  # type: ignore[method-assign]
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    parts = [part for tensor in tensors for part in iterate_plain_tensors(tensor)]
-    return sum({part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}.values())
+def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the storages of all tensors; a shared storage counts once."""
+    plain = [plain_tensor for tensor in tensors for plain_tensor in iterate_plain_tensors(tensor)]
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in plain}.values())
 
 
-def compare(model: str, setting: Setting, runs: int = RUNS) -> tuple[int, int, int]:
-    """Bytes forecast, and the least and the most that a rank took in several runs.
+def compare_with_ranks(model: str, setting: Setting, runs: int = RUNS) -> tuple[int, int, int]:
+    """Return (forecast bytes, smallest peak of a rank, largest peak of a rank) over several runs.
 
-    gloo's threads give memory back a moment late, now and then, which adds to a peak; that is why the runs differ.
+    gloo's threads sometimes free memory a moment late, which adds to a peak. So peaks differ between runs.
     """
     from tests.distributed.ranks import run_ranks
 
-    found = [size for _ in range(runs) for size in run_ranks(taken, setting.ranks, model, setting)]
-    return forecast(model, setting), min(found), max(found)
+    peaks = [peak for _ in range(runs) for peak in run_ranks(measure_run, setting.ranks, model, setting)]
+    return forecast_peak(model, setting), min(peaks), max(peaks)
 
 
 def main() -> None:
-    """Each model in each setting; writes layouts.json and layouts.md after every one."""
+    """Compare each model in each setting, and write layouts.json and layouts.md after every one."""
     rows: list[dict[str, Any]] = []
     for model, setting in ROWS:
-        said, least, most = compare(model, setting)
-        rows.append({"model": model, "setting": str(setting), "forecast": said, "least": least, "most": most})
-        print(rows[-1], f"{said / least - 1:+.2%}", flush=True)
+        predicted, least, most = compare_with_ranks(model, setting)
+        rows.append({"model": model, "setting": str(setting), "forecast": predicted, "least": least, "most": most})
+        print(rows[-1], f"{predicted / least - 1:+.2%}", flush=True)
         _write(rows)
 
 
 def _write(rows: list[dict[str, Any]]) -> None:
-    result = {"date": date.today().isoformat(), "machine": machine(), "torch": torch.__version__, "rows": rows}
+    result = {"date": date.today().isoformat(), "machine": describe_machine(), "torch": torch.__version__, "rows": rows}
     (FOLDER / "layouts.json").write_text(json.dumps(result, indent=1) + "\n")
-    table = ["| model | layout | forecast MiB | taken MiB | error |", "|---|---|---|---|---|"]
+    table = ["| model | layout | forecast MiB | measured MiB | error |", "|---|---|---|---|---|"]
     table += [
         f"| {row['model']} | {row['setting']} | {row['forecast'] / MIB:.2f} | {row['least'] / MIB:.2f} to "
         f"{row['most'] / MIB:.2f} | {row['forecast'] / row['least'] - 1:+.2%} |"

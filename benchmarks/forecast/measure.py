@@ -1,8 +1,9 @@
-"""Forecasts for the CPU beside real runs: eight models, three ways to train each."""
+"""Memory forecasts for the CPU compared with real runs: eight models, each trained in three ways."""
 
 import json
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,8 @@ import torch
 from torch import nn
 
 from benchmarks.forecast.models import CASES, Case
-from benchmarks.forecast.truth import peak
-from benchmarks.timing import machine
+from benchmarks.forecast.truth import measure_peak
+from benchmarks.timing import describe_machine
 from headway.core.config.activation_checkpointing import ActivationCheckpointing
 from headway.extras.activation_checkpointing import checkpoint_activations
 from headway.forecasting.device.allocator import compute_exact_peak
@@ -25,64 +26,90 @@ FOLDER = Path(__file__).parent
 BATCH = 8
 
 
-def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def _make_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters)
 
 
-def _momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def _make_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
 
 
-def _checkpointed(model: nn.Module) -> None:
+def _recompute_activations(model: nn.Module) -> None:
     checkpoint_activations(model, ActivationCheckpointing(), torch.device("cpu"))
 
 
-SETTINGS: dict[str, tuple[Callable[..., torch.optim.Optimizer], str, int, bool]] = {
-    "AdamW": (_adamw, "no", 1, False),
-    "SGD, bf16, clipped": (_momentum, "bf16", 1, False),
-    "AdamW, recomputed, accumulated": (_adamw, "no", 2, True),
+@dataclass(frozen=True)
+class Setting:
+    """A way to train a model.
+
+    Attributes:
+        make_optimizer: Function of the parameters that returns the optimizer.
+        precision: "no" or "bf16".
+        accumulation: Micro-batches of one update.
+        is_recomputed: Whether activations are recomputed in the backward.
+        max_grad_norm: Norm to which gradients are clipped, or None.
+    """
+
+    make_optimizer: Callable[..., torch.optim.Optimizer]
+    precision: str = "no"
+    accumulation: int = 1
+    is_recomputed: bool = False
+    max_grad_norm: float | None = None
+
+
+SETTINGS = {
+    "AdamW": Setting(_make_adamw),
+    "SGD, bf16, clipped": Setting(_make_sgd, precision="bf16", max_grad_norm=1.0),
+    "AdamW, recomputed, accumulated": Setting(_make_adamw, accumulation=2, is_recomputed=True),
 }
 
 
-def _made(case: Case) -> nn.Module:
+def _build(case: Case) -> nn.Module:
     model = case.make()
     return skip_causal_mask(model) if hasattr(model, "set_attn_implementation") else model
 
 
-def compare(case: Case, setting: str) -> tuple[int, int, float]:
-    """Bytes forecast, bytes taken, and the seconds that the forecast took."""
-    make_optimizer, precision, accumulation, is_recomputed = SETTINGS[setting]
-    recipe = StepRecipe(make_optimizer, case.loss, precision, accumulation, 1.0 if "clipped" in setting else None)
+def compare(case: Case, setting: Setting) -> tuple[int, int, float]:
+    """Return (forecast bytes, measured bytes, seconds of the forecast)."""
+    recipe = StepRecipe(
+        setting.make_optimizer, case.loss, setting.precision, setting.accumulation, setting.max_grad_norm
+    )
     batch = partial(case.batch, BATCH)
-    began = time.perf_counter()
-    prepare = _checkpointed if is_recomputed else None
-    traced = trace_step(partial(_made, case), batch, recipe, find_device("cpu"), prepare)
-    took = time.perf_counter() - began
+    start = time.perf_counter()
+    prepare = _recompute_activations if setting.is_recomputed else None
+    traced = trace_step(partial(_build, case), batch, recipe, find_device("cpu"), prepare)
+    seconds = time.perf_counter() - start
     model = case.make().train()
-    if is_recomputed:
-        _checkpointed(model)
-    return compute_exact_peak(traced.events), peak(model, recipe, batch), took
+    if setting.is_recomputed:
+        _recompute_activations(model)
+    return compute_exact_peak(traced.events), measure_peak(model, recipe, batch), seconds
 
 
 def main() -> None:
-    """Write result.json and result.md."""
+    """Compare all models in all settings, and write result.json and result.md."""
     rows = []
     for name, case in CASES.items():
-        for setting in SETTINGS:
-            forecast, taken, took = compare(case, setting)
+        for label, setting in SETTINGS.items():
+            forecast, measured, seconds = compare(case, setting)
             rows.append(
-                {"model": name, "setting": setting, "forecast": forecast, "taken": taken, "seconds": round(took, 2)}
+                {
+                    "model": name,
+                    "setting": label,
+                    "forecast": forecast,
+                    "measured": measured,
+                    "seconds": round(seconds, 2),
+                }
             )
             print(
-                f"{name:8} {setting:32} {forecast / MIB:9.2f} {taken / MIB:9.2f} {forecast / taken - 1:+.2%}",
+                f"{name:8} {label:32} {forecast / MIB:9.2f} {measured / MIB:9.2f} {forecast / measured - 1:+.2%}",
                 flush=True,
             )
-    result = {"date": date.today().isoformat(), "machine": machine(), "torch": torch.__version__, "rows": rows}
+    result = {"date": date.today().isoformat(), "machine": describe_machine(), "torch": torch.__version__, "rows": rows}
     (FOLDER / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    table = ["| model | setting | forecast MiB | taken MiB | error |", "|---|---|---|---|---|"]
+    table = ["| model | setting | forecast MiB | measured MiB | error |", "|---|---|---|---|---|"]
     table += [
-        f"| {row['model']} | {row['setting']} | {row['forecast'] / MIB:.2f} | {row['taken'] / MIB:.2f} | "
-        f"{row['forecast'] / row['taken'] - 1:+.2%} |"
+        f"| {row['model']} | {row['setting']} | {row['forecast'] / MIB:.2f} | {row['measured'] / MIB:.2f} | "
+        f"{row['forecast'] / row['measured'] - 1:+.2%} |"
         for row in rows
     ]
     (FOLDER / "result.md").write_text("\n".join(table) + "\n")

@@ -1,4 +1,4 @@
-"""The models whose memory is forecast: small ones of each kind, with their batches."""
+"""Models whose memory is forecast: a small one of each kind, with its batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +13,12 @@ LENGTH = 64
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how it is trained.
+    """A model with its batches and loss.
 
     Attributes:
-        make: makes it.
-        batch: gives a batch of so many samples.
-        loss: from outputs and targets; None: the model returns it.
-        enable: switches activation checkpointing on; None: it has none.
+        make: Function that builds the model.
+        batch: Function that makes a batch of a number of samples.
+        loss: Function of outputs and targets, or None if the model returns its loss.
     """
 
     make: Callable[[], nn.Module]
@@ -27,7 +26,7 @@ class Case:
     loss: Callable[[Any, Any], torch.Tensor] | None = None
 
 
-def _tokens(size: int) -> dict[str, torch.Tensor]:
+def _make_tokens(size: int) -> dict[str, torch.Tensor]:
     tokens = torch.ones(size, LENGTH, dtype=torch.long)
     return {"input_ids": tokens, "labels": tokens.clone()}
 
@@ -42,7 +41,7 @@ class _Layer(nn.Module):
         return inputs + self.drop(self.down(nn.functional.gelu(self.up(self.norm(inputs)))))
 
 
-def _mlp() -> nn.Module:
+def _build_mlp() -> nn.Module:
     return nn.Sequential(*[_Layer(256) for _ in range(3)], nn.Linear(256, 10))
 
 
@@ -58,19 +57,19 @@ class _Residual(nn.Module):
         return torch.relu(images + self.norms[1](self.second(inner)))
 
 
-def _cnn() -> nn.Module:
+def _build_cnn() -> nn.Module:
     blocks = [_Residual(64) for _ in range(3)]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
     return nn.Sequential(nn.Conv2d(3, 64, 7, stride=2, padding=3), nn.MaxPool2d(2), *blocks, *head)
 
 
-def _gpt2() -> nn.Module:
+def _build_gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_embd=256, n_layer=3, n_head=4, vocab_size=2000, use_cache=False)
     )
 
 
-def _bert() -> nn.Module:
+def _build_bert() -> nn.Module:
     return transformers.BertForMaskedLM(
         transformers.BertConfig(
             hidden_size=256, num_hidden_layers=3, num_attention_heads=4, intermediate_size=1024, vocab_size=2000,
@@ -79,7 +78,7 @@ def _bert() -> nn.Module:
     )  # fmt: skip
 
 
-def _t5() -> nn.Module:
+def _build_t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
             d_model=256, d_kv=64, num_heads=4, d_ff=1024, num_layers=2, vocab_size=2000, use_cache=False,
@@ -88,7 +87,7 @@ def _t5() -> nn.Module:
     )  # fmt: skip
 
 
-def _vit() -> nn.Module:
+def _build_vit() -> nn.Module:
     return transformers.ViTForImageClassification(
         transformers.ViTConfig(
             hidden_size=192, num_hidden_layers=3, num_attention_heads=3, intermediate_size=768, image_size=64, patch_size=8,
@@ -97,7 +96,7 @@ def _vit() -> nn.Module:
     )  # fmt: skip
 
 
-def _llama() -> nn.Module:
+def _build_llama() -> nn.Module:
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             hidden_size=256, intermediate_size=688, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
@@ -106,28 +105,30 @@ def _llama() -> nn.Module:
     )  # fmt: skip
 
 
-def _lora() -> nn.Module:
+def _build_lora() -> nn.Module:
     import peft
 
     plan = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
-    return peft.get_peft_model(_llama(), plan)  # type: ignore[return-value, arg-type]
+    return peft.get_peft_model(_build_llama(), plan)  # type: ignore[return-value, arg-type]
 
 
-def _images(side: int) -> Callable[[int], Any]:
+def _make_images(side: int) -> Callable[[int], Any]:
     return lambda size: (torch.zeros(size, 3, side, side), torch.zeros(size, dtype=torch.long))
 
 
 CASES: dict[str, Case] = {
     "MLP": Case(
-        _mlp, lambda n: (torch.zeros(n * 64, 256), torch.zeros(n * 64, dtype=torch.long)), nn.functional.cross_entropy
+        _build_mlp,
+        lambda n: (torch.zeros(n * 64, 256), torch.zeros(n * 64, dtype=torch.long)),
+        nn.functional.cross_entropy,
     ),
-    "CNN": Case(_cnn, _images(64), nn.functional.cross_entropy),
-    "GPT-2": Case(_gpt2, _tokens),
-    "BERT": Case(_bert, _tokens),
-    "T5": Case(_t5, _tokens),
+    "CNN": Case(_build_cnn, _make_images(64), nn.functional.cross_entropy),
+    "GPT-2": Case(_build_gpt2, _make_tokens),
+    "BERT": Case(_build_bert, _make_tokens),
+    "T5": Case(_build_t5, _make_tokens),
     "ViT": Case(
-        _vit, lambda n: {"pixel_values": torch.zeros(n, 3, 64, 64), "labels": torch.zeros(n, dtype=torch.long)}
+        _build_vit, lambda n: {"pixel_values": torch.zeros(n, 3, 64, 64), "labels": torch.zeros(n, dtype=torch.long)}
     ),
-    "Llama": Case(_llama, _tokens),
-    "LoRA": Case(_lora, _tokens),
+    "Llama": Case(_build_llama, _make_tokens),
+    "LoRA": Case(_build_lora, _make_tokens),
 }

@@ -1,8 +1,8 @@
-"""BERT-large as it was trained in 2022, when the memory that it took on an RTX 3090 was published.
+"""BERT-large as it was trained in 2022, when its memory on an RTX 3090 was published.
 
-transformers and torch have changed since, and what they hold with them: attention kept its scores until its end, the optimizer went
-through the parameters one by one, gradients were zeroed and kept, and checkpointing was the reentrant kind. Written anew from what is
-known of them.
+transformers and torch have changed since then, and so has their memory. In 2022, attention kept its scores until its end, the
+optimizer updated parameters one by one, gradients were zeroed but not freed, and checkpointing was reentrant. This file reimplements
+that behavior.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 PUBLISHED = {(1, False): 8590, (1, True): 7078, (8, False): 20314, (8, True): 8030}
-"""By batch and checkpointing: what the card had in use after the training, in MiB (a tutorial of 2022, sequences of 512)."""
+"""MiB in use on the GPU after the training, by (batch size, checkpointing), from a tutorial of 2022 with sequences of 512 tokens."""
 PUBLISHED_V100 = {
     (1, True, False, False): 6775,
     (1, True, True, True): 4847,
@@ -22,21 +22,21 @@ PUBLISHED_V100 = {
     (4, False, False, True): 12295,
     (4, False, True, False): 13939,
 }
-"""A later edition's, on a V100 with 16 GB, by batch, checkpointing, fp16 and Adafactor; batches of 1 are accumulated."""
+"""MiB from a later edition, on a V100 with 16 GB, by (batch, checkpointing, fp16, Adafactor). Batches of 1 are accumulated."""
 LARGEST = 120
-"""The largest batch of the tutorial, with checkpointing, that 24 GB held."""
+"""Largest batch with checkpointing that the tutorial fit into 24 GB."""
 ATTENTION = "attention_of_2022"
 
 
 class AdamWOf2022(torch.optim.Optimizer):
-    """One parameter after the other, with one temporary of its size."""
+    """AdamW that updates one parameter after the other, with one temporary tensor of the parameter's size."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 5e-5})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update; nothing is returned."""
+        """Update all parameters; return nothing."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -50,34 +50,34 @@ class AdamWOf2022(torch.optim.Optimizer):
                 parameter.addcdiv_(state["mean"], root, value=-group["lr"])
 
 
-def attention(
+def compute_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores in steps, each a tensor of its own; the last one lives until the end."""
+    """Compute attention in separate steps with a tensor each; the attention weights live until the end."""
     scores = torch.matmul(query, key.transpose(-1, -2))
     scores = scores / math.sqrt(query.shape[-1])
     if mask is not None:
         scores = scores + mask
-    shares = nn.functional.softmax(scores, dim=-1)
-    shares = nn.functional.dropout(shares, options.get("dropout", 0.0), module.training)
-    return torch.matmul(shares, value).permute(0, 2, 1, 3).contiguous(), shares
+    weights = nn.functional.softmax(scores, dim=-1)
+    weights = nn.functional.dropout(weights, options.get("dropout", 0.0), module.training)
+    return torch.matmul(weights, value).permute(0, 2, 1, 3).contiguous(), weights
 
 
-def model() -> nn.Module:
-    """BERT-large for sequences of two classes."""
+def build_model() -> nn.Module:
+    """Build BERT-large for the classification of sequences into two classes."""
     from transformers import AttentionInterface, BertConfig, BertForSequenceClassification
 
-    AttentionInterface.register(ATTENTION, attention)
+    AttentionInterface.register(ATTENTION, compute_attention)
     config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
     config._attn_implementation = ATTENTION
     return BertForSequenceClassification(config)
 
 
-def recompute(made: nn.Module) -> None:
-    """Checkpointing of the reentrant kind."""
-    made.gradient_checkpointing_enable({"use_reentrant": True})  # type: ignore[operator]
+def enable_checkpointing(model: nn.Module) -> None:
+    """Enable reentrant activation checkpointing."""
+    model.gradient_checkpointing_enable({"use_reentrant": True})  # type: ignore[operator]
 
 
-def batch(size: int) -> dict[str, torch.Tensor]:
-    """Sequences of 512 with the mask that a loader gives."""
+def make_batch(size: int) -> dict[str, torch.Tensor]:
+    """Return a batch of `size` sequences of 512 tokens, with labels."""
     return {"input_ids": torch.zeros(size, 512, dtype=torch.long), "labels": torch.zeros(size, dtype=torch.long)}

@@ -1,4 +1,4 @@
-"""The allocator model against a card's own record: `torch.cuda.memory._snapshot()` replayed."""
+"""Compares the allocator model with the allocator's own record: it replays `torch.cuda.memory._snapshot()`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from typing import Any
 from headway.errors import DataError
 from headway.forecasting.device.allocator import Allocator, round_to_block
 
-_TAKEN = ("segment_alloc", "segment_map")
-_GIVEN = ("segment_free", "segment_unmap")
+_RESERVING_ACTIONS = ("segment_alloc", "segment_map")
+_RETURNING_ACTIONS = ("segment_free", "segment_unmap")
 
 
 @dataclass(frozen=True)
-class Compared:
-    """What the card recorded, and what the model says of the same requests; bytes.
+class Comparison:
+    """Peaks of the recorded requests, and of the same requests in the allocator model; in bytes.
 
     Attributes:
-        allocated: the most in use, by the record.
-        reserved: the most taken from the card, by the record.
-        model_allocated: by the model.
-        model_reserved: by the model.
-        num_events: requests and returns that were replayed.
-        unknown: returns of memory that was asked for before the record began; not 0: the comparison is not fair.
+        allocated: Recorded peak of allocated memory.
+        reserved: Recorded peak of memory reserved from the device.
+        model_allocated: The model's peak of allocated memory.
+        model_reserved: The model's peak of reserved memory.
+        num_events: Number of allocations and frees that were replayed.
+        unknown: Number of frees of memory that was allocated before the record began. If not 0, the comparison is not fair.
     """
 
     allocated: int
@@ -33,55 +33,55 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the model's reserved peak, as a share of the record's."""
+        """Relative error of the model's reserved peak."""
         return (self.model_reserved - self.reserved) / self.reserved if self.reserved else 0.0
 
 
-def compare(snapshot: Mapping[str, Any], device: int = 0, expandable: bool = False) -> Compared:
-    """Replay what a card recorded.
+def compare_with_model(snapshot: Mapping[str, Any], device: int = 0, expandable: bool = False) -> Comparison:
+    """Replay a device's recorded requests in the allocator model.
 
-    Record it from before the first allocation, with room for all of it::
+    The record must start before the first allocation, and have space for all events::
 
         torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python", context=None)
         ...  # the run
-        compared = compare(torch.cuda.memory._snapshot())
+        comparison = compare_with_model(torch.cuda.memory._snapshot())
 
     Args:
-        snapshot: what `torch.cuda.memory._snapshot()` returned.
-        device: the index of the card.
-        expandable: the run used expandable segments.
+        snapshot: Result of `torch.cuda.memory._snapshot()`.
+        device: Index of the device.
+        expandable: Whether the run used expandable segments.
 
     Raises:
-        DataError: it holds no record of that card.
+        DataError: If the snapshot has no record of the device.
     """
     traces = snapshot.get("device_traces") or []
     if device >= len(traces) or not traces[device]:
         raise DataError(
-            f"the snapshot holds no record of card {device}; call torch.cuda.memory._record_memory_history() before the first "
-            "tensor is made on it"
+            f"the snapshot has no record of device {device}; call torch.cuda.memory._record_memory_history() before the first "
+            "tensor is created on it"
         )
-    return _replayed(traces[device], Allocator(expandable=expandable))
+    return _replay(traces[device], Allocator(expandable=expandable))
 
 
-def _replayed(entries: Iterable[Mapping[str, Any]], model: Allocator) -> Compared:
+def _replay(entries: Iterable[Mapping[str, Any]], model: Allocator) -> Comparison:
     live: dict[int, int] = {}
-    held = taken = most_held = most_taken = unknown = count = 0
+    allocated = reserved = peak_allocated = peak_reserved = unknown = count = 0
     for entry in entries:
         action, address, size = entry["action"], entry["addr"], entry["size"]
-        if action in _TAKEN:
-            taken += size
-            most_taken = max(most_taken, taken)
-        elif action in _GIVEN:
-            taken -= size
+        if action in _RESERVING_ACTIONS:
+            reserved += size
+            peak_reserved = max(peak_reserved, reserved)
+        elif action in _RETURNING_ACTIONS:
+            reserved -= size
         elif action == "alloc":
             count += 1
             live[address] = round_to_block(size)
-            held += live[address]
-            most_held = max(most_held, held)
+            allocated += live[address]
+            peak_allocated = max(peak_allocated, allocated)
             model.allocate(address, size, entry.get("stream", 0))
         elif action == "free_completed":
             count += 1
             unknown += address not in live
-            held -= live.pop(address, 0)
+            allocated -= live.pop(address, 0)
             model.free(address)
-    return Compared(most_held, most_taken, model.peak_allocated, model.peak_reserved, count, unknown)
+    return Comparison(peak_allocated, peak_reserved, model.peak_allocated, model.peak_reserved, count, unknown)

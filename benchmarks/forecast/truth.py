@@ -1,4 +1,4 @@
-"""What a run on the CPU took: the peak of torch's allocator, as its profiler records it."""
+"""Peak memory of runs on the CPU, as torch's profiler records it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,22 +9,22 @@ from torch import nn
 from headway.forecasting.tracing.step import StepRecipe, run_recipe
 
 
-def peak(model: nn.Module, recipe: StepRecipe, batch: Callable[[], Any]) -> int:
-    """The most bytes in use during two updates, the model's own included."""
-    held = {
-        each.untyped_storage()._cdata: each.untyped_storage().nbytes()
-        for each in (*model.parameters(), *model.buffers())
+def measure_peak(model: nn.Module, recipe: StepRecipe, batch: Callable[[], Any]) -> int:
+    """Return the peak bytes in use during two updates, including the model's parameters and buffers."""
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for tensor in (*model.parameters(), *model.buffers())
     }
-    return profiled(lambda: run_recipe(model, recipe, batch), sum(held.values()))
+    return profile_peak(lambda: run_recipe(model, recipe, batch), sum(storages.values()))
 
 
-def profiled(work: Callable[[], object], in_use: int) -> int:
-    """The most bytes in use while something runs, as torch's profiler records requests; `in_use` of them before it."""
+def profile_peak(work: Callable[[], object], in_use: int) -> int:
+    """Return the peak bytes in use while `work` runs, starting from `in_use` bytes."""
     with torch.autograd.profiler.profile(profile_memory=True, use_cpu=True) as profile:
         work()
-    most = in_use
+    peak = in_use
     events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
         in_use += event.nbytes()
-        most = max(most, in_use)
-    return most
+        peak = max(peak, in_use)
+    return peak

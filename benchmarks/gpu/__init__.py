@@ -1,1 +1,1 @@
-"""All that only an accelerator can show, by one command: `make gpu`, or `python -m benchmarks.gpu`."""
+"""Benchmarks and tests that need an accelerator, all in one command: `make gpu`, or `python -m benchmarks.gpu`."""

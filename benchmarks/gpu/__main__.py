@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks.gpu` runs all steps, `python -m benchmarks.gpu gpt2 saves` some, `--list` names them."""
+"""Command line: `python -m benchmarks.gpu` runs all steps, `python -m benchmarks.gpu gpt2 saves` some, and `--list` lists them."""
 
 import argparse
 import signal
@@ -9,38 +9,40 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu.plan import ON_CPU, SIZES, STEPS, TOTAL, lacking, named
+from benchmarks.gpu.plan import ON_CPU, SIZES, STEPS, TOTAL, find_missing, select_steps
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-sys.path.insert(0, str(ROOT / "src"))  # on a bare machine nothing is installed
-NEEDED = ("torch", "numpy", "safetensors", "xxhash", "click", "cloudpickle", "rich", "psutil", "yaml")
-"""Nothing runs without these."""
-USED = ("transformers", "accelerate", "pytest", "triton")
-"""Some steps, or rows of them, use these."""
+sys.path.insert(0, str(ROOT / "src"))  # Headway need not be installed
+REQUIRED_PACKAGES = ("torch", "numpy", "safetensors", "xxhash", "click", "cloudpickle", "rich", "psutil", "yaml")
+"""Packages without which no step runs."""
+OPTIONAL_PACKAGES = ("transformers", "accelerate", "pytest", "triton")
+"""Packages that only some steps or rows use."""
 
 
-def accelerator() -> str:
-    """The kind of accelerator that torch finds; empty: none. Asked in another process, so that this one holds no device memory.
+def find_accelerator() -> str:
+    """Return the kind of accelerator that torch finds, such as "cuda", or "" if there is none.
+
+    Another process asks torch, so that this one holds no device memory.
 
     Raises:
-        ValueError: torch fails.
+        ValueError: If torch cannot be imported or fails.
     """
-    code = "import torch; found = torch.accelerator.current_accelerator(check_available=True); print(found.type if found else '')"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if ran.returncode:
-        raise ValueError(f"torch does not work here: {(ran.stderr.strip() or 'it said nothing').splitlines()[-1]}")
-    return ran.stdout.strip()
+    code = "import torch; device = torch.accelerator.current_accelerator(check_available=True); print(device.type if device else '')"
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if finished.returncode:
+        raise ValueError(f"torch does not work here: {(finished.stderr.strip() or 'no output').splitlines()[-1]}")
+    return finished.stdout.strip()
 
 
-def kind_of(device: str) -> str:
-    """Under which name the results are kept."""
+def name_results(device: str) -> str:
+    """Return the name of the result files for a device: its type, or "simulated" for the simulated CUDA runtime."""
     kind = device.partition(":")[0]
-    return "simulated" if kind == "cuda" and not lacking(["simulated_cuda"]) else kind
+    return "simulated" if kind == "cuda" and not find_missing(["simulated_cuda"]) else kind
 
 
-def unpack(wheels: Path | None, folder: str) -> list[str]:
-    """Unpack all wheels into the folder; returns what to import from."""
+def unpack_wheels(wheels: Path | None, folder: str) -> list[str]:
+    """Unpack all wheels into a folder, and return the folders to import from."""
     if wheels is None:
         return []
     for wheel in sorted(wheels.glob("*.whl")):
@@ -50,8 +52,8 @@ def unpack(wheels: Path | None, folder: str) -> list[str]:
     return [folder]
 
 
-def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked for."""
+def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; exit with a message if nothing can run."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description="Run the benchmarks and tests that need an accelerator."
     )
@@ -72,59 +74,56 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         help=f"time limit for all steps together; default: {TOTAL / 60:.0f}, or {ON_CPU / 60:.0f} on a CPU",
     )
     parser.add_argument("--wheels", type=Path, help="folder of wheels for packages that the machine lacks")
-    given = parser.parse_args(words)
+    options = parser.parse_args(words)
     try:
-        given.steps = named(given.steps)
+        options.steps = select_steps(options.steps)
     except ValueError as error:
         parser.error(str(error))
-    if given.wheels is not None and not list(given.wheels.glob("*.whl")):
-        parser.error(f"--wheels {given.wheels} contains no .whl file")
-    if given.list:
-        return given
-    if lacking(["torch"]):
+    if options.wheels is not None and not list(options.wheels.glob("*.whl")):
+        parser.error(f"--wheels {options.wheels} contains no .whl file")
+    if options.list:
+        return options
+    if find_missing(["torch"]):
         parser.error(f"{sys.executable} has no torch; use a Python that has it")
     try:
-        given.device = given.device or accelerator()
+        options.device = options.device or find_accelerator()
     except ValueError as error:
         parser.error(str(error))
-    if not given.device:
+    if not options.device:
         parser.error(
             "torch finds no accelerator on this machine; `--device cpu` runs the steps on the CPU at a small size"
         )
-    given.minutes = given.minutes or (ON_CPU if given.device == "cpu" else TOTAL) / 60
-    given.size = given.size or ("small" if given.device == "cpu" else "full")
-    if given.device == "cpu" and given.size == "full":
+    options.minutes = options.minutes or (ON_CPU if options.device == "cpu" else TOTAL) / 60
+    options.size = options.size or ("small" if options.device == "cpu" else "full")
+    if options.device == "cpu" and options.size == "full":
         parser.error("--size full is meant for an accelerator; on a CPU it is small or smallest")
-    return given
+    return options
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run; the exit code is 1 where a step did not end well, and 2 where nothing can run."""
-    given = arguments(words)
-    if given.list:
+    """Run the steps. Return 0 if all ended well, 1 if one did not, and 2 if nothing can run."""
+    options = parse_arguments(words)
+    if options.list:
         for step in STEPS:
             sys.stdout.write(f"{step.name:<18}{step.seconds:>4.0f} s  {step.question}\n")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as folder:
-        path = unpack(given.wheels, folder)
-        if missing := lacking((*NEEDED, *USED)):
-            told = (
-                "nothing runs without " + ", ".join(lacking(NEEDED))
-                if lacking(NEEDED)
-                else "what needs them is left out"
-            )
+        path = unpack_wheels(options.wheels, folder)
+        if missing := find_missing((*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES)):
+            required = find_missing(REQUIRED_PACKAGES)
+            effect = f"nothing runs without {', '.join(required)}" if required else "steps that need them are left out"
             sys.stdout.write(
-                f"not installed: {', '.join(missing)}: {told}; install them, or bring their wheels (--wheels)\n"
+                f"not installed: {', '.join(missing)}: {effect}; install them, or pass their wheels with --wheels\n"
             )
-        if lacking(NEEDED):
+        if find_missing(REQUIRED_PACKAGES):
             return 2
         from benchmarks.gpu.record import Record
         from benchmarks.gpu.runner import run_all
 
-        record = Record(given.out, kind_of(given.device))
-        ended_well = run_all(given.steps, given.device, given.size, record, 60 * given.minutes, path)
-    sys.stdout.write("\n" + record.summary([step.name for step in given.steps]))
+        record = Record(options.out, name_results(options.device))
+        ended_well = run_all(options.steps, options.device, options.size, record, 60 * options.minutes, path)
+    sys.stdout.write("\n" + record.summarize([step.name for step in options.steps]))
     sys.stdout.write(f"\n{record.json}\n{record.table}\n")
     return 0 if ended_well else 1
 

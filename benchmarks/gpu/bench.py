@@ -1,4 +1,4 @@
-"""What a step is given: the device, the size, the clock, and the way to tell what it found."""
+"""Environment of a step: the device, the size, the clock, and the report of its rows."""
 
 import gc
 import importlib.util
@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.gpu.plan import SIZES
-from benchmarks.gpu.record import shown
-from benchmarks.timing import interleave, machine, summary
+from benchmarks.gpu.record import format_row
+from benchmarks.timing import describe_machine, summarize, time_interleaved
 from headway import MemoryMonitor
 
 T = TypeVar("T")
@@ -27,62 +27,63 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Row:
-    """One figure.
+    """One measured figure.
 
     Attributes:
-        what: was measured.
-        value: in `unit`; None: there is none, and `note` says why.
-        unit: of both figures.
-        beside: what it is compared with; `beside_what` says what that is.
-        wanted: what should hold, in words; empty: nothing in particular.
-        holds: does it?
-        note: anything else.
+        name: Name of the figure, unique within the step.
+        value: Value in `unit`, or None if there is none; `note` then gives the reason.
+        unit: Unit of `value` and `reference`.
+        reference: Value to compare with.
+        reference_name: Name of the reference, such as "by hand".
+        target: Target in words; empty without a target.
+        is_met: Whether the target is met.
+        note: Further remarks.
     """
 
-    what: str
+    name: str
     value: float | None = None
     unit: str = ""
-    beside: float | None = None
-    beside_what: str = ""
-    wanted: str = ""
-    holds: bool | None = None
+    reference: float | None = None
+    reference_name: str = ""
+    target: str = ""
+    is_met: bool | None = None
     note: str = ""
 
 
 class Bench:
-    """One step's run.
+    """The run of one step.
 
     Args:
-        device: what it computes on.
+        device: torch's name of the device.
         size: "full" on an accelerator, "small" on a CPU, "smallest" in tests.
-        rows: the file that found rows are added to.
+        rows: File that rows are appended to.
 
     Attributes:
-        has_failed: some part of the step did.
+        has_failed: Whether a part of the step has failed.
     """
 
     def __init__(self, device: str, size: str, rows: Path) -> None:
-        self.device = _indexed(torch.device(device))
+        self.device = _add_index(torch.device(device))
         self.size = size
         self.has_failed = False
         self._rows = rows
         if self.is_cpu:
-            torch.set_num_threads(1)  # as all benchmarks here: threads that share busy cores mostly wait for each other
-        self._add({"machine": self._machine()})
+            torch.set_num_threads(1)  # as in all benchmarks here: threads on busy cores mostly wait for each other
+        self._write({"machine": self._describe_machine()})
 
     @property
     def is_cpu(self) -> bool:
-        """No accelerator."""
+        """Whether the step runs without an accelerator."""
         return self.device.type == "cpu"
 
     @property
     def is_simulated(self) -> bool:
-        """torch's CUDA build over tests/simulated_cuda: no card, and nothing is as fast as one."""
+        """Whether torch runs on tests/simulated_cuda: without a real GPU, so no time or speed means anything."""
         return not self.is_cpu and importlib.util.find_spec("simulated_cuda") is not None
 
     @property
-    def no_compiler(self) -> str:
-        """Why inductor cannot generate code for this device; empty where it can."""
+    def missing_compiler(self) -> str:
+        """Reason why torch.compile cannot generate code for this device, or "" if it can."""
         if self.is_cpu:
             return (
                 ""
@@ -90,72 +91,72 @@ class Bench:
                 else "left out: torch.compile needs a C++ compiler on a CPU, and there is none"
             )
         if self.is_simulated and os.environ.get("SIMULATED_CUDA_VALUES") != "0":
-            return "left out: Triton's kernels compute nothing on the simulated runtime, which has values here"
+            return "left out: Triton's kernels compute nothing on the simulated runtime, and this run computes values"
         return "" if importlib.util.find_spec("triton") else "left out: triton is not installed"
 
     @property
     def module(self) -> Any:
-        """torch's module for this kind of device."""
+        """torch's module for this kind of device, such as `torch.cuda`."""
         return torch.get_device_module(self.device.type)
 
     def choose(self, full: T, small: T, smallest: T) -> T:
-        """What belongs to this run's size."""
+        """Return the argument that belongs to this run's size."""
         return (full, small, smallest)[SIZES.index(self.size)]
 
-    # ---------------------------------------------------------------- telling
+    # ---------------------------------------------------------------- reporting
 
-    def say(self, text: str) -> None:
-        """A line for who looks on."""
+    def print_line(self, text: str) -> None:
+        """Print a line at once."""
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
-    def row(self, row: Row) -> None:
-        """One figure is known: printed, and kept even where the step does not end."""
-        told = asdict(row)
-        for key in ("value", "beside"):  # JSON has neither nan nor infinity
-            if told[key] is not None and not isfinite(told[key]):
-                told[key], told["note"] = None, f"{key} was {told[key]}; {told['note']}"
-        self._add(told)
-        self.say("  " + shown(told))
+    def add_row(self, row: Row) -> None:
+        """Print a row and save it at once, so that it is kept even if the step does not finish."""
+        fields = asdict(row)
+        for key in ("value", "reference"):  # JSON has neither nan nor infinity
+            if fields[key] is not None and not isfinite(fields[key]):
+                fields[key], fields["note"] = None, f"{key} was {fields[key]}; {fields['note']}"
+        self._write(fields)
+        self.print_line("  " + format_row(fields))
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """A part of the step: where it fails, a row says so, and the step goes on."""
+        """Run a part of the step. If it raises, report the error as a row named `what`, and let the step go on."""
         try:
             yield
         except Exception as error:
             self.has_failed = True
             traceback.print_exc(file=sys.stdout)
-            self.row(
+            self.add_row(
                 Row(what, note=f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}")
             )
         self.release()
 
-    def _add(self, line: dict[str, Any]) -> None:
+    def _write(self, line: dict[str, Any]) -> None:
         with self._rows.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _machine(self) -> dict[str, Any]:
-        about = {"device": str(self.device), **machine()}
+    def _describe_machine(self) -> dict[str, Any]:
+        description = {"device": str(self.device), **describe_machine()}
         if self.is_simulated:
-            about["simulated"] = (
+            description["simulated"] = (
                 "with values" if os.environ.get("SIMULATED_CUDA_VALUES", "1") != "0" else "without values"
             )
-        for key, name, told in (("device", "get_device_name", str), ("device_GiB", "mem_get_info", _whole_gib)):
-            ask = None if self.is_cpu else getattr(self.module, name, None)
-            if ask is not None:
-                about[key] = told(ask(self.device))
-        return about
+        for key, name, convert in (("device", "get_device_name", str), ("device_GiB", "mem_get_info", _get_total_gib)):
+            query = None if self.is_cpu else getattr(self.module, name, None)
+            if query is not None:
+                description[key] = convert(query(self.device))
+        return description
 
     # ---------------------------------------------------------------- measuring
 
     def synchronize(self) -> None:
-        """Wait until the device has done its work."""
+        """Wait until the device has finished its work."""
         if not self.is_cpu:
             self.module.synchronize()
 
     def release(self) -> None:
-        """Give back memory that nothing refers to, cuBLAS's workspaces included, which otherwise stay from case to case."""
+        """Free memory without references, including cuBLAS's workspaces, which would otherwise stay from case to case."""
         gc.collect()
         if self.device.type == "cuda":
             self.synchronize()
@@ -163,29 +164,31 @@ class Bench:
         if not self.is_cpu:
             self.module.empty_cache()
 
-    def seconds(self, run: Callable[[], Any]) -> float:
-        """How long it takes, the device's work included."""
+    def measure_seconds(self, run: Callable[[], Any]) -> float:
+        """Return the seconds that a function takes, including the device's work."""
         self.synchronize()
-        begun = perf_counter()
+        start = perf_counter()
         run()
         self.synchronize()
-        return perf_counter() - begun
+        return perf_counter() - start
 
-    def rates(self, passes: dict[str, Callable[[], Any]], items: float, repeats: int) -> dict[str, dict[str, float]]:
-        """Items a second of passes that run in turn, after one of each to warm up: median and quartiles."""
+    def measure_rates(
+        self, passes: dict[str, Callable[[], Any]], items: float, repeats: int
+    ) -> dict[str, dict[str, float]]:
+        """Time functions in turn, after one warm-up of each, and return items per second: median and quartiles by name."""
 
-        def whole(run: Callable[[], Any]) -> Callable[[], None]:
-            def timed() -> None:
+        def synchronized(run: Callable[[], Any]) -> Callable[[], None]:
+            def run_and_synchronize() -> None:
                 run()
                 self.synchronize()
 
-            return timed
+            return run_and_synchronize
 
-        found = interleave({name: whole(run) for name, run in passes.items()}, repeats)
-        return {name: summary([items / wall for wall, _ in times]) for name, times in found.items()}
+        times = time_interleaved({name: synchronized(run) for name, run in passes.items()}, repeats)
+        return {name: summarize([items / wall for wall, _ in pairs]) for name, pairs in times.items()}
 
-    def peak(self, run: Callable[[], Any]) -> int:
-        """The most bytes that tensors held meanwhile; on a CPU the most resident memory of this process."""
+    def measure_peak(self, run: Callable[[], Any]) -> int:
+        """Return the peak bytes of tensors while `run` runs; on a CPU, the peak resident memory of this process."""
         self.synchronize()
         with MemoryMonitor(self.device, by_phase=False) as monitor:
             run()
@@ -193,16 +196,17 @@ class Bench:
         return int(monitor.peak)
 
 
-def _indexed(device: torch.device) -> torch.device:
-    """With the number of the device in use, where such devices have numbers."""
-    ask = None if device.type == "cpu" else getattr(torch.get_device_module(device.type), "current_device", None)
-    return device if ask is None or device.index is not None else torch.device(device.type, ask())
+def _add_index(device: torch.device) -> torch.device:
+    """Return the device with the index in use, if its kind of device has indices."""
+    module = None if device.type == "cpu" else torch.get_device_module(device.type)
+    get_index = getattr(module, "current_device", None)
+    return device if get_index is None or device.index is not None else torch.device(device.type, get_index())
 
 
-def _whole_gib(free_and_total: tuple[int, int]) -> float:
+def _get_total_gib(free_and_total: tuple[int, int]) -> float:
     return round(free_and_total[1] / 2**30, 1)
 
 
-def scratch() -> Path:
-    """A folder that is removed when the step is over, however it ends."""
+def get_scratch_folder() -> Path:
+    """Return a folder that is removed when the step is over, however it ends."""
     return Path(os.environ["TMPDIR"])

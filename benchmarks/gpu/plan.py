@@ -1,29 +1,29 @@
-"""The steps in their order, and the seconds that each is promised of the ten minutes that a lent machine gives to a command."""
+"""The steps in their order, with the seconds reserved for each. A rented machine limits a command to ten minutes."""
 
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 TOTAL = 540.0
-"""Seconds for all steps; the rest of the ten minutes is for looking for the accelerator, which imports torch for the first time."""
+"""Seconds for all steps on an accelerator. The rest of the ten minutes is for the first import of torch, which finds the device."""
 
 ON_CPU = 1800.0
-"""The same on a CPU, which nobody lends, and which other work may share."""
+"""Seconds for all steps on a CPU, which may be shared with other work."""
 
 SIZES = ("full", "small", "smallest")
-"""On an accelerator, on a CPU, and in tests."""
+"""Sizes of the workloads: for an accelerator, for a CPU, and for tests."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One question.
+    """One step of the benchmark.
 
     Attributes:
-        name: on the command line.
-        question: what it answers.
-        seconds: what it may take at least, whatever the steps before it did; what those leave is its own too.
-        module: where its `run` is.
-        needs: packages beside Headway's own; without one of them it is left out.
+        name: Name on the command line.
+        question: Question that the step answers.
+        seconds: Time reserved for the step. It may also use time that earlier steps have left.
+        module: Module with the step's `run` function; by default the one of this name in benchmarks/gpu/steps.
+        needs: Packages that the step needs besides Headway's own. Without one of them, it is left out.
     """
 
     name: str
@@ -33,13 +33,13 @@ class Step:
     needs: tuple[str, ...] = ()
 
     @property
-    def place(self) -> str:
-        """The module that is imported."""
+    def module_name(self) -> str:
+        """Full name of the module with the step's `run` function."""
         return self.module or f"benchmarks.gpu.steps.{self.name}"
 
 
 MODELS = ("transformers",)
-"""Where a step has its models from."""
+"""Packages that a step with transformers models needs."""
 
 STEPS = (
     Step("synchronizations", "How often does an update wait for the device, compared with a hand-written loop?", 35),
@@ -51,19 +51,24 @@ STEPS = (
     ),
     Step(
         "float8",
-        "How much faster than bf16 are wide layers in float8, and how far do the losses part?",
+        "How much faster than bf16 are wide layers in float8, and how much do the losses differ?",
         45,
         needs=MODELS,
     ),
     Step("out_of_memory", "Does a first step that runs out of memory give the same bits when it is repeated?", 30),
-    Step("microbatching", "Which size does automatic micro-batching find, compared with bisection?", 35, needs=MODELS),
+    Step(
+        "microbatching",
+        "Which micro-batch size does automatic micro-batching find, compared with bisection?",
+        35,
+        needs=MODELS,
+    ),
     Step(
         "notebook",
         "How much memory do the notebook's four configurations need here, and how fast are they?",
         40,
         needs=MODELS,
     ),
-    Step("weights", "How close do weights streamed from host memory come to the link's bandwidth?", 35, needs=MODELS),
+    Step("weights", "How much of the link's bandwidth do weights streamed from host memory use?", 35, needs=MODELS),
     Step(
         "activations",
         "What does keeping activations in host memory cost, compared with recomputing them?",
@@ -76,11 +81,11 @@ STEPS = (
         50,
         needs=MODELS,
     ),
-    Step("disk", "How close do blocking saves and loads of a device's state come to the disk?", 45),
+    Step("disk", "How fast are blocking saves and loads of a device's state, compared with the disk?", 45),
     Step("ranks", "Do two ranks on one device train the same model as one process?", 30),
     Step(
         "forecast",
-        "How close do forecasts of memory come to real runs, and to a card's own record?",
+        "How close are memory forecasts to real runs, and to the allocator's own record?",
         55,
         needs=MODELS,
     ),
@@ -88,19 +93,19 @@ STEPS = (
 )
 
 
-def lacking(modules: Sequence[str]) -> list[str]:
-    """Those that cannot be imported here."""
+def find_missing(modules: Sequence[str]) -> list[str]:
+    """Return the modules that cannot be imported here."""
     return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
-def named(names: list[str]) -> tuple[Step, ...]:
-    """The steps of these names in the plan's order; none: all of them.
+def select_steps(names: list[str]) -> tuple[Step, ...]:
+    """Return the steps of these names in the plan's order, or all steps without names.
 
     Raises:
-        ValueError: a name that no step has.
+        ValueError: If no step has one of the names.
     """
     unknown = sorted(set(names) - {step.name for step in STEPS})
     if unknown:
-        there = ", ".join(step.name for step in STEPS)
-        raise ValueError(f"no such step: {', '.join(unknown)}; choose from {there}")
+        known = ", ".join(step.name for step in STEPS)
+        raise ValueError(f"no such step: {', '.join(unknown)}; choose from {known}")
     return tuple(step for step in STEPS if not names or step.name in names)

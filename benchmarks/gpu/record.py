@@ -1,4 +1,4 @@
-"""The writer: one JSON file and one table per kind of device, valid after every row."""
+"""Result files of `python -m benchmarks.gpu`: one JSON file and one table per kind of device, valid after every row."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,27 +9,27 @@ from typing import Any
 from headway.common import atomic
 
 NO_GPU = (
-    "**Run on a CPU, at a small size. These rows show that the steps run and what they print; they say nothing about how "
+    "**Run on a CPU, at a small size. These rows show that the steps run and what they print. They do not show how "
     "fast a GPU is.**"
 )
 
 SIMULATED = (
-    "**Run on torch's CUDA build over a simulated runtime (tests/simulated_cuda), without a card. Memory is what torch's "
-    "allocator takes; nothing here is a time or a speed.**"
+    "**Run on torch's CUDA build over a simulated runtime (tests/simulated_cuda), without a GPU. Memory is what torch's "
+    "allocator reserves. Times and speeds mean nothing.**"
 )
 
-BEGUN = "begun, and not ended"
+STARTED = "started, not finished"
 
 
 class Record:
-    """What the steps found.
+    """Results of all steps on one kind of device.
 
     Args:
-        folder: where `<kind>.json` and `<kind>.md` are written.
-        kind: of device: "cuda", "cpu", ...
+        folder: Folder for `<kind>.json` and `<kind>.md`.
+        kind: Kind of device, such as "cuda" or "cpu".
 
     Attributes:
-        steps: the last run of each step, by name. Steps that do not run this time stay as they were, each with its own date.
+        steps: Last run of each step by name, each with its date. Steps that do not run this time keep their former result.
     """
 
     def __init__(self, folder: Path, kind: str) -> None:
@@ -38,11 +38,11 @@ class Record:
         self.steps: dict[str, dict[str, Any]] = json.loads(self.json.read_text())["steps"] if self.json.exists() else {}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, name: str, question: str, size: str) -> None:
-        """A step begins; what it found before is forgotten."""
+    def begin_step(self, name: str, question: str, size: str) -> None:
+        """Start a step, and discard its former result."""
         self.steps[name] = {
             "question": question,
-            "state": BEGUN,
+            "state": STARTED,
             "size": size,
             "date": date.today().isoformat(),
             "seconds": None,
@@ -52,37 +52,37 @@ class Record:
         }
         self.write()
 
-    def found(self, name: str, lines: Sequence[str]) -> None:
-        """What the step has told so far, as JSON lines: what it runs on, then a line for each row."""
-        told = [json.loads(line) for line in lines]
-        self.steps[name]["machine"] = next((line["machine"] for line in told if "machine" in line), {})
-        self.steps[name]["rows"] = [line for line in told if "machine" not in line]
+    def set_rows(self, name: str, lines: Sequence[str]) -> None:
+        """Replace a step's rows. The JSON lines hold the description of the machine, then one row each."""
+        parsed = [json.loads(line) for line in lines]
+        self.steps[name]["machine"] = next((line["machine"] for line in parsed if "machine" in line), {})
+        self.steps[name]["rows"] = [line for line in parsed if "machine" not in line]
         self.write()
 
-    def end(self, name: str, state: str, seconds: float, last_lines: Sequence[str] = ()) -> None:
-        """A step is over: "done", or in words what happened. Its last lines are kept where it failed."""
+    def end_step(self, name: str, state: str, seconds: float, last_lines: Sequence[str] = ()) -> None:
+        """End a step. The state is "done" or describes the failure; the last lines of its output are kept with it."""
         self.steps[name] |= {"state": state, "seconds": round(seconds, 1), "last_lines": list(last_lines)}
         self.write()
 
-    def summary(self, names: Sequence[str]) -> str:
-        """These steps in few lines, without notes: whoever sees the end of a log only sees all figures."""
+    def summarize(self, names: Sequence[str]) -> str:
+        """Return the rows of these steps without notes, so that the end of a log shows all figures."""
         lines = []
         for name in names:
             step = self.steps[name]
-            lines.append(f"{name}: {step['state']}{_took(step['seconds'])}")
-            lines += [f"  {shown({**row, 'note': ''})}" for row in step["rows"]]
+            lines.append(f"{name}: {step['state']}{_format_duration(step['seconds'])}")
+            lines += [f"  {format_row({**row, 'note': ''})}" for row in step["rows"]]
         return "\n".join(lines) + "\n"
 
     def write(self) -> None:
-        """Both files, each whole at any moment."""
+        """Write both files atomically."""
         atomic.write_text(self.json, json.dumps({"kind": self.kind, "steps": self.steps}, indent=1) + "\n")
-        atomic.write_text(self.table, markdown(self.kind, self.steps))
+        atomic.write_text(self.table, render_markdown(self.kind, self.steps))
 
 
-def markdown(kind: str, steps: Mapping[str, Mapping[str, Any]]) -> str:
-    """All steps as one page."""
+def render_markdown(kind: str, steps: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return all steps as one Markdown page."""
     lines = [
-        f"# On {kind}",
+        f"# Results on {kind}",
         "",
         "Written by `python -m benchmarks.gpu`; [description of the steps](../README.md#on-an-accelerator).",
     ]
@@ -95,49 +95,50 @@ def markdown(kind: str, steps: Mapping[str, Mapping[str, Any]]) -> str:
             "",
             f"## {step['question']}",
             "",
-            f"`{name}`, size {step['size']}: {step['state']}{_took(step['seconds'])}.",
+            f"`{name}`, size {step['size']}: {step['state']}{_format_duration(step['seconds'])}.",
             "",
         ]
         if step["rows"]:
-            lines += ["| | figure | beside it | wanted | note |", "|---|---|---|---|---|"]
-            lines += [_line(row) for row in step["rows"]]
+            lines += ["| | value | compared with | target | note |", "|---|---|---|---|---|"]
+            lines += [_format_table_row(row) for row in step["rows"]]
         if step["last_lines"]:
-            lines += ["", "Its last lines:", "", "```text", *step["last_lines"], "```"]
-        told = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in step["machine"].items())
-        lines += ["", f"{step['date']}; {told}."]
+            lines += ["", "Last lines of its output:", "", "```text", *step["last_lines"], "```"]
+        machine = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in step["machine"].items())
+        lines += ["", f"{step['date']}; {machine}."]
     return "\n".join(lines) + "\n"
 
 
-def shown(row: Mapping[str, Any]) -> str:
-    """One row as a line of a terminal."""
-    beside = f"; {_beside(row)}" if row["beside"] is not None else ""
-    wanted = f"; {_wanted(row)}" if row["wanted"] else ""
+def format_row(row: Mapping[str, Any]) -> str:
+    """Return one row as a line for a terminal."""
+    reference = f"; {_format_reference(row)}" if row["reference"] is not None else ""
+    target = f"; target {_format_target(row)}" if row["target"] else ""
     note = f"; {row['note']}" if row["note"] else ""
-    return f"{row['what']}: {_figure(row['value'], row['unit'])}{beside}{wanted}{note}"
+    return f"{row['name']}: {_format_value(row['value'], row['unit'])}{reference}{target}{note}"
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    cells = (row["what"], _figure(row["value"], row["unit"]), _beside(row), _wanted(row), row["note"])
+def _format_table_row(row: Mapping[str, Any]) -> str:
+    value = _format_value(row["value"], row["unit"])
+    cells = (row["name"], value, _format_reference(row), _format_target(row), row["note"])
     return "| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in cells) + " |"
 
 
-def _took(seconds: float | None) -> str:
+def _format_duration(seconds: float | None) -> str:
     return "" if seconds is None else f" in {seconds:.0f} s"
 
 
-def _figure(value: Any, unit: str) -> str:
+def _format_value(value: Any, unit: str) -> str:
     if value is None:
         return "none"
     number = f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
     return f"{number} {unit}".rstrip()
 
 
-def _beside(row: Mapping[str, Any]) -> str:
-    if row["beside"] is None:
+def _format_reference(row: Mapping[str, Any]) -> str:
+    if row["reference"] is None:
         return ""
-    share = f", {row['value'] / row['beside']:.3f} of it" if row["value"] is not None and row["beside"] else ""
-    return f"{_figure(row['beside'], row['unit'])} {row['beside_what']}{share}"
+    ratio = f", ratio {row['value'] / row['reference']:.3f}" if row["value"] is not None and row["reference"] else ""
+    return f"{row['reference_name']}: {_format_value(row['reference'], row['unit'])}{ratio}"
 
 
-def _wanted(row: Mapping[str, Any]) -> str:
-    return f"{row['wanted']}: {'held' if row['holds'] else 'MISSED'}" if row["wanted"] else ""
+def _format_target(row: Mapping[str, Any]) -> str:
+    return f"{row['target']}: {'met' if row['is_met'] else 'MISSED'}" if row["target"] else ""

@@ -1,4 +1,4 @@
-"""The runner: each step in a process and a scratch folder of its own, with a limit; what fails does not end the others."""
+"""Runner: starts each step in a separate process with a scratch folder and a time limit. A failing step does not end the others."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from time import monotonic
 
 import psutil
 
-from benchmarks.gpu.plan import Step, lacking
+from benchmarks.gpu.plan import Step, find_missing
 from benchmarks.gpu.record import Record
 from headway.launch.agent.processes import end_sessions
 
@@ -26,39 +26,39 @@ NUM_LAST_LINES = 15
 def run_all(
     steps: Sequence[Step], device: str, size: str, record: Record, total: float, path: Sequence[str] = ()
 ) -> bool:
-    """Run the steps one after the other; returns whether all of them ended well.
+    """Run the steps one after the other, and return whether all of them ended well.
 
     Args:
-        steps: in their order.
-        device: what they compute on: torch's name.
+        steps: Steps to run, in this order.
+        device: torch's name of the device.
         size: "full", "small" or "smallest".
-        record: where rows go, as they come.
-        total: seconds for all. A step may use what is not promised to those after it.
-        path: more folders to import from, behind the project's own.
+        record: Record that receives the rows as soon as they are measured.
+        total: Seconds for all steps. A step may use all time that is not reserved for later steps.
+        path: More folders to import from, after the project's own.
     """
-    begun, ended_well = monotonic(), True
+    start, ended_well = monotonic(), True
     for index, step in enumerate(steps):
-        if missing := lacking(step.needs):
-            record.begin(step.name, step.question, size)
-            record.end(step.name, f"left out: {', '.join(missing)} not installed", 0.0)
+        if missing := find_missing(step.needs):
+            record.begin_step(step.name, step.question, size)
+            record.end_step(step.name, f"left out: {', '.join(missing)} not installed", 0.0)
             ended_well = False
             continue
-        promised = sum(later.seconds for later in steps[index + 1 :])
-        limit = max(step.seconds, total - (monotonic() - begun) - promised)
+        reserved = sum(later.seconds for later in steps[index + 1 :])
+        limit = max(step.seconds, total - (monotonic() - start) - reserved)
         sys.stdout.write(f"\n== {step.name}: {step.question} (at most {limit:.0f} s)\n")
-        record.begin(step.name, step.question, size)
-        state, seconds, last_lines = _run(step, device, size, limit, partial(record.found, step.name), path)
-        record.end(step.name, state, seconds, [] if state == "done" else last_lines)
+        record.begin_step(step.name, step.question, size)
+        state, seconds, last_lines = _run_step(step, device, size, limit, partial(record.set_rows, step.name), path)
+        record.end_step(step.name, state, seconds, [] if state == "done" else last_lines)
         sys.stdout.write(f"== {step.name}: {state}, {seconds:.0f} s\n")
         sys.stdout.flush()
         ended_well &= state == "done"
     return ended_well
 
 
-def _run(
-    step: Step, device: str, size: str, limit: float, tell: Callable[[list[str]], None], path: Sequence[str]
+def _run_step(
+    step: Step, device: str, size: str, limit: float, save_rows: Callable[[list[str]], None], path: Sequence[str]
 ) -> tuple[str, float, list[str]]:
-    """(how it ended, seconds, its last lines)."""
+    """Run one step, and return (how it ended, seconds, last lines of its output)."""
     with tempfile.TemporaryDirectory(prefix=f"headway-{step.name}-", ignore_cleanup_errors=True) as folder:
         rows = Path(folder, "rows.jsonl")
         rows.touch()
@@ -68,7 +68,7 @@ def _run(
             sys.executable,
             "-m",
             "benchmarks.gpu.step",
-            step.place,
+            step.module_name,
             "--device",
             device,
             "--size",
@@ -76,13 +76,13 @@ def _run(
             "--rows",
             str(rows),
         ]
-        begun = monotonic()
+        start = monotonic()
         process = subprocess.Popen(
-            command, cwd=ROOT, env=_environment(scratch, path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            command, cwd=ROOT, env=_make_environment(scratch, path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             errors="replace", start_new_session=True,
         )  # fmt: skip
         last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
-        reader = threading.Thread(target=_follow, args=(process, rows, tell, last_lines), daemon=True)
+        reader = threading.Thread(target=_forward_output, args=(process, rows, save_rows, last_lines), daemon=True)
         reader.start()
         try:
             code = process.wait(limit)
@@ -95,22 +95,22 @@ def _run(
             )
         except subprocess.TimeoutExpired:
             state = f"ended at its limit of {limit:.0f} s"
-        finally:  # also where this process is told to end
-            _end(process)
+        finally:  # also if this process is terminated
+            _kill_step(process)
             reader.join(10)
-            tell(_whole_lines(rows))
-        return state, monotonic() - begun, list(last_lines)
+            save_rows(_read_complete_lines(rows))
+        return state, monotonic() - start, list(last_lines)
 
 
-def _environment(scratch: Path, path: Sequence[str]) -> dict[str, str]:
-    found = [str(ROOT / "src"), str(ROOT), *path, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(found), "PYTHONUNBUFFERED": "1", "TMPDIR": str(scratch)}
+def _make_environment(scratch: Path, path: Sequence[str]) -> dict[str, str]:
+    folders = [str(ROOT / "src"), str(ROOT), *path, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PYTHONUNBUFFERED": "1", "TMPDIR": str(scratch)}
 
 
-def _follow(
-    process: subprocess.Popen[str], rows: Path, tell: Callable[[list[str]], None], last_lines: deque[str]
+def _forward_output(
+    process: subprocess.Popen[str], rows: Path, save_rows: Callable[[list[str]], None], last_lines: deque[str]
 ) -> None:
-    """Print what the step prints, and hand on its rows when there are more of them."""
+    """Print the step's output, and save its rows when the file has grown."""
     assert process.stdout is not None
     size = 0
     for line in process.stdout:
@@ -119,20 +119,20 @@ def _follow(
         last_lines.append(line.rstrip())
         if rows.exists() and rows.stat().st_size != size:
             size = rows.stat().st_size
-            tell(_whole_lines(rows))
+            save_rows(_read_complete_lines(rows))
 
 
-def _whole_lines(rows: Path) -> list[str]:
-    """Without one that is being written."""
+def _read_complete_lines(rows: Path) -> list[str]:
+    """Return the complete lines, without one that is still being written."""
     return [line for line in rows.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """End the step and all that it started, in sessions of their own too."""
+def _kill_step(process: subprocess.Popen[str]) -> None:
+    """Kill the step and all processes that it has started, including those in sessions of their own."""
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 child.kill()
     process.kill()
     process.wait()
-    end_sessions([process.pid], 0.0)  # what it left when it was ended by others
+    end_sessions([process.pid], 0.0)  # processes that remain if the step was killed from outside

@@ -1,4 +1,4 @@
-"""One step in its own process; the runner starts it: `python -m benchmarks.gpu.step MODULE --device cpu --size small --rows FILE`."""
+"""Run one step in this process: `python -m benchmarks.gpu.step MODULE --device cpu --size small --rows FILE`; the runner calls it."""
 
 import argparse
 import sys
@@ -10,15 +10,15 @@ from benchmarks.gpu.plan import SIZES
 
 
 def main() -> int:
-    """Run it; the exit code is 1 where a part of it failed."""
+    """Run the step. Return 1 if a part of it failed, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("module")
     parser.add_argument("--device", required=True)
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--rows", type=Path, required=True)
-    given = parser.parse_args()
-    bench = Bench(given.device, given.size, given.rows)
-    import_module(given.module).run(bench)
+    options = parser.parse_args()
+    bench = Bench(options.device, options.size, options.rows)
+    import_module(options.module).run(bench)
     return int(bench.has_failed)
 
 

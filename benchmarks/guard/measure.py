@@ -1,8 +1,8 @@
-"""A quick look for regressions: step, loader, import, launch, save and load in two minutes, beside the recorded figures.
+"""Quick check for regressions of a step, loader, import, launch, save and load, in two minutes.
 
-Each figure is what Headway adds to plain PyTorch, so the speed of the machine cancels out in part. The floor is measured a
-second time as a variant of its own; its difference from itself is the noise of this run. Nothing fails here: read the
-last column. `make guard` prints the table, `make guard ARGS=--record` records a new one after a change on purpose.
+Each figure is what Headway adds to plain PyTorch, so the speed of the machine partly cancels out. The floor is measured a
+second time as a separate variant, and its difference from itself is the noise of this run. No check fails: read the
+last column. `make guard` prints the table beside the recorded one. After an intended change, `make guard ARGS=--record` records it.
 """
 
 import json
@@ -18,11 +18,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.checkpoint.measure import force, read_raw, state_of, write_raw
+from benchmarks.checkpoint.measure import force_to_disk, list_state, read_raw, write_raw
 from benchmarks.launch_time import measure as launch_time
 from benchmarks.loader_cost import measure as loader_cost
 from benchmarks.step_cost import measure as step_cost
-from benchmarks.timing import HAS_ACCELERATE, children, interleave, machine, start_command, tool
+from benchmarks.timing import (
+    HAS_ACCELERATE,
+    describe_machine,
+    find_command,
+    get_children_cpu_seconds,
+    make_command_runner,
+    time_interleaved,
+)
 
 RESULT = Path(__file__).with_name("result.json")
 FLOOR = "by hand"
@@ -30,7 +37,7 @@ AGAIN = "by hand, again"
 _WIDTH = 512
 _NUM_LAYERS = 10
 _SUSPICIOUS = 3.0
-"""Multiples of the noise of both runs by which a figure must have changed to be marked."""
+"""A figure is marked if it has changed by more than this many times the noise, the larger of both runs' noises."""
 
 
 @dataclass(frozen=True)
@@ -39,46 +46,48 @@ class Figure:
 
     Attributes:
         value: Median over the repeats, in the unit of the row's name.
-        noise: Half the distance between the quartiles of what the floor adds to itself, plus the median of it.
+        noise: Median of what the floor adds to itself, plus half the distance between its quartiles.
     """
 
     value: float
     noise: float
 
 
-def compare_to_floor(found: Mapping[str, list[tuple[float, float]]], scale: float, column: int) -> dict[str, Figure]:
+def compare_to_floor(times: Mapping[str, list[tuple[float, float]]], scale: float, column: int) -> dict[str, Figure]:
     """Return what each variant adds to the floor.
 
     Args:
-        found: Wall and CPU seconds of every repeat of every variant, as `interleave` returns them.
-        scale: Units per second and repeat, such as 1e6 / batches for microseconds per batch.
+        times: Wall and CPU seconds of every repeat of every variant, as `time_interleaved` returns them.
+        scale: Factor from seconds per repeat to the row's unit, such as 1e6 / batches for microseconds per batch.
         column: 0 for wall time, 1 for CPU time.
     """
 
-    def add(name: str) -> list[float]:
-        return [(row[column] - floor[column]) * scale for row, floor in zip(found[name], found[FLOOR])]
+    def subtract_floor(name: str) -> list[float]:
+        return [(row[column] - floor[column]) * scale for row, floor in zip(times[name], times[FLOOR])]
 
-    low, middle, high = statistics.quantiles(add(AGAIN), n=4)
+    low, middle, high = statistics.quantiles(subtract_floor(AGAIN), n=4)
     noise = abs(middle) + (high - low) / 2
-    return {name: Figure(statistics.median(add(name)), noise) for name in found if name not in (FLOOR, AGAIN)}
+    return {
+        name: Figure(statistics.median(subtract_floor(name)), noise) for name in times if name not in (FLOOR, AGAIN)
+    }
 
 
 def measure_step() -> dict[str, Figure]:
     """Return the CPU microseconds per micro-batch that a prepared loop adds."""
-    variants = {FLOOR: step_cost.by_hand(), AGAIN: step_cost.by_hand()}
+    variants = {FLOOR: step_cost.make_plain_loop(), AGAIN: step_cost.make_plain_loop()}
     for library, module in _libraries().items():
         accelerator = module.Accelerator(gradient_accumulation_steps=step_cost.STEPS, cpu=True)
-        variants[library] = step_cost.prepared(accelerator)
-    return compare_to_floor(interleave(variants, 40), 1e6 / step_cost.NUM_BATCHES, 1)
+        variants[library] = step_cost.make_prepared_loop(accelerator)
+    return compare_to_floor(time_interleaved(variants, 40), 1e6 / step_cost.NUM_BATCHES, 1)
 
 
 def measure_loader() -> dict[str, Figure]:
     """Return the CPU microseconds per batch that a prepared loader of a shuffled map-style data set adds."""
     kind = "shuffled map"
-    variants = {name: loader_cost.walk(loader_cost.loader(kind)) for name in (FLOOR, AGAIN)}
+    variants = {name: loader_cost.make_pass(loader_cost.make_loader(kind)) for name in (FLOOR, AGAIN)}
     for library, module in _libraries().items():
-        variants[library] = loader_cost.walk(module.Accelerator(cpu=True).prepare(loader_cost.loader(kind)))
-    return compare_to_floor(interleave(variants, 40), 1e6 / loader_cost.NUM_BATCHES, 1)
+        variants[library] = loader_cost.make_pass(module.Accelerator(cpu=True).prepare(loader_cost.make_loader(kind)))
+    return compare_to_floor(time_interleaved(variants, 40), 1e6 / loader_cost.NUM_BATCHES, 1)
 
 
 def measure_import() -> dict[str, Figure]:
@@ -92,9 +101,9 @@ def measure_launch() -> dict[str, Figure]:
     """Return the CPU seconds that launching a script on one process adds to running it."""
     script = str(Path(launch_time.__file__).with_name("script.py"))
     commands = {name: [sys.executable, script] for name in (FLOOR, AGAIN)}
-    commands["headway"] = [tool("headway"), "launch", "--cpu", "-n", "1", script]
+    commands["headway"] = [find_command("headway"), "launch", "--cpu", "-n", "1", script]
     if HAS_ACCELERATE:
-        commands["accelerate"] = [tool("accelerate"), "launch", "--cpu", "--num_processes", "1", script]
+        commands["accelerate"] = [find_command("accelerate"), "launch", "--cpu", "--num_processes", "1", script]
     return _measure_processes(commands)
 
 
@@ -118,8 +127,8 @@ def measure_checkpoints() -> tuple[dict[str, Figure], dict[str, Figure]]:
         for name in (FLOOR, AGAIN):
             saves[name] = lambda: write_raw(tensors, raw)
             loads[name] = lambda: read_raw(copies, raw)
-        saved = compare_to_floor(interleave(saves, 12), 1e3, 0)
-        return saved, compare_to_floor(interleave(loads, 12), 1e3, 0)
+        saved = compare_to_floor(time_interleaved(saves, 12), 1e3, 0)
+        return saved, compare_to_floor(time_interleaved(loads, 12), 1e3, 0)
 
 
 def _libraries() -> dict[str, Any]:
@@ -128,8 +137,8 @@ def _libraries() -> dict[str, Any]:
 
 
 def _measure_processes(commands: Mapping[str, list[str]]) -> dict[str, Figure]:
-    variants = {name: start_command(command) for name, command in commands.items()}
-    return compare_to_floor(interleave(variants, 4, children), 1.0, 1)
+    variants = {name: make_command_runner(command) for name, command in commands.items()}
+    return compare_to_floor(time_interleaved(variants, 4, get_children_cpu_seconds), 1.0, 1)
 
 
 def _train_once(module: Any) -> tuple[Any, list[torch.Tensor]]:
@@ -139,14 +148,14 @@ def _train_once(module: Any) -> tuple[Any, list[torch.Tensor]]:
     model, optimizer = accelerator.prepare(layers, torch.optim.Adam(layers.parameters(), 1e-4))
     accelerator.backward(model(torch.ones(1, _WIDTH)).mean())
     optimizer.step()
-    return accelerator, state_of(model, optimizer)
+    return accelerator, list_state(model, optimizer)
 
 
 def _save_and_flush(accelerator: Any, place: Path, is_flushed: bool) -> Callable[[], None]:
     def save() -> None:
         accelerator.save_state(str(place))
         if not is_flushed:
-            force(place)
+            force_to_disk(place)
 
     return save
 
@@ -164,14 +173,14 @@ def measure() -> dict[str, dict[str, Figure]]:
     }
 
 
-def render(rows: Mapping[str, Mapping[str, Figure]], former: Mapping[str, Any]) -> str:
-    """Return the table: what is added now, Accelerate's figure, the noise, the recorded figure, and a mark."""
+def render(rows: Mapping[str, Mapping[str, Figure]], recorded: Mapping[str, Any]) -> str:
+    """Return the table: what Headway and Accelerate add now, the noise, the recorded figure, and a mark if it has changed."""
     lines = [f"{'added to plain PyTorch':30}{'headway':>10}{'accelerate':>12}{'noise':>8}{'recorded':>10}"]
     for name, row in rows.items():
         ours = row["headway"]
         theirs = f"{row['accelerate'].value:.3g}" if "accelerate" in row else "-"
         line = f"{name:30}{ours.value:10.3g}{theirs:>12}{ours.noise:8.2g}"
-        before = former.get(name, {}).get("headway")
+        before = recorded.get(name, {}).get("headway")
         if before is not None:
             line += f"{before['value']:10.3g}"
             change = ours.value - before["value"]
@@ -182,7 +191,7 @@ def render(rows: Mapping[str, Mapping[str, Figure]], former: Mapping[str, Any]) 
 
 
 def main() -> None:
-    """Measure, print the table beside the recorded one, and record it if asked to."""
+    """Measure, print the table beside the recorded one, and record it with `--record`."""
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     rows = measure()
@@ -190,10 +199,10 @@ def main() -> None:
     print(render(rows, recorded["rows"]))
     if recorded["rows"]:
         print(f"recorded {recorded['date']} on {recorded['machine']}")
-    print(f"now on {machine()}")
+    print(f"now on {describe_machine()}")
     if "--record" in sys.argv:
-        figures = {name: {library: asdict(each) for library, each in row.items()} for name, row in rows.items()}
-        record = {"date": date.today().isoformat(), "machine": machine(), "rows": figures}
+        figures = {name: {library: asdict(figure) for library, figure in row.items()} for name, row in rows.items()}
+        record = {"date": date.today().isoformat(), "machine": describe_machine(), "rows": figures}
         RESULT.write_text(json.dumps(record, indent=1) + "\n")
 
 

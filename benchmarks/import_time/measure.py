@@ -1,12 +1,12 @@
-"""What importing the library costs beyond importing torch."""
+"""Time to import the library beyond the time to import torch."""
 
 import sys
 
-from benchmarks.timing import HAS_ACCELERATE, num_repeats, save, whole_processes
+from benchmarks.timing import HAS_ACCELERATE, get_num_repeats, save_result, time_commands
 
 
 def main() -> None:
-    """Measure and save."""
+    """Measure all variants in turn and write result.json."""
     lines = {
         "import torch": "import torch",
         "import torch, again (A/A)": "import torch",
@@ -14,12 +14,12 @@ def main() -> None:
     }
     if HAS_ACCELERATE:
         lines["from accelerate import Accelerator"] = "from accelerate import Accelerator"
-    rows = whole_processes({name: [sys.executable, "-c", line] for name, line in lines.items()}, num_repeats(15))
+    rows = time_commands({name: [sys.executable, "-c", line] for name, line in lines.items()}, get_num_repeats(15))
     floor = rows["import torch"]
     for row in rows.values():
         if isinstance(row, dict):
             row["ratio cpu"] = round(row["cpu"]["median"] / floor["cpu"]["median"], 3)
-    save("import_time", "s", rows)
+    save_result("import_time", "s", rows)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
-"""What launching a script on one process costs beyond running it."""
+"""Time to launch a script on one process beyond the time to run it."""
 
 import sys
 from pathlib import Path
 
-from benchmarks.timing import HAS_ACCELERATE, num_repeats, save, tool, whole_processes
+from benchmarks.timing import HAS_ACCELERATE, find_command, get_num_repeats, save_result, time_commands
 
 
 def main() -> None:
-    """Measure and save."""
+    """Measure all variants in turn and write result.json."""
     script = str(Path(__file__).with_name("script.py"))
     commands = {
         "python script.py": [sys.executable, script],
         "python script.py, again (A/A)": [sys.executable, script],
-        "headway launch": [tool("headway"), "launch", "--cpu", "--num-processes", "1", script],
+        "headway launch": [find_command("headway"), "launch", "--cpu", "--num-processes", "1", script],
     }
     if HAS_ACCELERATE:
-        commands["accelerate launch"] = [tool("accelerate"), "launch", "--cpu", "--num_processes", "1", script]
-    save("launch_time", "s", whole_processes(commands, num_repeats(12)))
+        commands["accelerate launch"] = [find_command("accelerate"), "launch", "--cpu", "--num_processes", "1", script]
+    save_result("launch_time", "s", time_commands(commands, get_num_repeats(12)))
 
 
 if __name__ == "__main__":

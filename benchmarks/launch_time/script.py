@@ -1,4 +1,4 @@
-"""A script that does next to nothing, so that starting it is what is measured."""
+"""A script that does next to nothing, so that the benchmark measures its start."""
 
 import sys
 

@@ -1,22 +1,22 @@
-"""CPU time of a sharded step on two gloo processes of this machine: prepared, beside hand-written fully_shard and Accelerate."""
+"""CPU time of a sharded step on two gloo processes: prepared by Headway, compared with hand-written fully_shard and Accelerate."""
 
 import json
 import subprocess
 import tempfile
 from pathlib import Path
 
-from benchmarks.timing import num_repeats, save, tool
+from benchmarks.timing import find_command, get_num_repeats, save_result
 
 
 def main() -> None:
-    """Measure and save."""
+    """Measure all variants in turn and write result.json."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         subprocess.run(
-            [tool("headway"), "launch", "--cpu", "-n", "2", "-m", "benchmarks.layouts.worker", str(path),
-             str(num_repeats(20))], check=True,
+            [find_command("headway"), "launch", "--cpu", "-n", "2", "-m", "benchmarks.layouts.worker", str(path),
+             str(get_num_repeats(20))], check=True,
         )  # fmt: skip
-        save("layouts", "ms per step", json.loads(path.read_text()))
+        save_result("layouts", "ms per step", json.loads(path.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank of the measurement: a training step of a small GPT whose blocks are sharded over the ranks."""
+"""One rank of the measurement: training steps of a small GPT whose blocks are sharded over the ranks."""
 
 import json
 import logging
@@ -14,15 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import headway
-from benchmarks.timing import HAS_ACCELERATE, interleave, rows_of
+from benchmarks.timing import HAS_ACCELERATE, make_rows, time_interleaved
 
 STEPS = 5
-ROWS, LENGTH, WORDS = 8, 64, 512
+ROWS, LENGTH, VOCABULARY = 8, 64, 512
 SIZES = {"d=64": (64, 4), "d=256": (256, 4)}
 
 
 class Block(nn.Module):
-    """A block of a GPT."""
+    """Transformer block: attention and a perceptron, each with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -31,10 +31,10 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """One residual block."""
-        q, k, v = (part.unsqueeze(1) for part in self.attention(self.first(x)).chunk(3, -1))
-        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
-        x = x + self.out(seen)
+        """Map hidden states (rows, length, width) to hidden states of the same shape."""
+        q, k, v = (projected.unsqueeze(1) for projected in self.attention(self.first(x)).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+        x = x + self.out(attended)
         return x + self.down(nn.functional.gelu(self.up(self.second(x))))
 
 
@@ -43,12 +43,12 @@ class GPT(nn.Module):
 
     def __init__(self, width: int, num_blocks: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(WORDS, width)
+        self.tokens = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits."""
+        """Map token ids (rows, length) to logits (rows, length, VOCABULARY)."""
         x = self.tokens(ids)
         for block in self.blocks:
             x = block(x)
@@ -56,21 +56,21 @@ class GPT(nn.Module):
         return logits
 
 
-def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """The next word's cross entropy."""
-    return nn.functional.cross_entropy(model(ids)[:, :-1].reshape(-1, WORDS), ids[:, 1:].reshape(-1))
+def compute_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Return the cross entropy of the next token."""
+    return nn.functional.cross_entropy(model(ids)[:, :-1].reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
 
 
-def parts(size: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model and its optimizer, the same on all ranks."""
+def build_model_and_optimizer(size: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Build the model and its optimizer; they are the same on all ranks."""
     torch.manual_seed(0)
     model = GPT(*SIZES[size])
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-def by_hand(size: str, ids: torch.Tensor) -> Callable[[], None]:
-    """As torch's documentation shows it."""
-    model, _ = parts(size)
+def build_plain_loop(size: str, ids: torch.Tensor) -> Callable[[], None]:
+    """Return a function that runs STEPS hand-written steps, as torch's documentation shows them."""
+    model, _ = build_model_and_optimizer(size)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh)
@@ -79,7 +79,7 @@ def by_hand(size: str, ids: torch.Tensor) -> Callable[[], None]:
 
     def run() -> None:
         for _ in range(STEPS):
-            loss_of(model, ids).backward()
+            compute_loss(model, ids).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()  # type: ignore[attr-defined]
             optimizer.step()
             optimizer.zero_grad()
@@ -87,16 +87,16 @@ def by_hand(size: str, ids: torch.Tensor) -> Callable[[], None]:
     return run
 
 
-def prepared(accelerator: Any, size: str, ids: torch.Tensor) -> Callable[[], None]:
-    """The same loop through an Accelerator."""
-    model, optimizer = accelerator.prepare(*parts(size))
+def build_library_loop(accelerator: Any, size: str, ids: torch.Tensor) -> Callable[[], None]:
+    """Return a function that runs STEPS steps with an Accelerator."""
+    model, optimizer = accelerator.prepare(*build_model_and_optimizer(size))
     if not isinstance(model, FSDPModule):
         raise TypeError(f"prepare() gave a {type(model).__name__}, which is not sharded")
 
     def run() -> None:
         for _ in range(STEPS):
             with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, ids))
+                accelerator.backward(compute_loss(model, ids))
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -104,8 +104,8 @@ def prepared(accelerator: Any, size: str, ids: torch.Tensor) -> Callable[[], Non
     return run
 
 
-def peer() -> Any:
-    """Accelerate's Accelerator with FSDP2; None where it is not installed or does not run on CPUs."""
+def make_accelerate_accelerator() -> Any:
+    """Return Accelerate's Accelerator with FSDP2, or None without Accelerate."""
     if not HAS_ACCELERATE:
         return None
     import accelerate
@@ -118,34 +118,34 @@ def peer() -> Any:
 
 
 def main() -> None:
-    """Measure; rank 0 writes the rows to the path given."""
+    """Measure all variants in turn; rank 0 writes the rows to the path in sys.argv[1]."""
     path, repeats = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
-    own = headway.Accelerator(cpu=True, strategy="fsdp")
-    ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(own.process_index))
+    ours = headway.Accelerator(cpu=True, strategy="fsdp")
+    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(ours.process_index))
     rows: dict[str, Any] = {}
-    other: Any = None
+    theirs: Any = None
     try:
-        other = peer()
+        theirs = make_accelerate_accelerator()
     except Exception as error:
         rows["accelerate"] = f"{type(error).__name__}: {error}"
     for size in SIZES:
         passes = {
-            "fully_shard": by_hand(size, ids), "fully_shard, again (A/A)": by_hand(size, ids),
-            "headway": prepared(own, size, ids),
+            "fully_shard": build_plain_loop(size, ids), "fully_shard, again (A/A)": build_plain_loop(size, ids),
+            "headway": build_library_loop(ours, size, ids),
         }  # fmt: skip
-        if other is not None:
+        if theirs is not None:
             try:
-                passes["accelerate"] = prepared(other, size, ids)
-            except Exception as error:  # on every rank alike, or the launcher ends the run
+                passes["accelerate"] = build_library_loop(theirs, size, ids)
+            except Exception as error:  # all ranks fail in the same way, or the launcher ends the run
                 passes.pop("accelerate", None)
                 rows["accelerate"] = f"{type(error).__name__}: {error}"
-        found = rows_of(interleave(passes, repeats), 1e3 / STEPS)
-        rows |= {f"{size}: {name}": row for name, row in found.items() if not isinstance(row, str)}
-    if own.is_main_process:
+        size_rows = make_rows(time_interleaved(passes, repeats), 1e3 / STEPS)
+        rows |= {f"{size}: {name}": row for name, row in size_rows.items() if not isinstance(row, str)}
+    if ours.is_main_process:
         path.write_text(json.dumps(rows))
-    own.end_training()
+    ours.end_training()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What each memory lever saves of a training step's peak, and what it costs: a 27-million-parameter Llama on the CPU.
+"""Memory that each lever saves of a training step's peak, and what it costs in time: a 27-million-parameter Llama on the CPU.
 
-Every variant runs in processes of its own. Memory is the highest sum of all live tensors, counted from the allocator's events, so
-neither the program nor freed heap pages are in it. Time is CPU time, on one thread, of the second update of the same global
+Every variant runs in separate processes. Memory is the highest sum of all live tensors, counted from the allocator's events, so
+it includes neither the program nor freed heap pages. Time is CPU time, on one thread, of the second update of the same global
 batch of 8 x 256 tokens.
 """
 
@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.run import fill
-from benchmarks.timing import FOLDER, machine, num_repeats, save
+from benchmarks.run import replace_block
+from benchmarks.timing import FOLDER, describe_machine, get_num_repeats, save_result
 
 BATCH, LENGTH, VOCABULARY = 8, 256, 8000
 TOKENS = f"an update sees {BATCH} sequences of {LENGTH} tokens"
@@ -22,7 +22,7 @@ TOKENS = f"an update sees {BATCH} sequences of {LENGTH} tokens"
 
 @dataclass(frozen=True)
 class Variant:
-    """One row: how a step differs from the base (fp32, AdamW, the whole batch at once, all activations kept)."""
+    """How a row's step differs from the base (fp32, AdamW, the whole batch at once, all activations kept)."""
 
     micro_batch: int = BATCH
     precision: str = "no"
@@ -49,8 +49,8 @@ VARIANTS = {
 }
 
 
-def build(variant: Variant) -> Any:
-    """A function that makes one update."""
+def build_update(variant: Variant) -> Any:
+    """Return a function that makes one update of a variant."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -89,14 +89,14 @@ def build(variant: Variant) -> Any:
     return update
 
 
-def one(name: str) -> None:
-    """Measure one variant in this process, and print it."""
+def measure_variant(name: str) -> None:
+    """Measure one variant in this process, and print the result as JSON."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     torch.set_num_threads(1)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        update = build(VARIANTS[name])
+        update = build_update(VARIANTS[name])
         update()
         cpu, wall = time.process_time(), time.perf_counter()
         update()
@@ -109,8 +109,8 @@ def one(name: str) -> None:
     sys.stdout.write(json.dumps({"peak": highest, "cpu": cpu, "wall": wall}) + "\n")
 
 
-def table(result: dict[str, Any]) -> str:
-    """The levers as Markdown, for the documentation."""
+def make_table(result: dict[str, Any]) -> str:
+    """Return the levers as a Markdown table for the documentation."""
     base = next(iter(result["rows"].values()))
     lines = [
         "| setting | peak of all tensors | memory saved | CPU time per update | time added |",
@@ -119,39 +119,45 @@ def table(result: dict[str, Any]) -> str:
     for name, row in result["rows"].items():
         saved, added = 1 - row["peak"] / base["peak"], row["cpu"] / base["cpu"] - 1
         lines.append(f"| {name} | {row['peak'] / 2**20:.0f} MiB | {saved:.0%} | {row['cpu']:.2f} s | {added:+.0%} |")
-    about = result["machine"]
-    lines += ["", f"Measured on a CPU: {about['cores']} {about['cpu']} cores, torch {about['torch']}, {result['date']}, load average "
-              f"{about['load_average']}; {result['how']}; {result['tokens']}."]  # fmt: skip
+    machine = result["machine"]
+    lines += [
+        "",
+        f"Measured on a CPU: {machine['cores']} {machine['cpu']} cores, torch {machine['torch']}, {result['date']}, "
+        f"load average {machine['load_average']}; {result['how']}; {result['tokens']}.",
+    ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Measure all variants in turn, each round beginning with another one."""
-    repeats, names = num_repeats(3), list(VARIANTS)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    """Measure all variants in turn, starting with a different one in each round, and update the documentation's table."""
+    repeats, names = get_num_repeats(3), list(VARIANTS)
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for repeat in range(repeats):
         shift = repeat * 5 % len(names)
         for name in names[shift:] + names[:shift]:
             command = [sys.executable, "-m", "benchmarks.levers.measure", "--one", name]
-            ran = subprocess.run(command, check=True, capture_output=True, text=True, cwd=FOLDER.parent)
-            found[name].append(json.loads(ran.stdout.splitlines()[-1]))
-            sys.stderr.write(f"{name}: {found[name][-1]}\n")
+            finished = subprocess.run(command, check=True, capture_output=True, text=True, cwd=FOLDER.parent)
+            results[name].append(json.loads(finished.stdout.splitlines()[-1]))
+            sys.stderr.write(f"{name}: {results[name][-1]}\n")
     rows = {
         name: {key: statistics.median(run[key] for run in runs) for key in ("peak", "cpu", "wall")}
-        for name, runs in found.items()
+        for name, runs in results.items()
     }  # fmt: skip
     note = "peak: bytes; cpu and wall: seconds per update; medians over processes"
-    save("levers", "s", rows, note)
+    save_result("levers", "s", rows, note)
     path = FOLDER / "levers" / "result.json"
     result = {
-        **json.loads(path.read_text()), "how": f"medians of {repeats} processes each", "tokens": TOKENS, "machine": machine(),
-    }  # fmt: skip
+        **json.loads(path.read_text()),
+        "how": f"medians of {repeats} processes each",
+        "tokens": TOKENS,
+        "machine": describe_machine(),
+    }
     path.write_text(json.dumps(result, indent=2) + "\n")
-    fill(FOLDER.parent / "docs" / "activation_checkpointing.md", "levers", table(result))
+    replace_block(FOLDER.parent / "docs" / "activation_checkpointing.md", "levers", make_table(result))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
-        one(sys.argv[2])
+        measure_variant(sys.argv[2])
     else:
         main()

@@ -1,7 +1,7 @@
-"""What a prepared loader costs per batch beyond torch's DataLoader, on one process.
+"""Cost of a prepared loader per batch beyond torch's DataLoader, on one process.
 
-The samples are plain numbers and are not stacked, so that the iteration itself is what is measured. By default
-Accelerate reads streams on the main process and dispatches them; with dispatch_batches=False it hands them through.
+The samples are plain numbers and are not stacked, so that only the iteration is measured. By default
+Accelerate reads streams on the main process and dispatches the batches; with dispatch_batches=False it does not.
 """
 
 import logging
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from benchmarks.timing import HAS_ACCELERATE, interleave, num_repeats, rows_of, save
+from benchmarks.timing import HAS_ACCELERATE, get_num_repeats, make_rows, save_result, time_interleaved
 
 NUM_BATCHES, BATCH_SIZE = 500, 4
 
 
 class Numbers(Dataset[Any]):
-    """A map-style dataset of its own indices."""
+    """Map-style dataset of its own indices."""
 
     def __len__(self) -> int:
         return NUM_BATCHES * BATCH_SIZE
@@ -27,29 +27,29 @@ class Numbers(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """The same as a stream."""
+    """Iterable dataset of the same indices."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(NUM_BATCHES * BATCH_SIZE))
 
 
-ROW = torch.zeros(BATCH_SIZE)
+FIXED_BATCH = torch.zeros(BATCH_SIZE)
 
 
-def same(samples: list[Any]) -> torch.Tensor:
-    """A collate function that costs nothing."""
-    return ROW
+def return_fixed_batch(samples: list[Any]) -> torch.Tensor:
+    """Return a fixed batch: a collate function that costs nothing."""
+    return FIXED_BATCH
 
 
-def loader(kind: str) -> DataLoader[Any]:
-    """A plain loader."""
+def make_loader(kind: str) -> DataLoader[Any]:
+    """Return a plain DataLoader for "map", "shuffled map" or "stream"."""
     if kind == "stream":
-        return DataLoader(Stream(), batch_size=BATCH_SIZE, collate_fn=same)
-    return DataLoader(Numbers(), batch_size=BATCH_SIZE, shuffle=kind == "shuffled map", collate_fn=same)
+        return DataLoader(Stream(), batch_size=BATCH_SIZE, collate_fn=return_fixed_batch)
+    return DataLoader(Numbers(), batch_size=BATCH_SIZE, shuffle=kind == "shuffled map", collate_fn=return_fixed_batch)
 
 
-def walk(batches: Any) -> Callable[[], None]:
-    """One pass over the loader."""
+def make_pass(batches: Any) -> Callable[[], None]:
+    """Return a function that passes over all batches once."""
 
     def run() -> None:
         for _ in batches:
@@ -59,8 +59,8 @@ def walk(batches: Any) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Measure and save."""
-    repeats = num_repeats(60)
+    """Measure all variants in turn and write result.json."""
+    repeats = get_num_repeats(60)
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     import headway
@@ -68,21 +68,21 @@ def main() -> None:
     rows: dict[str, Any] = {}
     for kind in ("map", "shuffled map", "stream"):
         passes = {
-            "torch": walk(loader(kind)),
-            "torch, again (A/A)": walk(loader(kind)),
-            "headway": walk(headway.Accelerator(cpu=True).prepare(loader(kind))),
+            "torch": make_pass(make_loader(kind)),
+            "torch, again (A/A)": make_pass(make_loader(kind)),
+            "headway": make_pass(headway.Accelerator(cpu=True).prepare(make_loader(kind))),
         }
         if HAS_ACCELERATE:
             import accelerate
 
-            passes["accelerate"] = walk(accelerate.Accelerator(cpu=True).prepare(loader(kind)))
+            passes["accelerate"] = make_pass(accelerate.Accelerator(cpu=True).prepare(make_loader(kind)))
             if kind == "stream":
-                direct = accelerate.utils.DataLoaderConfiguration(dispatch_batches=False)
-                undispatched = accelerate.Accelerator(cpu=True, dataloader_config=direct)
-                passes["accelerate, dispatch_batches=False"] = walk(undispatched.prepare(loader(kind)))
-        found = rows_of(interleave(passes, repeats), 1e6 / NUM_BATCHES)
-        rows |= {f"{kind}: {name}": row for name, row in found.items()}
-    save("loader_cost", "us per batch", rows)
+                configuration = accelerate.utils.DataLoaderConfiguration(dispatch_batches=False)
+                undispatched = accelerate.Accelerator(cpu=True, dataloader_config=configuration)
+                passes["accelerate, dispatch_batches=False"] = make_pass(undispatched.prepare(make_loader(kind)))
+        kind_rows = make_rows(time_interleaved(passes, repeats), 1e6 / NUM_BATCHES)
+        rows |= {f"{kind}: {name}": row for name, row in kind_rows.items()}
+    save_result("loader_cost", "us per batch", rows)
 
 
 if __name__ == "__main__":

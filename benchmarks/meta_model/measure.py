@@ -1,4 +1,4 @@
-"""How long it takes to build a model of 100 billion parameters without memory, and a transformers Llama of 70 billion."""
+"""Time to build two models on the meta device: one of 100 billion parameters, and a transformers Llama of 70 billion."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -8,23 +8,25 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.timing import HAS_ACCELERATE, interleave, num_repeats, rows_of, save
+from benchmarks.timing import HAS_ACCELERATE, get_num_repeats, make_rows, save_result, time_interleaved
 from headway import init_empty_weights
 
 
 class Block(nn.Module):
+    """Two linear layers and a norm."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.down, self.norm = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.LayerNorm(width)
 
 
-def chain() -> nn.Module:
-    """1,000 blocks of 104 million parameters."""
+def build_chain() -> nn.Module:
+    """Build 1,000 blocks of 104 million parameters each."""
     return nn.ModuleList(Block(3600) for _ in range(1000))
 
 
-def llama() -> nn.Module:
-    """Llama 70B: 80 layers."""
+def build_llama() -> nn.Module:
+    """Build Llama 70B with 80 layers."""
     config = LlamaConfig(
         hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
         vocab_size=128256,
@@ -33,7 +35,7 @@ def llama() -> nn.Module:
 
 
 def main() -> None:
-    """Measure and save."""
+    """Measure all variants in turn and write result.json."""
     contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "torch.device('meta')": lambda: torch.device("meta"),
         "torch.device('meta'), again (A/A)": lambda: torch.device("meta"),
@@ -46,7 +48,9 @@ def main() -> None:
         contexts["accelerate"] = accelerate.init_empty_weights
         contexts["accelerate, include_buffers=True"] = lambda: accelerate.init_empty_weights(include_buffers=True)
 
-    def built(context: Callable[[], AbstractContextManager[Any]], build: Callable[[], nn.Module]) -> Callable[[], Any]:
+    def make_pass(
+        context: Callable[[], AbstractContextManager[Any]], build: Callable[[], nn.Module]
+    ) -> Callable[[], Any]:
         def run() -> None:
             with context():
                 build()
@@ -54,12 +58,12 @@ def main() -> None:
         return run
 
     passes = {
-        f"{what}: {name}": built(context, build)
-        for what, build in (("100 B in 1,000 blocks", chain), ("Llama 70B", llama))
+        f"{model}: {name}": make_pass(context, build)
+        for model, build in (("100 B in 1,000 blocks", build_chain), ("Llama 70B", build_llama))
         for name, context in contexts.items()
     }
-    rows = rows_of(interleave(passes, num_repeats(7)), 1.0)
-    save("meta_model", "s", rows, "the floor of the added columns is the first row")
+    rows = make_rows(time_interleaved(passes, get_num_repeats(7)), 1.0)
+    save_result("meta_model", "s", rows, "The added columns compare with the first row")
 
 
 if __name__ == "__main__":

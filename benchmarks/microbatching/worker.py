@@ -1,4 +1,4 @@
-"""One rank of the measurement: the same loop with and without automatic micro-batching, votes, and failures in a row."""
+"""One rank of the measurement: a loop with and without automatic micro-batching, votes, and repeated failures."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ import psutil
 import torch
 
 import headway
-from benchmarks.timing import interleave, rows_of, summary
+from benchmarks.timing import make_rows, summarize, time_interleaved
 from headway.core.runtime.control_plane import control
 from headway.extras.replay.piece_size import PieceSize
 
@@ -20,7 +20,7 @@ NUM_BATCHES, STEPS, WIDTH = 4, 2, 1600
 
 
 class Net(torch.nn.Sequential):
-    """Four layers of 1600 x 1600: 10.2 M parameters. Runs out of memory when told to."""
+    """Four layers of 1600 x 1600 (10.2 M parameters) that raise an out-of-memory error `num_failures` times."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -29,7 +29,7 @@ class Net(torch.nn.Sequential):
         self.num_failures = 0
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Fail once where asked."""
+        """Apply the layers, then raise an out-of-memory error if one was requested."""
         out = super().forward(rows)
         if self.num_failures:
             self.num_failures -= 1
@@ -37,8 +37,13 @@ class Net(torch.nn.Sequential):
         return out
 
 
-def loop(is_automatic: bool, form: str = "loop") -> tuple[Callable[[], None], Net, Any]:
-    """A pass over a few batches; the model, and the Accelerator."""
+def make_loop(is_automatic: bool, form: str = "loop") -> tuple[Callable[[], None], Net, Any]:
+    """Return a function that passes over NUM_BATCHES batches, with its model and Accelerator.
+
+    Args:
+        is_automatic: Whether to use microbatching="auto".
+        form: "loop" for a loop over micro-batches, "function" for `forward_backward`.
+    """
     accelerator = headway.Accelerator(
         cpu=True, gradient_accumulation_steps=STEPS, microbatching="auto" if is_automatic else None
     )
@@ -62,52 +67,57 @@ def loop(is_automatic: bool, form: str = "loop") -> tuple[Callable[[], None], Ne
     return run, bare, accelerator
 
 
-def votes(accelerator: Any) -> dict[str, Any]:
-    """Microseconds of a vote by the door's handshake and by the control plane."""
+def measure_votes(accelerator: Any) -> dict[str, Any]:
+    """Measure one vote by `gather_numbers` and one over the control plane, in microseconds."""
     plane = control.current()
     values = [1.0] * 7
-    ways = {"door": lambda: accelerator.collectives.gather_numbers(values), "control plane": lambda: plane.vote(values)}
-    found = {}
-    for name, vote in ways.items():
+    votes = {
+        "collectives.gather_numbers": lambda: accelerator.collectives.gather_numbers(values),
+        "control plane": lambda: plane.vote(values),
+    }
+    results = {}
+    for name, vote in votes.items():
         times = []
         for _ in range(300):
             start = time.perf_counter()
             vote()
             times.append(time.perf_counter() - start)
-        found[name] = summary(times[20:], 1e6)
-    return found
+        results[name] = summarize(times[20:], 1e6)
+    return results
 
 
-def failures(run: Callable[[], None], model: Net, transaction: Any) -> list[float]:
-    """Resident MiB after each of 20 passes with one failure, each in a whole batch."""
-    found = []
+def measure_failures(run: Callable[[], None], model: Net, transaction: Any) -> list[float]:
+    """Return the resident MiB after each of 20 passes in which one whole batch runs out of memory."""
+    mib = []
     for _ in range(20):
         model.num_failures = 1
         transaction.size = PieceSize()
         run()
-        found.append(round(psutil.Process().memory_info().rss / 2**20, 1))
-    return found
+        mib.append(round(psutil.Process().memory_info().rss / 2**20, 1))
+    return mib
 
 
 def main() -> None:
-    """Measure; rank 0 writes the rows to the path given."""
+    """Measure all variants in turn; rank 0 writes the rows to the path in sys.argv[1]."""
     path, repeats = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    made = {
-        "plain": loop(False), "plain, again (A/A)": loop(False), "automatic": loop(True),
-        "automatic, function": loop(True, "function"),
+    loops = {
+        "plain": make_loop(False), "plain, again (A/A)": make_loop(False), "automatic": make_loop(True),
+        "automatic, function": make_loop(True, "function"),
     }  # fmt: skip
-    rows = rows_of(interleave({name: run for name, (run, _, _) in made.items()}, repeats), 1e3 / NUM_BATCHES)
-    run, model, accelerator = made["automatic"]
+    rows = make_rows(time_interleaved({name: run for name, (run, _, _) in loops.items()}, repeats), 1e3 / NUM_BATCHES)
+    run, model, accelerator = loops["automatic"]
     count = accelerator.num_processes
-    told = {f"{count} process(es): {name}": row for name, row in rows.items() if name != "accelerate"}
-    told[f"{count} process(es): one vote, us"] = json.dumps(votes(accelerator)) if count > 1 else "none is needed"
-    told[f"{count} process(es): MiB after each of 20 failures"] = ", ".join(
-        map(str, failures(run, model, accelerator._training_step.transaction))
+    results = {f"{count} process(es): {name}": row for name, row in rows.items() if name != "accelerate"}
+    results[f"{count} process(es): one vote, us"] = (
+        json.dumps(measure_votes(accelerator)) if count > 1 else "not needed"
+    )
+    results[f"{count} process(es): resident MiB after each of 20 failures"] = ", ".join(
+        map(str, measure_failures(run, model, accelerator._training_step.transaction))
     )
     if accelerator.is_main_process:
-        path.write_text(json.dumps(told))
+        path.write_text(json.dumps(results))
     accelerator.end_training()
 
 

@@ -1,7 +1,7 @@
-"""Reader of the same mixture by MosaicML Streaming, run by a Python of its own because it needs an older NumPy.
+"""Reader of the mixture with MosaicML Streaming, which runs in a separate Python because it needs an older NumPy.
 
-It reads an array of every source, answers each line of its input ("read", "resume" or "memory") by one line of JSON,
-and ends with its input. `measure.py` starts it.
+It reads an array of every source, and answers each line of its standard input ("read", "resume" or "memory") with a line of JSON.
+It ends when its input ends. `measure.py` starts it.
 """
 
 import importlib
@@ -18,11 +18,13 @@ from typing import Any
 
 
 def stub_torchvision() -> None:
-    """Put empty modules in place of torchvision, of which only the image datasets of Streaming need anything."""
+    """Put empty modules in place of torchvision, if it is missing; only the image datasets of Streaming use it."""
     try:
         importlib.import_module("torchvision")
     except ImportError:
-        importlib.import_module("transformers")  # before the stub, which it would take for the real package
+        importlib.import_module(
+            "transformers"
+        )  # import it before the stub, which it would mistake for the real package
         for name, members in {
             "torchvision": (),
             "torchvision.datasets": ("VisionDataset",),
@@ -35,11 +37,11 @@ def stub_torchvision() -> None:
 
 
 def main(folder: Path, settings: dict[str, Any]) -> None:
-    """Write the sources as MDS, then answer.
+    """Write the sources as MDS files, then answer requests until the input ends.
 
     Args:
         folder: Folder with an array per source, `<name>.npy`.
-        settings: "weights" by source, "batch_size", "num_batches", "num_samples" and "far", the sample of the resume.
+        settings: "weights" by source, "batch_size", "num_batches", "num_samples", and "far", the sample at which a resume starts.
     """
     stub_torchvision()
     import numpy
@@ -55,7 +57,7 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
         with MDSWriter(out=str(folder / name), columns={"x": f"ndarray:int64:{array.shape[1]}"}) as writer:
             for row in array:
                 writer.write({"x": row})
-    made = []
+    datasets = []
 
     def load(num_workers: int = 0, start: int = 0) -> DataLoader[Any]:
         streams = [Stream(local=str(folder / name), proportion=share) for name, share in settings["weights"].items()]
@@ -66,7 +68,7 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
             shuffle=True,
             shuffle_seed=1,
         )
-        made.append(dataset)
+        datasets.append(dataset)  # keep it alive: its shared memory ends with it
         if start:
             dataset.load_state_dict(dataset.state_dict(start, from_beginning=True))
         return DataLoader(dataset, batch_size=settings["batch_size"], num_workers=num_workers)
@@ -92,7 +94,7 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
             answer["memory"] = find_memory()
         answer |= {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
         print(json.dumps(answer), flush=True)
-    os._exit(0)  # its threads would wait
+    os._exit(0)  # Streaming's threads would block an ordinary exit
 
 
 if __name__ == "__main__":

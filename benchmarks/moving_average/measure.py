@@ -1,4 +1,4 @@
-"""Cost of `ExponentialMovingAverage` per update and per evaluation, compared with an average written by hand.
+"""Cost of `ExponentialMovingAverage` per update and per evaluation, compared with a hand-written average.
 
 It is measured in one process, on one CPU thread. The model has the shapes of four GPT-2 blocks of width 768, with 28
 million parameters in 48 tensors. The average by hand is one call of `torch._foreach_lerp_` on lists of the model's
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.timing import interleave, num_repeats, rows_of, save
+from benchmarks.timing import get_num_repeats, make_rows, save_result, time_interleaved
 from headway import Accelerator, ExponentialMovingAverage
 
 DECAY = 0.999
@@ -32,9 +32,9 @@ def make_model() -> torch.nn.Module:
 
 
 class Subject:
-    """Prepared model with an average.
+    """Prepared model with a moving average, and hand-written loops over the same tensors.
 
-    The loops by hand use the same tensors, because their placement in memory changes the time.
+    The hand-written loops use the same tensors, because the placement of tensors in memory changes the time.
 
     Args:
         options: Arguments of `ExponentialMovingAverage`.
@@ -60,7 +60,7 @@ class Subject:
         assert self.ema.num_updates == self.num_updates
 
     def update_by_hand(self) -> None:
-        """Update the average by hand, UPDATES times."""
+        """Update the average with one foreach call, UPDATES times."""
         for _ in range(UPDATES):
             torch._foreach_lerp_(self.averages, self.weights, 1 - DECAY)
 
@@ -73,7 +73,7 @@ class Subject:
     def swap_by_hand(self) -> None:
         """Store the weights, copy the averages into the model, and restore the weights, UPDATES times.
 
-        diffusers and torch_ema do it in this way.
+        diffusers and torch_ema swap weights in this way.
         """
         for _ in range(UPDATES):
             stored = [weight.clone() for weight in self.weights]
@@ -81,7 +81,7 @@ class Subject:
             torch._foreach_copy_(self.weights, stored)
 
 
-def update_by_torch() -> Callable[[], None]:
+def make_torch_update() -> Callable[[], None]:
     """Return a function that updates a `torch.optim.swa_utils.AveragedModel` UPDATES times."""
     model = make_model()
     swa = torch.optim.swa_utils
@@ -98,16 +98,20 @@ def main() -> None:
     """Measure all variants in turn, and save the result."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    each, tenth = Subject(), Subject(every=10)
-    averaged = {
-        "an update, by hand (foreach)": each.update_by_hand, "an update, by hand, again (A/A)": each.update_by_hand,
-        "an update, headway": each.update, "an update, headway, every=10": tenth.update,
-        "an update, AveragedModel": update_by_torch(),
+    every_update, every_tenth = Subject(), Subject(every=10)
+    updates = {
+        "an update, by hand (foreach)": every_update.update_by_hand,
+        "an update, by hand, again (A/A)": every_update.update_by_hand,
+        "an update, headway": every_update.update, "an update, headway, every=10": every_tenth.update,
+        "an update, AveragedModel": make_torch_update(),
     }  # fmt: skip
-    rows = rows_of(interleave(averaged, num_repeats(40)), 1e6 / UPDATES)
-    swapped = {"weights in and out, copies by hand": each.swap_by_hand, "weights in and out, headway": each.swap}
-    rows.update(rows_of(interleave(swapped, num_repeats(40)), 1e6 / UPDATES))
-    save("moving_average", "us per update or evaluation", rows)
+    rows = make_rows(time_interleaved(updates, get_num_repeats(40)), 1e6 / UPDATES)
+    swaps = {
+        "averages into the model and back, by hand": every_update.swap_by_hand,
+        "averages into the model and back, headway": every_update.swap,
+    }
+    rows.update(make_rows(time_interleaved(swaps, get_num_repeats(40)), 1e6 / UPDATES))
+    save_result("moving_average", "us per update or evaluation", rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A model of 24 equal blocks, 1.6 GB in fp32, saved as 24 shards; and what the kernel holds of its files."""
+"""A model of 24 equal blocks, 1.6 GB in fp32, saved as 24 shards; and control of the page cache for its files."""
 
 import gc
 import json
@@ -30,14 +30,14 @@ class Block(nn.Module):
         return hidden + self.down(torch.nn.functional.gelu(self.up(self.norm(hidden))))
 
 
-def build(device: str = "meta") -> nn.Sequential:
-    """The model, by default without memory."""
+def build_model(device: str = "meta") -> nn.Sequential:
+    """Build the model, by default on the meta device."""
     with torch.device(device):
         return nn.Sequential(*(Block(WIDTH) for _ in range(NUM_BLOCKS))).eval()
 
 
-def write(folder: Path) -> list[Path]:
-    """Save it block by block, with an index."""
+def write_checkpoint(folder: Path) -> list[Path]:
+    """Save the model block by block with an index, and return the files."""
     weight_map, files = {}, []
     for number in range(NUM_BLOCKS):
         torch.manual_seed(number)
@@ -52,33 +52,33 @@ def write(folder: Path) -> list[Path]:
     return files
 
 
-def _mapped(file: Path) -> torch.Tensor:
+def _map_file(file: Path) -> torch.Tensor:
     with file.open("rb") as opened:
         view = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
-def drop(files: list[Path], model: nn.Module | None = None) -> float:
-    """Drop the files from the page cache; returns the share that stayed, by mincore."""
+def drop_from_page_cache(files: list[Path], model: nn.Module | None = None) -> float:
+    """Drop the files from the page cache, and return the share of pages that stayed, according to mincore."""
     for tensor in [] if model is None else model.parameters():
         if tensor.device.type == "cpu" and hasattr(tensor, "headway_mapped_at"):
-            release_pages(tensor)  # the kernel does not drop pages that are mapped
+            release_pages(tensor)  # the kernel keeps pages that a process has mapped
     gc.collect()
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
-    shares = [measure_resident_share(_mapped(file)) or 0.0 for file in files]
+    shares = [measure_resident_share(_map_file(file)) or 0.0 for file in files]
     return sum(shares) / len(shares)
 
 
-def read(files: list[Path]) -> None:
-    """The floor of a cold start: every page of the files brought in, in order."""
+def read_files(files: list[Path]) -> None:
+    """Read every page of the files in order: the floor of a cold start."""
     for file in files:
-        read_pages(_mapped(file))
+        read_pages(_map_file(file))
 
 
-def anonymous_bytes() -> int:
-    """Memory of this process that is in no file."""
+def get_anonymous_bytes() -> int:
+    """Return the memory of this process that no file backs."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return int(fields["RssAnon"].split()[0]) * 1024

@@ -1,7 +1,7 @@
-"""Plans of a model that nobody can try out: the shape of Llama 3.1 405B on 512 GPUs, with no published figures beside them.
+"""Plans of a model of the shape of Llama 3.1 405B on 512 GPUs; no published figures exist to compare them with.
 
-`python -m benchmarks.plan.large` (a minute and a half of one CPU) prints the table of docs/plan.md: one sequence of 4,096 tokens for
-each shard of the data, parameters gathered in bfloat16, and sequence and loss parallelism under `tp`.
+`python -m benchmarks.plan.large` (90 seconds on one CPU) prints the table of docs/plan.md: one sequence of 4,096 tokens for
+each data shard, parameters gathered in bfloat16, and sequence and loss parallelism under `tp`.
 """
 
 from typing import Any
@@ -21,10 +21,10 @@ SHAPE = {
 
 
 def main() -> None:
-    """Print the rows."""
+    """Print the table."""
     config = LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"])
     source = make_config_source(config, "Llama 3.1 405B")
-    print("| layout | activation checkpointing | peak, GiB | tokens/s per GPU | waits for |\n|---|---|---|---|---|")
+    print("| layout | activation checkpointing | peak, GiB | tokens/s per GPU | bottleneck |\n|---|---|---|---|---|")
     for strategy in ("fsdp", "fsdp+tp=8", "hsdp=8+tp=8"):
         for is_checkpointed in (False, True):
             options: list[Any] = [ShardingOptions(param_dtype="bf16", reduce_dtype="float32")]
@@ -33,12 +33,12 @@ def main() -> None:
             planned = headway.plan(
                 source.make, strategy, RANKS, step=source.step, tokens=source.tokens, kwargs_handlers=options
             )
-            spent = compute_cost(planned, ClusterRates())
-            assert spent is not None
+            cost = compute_cost(planned, ClusterRates())
+            assert cost is not None
             assert planned.peak is not None
             print(
                 f"| `{strategy}` | {'yes' if is_checkpointed else 'no'} | {planned.peak / GIB:.1f} | "
-                f"{spent.tokens_per_second / RANKS:.0f} | {spent.bottleneck} |",
+                f"{cost.tokens_per_second / RANKS:.0f} | {cost.bottleneck} |",
                 flush=True,
             )
 

@@ -1,9 +1,9 @@
-"""Published trainings beside their plans and a forecast: Llama 3.1 on H100s by torchtitan (December 2024 and June 2025).
+"""Published trainings of Llama 3.1 on H100s by torchtitan (December 2024 and June 2025), compared with plans and a forecast.
 
-`python -m benchmarks.plan.published` (three minutes of one CPU). Sequences of 8,192 tokens unless a row says more. The models are
-transformers' Llama of the same sizes. Rates are the defaults of a plan: 400 TFLOP/s, 300 GB/s within a machine and 40 GB/s a card
-between machines. A plan knows neither the compiler nor float8, which rows marked so were run with; their batch sizes and policies of
-activation checkpointing are those of torchtitan's tables where these say them, else marked by "?".
+`python -m benchmarks.plan.published` takes three minutes on one CPU. The models are
+transformers' Llama of the same sizes. Rates are a plan's defaults: 400 TFLOP/s, 300 GB/s within a machine and 40 GB/s per GPU
+between machines. A plan takes neither the compiler nor float8 into account; some published runs used them, as their notes say. Batch
+sizes and activation checkpointing are those of torchtitan's tables; a "?" in the note marks those that the tables do not state.
 """
 
 from collections.abc import Callable
@@ -21,15 +21,16 @@ from headway.forecasting.tracing.attention_masks import skip_causal_mask
 from headway.planning.costs import ClusterRates, compute_cost
 
 RESERVED = 82.4
+"""Published reserved memory of the first row, in GiB."""
 GIB = 1 << 30
-_KEPT = tuple(
+_KEPT_OPERATIONS = tuple(
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default for name in ("flash", "efficient", "cudnn")
 )
 _SIZES = {"8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64)}
 
 
-def model(size: str, length: int) -> nn.Module:
-    """Llama 3.1."""
+def build_model(size: str, length: int) -> nn.Module:
+    """Build Llama 3.1 of a size, for sequences of up to `length` tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -37,30 +38,30 @@ def model(size: str, length: int) -> nn.Module:
     return skip_causal_mask(LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=length, use_cache=False)))
 
 
-def batch(length: int, size: int) -> dict[str, torch.Tensor]:
-    """Tokens, with themselves as labels."""
+def make_batch(length: int, size: int) -> dict[str, torch.Tensor]:
+    """Return a batch of tokens, with the tokens themselves as labels."""
     tokens = torch.zeros(size, length, dtype=torch.long)
     return {"input_ids": tokens, "labels": tokens}
 
 
 class EverySecondProduct:
-    """Keeps attention, and every second matrix product, of forward and of what is computed again alike."""
+    """Checkpoint policy that keeps attention and every second matrix product, counted separately in forward and recomputation."""
 
     def __init__(self) -> None:
         self._counts = {False: 0, True: 0}
 
     def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """torch's policy for an operation."""
+        """Return torch's policy for an operation."""
         if operation is torch.ops.aten.mm.default:
             self._counts[context.is_recompute] += 1
             is_kept = self._counts[context.is_recompute] % 2 == 1
         else:
-            is_kept = operation in _KEPT
+            is_kept = operation in _KEPT_OPERATIONS
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def selective() -> ActivationCheckpointing:
-    """torchtitan's selective activation checkpointing."""
+def make_selective_checkpointing() -> ActivationCheckpointing:
+    """Return torchtitan's selective activation checkpointing."""
     return ActivationCheckpointing(policy=EverySecondProduct())
 
 
@@ -69,14 +70,14 @@ class Row:
     """A published training.
 
     Attributes:
-        size: of the model.
-        strategy: the layout.
-        ranks: of it.
-        batch: samples of a data shard.
-        length: tokens of a sample.
-        checkpointing: of activations.
-        speed: published tokens a second and GPU.
-        note: how it was run beside that.
+        size: Size of the model.
+        strategy: Layout, as the Accelerator takes it.
+        ranks: Number of GPUs.
+        batch: Samples of each data shard.
+        length: Tokens of a sample.
+        checkpointing: Function that returns the options of activation checkpointing.
+        speed: Published tokens per second and GPU.
+        note: Other settings of the published run.
     """
 
     size: str
@@ -89,16 +90,16 @@ class Row:
     note: str = ""
 
     def options(self) -> list[Any]:
-        """The Accelerator's handlers."""
-        found = [ShardingOptions(param_dtype="bf16", reduce_dtype="float32"), self.checkpointing()]
+        """Return the Accelerator's kwargs handlers."""
+        handlers = [ShardingOptions(param_dtype="bf16", reduce_dtype="float32"), self.checkpointing()]
         if "tp" in self.strategy:
-            found.append(TensorParallelOptions(sequence_parallel=True, loss_parallel=True))
-        return found
+            handlers.append(TensorParallelOptions(sequence_parallel=True, loss_parallel=True))
+        return handlers
 
 
 ROWS = (
-    Row("8B", "fsdp", 8, 2, 8192, selective, 5762),
-    Row("8B", "fsdp", 128, 2, 8192, selective, 5605),
+    Row("8B", "fsdp", 8, 2, 8192, make_selective_checkpointing, 5762),
+    Row("8B", "fsdp", 128, 2, 8192, make_selective_checkpointing, 5605),
     Row("70B", "fsdp+tp=8", 256, 16, 8192, ActivationCheckpointing, 597.3, "compiled; batch and checkpointing ?"),
     Row("8B", "fsdp", 8, 1, 32768, ActivationCheckpointing, 3890, "compiled, float8; batch and checkpointing ?"),
     Row("8B", "fsdp+cp=2", 8, 1, 65536, ActivationCheckpointing, 2540, "compiled, float8; batch and checkpointing ?"),
@@ -108,34 +109,35 @@ ROWS = (
 
 
 def main() -> None:
-    """Print the rows."""
+    """Print the forecast of the first row, then the table of plans."""
     first = ROWS[0]
-    found = headway.forecast(
-        partial(model, first.size, first.length), partial(batch, first.length), batch_size=first.batch, device="h100",
+    forecast = headway.forecast(
+        partial(build_model, first.size, first.length), partial(make_batch, first.length), batch_size=first.batch, device="h100",
         strategy=first.strategy, ranks=first.ranks, largest=False, loop="loss_function", kwargs_handlers=first.options(),
     )  # fmt: skip
     print(
-        f"8B on 8, reserved: {found.reserved / GIB:.1f} GiB, published {RESERVED}: {found.reserved / GIB / RESERVED - 1:+.1%}; "
-        f"allocated {found.allocated / GIB:.1f} GiB\n"
+        f"8B on 8, reserved: {forecast.reserved / GIB:.1f} GiB, published {RESERVED}: {forecast.reserved / GIB / RESERVED - 1:+.1%}; "
+        f"allocated {forecast.allocated / GIB:.1f} GiB\n"
     )
     print(
-        "| model | layout | GPUs | batch x tokens | planned tokens/s a GPU | published | | how it was run | planned peak, GiB |"
+        "| model | layout | GPUs | batch x tokens | planned tokens/s per GPU | published | difference | published settings | "
+        "planned peak, GiB |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for row in ROWS:
 
-        def step(made: nn.Module, row: Row = row) -> torch.Tensor:
-            loss: torch.Tensor = made(**batch(row.length, row.batch)).loss
+        def step(model: nn.Module, row: Row = row) -> torch.Tensor:
+            loss: torch.Tensor = model(**make_batch(row.length, row.batch)).loss
             return loss
 
         planned = headway.plan(
-            partial(model, row.size, row.length), row.strategy, row.ranks, step=step, tokens=row.batch * row.length,
+            partial(build_model, row.size, row.length), row.strategy, row.ranks, step=step, tokens=row.batch * row.length,
             kwargs_handlers=row.options(),
         )  # fmt: skip
-        spent = compute_cost(planned, ClusterRates())
-        assert spent is not None
+        cost = compute_cost(planned, ClusterRates())
+        assert cost is not None
         assert planned.peak is not None
-        speed = spent.tokens_per_second / row.ranks
+        speed = cost.tokens_per_second / row.ranks
         print(
             f"| {row.size} | `{row.strategy}` | {row.ranks} | {row.batch} x {row.length:,} | {speed:,.0f} | {row.speed:,} | "
             f"{speed / row.speed - 1:+.0%} | {row.note} | {planned.peak / GIB:.1f} |",

@@ -1,6 +1,6 @@
-"""What it costs a rank to be ready to stop: a check before each batch, and a look of its thread every fifth of a second.
+"""Cost of watching for a preemption signal: a check before each batch, and a poll of the background thread five times a second.
 
-One process, CPU, one thread; the look asks a real store over loopback, as on two ranks.
+One process, CPU, one thread. The poll asks a real store over loopback, as on two ranks.
 """
 
 import logging
@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import headway
-from benchmarks.timing import interleave, num_repeats, rows_of, save
+from benchmarks.timing import get_num_repeats, make_rows, save_result, time_interleaved
 from headway.core.runtime.control_plane.control import Control
 from headway.core.runtime.control_plane.stopping import StopAgreement
 from headway.core.runtime.control_plane.store import StoreAddress, StoreLink, start_store
@@ -21,8 +21,8 @@ from headway.core.runtime.control_plane.store import StoreAddress, StoreLink, st
 CALLS = 100
 
 
-def many(call: Callable[[], Any]) -> Callable[[], None]:
-    """`call`, CALLS times."""
+def repeat_call(call: Callable[[], Any]) -> Callable[[], None]:
+    """Return a function that makes CALLS calls."""
 
     def run() -> None:
         for _ in range(CALLS):
@@ -31,8 +31,8 @@ def many(call: Callable[[], Any]) -> Callable[[], None]:
     return run
 
 
-def loop(folder: str, preemption: bool) -> Callable[[], None]:
-    """CALLS micro-batches of a tiny model, two to an update, in a run whose checkpoints have a place."""
+def make_loop(folder: str, preemption: bool) -> Callable[[], None]:
+    """Return a function that runs CALLS micro-batches of a tiny model, two per update, in a run with a checkpoint folder."""
     torch.manual_seed(0)
     project = headway.ProjectConfiguration(folder, automatic_checkpoint_naming=True)
     accelerator = headway.Accelerator(
@@ -56,7 +56,7 @@ def loop(folder: str, preemption: bool) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Measure and save."""
+    """Measure all variants in turn and write result.json."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     server = start_store("127.0.0.1")
@@ -64,15 +64,15 @@ def main() -> None:
     stopping = StopAgreement(Control(0, 2, link, timedelta(seconds=10)), (), None, "bench")
     with tempfile.TemporaryDirectory() as folder:
         passes = {
-            "a micro-batch, preemption off": loop(f"{folder}/a", False),
-            "a micro-batch, preemption off, again (A/A)": loop(f"{folder}/b", False),
-            "a micro-batch, preemption on": loop(f"{folder}/c", True),
-            "an idle check": many(lambda: stopping.check(1, lambda: ("", False))),
-            "a look of the thread (five a second)": many(stopping._look),
+            "a micro-batch, preemption off": make_loop(f"{folder}/a", False),
+            "a micro-batch, preemption off, again (A/A)": make_loop(f"{folder}/b", False),
+            "a micro-batch, preemption on": make_loop(f"{folder}/c", True),
+            "the check before a batch": repeat_call(lambda: stopping.check(1, lambda: ("", False))),
+            "a poll of the background thread (five per second)": repeat_call(stopping._look),
         }
-        rows = rows_of(interleave(passes, num_repeats(100)), 1e6 / CALLS)
-    rows.pop("accelerate", None)  # it has nothing of the kind
-    save("preemption_cost", "us", rows)
+        rows = make_rows(time_interleaved(passes, get_num_repeats(100)), 1e6 / CALLS)
+    rows.pop("accelerate", None)  # Accelerate has no such feature
+    save_result("preemption_cost", "us", rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What recovery costs: a state of 100 MB kept in memory after each update, overlapped saves, and compiled code in checkpoints.
+"""Cost of recovery: a state of 100 MB kept in memory after each update, overlapped saves, and compiled code in checkpoints.
 
-One rank and two (gloo), each row beside the same updates without it, in one run. Beside wall time, which a busy machine spoils, the
-processor time of the loop's own thread, which is what the loop pays itself, and of the whole process.
+Each row is compared with the same updates without saves, on one rank and on two (gloo). Wall time suffers on a busy machine, so the
+CPU time of the loop's thread (the loop's own cost) and of the whole process are measured, too.
 """
 
 import json
@@ -16,61 +16,69 @@ from typing import Any
 import torch
 
 from benchmarks.compile.measure import BATCH, GPT, LENGTH
-from benchmarks.timing import children, num_repeats, save, tool
+from benchmarks.timing import find_command, get_children_cpu_seconds, get_num_repeats, save_result
 from headway import Accelerator, ProjectConfiguration
 
 
-def on_ranks(count: int, folder: Path) -> dict[str, Any]:
-    """The rows on so many ranks."""
+def measure_on_ranks(count: int, folder: Path) -> dict[str, Any]:
+    """Return the rows of a run on `count` ranks."""
     path = folder / f"rows{count}.json"
-    words = ["-m", "benchmarks.recovery.worker", str(path), str(num_repeats(12))]
-    command = [sys.executable, *words] if count == 1 else [tool("headway"), "launch", "--cpu", "-n", str(count), *words]
+    words = ["-m", "benchmarks.recovery.worker", str(path), str(get_num_repeats(12))]
+    command = (
+        [sys.executable, *words]
+        if count == 1
+        else [find_command("headway"), "launch", "--cpu", "-n", str(count), *words]
+    )
     subprocess.run(command, check=True, env={**os.environ, "BENCHMARK_RUN": str(folder / f"run{count}")})
     return {f"{count} rank{'s' * (count > 1)}: {name}": row for name, row in json.loads(path.read_text()).items()}
 
 
-def first_iteration() -> None:
-    """In a process of its own: the first update of a compiled model, in seconds."""
-    project = ProjectConfiguration("run", automatic_checkpoint_naming=True, keep_compiled=sys.argv[2] == "kept")
+def time_first_update() -> None:
+    """Time the first update of a compiled model in this process, and print (wall, CPU) seconds as JSON."""
+    project = ProjectConfiguration("run", automatic_checkpoint_naming=True, keep_compiled=sys.argv[2] == "keep")
     accelerator = Accelerator(cpu=True, project_config=project, dynamo_backend="inductor")
     model = GPT()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     accelerator.resume("latest")
-    wall, cpu = time.perf_counter(), time.process_time() + children()
+    wall, cpu = time.perf_counter(), time.process_time() + get_children_cpu_seconds()
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.zeros(BATCH, LENGTH, dtype=torch.long)).square().mean())
         optimizer.step()
-    sys.stdout.write(json.dumps([time.perf_counter() - wall, time.process_time() + children() - cpu]))
+    sys.stdout.write(json.dumps([time.perf_counter() - wall, time.process_time() + get_children_cpu_seconds() - cpu]))
     accelerator.save_state()
 
 
-def compiled(folder: Path) -> dict[str, tuple[float, float]]:
-    """(wall, CPU) seconds of first iterations: of a new run, and of resumed ones whose machine has empty caches."""
+def time_compiled_resumes(folder: Path) -> dict[str, tuple[float, float]]:
+    """Return (wall, CPU) seconds of the first update: of a new run, and of resumed runs on a machine with empty caches."""
     rows = {}
-    for name, way in (("new run", "kept"), ("resumed, keep_compiled", "kept"), ("resumed, without", "left")):
+    cases = (("new run", "keep"), ("resumed with keep_compiled", "keep"), ("resumed without keep_compiled", "drop"))
+    for name, mode in cases:
         with tempfile.TemporaryDirectory() as cache:
-            ran = subprocess.run(
-                [sys.executable, "-m", "benchmarks.recovery.measure", "first", way], cwd=folder, check=True, text=True,
+            finished = subprocess.run(
+                [sys.executable, "-m", "benchmarks.recovery.measure", "first", mode], cwd=folder, check=True, text=True,
                 stdout=subprocess.PIPE, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "HEADWAY_HOME": str(folder),
                                              "PYTHONPATH": str(Path(__file__).parents[2])},
             )  # fmt: skip
-        rows[name] = tuple(json.loads(ran.stdout))
+        rows[name] = tuple(json.loads(finished.stdout))
     return rows
 
 
 def main() -> None:
-    """Measure and save."""
+    """Measure all variants in turn and write result.json."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCHMARK_FOLDER")) as name:
         folder = Path(name)
-        rows = {**on_ranks(1, folder), **on_ranks(2, folder)}
+        rows = {**measure_on_ranks(1, folder), **measure_on_ranks(2, folder)}
         compile_folder = folder / "compiled"
         compile_folder.mkdir()
-        note = "CPU: of the loop's own thread. Added: by one save, or by one kept update. First iterations: "
-        note += "; ".join(
-            f"{name} {cpu:.1f} s of CPU, {wall:.1f} s" for name, (wall, cpu) in compiled(compile_folder).items()
+        note = (
+            "CPU: time of the loop's own thread. Added: by one save, or by one update kept in memory. First updates: "
         )
-    save("recovery", "ms", rows, note)
+        note += "; ".join(
+            f"{name} {cpu:.1f} s of CPU, {wall:.1f} s"
+            for name, (wall, cpu) in time_compiled_resumes(compile_folder).items()
+        )
+    save_result("recovery", "ms", rows, note)
 
 
 if __name__ == "__main__":
-    first_iteration() if "first" in sys.argv[1:2] else main()
+    time_first_update() if "first" in sys.argv[1:2] else main()

@@ -1,4 +1,4 @@
-"""One rank: an update of about 100 ms over a state of 100 MB, alone and with each way to save it, in turn."""
+"""One rank: updates of about 100 ms over a state of 100 MB, alone and with each way to save the state, in turn."""
 
 import json
 import os
@@ -17,10 +17,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from benchmarks.timing import added, summary
+from benchmarks.timing import summarize, summarize_added
 from headway import Accelerator, ProjectConfiguration
 
-WIDTH, DEPTH = 1024, 8  # 8.4 million parameters: 33.6 MB, and twice that in Adam
+WIDTH, DEPTH = 1024, 8  # 8.4 million parameters: 33.6 MB, and twice that in Adam's state
 UPDATES = 4
 MODES = (
     "update",
@@ -33,7 +33,7 @@ MODES = (
 
 
 def main() -> None:
-    """Measure, and leave the rows of rank 0 in a file."""
+    """Measure all modes; rank 0 writes its rows to the path in sys.argv[1]."""
     path, repeats = Path(sys.argv[1]), int(sys.argv[2])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -58,46 +58,46 @@ def main() -> None:
     times: dict[str, list[tuple[float, float, float]]] = {mode: [] for mode in MODES}
     for repeat in range(repeats + 1):  # the first is a warm-up
         for mode in MODES[repeat % len(MODES) :] + MODES[: repeat % len(MODES)]:
-            before, afterwards = jobs.of(mode)
+            before, afterwards = jobs.get_actions(mode)
             accelerator.wait_for_everyone()
-            wall, own, process = time.perf_counter(), time.thread_time(), time.process_time()
+            wall, thread, process = time.perf_counter(), time.thread_time(), time.process_time()
             before()
             for _ in range(UPDATES):
                 update()
-            spent = time.perf_counter() - wall, time.thread_time() - own, time.process_time() - process
+            spent = time.perf_counter() - wall, time.thread_time() - thread, time.process_time() - process
             afterwards()
             if repeat:
                 times[mode].append(spent)
     if accelerator.is_main_process:
-        path.write_text(json.dumps({mode: row(found, times[MODES[0]], mode) for mode, found in times.items()}))
+        path.write_text(json.dumps({mode: make_row(spent, times[MODES[0]], mode) for mode, spent in times.items()}))
     accelerator.end_training()
 
 
 def find_rows(model: torch.nn.Module) -> torch.Tensor:
-    """Input with which an update takes about 100 ms of processor time."""
+    """Return an input with which an update takes about 100 ms of CPU time."""
     size = 8
     while True:
-        rows, began = torch.randn(size, WIDTH), time.thread_time()
+        rows, start = torch.randn(size, WIDTH), time.thread_time()
         model(rows).square().mean().backward()
-        if time.thread_time() - began > 0.08:
+        if time.thread_time() - start > 0.08:
             model.zero_grad()
             return rows
         size = int(size * 1.3) + 1
 
 
 class Jobs:
-    """What is done before the updates of a block, and after them, outside of the time."""
+    """Actions before and after the updates of each mode."""
 
     def __init__(self, accelerator: Accelerator, model: Any, optimizer: Any, folder: Path) -> None:
         self._accelerator = accelerator
         self._model, self._optimizer = accelerator.unwrap_model(model), optimizer.optimizer
         self._folder = folder
-        self._group = dist.new_group(backend="gloo")  # the saver's own thread must not meet the loop's collectives
+        self._group = dist.new_group(backend="gloo")  # the saving thread's collectives must not mix with the loop's
         self._memory: Any = accelerator._checkpoints._memory
         self._memory._is_off = True
 
-    def of(self, mode: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """(before, afterwards)."""
+    def get_actions(self, mode: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """Return (action before the updates, action after them). Only the first is timed, together with the updates."""
         accelerator = self._accelerator
         if mode == "keep_in_memory=1":
             return lambda: self._switch(False), lambda: self._switch(True)
@@ -114,9 +114,11 @@ class Jobs:
         self._memory._is_off = is_off
 
     def _async_save(self) -> None:
-        own, kept = get_state_dict(self._model, self._optimizer)
+        weights, moments = get_state_dict(self._model, self._optimizer)
         self._pending = dcp.async_save(
-            {"model": own, "optimizer": kept}, checkpoint_id=str(self._folder / "torch"), process_group=self._group
+            {"model": weights, "optimizer": moments},
+            checkpoint_id=str(self._folder / "torch"),
+            process_group=self._group,
         )
 
     def _end_async_save(self) -> None:
@@ -127,21 +129,29 @@ class Jobs:
         self._accelerator.wait_for_everyone()
 
 
-def row(found: list[tuple[float, float, float]], floor: list[tuple[float, float, float]], mode: str) -> dict[str, Any]:
-    """Milliseconds of a save with the updates behind it, or of one update where each is kept; and what it adds to them."""
-    per = UPDATES if mode.startswith("keep") else 1
-    told: dict[str, Any] = {}
+def make_row(
+    spent: list[tuple[float, float, float]], floor: list[tuple[float, float, float]], mode: str
+) -> dict[str, Any]:
+    """Return milliseconds per update, and what a save adds to its block of updates, or to each update kept in memory.
+
+    Args:
+        spent: (wall, thread CPU, process CPU) seconds of each block of UPDATES updates.
+        floor: The same without saves.
+        mode: One of `MODES`.
+    """
+    num_saves = UPDATES if mode.startswith("keep") else 1
+    row: dict[str, Any] = {}
     for index, name in enumerate(("wall", "cpu", "process cpu")):
-        own, base = [each[index] for each in found], [each[index] for each in floor]
-        told[name] = summary(own, 1e3 / UPDATES)
-        told[f"added {name}"] = added(own, base, 1e3 / per)
-        told[f"added {name}, of an update"] = round(
-            told[f"added {name}"]["median"] / summary(base, 1e3 / UPDATES)["median"], 3
+        values, base = [block[index] for block in spent], [block[index] for block in floor]
+        row[name] = summarize(values, 1e3 / UPDATES)
+        row[f"added {name}"] = summarize_added(values, base, 1e3 / num_saves)
+        row[f"added {name}, of an update"] = round(
+            row[f"added {name}"]["median"] / summarize(base, 1e3 / UPDATES)["median"], 3
         )
-    return told
+    return row
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
-        os.environ.setdefault("HEADWAY_MEMORY", made)  # of one process, which has no agent
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory_folder:
+        os.environ.setdefault("HEADWAY_MEMORY", memory_folder)  # without a launcher, no agent sets it
         main()

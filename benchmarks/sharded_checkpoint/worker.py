@@ -1,4 +1,4 @@
-"""One rank of the measurement: the same sharded model and optimizer, saved and loaded by either library in turn."""
+"""One rank of the measurement: both libraries save and load the same sharded model and optimizer in turn."""
 
 import json
 import logging
@@ -16,15 +16,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import headway
-from benchmarks.timing import interleave, rows_of
+from benchmarks.timing import make_rows, time_interleaved
 
-WIDTH, NUM_LAYERS = 1531, 8  # 18.8 million parameters: 75 MB, and twice that in AdamW
+WIDTH, NUM_LAYERS = 1531, 8  # 18.8 million parameters: 75 MB, and twice that in AdamW's state
 
 Passes = dict[str, Callable[[], Any]]
 
 
-def by_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> tuple[Any, Any]:
-    """(save, load) as torch's tutorials write them; files are forced to the disk, as its writer does by default."""
+def make_torch_functions(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> tuple[Any, Any]:
+    """Return (save, load) as in torch's tutorials. Like Headway, torch's writer forces files to the disk by default."""
 
     def save() -> None:
         if dist.get_rank() == 0:
@@ -35,15 +35,15 @@ def by_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: P
 
     def load() -> None:
         weights, state = get_state_dict(model, optimizer)
-        found = {"model": weights, "optimizer": state}
-        dcp.load(found, checkpoint_id=folder)
+        state_dict = {"model": weights, "optimizer": state}
+        dcp.load(state_dict, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
     return save, load
 
 
-def passes(folder: Path) -> Passes:
-    """What is measured."""
+def list_passes(folder: Path) -> Passes:
+    """Return the variants by name."""
     accelerator = headway.Accelerator(cpu=True, strategy="fsdp")
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
@@ -51,10 +51,10 @@ def passes(folder: Path) -> Passes:
     accelerator.backward(model(torch.ones(1, WIDTH)).mean())
     optimizer.step()
     optimizer.zero_grad()
-    save, load = by_torch(model, optimizer.optimizer, folder / "torch")
+    save, load = make_torch_functions(model, optimizer.optimizer, folder / "torch")
     ours = str(folder / "headway")
 
-    def behind() -> None:
+    def save_in_background() -> None:
         accelerator.save_state(ours, blocking=False)
         accelerator.wait_for_save()
 
@@ -62,41 +62,41 @@ def passes(folder: Path) -> Passes:
         "save: torch.distributed.checkpoint": save,
         "save: torch.distributed.checkpoint, again (A/A)": save,
         "save: headway": lambda: accelerator.save_state(ours),
-        "save: headway, blocking=False, and waited for": behind,
+        "save: headway, blocking=False, then wait_for_save": save_in_background,
         "load: torch.distributed.checkpoint": load,
         "load: torch.distributed.checkpoint, again (A/A)": load,
         "load: headway": lambda: accelerator.load_state(ours),
     }
 
 
-def together(run: Callable[[], Any]) -> Callable[[], None]:
-    """Begun and ended by both ranks."""
+def surround_with_barriers(run: Callable[[], Any]) -> Callable[[], None]:
+    """Return a function that runs between two barriers, so that both ranks start and end together."""
 
-    def both() -> None:
+    def run_between_barriers() -> None:
         dist.barrier()
         run()
         dist.barrier()
 
-    return both
+    return run_between_barriers
 
 
 def main() -> None:
-    """Measure; rank 0 writes."""
+    """Measure all variants; rank 0 writes the rows and the ratios to the path in sys.argv[1]."""
     logging.disable(logging.WARNING)
     path, repeats = Path(sys.argv[1]), int(sys.argv[2])
     accelerator = headway.Accelerator(cpu=True, strategy="fsdp")
-    box = [tempfile.mkdtemp()] if accelerator.is_main_process else [""]
-    dist.broadcast_object_list(box, 0)
-    folder = Path(box[0])
-    found = interleave({name: together(run) for name, run in passes(folder).items()}, repeats)
+    shared = [tempfile.mkdtemp()] if accelerator.is_main_process else [""]
+    dist.broadcast_object_list(shared, 0)
+    folder = Path(shared[0])
+    times = time_interleaved({name: surround_with_barriers(run) for name, run in list_passes(folder).items()}, repeats)
     if accelerator.is_main_process:
         rows: dict[str, Any] = {}
         for kind in ("save", "load"):
-            part = {name: spent for name, spent in found.items() if name.startswith(kind)}
-            rows |= rows_of(part, 1e3)  # the first one is the floor
-        walls = {name: statistics.median(wall for wall, _ in spent) for name, spent in found.items()}
+            group = {name: spent for name, spent in times.items() if name.startswith(kind)}
+            rows |= make_rows(group, 1e3)  # the first one is the floor
+        walls = {name: statistics.median(wall for wall, _ in spent) for name, spent in times.items()}
         ratios = {
-            name: round(walls[name] / walls[f"{name.split(':')[0]}: torch.distributed.checkpoint"], 2) for name in found
+            name: round(walls[name] / walls[f"{name.split(':')[0]}: torch.distributed.checkpoint"], 2) for name in times
         }
         path.write_text(json.dumps([rows, f"Wall time as a multiple of torch's: {json.dumps(ratios)}"]))
         shutil.rmtree(folder, ignore_errors=True)

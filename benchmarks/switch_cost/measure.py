@@ -1,6 +1,6 @@
-"""What a micro-batch costs under Accelerate's name beside the same loop under Headway's own, on one process.
+"""Cost of a micro-batch when a script imports Headway as `accelerate`, compared with the same loop under Headway's own name.
 
-Beside it, how long `headway compat` takes for the first 300 files of the installed packages that speak of Accelerate.
+It also times `headway compat` on the first 300 files of the installed packages that mention Accelerate.
 """
 
 import logging
@@ -13,36 +13,45 @@ from pathlib import Path
 import torch
 
 import headway
-from benchmarks.step_cost.measure import NUM_BATCHES, STEPS, prepared
-from benchmarks.timing import interleave, num_repeats, rows_of, save, tool
+from benchmarks.step_cost.measure import NUM_BATCHES, STEPS, make_prepared_loop
+from benchmarks.timing import find_command, get_num_repeats, make_rows, save_result, time_interleaved
 from headway.compat.accelerate.accelerator import AccelerateAccelerator
 
 NUM_FILES = 300
 
 
-def own() -> Callable[[], None]:
-    """The floor: the loop under Headway's own name."""
-    return prepared(headway.Accelerator(gradient_accumulation_steps=STEPS, cpu=True))
+def make_headway_loop() -> Callable[[], None]:
+    """Return the floor: the loop with `headway.Accelerator`."""
+    return make_prepared_loop(headway.Accelerator(gradient_accumulation_steps=STEPS, cpu=True))
 
 
-def answering() -> str:
-    """How long `headway compat` takes."""
-    every = sorted(Path(torch.__file__).parents[1].rglob("*.py"))
-    files = list(islice((path for path in every if b"accelerate" in path.read_bytes()), NUM_FILES))
+def time_compat_command() -> str:
+    """Time `headway compat`, and return the result as a sentence."""
+    modules = sorted(Path(torch.__file__).parents[1].rglob("*.py"))
+    files = list(islice((path for path in modules if b"accelerate" in path.read_bytes()), NUM_FILES))
     lines = sum(len(path.read_bytes().splitlines()) for path in files)
-    begin = time.perf_counter()
-    subprocess.run([tool("headway"), "compat", *map(str, files)], stdout=subprocess.DEVNULL)
-    return f"`headway compat` answers for {len(files)} files ({lines:,} lines) in {time.perf_counter() - begin:.1f} s"
+    start = time.perf_counter()
+    subprocess.run([find_command("headway"), "compat", *map(str, files)], stdout=subprocess.DEVNULL)
+    return f"`headway compat` checks {len(files)} files ({lines:,} lines) in {time.perf_counter() - start:.1f} s"
 
 
 def main() -> None:
-    """Measure and save."""
-    repeats = num_repeats(100)
+    """Measure all variants in turn and write result.json."""
+    repeats = get_num_repeats(100)
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     switched = AccelerateAccelerator(gradient_accumulation_steps=STEPS, cpu=True)
-    passes = {"headway": own(), "headway, again (A/A)": own(), "under Accelerate's name": prepared(switched)}
-    save("switch_cost", "us per micro-batch", rows_of(interleave(passes, repeats), 1e6 / NUM_BATCHES), answering())
+    passes = {
+        "headway": make_headway_loop(),
+        "headway, again (A/A)": make_headway_loop(),
+        "headway imported as `accelerate`": make_prepared_loop(switched),
+    }
+    save_result(
+        "switch_cost",
+        "us per micro-batch",
+        make_rows(time_interleaved(passes, repeats), 1e6 / NUM_BATCHES),
+        time_compat_command(),
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What a micro-batch costs in the Trainer, in transformers' Trainer, and in the same loop written by hand.
+"""Cost of a micro-batch in Headway's Trainer, in transformers' Trainer, and in the same loop in plain PyTorch.
 
-One process, CPU, one thread. Timed is the loop from the first batch to the last update, without building anything: a
-tiny module shows what the libraries add, a small BERT what that means for a model.
+One process, CPU, one thread. Only the loop is timed, from the first batch to the last update. A tiny module shows what the
+libraries add, a small BERT what that means for a model.
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.timing import num_repeats, rows_of, save
+from benchmarks.timing import get_num_repeats, make_rows, save_result
 
 STEPS = 2
 BATCH = 4
@@ -28,7 +28,7 @@ SIZES = {"tiny module": 200, "small BERT": 40}
 
 
 class Tiny(torch.nn.Module):
-    """A loss of 16 numbers."""
+    """A perceptron of 16 inputs that returns its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class Tiny(torch.nn.Module):
         return {"loss": torch.nn.functional.mse_loss(self.body(x), labels)}
 
 
-def parts(name: str) -> tuple[torch.nn.Module, list[dict[str, torch.Tensor]]]:
-    """The model and its rows."""
+def build_model_and_rows(name: str) -> tuple[torch.nn.Module, list[dict[str, torch.Tensor]]]:
+    """Build the model and its training rows."""
     torch.manual_seed(0)
     num_rows = SIZES[name] * BATCH
     if name == "tiny module":
@@ -54,11 +54,11 @@ def parts(name: str) -> tuple[torch.nn.Module, list[dict[str, torch.Tensor]]]:
     return BertForSequenceClassification(config), [{"input_ids": t, "labels": y} for t, y in zip(tokens, labels)]
 
 
-class Watch:
-    """A callback that times the loop."""
+class LoopTimer:
+    """Trainer callback that times the loop; it ignores all other events."""
 
     def __init__(self) -> None:
-        self.found = (0.0, 0.0)
+        self.elapsed = (0.0, 0.0)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("on_"):
@@ -75,7 +75,7 @@ class Watch:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def end(self) -> None:
-        self.found = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        self.elapsed = time.perf_counter() - self._wall, time.process_time() - self._cpu
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.begin()
@@ -84,17 +84,17 @@ class Watch:
         self.end()
 
 
-def by_hand(name: str, watch: Watch) -> None:
-    """The floor: what both Trainers do for the same arguments."""
-    model, rows = parts(name)
-    plain = [p for n, p in model.named_parameters() if "bias" not in n and "LayerNorm" not in n]
-    others = [p for n, p in model.named_parameters() if "bias" in n or "LayerNorm" in n]
-    optimizer = torch.optim.AdamW([{"params": plain}, {"params": others}], lr=1e-3, weight_decay=0.0, fused=True)
+def train_plainly(name: str, timer: LoopTimer) -> None:
+    """Run the floor: what both Trainers do for the same arguments, in plain PyTorch."""
+    model, rows = build_model_and_rows(name)
+    decayed = [p for n, p in model.named_parameters() if "bias" not in n and "LayerNorm" not in n]
+    undecayed = [p for n, p in model.named_parameters() if "bias" in n or "LayerNorm" in n]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": undecayed}], lr=1e-3, weight_decay=0.0, fused=True)
     num_updates = SIZES[name] // STEPS
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / num_updates)
     loader, total = DataLoader(rows, batch_size=BATCH), torch.zeros(())
     model.train()
-    with watch.timing():
+    with timer.timing():
         for index, batch in enumerate(loader):
             loss = model(**batch)["loss"] / STEPS
             loss.backward()
@@ -106,51 +106,51 @@ def by_hand(name: str, watch: Watch) -> None:
                 optimizer.zero_grad()
 
 
-def with_headway(name: str, watch: Watch) -> None:
-    """Ours."""
+def train_with_headway(name: str, timer: LoopTimer) -> None:
+    """Train with Headway's Trainer."""
     from headway import Trainer, TrainingArguments
 
-    model, rows = parts(name)
+    model, rows = build_model_and_rows(name)
     with tempfile.TemporaryDirectory() as folder:
-        Trainer(model, TrainingArguments(output_dir=folder, **ARGUMENTS), train_dataset=rows, callbacks=[watch]).train()
+        Trainer(model, TrainingArguments(output_dir=folder, **ARGUMENTS), train_dataset=rows, callbacks=[timer]).train()
 
 
-def with_transformers(name: str, watch: Watch) -> None:
-    """transformers' Trainer."""
+def train_with_transformers(name: str, timer: LoopTimer) -> None:
+    """Train with transformers' Trainer."""
     from transformers import Trainer, TrainingArguments, default_data_collator
 
-    model, rows = parts(name)
+    model, rows = build_model_and_rows(name)
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(output_dir=folder, **ARGUMENTS)
-        Trainer(model, args, default_data_collator, rows, callbacks=[watch]).train()
+        Trainer(model, args, default_data_collator, rows, callbacks=[timer]).train()
 
 
 def main() -> None:
-    """Measure and save."""
-    repeats = num_repeats(20)
+    """Measure all variants in turn and write result.json."""
+    repeats = get_num_repeats(20)
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
-    kinds: dict[str, Callable[[str, Watch], None]] = {
-        "by hand": by_hand, "by hand, again (A/A)": by_hand, "headway": with_headway,
+    trainings: dict[str, Callable[[str, LoopTimer], None]] = {
+        "by hand": train_plainly, "by hand, again (A/A)": train_plainly, "headway": train_with_headway,
     }  # fmt: skip
     if find_spec("transformers") is not None:
-        kinds["transformers"] = with_transformers
+        trainings["transformers"] = train_with_transformers
     rows: dict[str, Any] = {}
     for name, num_batches in SIZES.items():
-        found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
-        for repeat in range(-1, repeats):  # the first one warms up
-            order = list(kinds)[repeat % len(kinds) :] + list(kinds)[: repeat % len(kinds)]
-            for kind in order:
-                watch = Watch()
-                kinds[kind](name, watch)
+        times: dict[str, list[tuple[float, float]]] = {library: [] for library in trainings}
+        for repeat in range(-1, repeats):  # the first repeat is a warm-up
+            order = list(trainings)[repeat % len(trainings) :] + list(trainings)[: repeat % len(trainings)]
+            for library in order:
+                timer = LoopTimer()
+                trainings[library](name, timer)
                 if repeat >= 0:
-                    found[kind].append(watch.found)
-        of_model = rows_of(found, 1e6 / num_batches)
-        rows |= {f"{name}: {kind}": of_model[kind] for kind in kinds}
-        for kind in kinds:
-            seconds = of_model[kind]["cpu"]["median"] / 1e6
-            rows[f"{name}: {kind}"]["samples per cpu second"] = round(BATCH / seconds, 1)
-    save("trainer", "us per micro-batch", rows)
+                    times[library].append(timer.elapsed)
+        model_rows = make_rows(times, 1e6 / num_batches)
+        rows |= {f"{name}: {library}": model_rows[library] for library in trainings}
+        for library in trainings:
+            seconds = model_rows[library]["cpu"]["median"] / 1e6
+            rows[f"{name}: {library}"]["samples per cpu second"] = round(BATCH / seconds, 1)
+    save_result("trainer", "us per micro-batch", rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank of the measurement on two processes: micro-steps through DDP, and the cost of agreeing before a gather."""
+"""One rank of the measurement: micro-steps with DDP, and the cost of checking shapes before a gather."""
 
 import json
 import logging
@@ -13,20 +13,21 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import headway
-from benchmarks.step_cost.measure import NUM_BATCHES, STEPS, parts, prepared
-from benchmarks.timing import HAS_ACCELERATE, interleave, rows_of
+from benchmarks.step_cost.measure import NUM_BATCHES, STEPS, build_training, make_prepared_loop
+from benchmarks.timing import HAS_ACCELERATE, make_rows, time_interleaved
 
 NUM_GATHERS = 100
 
 
-def by_hand() -> Callable[[], None]:
-    """torch's DistributedDataParallel with no_sync, on half of the batches."""
-    bare, optimizer, loader, scheduler = parts()
-    model, num_own = DistributedDataParallel(bare), NUM_BATCHES // 2
+def make_plain_loop() -> Callable[[], None]:
+    """Return a function that passes over half of the batches with torch's DistributedDataParallel and no_sync."""
+    training = build_training()
+    model, optimizer, scheduler = DistributedDataParallel(training.model), training.optimizer, training.scheduler
+    num_own_batches = NUM_BATCHES // 2
 
     def run() -> None:
-        for index, (inputs, targets) in enumerate(loader):
-            if index >= num_own:
+        for index, (inputs, targets) in enumerate(training.loader):
+            if index >= num_own_batches:
                 break
             is_last = index % STEPS == STEPS - 1
             with nullcontext() if is_last else model.no_sync():
@@ -40,8 +41,8 @@ def by_hand() -> Callable[[], None]:
     return run
 
 
-def gathers(gather: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
-    """Many gathers of a small tensor."""
+def make_gathers(gather: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
+    """Return a function that gathers a small tensor NUM_GATHERS times."""
     tensor = torch.zeros(16, 10)
 
     def run() -> None:
@@ -51,38 +52,38 @@ def gathers(gather: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
     return run
 
 
-def plain_gather(tensor: torch.Tensor) -> torch.Tensor:
-    """What a script writes where it knows all shapes to be equal."""
+def gather_plainly(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather as a script does that knows all shapes to be equal."""
     pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(pieces, tensor)
     return torch.cat(pieces)
 
 
 def main() -> None:
-    """Measure; rank 0 writes the rows to the path given."""
+    """Measure all variants in turn; rank 0 writes the rows to the path in sys.argv[1]."""
     path, repeats = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
-    own = headway.Accelerator(gradient_accumulation_steps=STEPS, cpu=True)
+    ours = headway.Accelerator(gradient_accumulation_steps=STEPS, cpu=True)
     steps = {
-        "DDP": by_hand(), "DDP, again (A/A)": by_hand(), "headway": prepared(own),
+        "DDP": make_plain_loop(), "DDP, again (A/A)": make_plain_loop(), "headway": make_prepared_loop(ours),
     }  # fmt: skip
-    exchange = {
-        "all_gather": gathers(plain_gather), "all_gather, again (A/A)": gathers(plain_gather),
-        "headway": gathers(own.gather),
+    gathers = {
+        "all_gather": make_gathers(gather_plainly), "all_gather, again (A/A)": make_gathers(gather_plainly),
+        "headway": make_gathers(ours.gather),
     }  # fmt: skip
     if HAS_ACCELERATE:
         import accelerate
 
-        peer = accelerate.Accelerator(gradient_accumulation_steps=STEPS, cpu=True)
-        steps["accelerate"], exchange["accelerate"] = prepared(peer), gathers(peer.gather)
-    per_step = rows_of(interleave(steps, repeats), 1e6 / (NUM_BATCHES // 2))
-    per_gather = rows_of(interleave(exchange, repeats), 1e6 / NUM_GATHERS)
+        theirs = accelerate.Accelerator(gradient_accumulation_steps=STEPS, cpu=True)
+        steps["accelerate"], gathers["accelerate"] = make_prepared_loop(theirs), make_gathers(theirs.gather)
+    per_step = make_rows(time_interleaved(steps, repeats), 1e6 / (NUM_BATCHES // 2))
+    per_gather = make_rows(time_interleaved(gathers, repeats), 1e6 / NUM_GATHERS)
     rows = {f"micro-step: {name}": row for name, row in per_step.items()}
     rows |= {f"gather: {name}": row for name, row in per_gather.items()}
-    if own.is_main_process:
+    if ours.is_main_process:
         path.write_text(json.dumps(rows))
-    own.end_training()
+    ours.end_training()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What the hang watch costs a rank: a mark per collective, a note per update, and one heartbeat a second.
+"""Cost of the hang watch for a rank: an entry per collective, a progress note per update, and one heartbeat per second.
 
-One process, CPU, one thread; the flight recorder's buffer is full.
+One process, CPU, one thread. The flight recorder's buffer is full, as in a long run.
 """
 
 import time
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.timing import interleave, num_repeats, rows_of, save
+from benchmarks.timing import get_num_repeats, make_rows, save_result, time_interleaved
 from headway.common import env
 from headway.core.runtime.collective_ledger import CollectiveLedger
 from headway.core.runtime.flight_recorder import Call, FlightRecorder
@@ -20,8 +20,8 @@ from headway.core.runtime.pulse import HeartbeatFile
 CALLS = 100
 
 
-def many(call: Callable[[], Any]) -> Callable[[], None]:
-    """`call`, CALLS times."""
+def repeat_call(call: Callable[[], Any]) -> Callable[[], None]:
+    """Return a function that makes CALLS calls."""
 
     def run() -> None:
         for _ in range(CALLS):
@@ -30,34 +30,39 @@ def many(call: Callable[[], Any]) -> Callable[[], None]:
     return run
 
 
-def mark(ledger: CollectiveLedger) -> Callable[[], None]:
-    """What each collective of Headway's does."""
+def make_collective_entry(ledger: CollectiveLedger) -> Callable[[], None]:
+    """Return a function that records the entry and the exit of a collective, as each of Headway's collectives does."""
     return lambda: ledger.record_exit(ledger.record_entry("gather"))
 
 
-class Direct(FlightRecorder):
-    """Looks in the heartbeat's own thread, so that both are timed."""
+class DirectFlightRecorder(FlightRecorder):
+    """Flight recorder that reads in the calling thread, so that the time includes its work."""
 
     def get_calls(self) -> list[Call] | None:
-        """What a look finds."""
+        """Check the counters, and report no calls."""
         self.check_counters()
         return []
 
 
-def beat(pulse: HeartbeatFile, *, is_training: bool) -> Callable[[], None]:
-    """One heartbeat, as it is between collectives on the move, or once they stand still."""
+def make_heartbeat(pulse: HeartbeatFile, *, is_training: bool) -> Callable[[], None]:
+    """Return a function that writes one heartbeat.
+
+    Args:
+        pulse: File of the heartbeat.
+        is_training: Whether collectives make progress between heartbeats; otherwise the heartbeat reads the whole recording.
+    """
 
     def run() -> None:
-        recorder = Direct()
+        recorder = DirectFlightRecorder()
         if not is_training:
-            recorder.check_counters()  # the next look finds that nothing has moved, and reads the whole recording
+            recorder.check_counters()  # the heartbeat then finds no progress, and reads the whole recording
         Heartbeat(pulse, recorder).write_beat()
 
     return run
 
 
 def main() -> None:
-    """Measure and save."""
+    """Measure all variants in turn and write result.json."""
     torch.set_num_threads(1)
     env.set_default("TORCH_FR_BUFFER_SIZE", NUM_RECORDED)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -65,16 +70,16 @@ def main() -> None:
         dist.all_reduce(torch.ones(1))
     pulse, ledger = HeartbeatFile(), CollectiveLedger()
     passes = {
-        "reading the clock": many(time.monotonic),
-        "reading the clock, again (A/A)": many(time.monotonic),
-        "a collective's mark": many(mark(ledger)),
-        "a note of progress": many(lambda: pulse.note_progress(3, 1)),
-        "a heartbeat while training": many(beat(pulse, is_training=True)),
-        "a heartbeat that finds collectives standing still": many(beat(pulse, is_training=False)),
+        "reading the clock": repeat_call(time.monotonic),
+        "reading the clock, again (A/A)": repeat_call(time.monotonic),
+        "recording one collective": repeat_call(make_collective_entry(ledger)),
+        "noting the progress of an update": repeat_call(lambda: pulse.note_progress(3, 1)),
+        "a heartbeat while training": repeat_call(make_heartbeat(pulse, is_training=True)),
+        "a heartbeat that finds stalled collectives": repeat_call(make_heartbeat(pulse, is_training=False)),
     }
-    rows = rows_of(interleave(passes, num_repeats(60)), 1e6 / CALLS)
-    rows.pop("accelerate", None)  # it has no such watch
-    save("watch_cost", "us", rows)
+    rows = make_rows(time_interleaved(passes, get_num_repeats(60)), 1e6 / CALLS)
+    rows.pop("accelerate", None)  # Accelerate has no such watch
+    save_result("watch_cost", "us", rows)
     dist.destroy_process_group()
 
 

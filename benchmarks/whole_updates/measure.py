@@ -1,8 +1,8 @@
-"""Time of an update with Muon under fsdp, compared with AdamW and with a distributed Muon written by hand.
+"""Time of an update with Muon under fsdp, compared with AdamW and with a hand-written distributed Muon.
 
 `python -m benchmarks.whole_updates.measure` runs two and then four gloo ranks; `python -m benchmarks.whole_updates.measure
-4` runs only four. The model is a Llama with four layers. The three loops
-take turns, so that a busy machine affects all of them, and only the optimizer's step is timed.
+4` runs only four. The model is a Llama with four layers. The three optimizers
+take turns, so that other activity on the machine affects all of them. Only the optimizer's step is timed.
 """
 
 import statistics
@@ -33,7 +33,7 @@ def build_model() -> torch.nn.Module:
     return LlamaForCausalLM(config)
 
 
-def split(model: torch.nn.Module) -> tuple[list[Any], list[Any]]:
+def split_parameters(model: torch.nn.Module) -> tuple[list[Any], list[Any]]:
     """Return the parameters for Muon (matrices inside the blocks), and all other parameters."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name and "lm_head" not in name]
@@ -41,8 +41,8 @@ def split(model: torch.nn.Module) -> tuple[list[Any], list[Any]]:
     return matrices, [p for _, p in named if id(p) not in known]
 
 
-class HandWritten:
-    """Muon for sharded matrices as it is usually written by hand: ranks gather one matrix after the other.
+class HandWrittenMuon:
+    """Hand-written Muon for sharded matrices, in the usual way: ranks gather one matrix after the other.
 
     Args:
         matrices: Sharded parameters that Muon updates.
@@ -63,49 +63,49 @@ class HandWritten:
             owner = number % count
             for source, name in ((parameter.grad, "grad"), (parameter, "data")):
                 local = source.to_local().detach().contiguous()
-                parts = [torch.empty_like(local) for _ in range(count)] if rank == owner else None
-                dist.gather(local, parts, dst=owner)
-                if parts is not None:
-                    setattr(self._own[number], name, torch.cat(parts))
+                shards = [torch.empty_like(local) for _ in range(count)] if rank == owner else None
+                dist.gather(local, shards, dst=owner)
+                if shards is not None:
+                    setattr(self._own[number], name, torch.cat(shards))
         self._muon.step()
         for number, parameter in enumerate(self._matrices):
             owner, local = number % count, parameter.to_local().detach()
-            parts = list(self._own[number].detach().chunk(count)) if rank == owner else None
-            dist.scatter(local, parts, src=owner)
+            shards = list(self._own[number].detach().chunk(count)) if rank == owner else None
+            dist.scatter(local, shards, src=owner)
         self._adamw.step()
 
 
 def measure() -> dict[str, list[float]]:
-    """Return the wall-clock and CPU seconds of each step on this rank, by loop."""
+    """Return the wall seconds of each step on this rank by optimizer, and its CPU seconds under "<optimizer>, CPU"."""
     accelerator = Accelerator(cpu=True, strategy="fsdp")
     loops: dict[str, tuple[Any, Callable[[], None]]] = {}
     for name in ("AdamW", "Muon", "by hand"):
         model = build_model()
-        matrices, rest = split(model)
+        matrices, rest = split_parameters(model)
         if name == "Muon":
-            made = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-3, foreach=True)]
+            optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-3, foreach=True)]
         else:
-            made = [torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)]
-        model, *optimizers = accelerator.prepare(model, *made)
+            optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)]
+        model, *prepared = accelerator.prepare(model, *optimizers)
         if name == "by hand":
-            loops[name] = model, HandWritten(*split(model)).step
+            loops[name] = model, HandWrittenMuon(*split_parameters(model)).step
         else:
-            loops[name] = model, partial(_step_all, accelerator, [each.optimizer for each in optimizers])
+            loops[name] = model, partial(_step_all, accelerator, [optimizer.optimizer for optimizer in prepared])
     ids = torch.randint(0, 512, (2, 32), generator=torch.Generator().manual_seed(1))
     times: dict[str, list[float]] = {name: [] for name in loops}
-    used: dict[str, list[float]] = {f"{name}, CPU": [] for name in loops}
+    cpu_times: dict[str, list[float]] = {f"{name}, CPU": [] for name in loops}
     for _ in range(ROUNDS):
         for name, (model, step) in loops.items():
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             dist.barrier()
-            began, cpu = time.perf_counter(), time.process_time()
+            wall, cpu = time.perf_counter(), time.process_time()
             step()
-            times[name].append(time.perf_counter() - began)
-            used[f"{name}, CPU"].append(time.process_time() - cpu)
+            times[name].append(time.perf_counter() - wall)
+            cpu_times[f"{name}, CPU"].append(time.process_time() - cpu)
             for parameter in model.parameters():
                 parameter.grad = None
-    return times | used
+    return times | cpu_times
 
 
 def _step_all(accelerator: Any, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -118,5 +118,5 @@ if __name__ == "__main__":
         print(f"{count} ranks")
         for label, seconds in run_ranks(measure, count, timeout=560)[0].items():
             print(
-                f"  {label:14s} median {statistics.median(seconds[2:]) * 1e3:7.1f} ms, least {min(seconds) * 1e3:7.1f} ms"
+                f"  {label:14s} median {statistics.median(seconds[2:]) * 1e3:7.1f} ms, minimum {min(seconds) * 1e3:7.1f} ms"
             )

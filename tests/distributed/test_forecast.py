@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.forecast.layouts import BATCH, ROWS, Setting, compare, measure_updates, predict
+from benchmarks.forecast.layouts import BATCH, ROWS, Setting, compare_with_ranks, measure_updates, predict
 from headway.layouts.whole_updates import ownership
 from tests.distributed.ranks import run_ranks
 
@@ -25,7 +25,7 @@ BY_NAME = {str(setting): setting for _, setting in ROWS}
 )
 @pytest.mark.filterwarnings("ignore")
 def test_forecast_peak_matches_real_ranks(model, setting):
-    predicted, least, most = compare(
+    predicted, least, most = compare_with_ranks(
         model, BY_NAME[setting], runs=3
     )  # under load, a rank may hold more memory for a while
     assert predicted == pytest.approx(least, rel=0.03)
@@ -36,7 +36,7 @@ def test_forecast_peak_matches_real_ranks(model, setting):
 @pytest.mark.filterwarnings("ignore")
 def test_forecast_includes_moving_averages():
     setting = Setting("fsdp", 2, averages=2)
-    predicted, least, most = compare("GPT", setting, runs=3)
+    predicted, least, most = compare_with_ranks("GPT", setting, runs=3)
     assert predicted == pytest.approx(least, rel=0.03)
     assert predicted <= most * 1.03
 

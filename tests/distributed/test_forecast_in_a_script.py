@@ -12,7 +12,7 @@ def make_net():
 
 
 def forecast_replica():
-    from benchmarks.forecast.truth import peak
+    from benchmarks.forecast.truth import measure_peak
     from headway import Accelerator, DistributedDataParallelKwargs
     from headway.errors import UnsupportedError
     from headway.forecasting.tracing.step import StepRecipe
@@ -28,7 +28,7 @@ def forecast_replica():
         model = accelerator.prepare(model)
         after = accelerator.forecast(model, rows, **ask).allocated
         # DDP rebuilds its buckets after the first step. The profiler sees them only if that happens in its window.
-        taken = peak(model, StepRecipe(torch.optim.AdamW, ask["loss"]), lambda: rows.clone())
+        taken = measure_peak(model, StepRecipe(torch.optim.AdamW, ask["loss"]), lambda: rows.clone())
         found.append((before, after, taken))
         accelerator.free_memory()
     sharding = Accelerator(cpu=True, strategy="fsdp")

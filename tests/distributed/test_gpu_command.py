@@ -11,12 +11,12 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.gpu.__main__ import unpack
-from benchmarks.gpu.cap import capped
-from benchmarks.gpu.plan import STEPS, TOTAL, Step, lacking, named
+from benchmarks.gpu.__main__ import unpack_wheels
+from benchmarks.gpu.cap import limit_memory
+from benchmarks.gpu.plan import STEPS, TOTAL, Step, find_missing, select_steps
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.runner import ROOT, run_all
-from benchmarks.gpu.waits import waits
+from benchmarks.gpu.waits import count_waits
 from tests.distributed.test_launch import wait_until_gone
 
 STEP = "tests.distributed.gpu_steps"
@@ -30,16 +30,16 @@ def run_command(*words, timeout=240):
 
 def test_steps_fit_their_time_and_are_selected_by_name():
     assert sum(step.seconds for step in STEPS) <= TOTAL < 600
-    assert [step.name for step in named(["saves", "gpt2"])] == ["gpt2", "saves"]
-    assert named([]) == STEPS
-    assert lacking(["json", "no_such_module"]) == ["no_such_module"]
+    assert [step.name for step in select_steps(["saves", "gpt2"])] == ["gpt2", "saves"]
+    assert select_steps([]) == STEPS
+    assert find_missing(["json", "no_such_module"]) == ["no_such_module"]
 
 
 @pytest.mark.slow
 def test_failing_or_endless_step_does_not_stop_the_others(tmp_path, capfd):
     with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("headway_test_carried.py", "VALUE = 3.0\n")
-    path = unpack(tmp_path, str(tmp_path / "unpacked"))
+    path = unpack_wheels(tmp_path, str(tmp_path / "unpacked"))
     steps = [Step(name, f"{name}?", 30, f"{STEP}.{name}") for name in ("broken", "endless", "sound")]
     steps[1] = Step("endless", "endless?", 25, f"{STEP}.endless")
     record = Record(tmp_path / "out", "cpu")
@@ -48,7 +48,7 @@ def test_failing_or_endless_step_does_not_stop_the_others(tmp_path, capfd):
     found = json.loads(record.json.read_text())["steps"]
     broken, endless, sound = found.values()
     assert broken["state"] == "failed with exit code 1"
-    assert [(row["what"], row["value"]) for row in broken["rows"]] == [("before", 1.0), ("a part", None)]
+    assert [(row["name"], row["value"]) for row in broken["rows"]] == [("before", 1.0), ("a part", None)]
     assert broken["rows"][1]["note"] == "failed: ValueError: no luck"
     assert broken["last_lines"][-1] == "RuntimeError: all is lost"
     assert endless["state"] == "ended at its limit of 25 s"
@@ -56,19 +56,19 @@ def test_failing_or_endless_step_does_not_stop_the_others(tmp_path, capfd):
     assert wait_until_gone([int(endless["rows"][0]["value"])]) == []
     assert (sound["state"], sound["rows"][0]["value"], sound["last_lines"]) == ("done", 3.0, [])
     assert record.summary(["sound"]).splitlines()[1:] == [
-        "  carried: 3 s; 4 s what was wanted, 0.750 of it; at least 1: MISSED"
+        "  carried: 3 s; reference: 4 s, ratio 0.750; target at least 1: MISSED"
     ]
 
     table = record.table.read_text()
     assert "**Run on a CPU, at a small size." in table
-    assert "| carried | 3 s | 4 s what was wanted, 0.750 of it | at least 1: MISSED |  |" in table
+    assert "| carried | 3 s | reference: 4 s, ratio 0.750 | at least 1: MISSED |  |" in table
     assert "ValueError: no luck" in capfd.readouterr().out  # the step's output is passed on
 
     again = Record(tmp_path / "out", "cpu")  # a later run of one step keeps the results of the others
-    again.begin("sound", "sound?", "smallest")
+    again.begin_step("sound", "sound?", "smallest")
     kept = json.loads(again.json.read_text())["steps"]
     assert kept["broken"] == broken
-    assert kept["sound"]["state"] == "begun, and not ended"
+    assert kept["sound"]["state"] == "started, not finished"
 
 
 @pytest.mark.slow
@@ -84,8 +84,8 @@ def test_terminated_run_keeps_its_results(tmp_path):
     assert children
     assert wait_until_gone(children) == []
     found = json.loads((tmp_path / "cpu.json").read_text())["steps"]["synchronizations"]
-    assert found["state"] == "begun, and not ended"
-    assert found["rows"][0]["what"] == "by hand, bf16"
+    assert found["state"] == "started, not finished"
+    assert found["rows"][0]["name"] == "by hand, bf16"
     assert "| by hand, bf16 |" in (tmp_path / "cpu.md").read_text()
 
 
@@ -130,7 +130,7 @@ def test_waits_on_cuda_are_counted_from_torch_warnings(monkeypatch):
         warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", UserWarning, stacklevel=1)
         warnings.warn("something else", UserWarning, stacklevel=1)
 
-    found = waits(SimpleNamespace(device=torch.device("cuda")), lambda: (run(), run()))
+    found = count_waits(SimpleNamespace(device=torch.device("cuda")), lambda: (run(), run()))
     assert modes == ["warn", "default"]
     assert found.total() == 2
     assert [place.rpartition(":")[0] for place in found] == ["distributed/test_gpu_command.py"]
@@ -144,11 +144,11 @@ def test_allocator_limit_is_set_and_removed():
         mem_get_info=lambda device: (60 << 30, 80 << 30),
     )  # no device with an allocator is here
     bench = SimpleNamespace(is_cpu=False, device=torch.device("cuda:0"), module=module, release=lambda: None)
-    with pytest.raises(KeyError), capped(bench, 10 << 30):
+    with pytest.raises(KeyError), limit_memory(bench, 10 << 30):
         raise KeyError
     assert limits == [(0.25, bench.device), (1.0, bench.device)]
     del module.set_per_process_memory_fraction
-    with pytest.raises(NotImplementedError, match="torch cannot limit the memory of cuda"), capped(bench, 1):
+    with pytest.raises(NotImplementedError, match="torch cannot limit the memory of cuda"), limit_memory(bench, 1):
         pass
 
 
@@ -159,9 +159,9 @@ def test_real_step_at_its_smallest_size(tmp_path):
     (step,) = json.loads((tmp_path / "cpu.json").read_text())["steps"].values()
     assert (step["state"], step["size"]) == ("done", "smallest")
     assert step["machine"]["headway"]
-    assert {row["what"]: row["holds"] for row in step["rows"]} == {
-        "foreach: updates made in halves": True,
-        "fused: updates made in halves": True,
+    assert {row["name"]: row["is_met"] for row in step["rows"]} == {
+        "foreach: updates in two halves": True,
+        "fused: updates in two halves": True,
         "capturable": None,
     }
 

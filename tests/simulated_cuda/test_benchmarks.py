@@ -21,18 +21,18 @@ def test_forecasts_beside_real_runs(tmp_path: Path) -> None:
         env={**os.environ, "SIMULATED_CUDA_VALUES": "0"},
     )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
-    assert "without a card" in (tmp_path / "simulated.md").read_text()
+    assert "without a GPU" in (tmp_path / "simulated.md").read_text()
     step = json.loads((tmp_path / "simulated.json").read_text())["steps"]["forecast"]
     assert step["machine"]["simulated"] == "without values"
-    rows = {row["what"]: row for row in step["rows"]}
-    cases = [what.removesuffix(": tensors") for what in rows if what.endswith(": tensors")]
+    rows = {row["name"]: row for row in step["rows"]}
+    cases = [name.removesuffix(": tensors") for name in rows if name.endswith(": tensors")]
     assert len(cases) == 3
     for case in cases:
         replayed = rows[f"{case}: recorded requests, replayed"]
         # Nothing is left of the case before: what was recorded is all that the allocator took.
         assert replayed["value"] == rows[f"{case}: allocator"]["value"]
-        assert replayed["beside"] == replayed["value"]
-        assert rows[f"{case}: tensors"]["holds"]
+        assert replayed["reference"] == replayed["value"]
+        assert rows[f"{case}: tensors"]["is_met"]
 
 
 @pytest.mark.timeout(900)

@@ -1,1 +1,1 @@
-"""One file per step; each has `run(bench)`, and runs in a process of its own."""
+"""The steps: one file each, with a function `run(bench)`. Each step runs in a separate process."""

@@ -5,7 +5,16 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.bench import Bench, Row
-from benchmarks.gpu.training import SMALL, SMALLEST, XL, Loop, gpt2, loss_of, parts, through
+from benchmarks.gpu.training import (
+    SMALL,
+    SMALLEST,
+    XL,
+    Loop,
+    build_gpt2,
+    build_training,
+    compute_loss,
+    make_library_loop,
+)
 
 WIDE = {**XL, "n_layer": 2, "n_embd": 4096, "n_head": 32, "vocab_size": 50304}
 """Layers of the sizes that float8 is for: 4096 x 16384."""
@@ -16,7 +25,7 @@ def run(bench: Bench) -> None:
     """All recipes in turn, each with a model of its own."""
     missing = lacking(bench)
     if missing:
-        bench.row(Row("float8", note=missing))
+        bench.add_row(Row("float8", note=missing))
         return
     with bench.attempt("float8"):
         compare(bench)
@@ -30,7 +39,7 @@ def lacking(bench: Bench) -> str:
         return "left out: torchao is not installed (pip install 'torchao>=0.18')"
     if not bench.is_cpu and torch.cuda.get_device_capability() < (8, 9):
         return "left out: this GPU has no float8 matrix units"
-    return "" if bench.is_cpu else bench.no_compiler
+    return "" if bench.is_cpu else bench.missing_compiler
 
 
 def compare(bench: Bench) -> None:
@@ -42,26 +51,28 @@ def compare(bench: Bench) -> None:
     models: dict[str, Any] = {}
 
     def loop_of(name: str) -> Loop:
-        models[name] = linear(gpt2(bench, sizes))
-        made = parts(bench, models[name], sizes, batch, num_updates)
+        models[name] = linear(build_gpt2(bench, sizes))
+        made = build_training(bench, models[name], sizes, batch, num_updates)
         if name == "bf16":
-            return through("headway", bench, made, **compiles)
+            return make_library_loop("headway", bench, made, **compiles)
         options = Float8Options(recipe=name, emulate=bench.is_cpu)
-        return through("headway", bench, made, precision="fp8", kwargs_handlers=[options], **compiles)
+        return make_library_loop("headway", bench, made, precision="fp8", kwargs_handlers=[options], **compiles)
 
     loops = {name: loop_of(name) for name in ("bf16", *RECIPES)}
     for name, loop in loops.items():
-        bench.say(f"  {name}: the first pass took {bench.seconds(loop):.1f} s")
-    found = bench.rates(loops, batch * sizes["n_positions"] * num_updates, bench.choose(5, 2, 2))
+        bench.print_line(f"  {name}: the first pass took {bench.measure_seconds(loop):.1f} s")
+    found = bench.measure_rates(loops, batch * sizes["n_positions"] * num_updates, bench.choose(5, 2, 2))
     for name, rate in found.items():
         note = f"quartiles {rate['low']:,.0f} to {rate['high']:,.0f}; {batch} x {sizes['n_positions']} tokens an update"
         against = None if name == "bf16" else found["bf16"]["median"]
-        bench.row(Row(name, rate["median"], "tokens/s", against, "bf16", note=f"{note}{', emulated' * bench.is_cpu}"))
+        bench.add_row(
+            Row(name, rate["median"], "tokens/s", against, "bf16", note=f"{note}{', emulated' * bench.is_cpu}")
+        )
     tokens = torch.arange(sizes["n_positions"], device=bench.device)[None] % sizes["vocab_size"]
     with torch.no_grad():
-        losses = {name: float(loss_of(model, (tokens,))) for name, model in models.items()}
+        losses = {name: float(compute_loss(model, (tokens,))) for name, model in models.items()}
     for name in RECIPES:
-        bench.row(Row(f"{name}, loss after the same updates", losses[name], "", losses["bf16"], "bf16"))
+        bench.add_row(Row(f"{name}, loss after the same updates", losses[name], "", losses["bf16"], "bf16"))
 
 
 def linear(model: torch.nn.Module) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""Forecasts beside real runs: what tensors, the allocator and the process took, and the recorded requests replayed."""
+"""Memory forecasts compared with real runs: of tensors, the allocator and the process, and the allocator's recorded requests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import headway
-from benchmarks.forecast.snapshot import compare
+from benchmarks.forecast.snapshot import compare_with_model
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.training import FULL, SMALL, SMALLEST
 from headway.core.config.activation_checkpointing import ActivationCheckpointing
@@ -20,9 +20,10 @@ from headway.forecasting.device.devices import find_device, name_this_device
 from headway.forecasting.tracing.step import StepRecipe
 from headway.planning.optimizers import resolve_optimizer
 
-WITHIN = 0.05
+TOLERANCE = 0.05
+"""Largest error of a forecast that meets the target."""
 LARGEST = 0
-"""In place of a batch: the largest that fits, by search."""
+"""Batch size that stands for the largest batch that fits, found by a search."""
 MAX_EVENTS = 1_000_000
 
 
@@ -31,11 +32,11 @@ class Case:
     """One training.
 
     Attributes:
-        model: of `MODELS`.
-        batch: samples; LARGEST: as many as fit into the budget.
+        model: Name of a workload of `list_workloads`.
+        batch: Batch size, or LARGEST for the largest batch that fits into the budget.
         precision: "no" or "bf16".
-        optimizer: a name that a forecast knows.
-        recompute: activations are computed again in backward.
+        optimizer: Name of an optimizer, as `headway.forecast` takes it.
+        recompute: Whether activations are recomputed in the backward.
     """
 
     model: str
@@ -63,70 +64,72 @@ CASES = (
     Case("mlp", LARGEST, "no", "sgd", recompute=True),
     Case("mlp", 64, "no", "adam"),
 )
-"""At full size every second one, as many as the step's time is enough for."""
+"""All cases; at full size, only every second one runs, to stay within the step's time."""
 
 
 def run(bench: Bench) -> None:
-    """Each case: its forecast, and two updates of a plain loop."""
+    """Compare the forecast of each case with two updates of a plain loop."""
     device, budget = "cpu", 96 << 20
     if not bench.is_cpu:
         device, budget = name_this_device(), bench.choose(24 << 30, 2 << 30, 2 << 30)
-        overhead(bench, device)
+        add_overhead_row(bench, device)
     for case in CASES[:: bench.choose(2, 1, 4)]:
         with bench.attempt(str(case)):
-            one(bench, case, device, budget)
+            run_case(bench, case, device, budget)
 
 
-def overhead(bench: Bench, device: str) -> None:
-    """What a process takes beside tensors, measured by `headway estimate --calibrate`'s own code; it is not kept."""
+def add_overhead_row(bench: Bench, device: str) -> None:
+    """Measure the memory of a process without tensors, as `headway estimate --calibrate` does, but without saving it."""
     if bench.is_simulated:
-        bench.row(Row("context and libraries", note="left out: a simulated device does not see other processes"))
+        bench.add_row(Row("context and libraries", note="left out: a simulated device does not see other processes"))
         return
-    with bench.attempt("beside tensors"):
-        record, assumed = calibration.measure_overhead(), find_device(device)
+    with bench.attempt("context and libraries"):
+        measured, assumed = calibration.measure_overhead(), find_device(device)
         least, likely, most = (size / 2**20 for size in assumed.overhead)
-        bench.row(
+        bench.add_row(
             Row(
-                "context and libraries", record.overhead / 2**20, "MiB", likely, "in the forecast's table",
-                f"{least:.0f} to {most:.0f} MiB", least <= record.overhead / 2**20 <= most,
-                f"{record.kept / 2**20:.0f} MiB of workspaces stay; {assumed.source}",
+                "context and libraries", measured.overhead / 2**20, "MiB", likely, "assumed by forecasts",
+                f"{least:.0f} to {most:.0f} MiB", least <= measured.overhead / 2**20 <= most,
+                f"{measured.kept / 2**20:.0f} MiB of workspaces stay; {assumed.source}",
             )
         )  # fmt: skip
 
 
-def one(bench: Bench, case: Case, device: str, budget: int) -> None:
-    """The rows of one case."""
-    make, batch_of, loss = models(bench)[case.model]
+def run_case(bench: Bench, case: Case, device: str, budget: int) -> None:
+    """Add the rows of one case."""
+    workload = list_workloads(bench)[case.model]
     size = case.batch if case.batch == LARGEST else max(1, case.batch // bench.choose(1, 2, 8))
-    said = partial(
-        headway.forecast, make, batch_of, loss=loss, device=device, budget=budget, precision=case.precision,
-        optimizer=case.optimizer, recompute=case.recompute, loop="loss_function",
+    forecast_workload = partial(
+        headway.forecast, workload.make, workload.batch, loss=workload.loss, device=device, budget=budget,
+        precision=case.precision, optimizer=case.optimizer, recompute=case.recompute, loop="loss_function",
     )  # fmt: skip
     if size == LARGEST:
-        size = said().largest_batch or 1
-    forecast = said(batch_size=size, largest=False)
-    allocated, others = measured(bench, case, make, batch_of, loss, size)
-    row(bench, f"{case}: tensors", allocated, forecast.allocated, note=f"batch {size}; the peak in {forecast.peak}")
-    if others is not None:
-        beyond(bench, str(case), forecast, others)
+        size = forecast_workload().largest_batch or 1
+    forecast = forecast_workload(batch_size=size, largest=False)
+    allocated, device_use = measure_run(bench, case, workload, size)
+    add_comparison(
+        bench, f"{case}: tensors", allocated, forecast.allocated, note=f"batch {size}; peak in {forecast.peak}"
+    )
+    if device_use is not None:
+        add_device_rows(bench, str(case), forecast, device_use)
     if case.batch == LARGEST:
-        taken = allocated if others is None else others.in_use
-        bench.row(
+        in_use = allocated if device_use is None else device_use.in_use
+        bench.add_row(
             Row(
-                f"{case}: in use", taken / 2**20, "MiB", budget / 2**20, "the budget", "within the budget", taken <= budget,
+                f"{case}: in use", in_use / 2**20, "MiB", budget / 2**20, "budget", "within the budget", in_use <= budget,
                 f"batch {size}",
             )
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class OfTheDevice:
-    """What a run on a card showed beside its tensors.
+class DeviceUse:
+    """Memory of a run on a GPU, besides its tensors.
 
     Attributes:
-        reserved: bytes that the allocator took.
-        in_use: bytes that all processes together held on the device at the end.
-        snapshot: the allocator's own record.
+        reserved: Peak bytes that the allocator reserved.
+        in_use: Bytes that all processes together used on the device at the end.
+        snapshot: The allocator's own record of its requests.
     """
 
     reserved: int
@@ -134,28 +137,30 @@ class OfTheDevice:
     snapshot: Any
 
 
-def beyond(bench: Bench, name: str, forecast: Forecast, found: OfTheDevice) -> None:
-    """What only a card shows."""
-    row(bench, f"{name}: allocator", found.reserved, forecast.reserved)
-    in_use, least, most = (size / 2**20 for size in (found.in_use, forecast.least, forecast.most))
-    if not bench.is_simulated:  # whose context is as large as it is told
-        bench.row(
+def add_device_rows(bench: Bench, name: str, forecast: Forecast, use: DeviceUse) -> None:
+    """Add the rows that only a run on a GPU has."""
+    add_comparison(bench, f"{name}: allocator", use.reserved, forecast.reserved)
+    in_use, least, most = (size / 2**20 for size in (use.in_use, forecast.least, forecast.most))
+    if not bench.is_simulated:  # the size of a simulated context is a setting
+        bench.add_row(
             Row(
                 f"{name}: in use", in_use, "MiB", forecast.total / 2**20, "forecast", f"{least:,.0f} to {most:,.0f} MiB",
-                least <= in_use <= most, "of all processes, as the driver shows it",
+                least <= in_use <= most, "all processes, as the driver reports it",
             )
         )  # fmt: skip
-    replayed = compare(found.snapshot)
-    row(bench, f"{name}: recorded requests, replayed", replayed.reserved, replayed.model_reserved,
-        f"{replayed.num_events} events; {replayed.unknown} of memory from before the record")  # fmt: skip
+    replayed = compare_with_model(use.snapshot)
+    add_comparison(
+        bench, f"{name}: recorded requests, replayed", replayed.reserved, replayed.model_reserved,
+        f"{replayed.num_events} events; {replayed.unknown} of memory from before the record",
+    )  # fmt: skip
 
 
-def row(bench: Bench, what: str, taken: int, forecast: int, note: str = "") -> None:
-    """Bytes of a run beside a forecast's."""
-    error = forecast / taken - 1
-    bench.row(
+def add_comparison(bench: Bench, name: str, measured: int, forecast: int, note: str = "") -> None:
+    """Add a row that compares measured bytes with forecast bytes."""
+    error = forecast / measured - 1
+    bench.add_row(
         Row(
-            what, taken / 2**20, "MiB", forecast / 2**20, "forecast", f"within {WITHIN:.0%}", abs(error) <= WITHIN,
+            name, measured / 2**20, "MiB", forecast / 2**20, "forecast", f"within {TOLERANCE:.0%}", abs(error) <= TOLERANCE,
             f"{error:+.2%}{'; ' * bool(note)}{note}",
         )
     )  # fmt: skip
@@ -164,91 +169,107 @@ def row(bench: Bench, what: str, taken: int, forecast: int, note: str = "") -> N
 # ---------------------------------------------------------------- real runs
 
 
-def measured(
-    bench: Bench, case: Case, make: Callable[[], nn.Module], batch_of: Callable[[int], Any], loss: Any, size: int
-) -> tuple[int, OfTheDevice | None]:
-    """(the most bytes that tensors held in two updates, what a card showed besides)."""
+def measure_run(bench: Bench, case: Case, workload: "Workload", size: int) -> tuple[int, DeviceUse | None]:
+    """Run two updates of a batch size, and return (peak bytes of tensors, other memory on a GPU or None on a CPU)."""
     bench.release()
     torch.manual_seed(0)
     if bench.is_cpu:
-        from benchmarks.forecast.truth import peak
+        from benchmarks.forecast.truth import measure_peak
 
-        return peak(
-            prepared(bench, case, make),
-            StepRecipe(resolve_optimizer(case.optimizer), loss, case.precision, loop="loss_function"),
-            partial(batch_of, size),
+        return measure_peak(
+            build_model(bench, case, workload),
+            StepRecipe(resolve_optimizer(case.optimizer), workload.loss, case.precision, loop="loss_function"),
+            partial(workload.batch, size),
         ), None
-    held = torch.cuda.memory_reserved()
-    if held:
-        raise RuntimeError(f"{held} bytes are reserved before the run, so a record of it would not be whole")
+    reserved = torch.cuda.memory_reserved()
+    if reserved:
+        raise RuntimeError(f"{reserved} bytes are reserved before the run, so its record would be incomplete")
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS, stacks="python", context=None)
     try:
-        train(bench, case, prepared(bench, case, make), batch_of, loss, size)
+        train(bench, case, build_model(bench, case, workload), workload, size)
         bench.synchronize()
-        taken = torch.cuda.max_memory_allocated()
-        found = OfTheDevice(torch.cuda.max_memory_reserved(), _occupied(bench.device), torch.cuda.memory._snapshot())
+        allocated = torch.cuda.max_memory_allocated()
+        use = DeviceUse(torch.cuda.max_memory_reserved(), _get_used_memory(bench.device), torch.cuda.memory._snapshot())
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-    return taken, found
+    return allocated, use
 
 
-def _occupied(device: torch.device) -> int:
-    """What all processes hold, of the memory that the driver does not keep for itself."""
+def _get_used_memory(device: torch.device) -> int:
+    """Return the bytes that all processes use on the device, without the driver's own memory."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 
 
-def prepared(bench: Bench, case: Case, make: Callable[[], nn.Module]) -> nn.Module:
-    """The model on the device, as it trains."""
-    model = make().to(bench.device).train()
+def build_model(bench: Bench, case: Case, workload: "Workload") -> nn.Module:
+    """Build the model on the device, in training mode, with recomputation if the case has it."""
+    model = workload.make().to(bench.device).train()
     if case.recompute:
         checkpoint_activations(model, ActivationCheckpointing(), bench.device)
     return model
 
 
-def train(bench: Bench, case: Case, model: nn.Module, batch_of: Callable[[int], Any], loss: Any, size: int) -> None:
-    """Two updates, as one writes them by hand; no name keeps the outputs."""
-    make = resolve_optimizer(case.optimizer)
-    assert make is not None
-    optimizer = make(model.parameters())
+def train(bench: Bench, case: Case, model: nn.Module, workload: "Workload", size: int) -> None:
+    """Run two updates of a plain loop that keeps no reference to the outputs."""
+    make_optimizer = resolve_optimizer(case.optimizer)
+    assert make_optimizer is not None
+    optimizer = make_optimizer(model.parameters())
     for _ in range(2):
         with bench.device:
-            batch = batch_of(size)
+            batch = workload.batch(size)
         with torch.autocast(bench.device.type, torch.bfloat16, enabled=case.precision == "bf16"):
-            found = loss(model(batch[0]), batch[1]) if loss is not None else model(**batch).loss
-        found.backward()
+            if workload.loss is None:
+                loss = model(**batch).loss
+            else:
+                loss = workload.loss(model(batch[0]), batch[1])
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        del found
+        del loss
 
 
 # ---------------------------------------------------------------- models
 
 
+@dataclass(frozen=True)
+class Workload:
+    """A model with its batches.
+
+    Attributes:
+        make: Function that builds the model.
+        batch: Function that makes a batch of a number of samples.
+        loss: Function of outputs and targets, or None if the model returns its loss.
+    """
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    loss: Callable[[Any, Any], torch.Tensor] | None = None
+
+
 class Layer(nn.Module):
-    """Widens, and narrows again."""
+    """Residual perceptron block."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Its inputs, and what it adds."""
+        """Return the inputs plus the block's output."""
         return inputs + self.down(nn.functional.gelu(self.up(self.norm(inputs))))
 
 
-def models(bench: Bench) -> dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], Any]]:
-    """By name: what makes it, its batches, and its loss where it does not return one."""
+def list_workloads(bench: Bench) -> dict[str, Workload]:
+    """Return the workloads by name, in the size of this run."""
     from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     sizes = bench.choose(FULL, SMALL, SMALLEST)
     length, width, vocabulary = sizes["n_positions"], sizes["n_embd"], sizes["vocab_size"]
     depth, heads = sizes["n_layer"], sizes["n_head"]
 
-    def tokens(size: int, num: int = length) -> dict[str, torch.Tensor]:
-        found = torch.zeros(size, num, dtype=torch.long)
-        return {"input_ids": found, "labels": found.clone()}
+    def make_tokens(size: int, num_tokens: int = length) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(size, num_tokens, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids.clone()}
 
     bert = BertConfig(
         hidden_size=bench.choose(1024, width, width), num_hidden_layers=bench.choose(24, depth, depth),
@@ -261,14 +282,12 @@ def models(bench: Bench) -> dict[str, tuple[Callable[[], nn.Module], Callable[[i
     )  # fmt: skip
     wide = bench.choose(2048, width, width)
     return {
-        "gpt2": (
-            lambda: GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)),
-            tokens,
-            None,
+        "gpt2": Workload(
+            lambda: GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)), make_tokens
         ),
-        "bert": (lambda: BertForMaskedLM(bert), lambda size: tokens(size, min(512, length)), None),
-        "llama": (lambda: LlamaForCausalLM(llama), tokens, None),
-        "mlp": (
+        "bert": Workload(lambda: BertForMaskedLM(bert), lambda size: make_tokens(size, min(512, length))),
+        "llama": Workload(lambda: LlamaForCausalLM(llama), make_tokens),
+        "mlp": Workload(
             lambda: nn.Sequential(*[Layer(wide) for _ in range(8)]),
             lambda size: (torch.zeros(size, length, wide), torch.zeros(size, length, wide)),
             nn.functional.mse_loss,

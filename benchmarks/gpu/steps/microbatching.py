@@ -1,177 +1,205 @@
-"""Sizes found under a memory limit: by automatic micro-batching, beside the best fixed pieces, and by batch-size searches."""
+"""Batch sizes under a memory limit: by automatic micro-batching, compared with the best fixed size, and by batch size searches."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-import headway.accelerator  # noqa: F401  # before the limit is drawn: its libraries take address space
+import headway.accelerator  # noqa: F401  # imported before the limit is set, because its libraries take address space
 from benchmarks.gpu.bench import Bench, Row
-from benchmarks.gpu.cap import capped
-from benchmarks.gpu.training import FULL, SMALL, accelerator_of, gpt2, loss_of, tokens_of
+from benchmarks.gpu.cap import limit_memory
+from benchmarks.gpu.training import FULL, SMALL, build_gpt2, compute_loss, make_accelerator, make_tokens
 from headway import find_executable_batch_size, is_out_of_memory, release_memory
 from headway.errors import BatchSizeError
 
-SIZES = {**SMALL, "n_embd": 64, "n_layer": 2, "vocab_size": 4096}  # logits of a MiB a row: memory goes by rows
+SIZES = {
+    **SMALL,
+    "n_embd": 64,
+    "n_layer": 2,
+    "vocab_size": 4096,
+}  # logits take 1 MiB per row, so that rows determine the memory
 
 
 def run(bench: Bench) -> None:
-    """Bisect, then train on batches of twice what was found."""
+    """Find the largest batch by bisection, then train on batches of twice this size with automatic micro-batching."""
     sizes = bench.choose(FULL, SIZES, SIZES)
-    room = bench.choose(16 << 30, 128 << 20, 128 << 20)
+    num_bytes = bench.choose(16 << 30, 128 << 20, 128 << 20)
     num_batches = bench.choose(72, 20, 3)
-    tokens = tokens_of(sizes, bench.choose(512, 512, 256)).to(bench.device)
-    updates(bench, sizes, tokens[:2], 1, 1)  # threads and kernels take their memory before the limit is drawn
-    with capped(bench, room):
-        largest = bisect(bench, sizes, tokens)
+    tokens = make_tokens(sizes, bench.choose(512, 512, 256)).to(bench.device)
+    run_updates(bench, sizes, tokens[:2], 1, 1)  # threads and kernels take their memory before the limit is set
+    with limit_memory(bench, num_bytes):
+        largest = find_largest_batch(bench, sizes, tokens)
         if largest is None:
             return
         bench.release()
         batch = tokens[: 2 * largest]
-        best = fastest(bench, sizes, batch, largest, min(num_batches, 20))
+        fastest = find_fastest_size(bench, sizes, batch, largest, min(num_batches, 20))
         bench.release()
-        times, rows = automatic(bench, sizes, batch, num_batches, largest)
+        times, rows = train_automatically(bench, sizes, batch, num_batches, largest)
         bench.release()
-        predict(bench, sizes, tokens)
+        search_batch_sizes(bench, sizes, tokens)
     bench.release()
-    at_last = sorted(times[-8:])[len(times[-8:]) // 2]
-    bench.row(
+    last_seconds = sorted(times[-8:])[len(times[-8:]) // 2]
+    bench.add_row(
         Row(
-            "its pace, the last batches", batch.numel() / at_last, "tokens/s",
-            by_hand(bench, sizes, batch, min(num_batches, 20), rows), f"by hand in pieces of {rows}",
+            "speed with 'auto', last batches, and by hand at the same size", batch.numel() / last_seconds, "tokens/s",
+            measure_plain_speed(bench, sizes, batch, min(num_batches, 20), rows), f"by hand, micro-batches of {rows}",
         )
     )  # fmt: skip
-    if best is None:
+    if fastest is None:
         return
     for what, seconds, share in (
-        ("the last batches", at_last, 0.97),
+        ("last batches", last_seconds, 0.97),
         ("all batches", sum(times) / len(times), 0.92),
     ):
-        pace = batch.numel() / seconds
+        speed = batch.numel() / seconds
         is_judged = not bench.is_cpu and not bench.is_simulated
-        bench.row(
+        bench.add_row(
             Row(
-                f"its pace, {what}", pace, "tokens/s", best[1], f"the best fixed size that fits, {best[0]} rows",
-                f"at least {share} of it" if is_judged else "", pace >= share * best[1] if is_judged else None,
+                f"speed with 'auto', {what}", speed, "tokens/s", fastest.speed, f"best fixed size that fits, {fastest.rows} rows",
+                f"at least {share} of it" if is_judged else "", speed >= share * fastest.speed if is_judged else None,
             )
         )  # fmt: skip
 
 
-def made(bench: Bench, sizes: dict[str, int]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Model and optimizer."""
-    model = gpt2(bench, sizes)
+def build(bench: Bench, sizes: dict[str, int]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Build the model and its optimizer."""
+    model = build_gpt2(bench, sizes)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-def updates(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, num_updates: int, rows: int) -> None:
-    """A plain loop in bf16 (a CPU without instructions for it: in fp32): each update sees all tokens, `rows` sequences at a time."""
-    model, optimizer = made(bench, sizes)
+def run_updates(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, num_updates: int, rows: int) -> None:
+    """Train in a plain loop: each update sees all tokens, `rows` sequences at a time; in bf16, on a CPU in fp32."""
+    model, optimizer = build(bench, sizes)
     for _ in range(num_updates):
-        for piece in tokens.split(rows):
+        for microbatch in tokens.split(rows):
             with torch.autocast(bench.device.type, torch.bfloat16, enabled=not bench.is_cpu):
-                loss = loss_of(model, (piece,))
-            (loss * (len(piece) / len(tokens))).backward()
+                loss = compute_loss(model, (microbatch,))
+            (loss * (len(microbatch) / len(tokens))).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def by_hand(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, num_updates: int, rows: int) -> float:
-    """Tokens a second of the plain loop, building the model left out."""
-    with_model = bench.seconds(lambda: updates(bench, sizes, tokens, num_updates, rows))
+def measure_plain_speed(
+    bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, num_updates: int, rows: int
+) -> float:
+    """Return the tokens per second of the plain loop, without the time to build the model."""
+    with_model = bench.measure_seconds(lambda: run_updates(bench, sizes, tokens, num_updates, rows))
     bench.release()
-    return tokens.numel() * num_updates / max(1e-9, with_model - bench.seconds(lambda: made(bench, sizes)))
+    return tokens.numel() * num_updates / max(1e-9, with_model - bench.measure_seconds(lambda: build(bench, sizes)))
 
 
-def fastest(
-    bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, largest: int, num_updates: int
-) -> tuple[int, float] | None:
-    """The fixed size of pieces with the best pace of those that fit in a plain loop, and that pace.
+@dataclass(frozen=True)
+class FixedSize:
+    """A micro-batch size, and the speed of a plain loop with it.
 
-    A second piece needs more than the first, because gradients exist. So a piece may not fit whose rows fit as a batch.
+    Attributes:
+        rows: Rows of a micro-batch.
+        speed: Tokens per second.
     """
-    found: list[tuple[float, int]] = []
+
+    rows: int
+    speed: float
+
+
+def find_fastest_size(
+    bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, largest: int, num_updates: int
+) -> FixedSize | None:
+    """Return the faster of the two largest micro-batch sizes that fit in a plain loop, or None if no size fits.
+
+    The second micro-batch of an update needs more memory than the first, because gradients exist. So a size that fits as a
+    whole batch may not fit as a micro-batch.
+    """
+    fitting: list[FixedSize] = []
     for rows in range(largest, 0, -1):
         try:
-            found.append((by_hand(bench, sizes, tokens, num_updates, rows), rows))
+            fitting.append(FixedSize(rows, measure_plain_speed(bench, sizes, tokens, num_updates, rows)))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            bench.row(Row(f"by hand in pieces of {rows}", note="out of memory"))
+            bench.add_row(Row(f"by hand, micro-batches of {rows}", note="out of memory"))
             release_memory(error)
         bench.release()
-        if len(found) == 2:
+        if len(fitting) == 2:
             break
-    return (max(found)[1], max(found)[0]) if found else None
+    return max(fitting, key=lambda size: size.speed, default=None)
 
 
-def predict(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor) -> None:
-    """The batch size that each search finds from a start that is far too large."""
+def search_batch_sizes(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor) -> None:
+    """Report the batch size that each search finds from a start that is far too large."""
     for search in ("first", "predicted"):
-        calls: list[int] = []
+        sizes_tried: list[int] = []
 
         @find_executable_batch_size(starting_batch_size=min(100, len(tokens)), search=search)
-        def fit(rows: int, calls: list[int] = calls) -> None:
-            calls.append(rows)
-            updates(bench, sizes, tokens[:rows], 4, rows)
+        def fit(rows: int, sizes_tried: list[int] = sizes_tried) -> None:
+            sizes_tried.append(rows)
+            run_updates(bench, sizes, tokens[:rows], 4, rows)
 
         with bench.attempt(f"batch size, search={search!r}"):
-            seconds = bench.seconds(fit)
-            bench.row(
-                Row(f"batch size, search={search!r}", fit.batch_size, "rows", note=f"calls: {calls}; {seconds:.1f} s")
+            seconds = bench.measure_seconds(fit)
+            bench.add_row(
+                Row(
+                    f"batch size, search={search!r}",
+                    fit.batch_size,
+                    "rows",
+                    note=f"sizes tried: {sizes_tried}; {seconds:.1f} s",
+                )
             )
         bench.release()
 
 
-def bisect(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor) -> int | None:
-    """The largest batch of a plain loop that fits; None: not even one row does."""
+def find_largest_batch(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor) -> int | None:
+    """Return the largest batch of a plain loop that fits, or None if not even one row fits."""
 
     @find_executable_batch_size(starting_batch_size=8, search="largest", max_batch_size=len(tokens))
     def fit(rows: int) -> None:
-        updates(bench, sizes, tokens[:rows], 2, rows)
+        run_updates(bench, sizes, tokens[:rows], 2, rows)
         bench.synchronize()
 
     try:
-        seconds = bench.seconds(fit)
+        seconds = bench.measure_seconds(fit)
     except BatchSizeError as error:
-        bench.row(Row("largest batch, by bisection", note=str(error)))
+        bench.add_row(Row("largest batch, by bisection", note=str(error)))
         return None
-    bench.row(
+    bench.add_row(
         Row(
             "largest batch, by bisection",
             fit.batch_size,
             "rows",
-            note=f"of {len(tokens)}; the search took {seconds:.1f} s",
+            note=f"of {len(tokens)} rows; the search took {seconds:.1f} s",
         )
     )
     return int(fit.batch_size)
 
 
-def automatic(
+def train_automatically(
     bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, num_batches: int, largest: int
 ) -> tuple[list[float], int]:
-    """The same with microbatching="auto", which is told nothing; returns the seconds of each batch, and rows a piece at last."""
-    accelerator = accelerator_of(
+    """Train with microbatching="auto", which is given no size. Return the seconds of each batch, and the last micro-batch size."""
+    accelerator = make_accelerator(
         "headway", bench, mixed_precision="no" if bench.is_cpu else "bf16", microbatching="auto"
     )
-    model, optimizer = accelerator.prepare(*made(bench, sizes))
-    pieces: list[list[int]] = []
+    model, optimizer = accelerator.prepare(*build(bench, sizes))
+    microbatch_sizes: list[list[int]] = []
 
-    def loss(piece: Any) -> torch.Tensor:
-        pieces[-1].append(len(piece))
-        return loss_of(model, (piece,))
+    def loss(microbatch: Any) -> torch.Tensor:
+        microbatch_sizes[-1].append(len(microbatch))
+        return compute_loss(model, (microbatch,))
 
-    def one() -> None:
-        pieces.append([])
+    def train_on_batch() -> None:
+        microbatch_sizes.append([])
         accelerator.forward_backward(tokens, loss)
         optimizer.step()
         optimizer.zero_grad()
 
-    times = [bench.seconds(one) for _ in range(num_batches)]
-    replayed = sum(sum(batch) > len(tokens) for batch in pieces)
-    bench.row(
+    times = [bench.measure_seconds(train_on_batch) for _ in range(num_batches)]
+    replayed = sum(sum(rows) > len(tokens) for rows in microbatch_sizes)
+    bench.add_row(
         Row(
-            "pieces that it settles on", max(pieces[-1]), "rows", largest, "by bisection",
-            note=f"batches of {len(tokens)} rows; {replayed} of {num_batches} were run again; first: {pieces[0]}, last: {pieces[-1]}",
+            "micro-batch size that 'auto' ends with", max(microbatch_sizes[-1]), "rows", largest, "largest batch, by bisection",
+            note=f"batches of {len(tokens)} rows, {replayed} of {num_batches} were run again; micro-batches of the first batch: "
+            f"{microbatch_sizes[0]}, of the last: {microbatch_sizes[-1]}",
         )
     )  # fmt: skip
     accelerator.free_memory()
-    return times, max(pieces[-1])
+    return times, max(microbatch_sizes[-1])

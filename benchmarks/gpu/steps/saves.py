@@ -1,4 +1,4 @@
-"""Saves behind the loop, GPT-2 XL with AdamW: how long the loop stands still, and until all is written, beside dcp.async_save."""
+"""Background saves of GPT-2 XL with AdamW: how long the loop stalls, and the time until all is written, beside dcp.async_save."""
 
 import shutil
 from collections.abc import Callable
@@ -10,92 +10,106 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from benchmarks.gpu.bench import Bench, Row, scratch
-from benchmarks.gpu.training import SMALL, SMALLEST, XL, accelerator_of, gpt2, loss_of, tokens_of
+from benchmarks.gpu.bench import Bench, Row, get_scratch_folder
+from benchmarks.gpu.training import SMALL, SMALLEST, XL, build_gpt2, compute_loss, make_accelerator, make_tokens
 from headway.common.text import format_bytes
 
 Save = Callable[[Path], Callable[[], Any]]
-"""Begins a save into a folder; returns what waits for its end."""
+"""Starts a save into a folder, and returns a function that waits for its end."""
 
 
 def run(bench: Bench) -> None:
-    """One prepared model, saved by both in turn; each save's first time makes its buffers, the second is told beside it."""
+    """Save one prepared model with both libraries in turn, twice each. Only the first save of each allocates buffers."""
     sizes = bench.choose(XL, SMALL, SMALLEST)
-    accelerator = accelerator_of("headway", bench, mixed_precision="no" if bench.is_cpu else "bf16")
-    model = gpt2(bench, sizes)
+    accelerator = make_accelerator("headway", bench, mixed_precision="no" if bench.is_cpu else "bf16")
+    model = build_gpt2(bench, sizes)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-    tokens = tokens_of(sizes, bench.choose(2, 4, 2)).to(bench.device)
+    tokens = make_tokens(sizes, bench.choose(2, 4, 2)).to(bench.device)
 
     def update() -> None:
-        accelerator.backward(loss_of(model, (tokens,)))
+        accelerator.backward(compute_loss(model, (tokens,)))
         optimizer.step()
         optimizer.zero_grad()
 
     update()
     state = [t for state in optimizer.optimizer.state.values() for t in state.values()]
     num_bytes = sum(tensor.nbytes for tensor in [*model.parameters(), *state])
-    pace = bench.seconds(lambda: [update() for _ in range(4)]) / 4
-    bench.say(f"  {format_bytes(num_bytes)} of weights and state; an update takes {pace * 1e3:.0f} ms")
-    copying(bench, [*model.parameters(), *state])
+    update_seconds = bench.measure_seconds(lambda: [update() for _ in range(4)]) / 4
+    bench.print_line(f"  {format_bytes(num_bytes)} of weights and state; an update takes {update_seconds * 1e3:.0f} ms")
+    measure_copy(bench, [*model.parameters(), *state])
 
-    def ours(folder: Path) -> Callable[[], Any]:
+    def save_with_headway(folder: Path) -> Callable[[], Any]:
         accelerator.save_state(folder, blocking=False)
         return lambda: accelerator.wait_for_save()
 
-    def theirs(folder: Path) -> Callable[[], Any]:
+    def save_with_torch(folder: Path) -> Callable[[], Any]:
         weights, moments = get_state_dict(model, optimizer.optimizer)
         saving = dcp.async_save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
         return getattr(saving, "upload_completion", saving).result
 
     for number in (1, 2):
-        for name, save in (("headway", ours), ("dcp.async_save", theirs)):
+        for name, save in (("headway", save_with_headway), ("dcp.async_save", save_with_torch)):
             with bench.attempt(f"{name}, save {number}"):
-                one(bench, f"{name}, save {number}", save, update, pace, num_bytes)
+                measure_save(bench, f"{name}, save {number}", save, update, update_seconds, num_bytes)
 
 
-def copying(bench: Bench, tensors: list[torch.Tensor]) -> None:
-    """The floor of a standstill: the same bytes copied once into memory that is there already."""
+def measure_copy(bench: Bench, tensors: list[torch.Tensor]) -> None:
+    """Add the floor of a stall: the time to copy the same bytes once into host memory that is already allocated."""
     largest = max(tensors, key=lambda tensor: tensor.nbytes)
     target = torch.empty(largest.shape, dtype=largest.dtype, pin_memory=not bench.is_cpu)
     source = largest.detach()
     target.copy_(source)
-    rate = source.nbytes / bench.seconds(lambda: target.copy_(source, non_blocking=True))
+    rate = source.nbytes / bench.measure_seconds(lambda: target.copy_(source, non_blocking=True))
     seconds = sum(tensor.nbytes for tensor in tensors) / rate
-    bench.row(
+    bench.add_row(
         Row(
-            "copying that many bytes to host memory",
+            "copying the same bytes to host memory",
             seconds,
             "s",
-            note=f"from {rate / 1e9:.1f} GB/s of the largest tensor",
+            note=f"computed from the largest tensor, {rate / 1e9:.1f} GB/s",
         )
     )
 
 
-def one(bench: Bench, what: str, save: Save, update: Callable[[], None], pace: float, num_bytes: int) -> None:
-    """One save: the standstill, updates until it is on the disk, and how slow these are."""
-    folder = scratch() / "checkpoint"
+def measure_save(
+    bench: Bench, name: str, save: Save, update: Callable[[], None], update_seconds: float, num_bytes: int
+) -> None:
+    """Run one save, and add rows for the stall, an update during the save, and the time until the files are on the disk.
+
+    Args:
+        bench: Run of the step.
+        name: Name of the save.
+        save: Function that starts the save.
+        update: Function that runs one update.
+        update_seconds: Seconds of an update without a save.
+        num_bytes: Size of the training state.
+    """
+    folder = get_scratch_folder() / "checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
     free = shutil.disk_usage(folder.parent).free
     if free < 1.1 * num_bytes:
-        bench.row(
-            Row(what, note=f"left out: it needs {format_bytes(num_bytes)} of disk, and {format_bytes(free)} are free")
+        bench.add_row(
+            Row(
+                name,
+                note=f"left out: it needs {format_bytes(num_bytes)} of disk space, and {format_bytes(free)} are free",
+            )
         )
         return
-    begun = perf_counter()
-    waiting: list[Callable[[], Any]] = []
-    still = bench.seconds(lambda: waiting.append(save(folder)))
-    during = bench.seconds(lambda: [update() for _ in range(4)]) / 4
-    waiting[0]()
-    whole = perf_counter() - begun
+    start = perf_counter()
+    waits: list[Callable[[], Any]] = []
+    stall = bench.measure_seconds(lambda: waits.append(save(folder)))
+    during = bench.measure_seconds(lambda: [update() for _ in range(4)]) / 4
+    waits[0]()
+    duration = perf_counter() - start
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    bench.row(Row(f"{what}: the loop stands still", still, "s"))
-    bench.row(Row(f"{what}: an update meanwhile", during * 1e3, "ms", pace * 1e3, "undisturbed"))
-    bench.row(
+    bench.add_row(Row(f"{name}: stall of the loop", stall, "s"))
+    bench.add_row(Row(f"{name}: an update during the save", during * 1e3, "ms", update_seconds * 1e3, "without a save"))
+    bench.add_row(
         Row(
-            f"{what}: until it is written",
-            whole,
+            f"{name}: time until written",
+            duration,
             "s",
-            note=f"{format_bytes(size)} in files, {format_bytes(int(size / whole))}/s",
+            note=f"{format_bytes(size)} in files, {format_bytes(int(size / duration))}/s",
         )
     )
     shutil.rmtree(folder)

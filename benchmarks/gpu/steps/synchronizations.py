@@ -1,13 +1,26 @@
-"""How often an update makes the host wait for the device: each feature, beside the loop by hand that does the same."""
+"""Number of times per update that the host waits for the device: each feature, compared with the same hand-written loop."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.gpu.bench import Bench, Row
-from benchmarks.gpu.plan import MODELS, lacking
-from benchmarks.gpu.training import SMALL, SMALLEST, Loop, accelerator_of, by_hand, gpt2, loss_of, parts, through
-from benchmarks.gpu.waits import Places, waits
+from benchmarks.gpu.plan import MODELS, find_missing
+from benchmarks.gpu.training import (
+    SMALL,
+    SMALLEST,
+    Loop,
+    build_gpt2,
+    build_training,
+    compute_loss,
+    make_accelerator,
+    make_library_loop,
+    make_plain_loop,
+)
+from benchmarks.gpu.waits import WaitCounts, count_waits
+from benchmarks.step_cost.measure import Training
 from benchmarks.timing import ACCELERATE_MISSING, HAS_ACCELERATE
 from headway import track
 
@@ -15,71 +28,85 @@ BATCH, NUM_UPDATES, STEPS = 4, 6, 2
 
 
 def run(bench: Bench) -> None:
-    """Count; each of Headway's rows stands beside the loop by hand with the same precision and accumulation."""
-    hand = {
-        "bf16": counted(bench, "by hand, bf16", by_hand(bench, made(bench))),
-        "window": counted(
-            bench, f"by hand, bf16, {STEPS} micro-batches", by_hand(bench, made(bench, STEPS), steps=STEPS)
+    """Add a row for each loop. Headway's are compared with the hand-written loop of the same precision and accumulation."""
+    plain_waits = {
+        "bf16": add_count(bench, "by hand, bf16", make_plain_loop(bench, build(bench))),
+        "window": add_count(
+            bench, f"by hand, bf16, {STEPS} micro-batches", make_plain_loop(bench, build(bench, STEPS), steps=STEPS)
         ),
     }
     if bench.is_cpu:
-        bench.row(Row("fp16", note="left out: torch's CPU kernels lack parts of float16"))
+        bench.add_row(Row("fp16", note="left out: some of torch's CPU kernels do not support float16"))
     else:
-        hand["fp16"] = counted(bench, "by hand, fp16", by_hand(bench, made(bench), "fp16"))
-    if lacking(MODELS):
-        bench.row(Row("transformers' GPT-2", note="left out: transformers is not installed"))
+        plain_waits["fp16"] = add_count(bench, "by hand, fp16", make_plain_loop(bench, build(bench), "fp16"))
+    if find_missing(MODELS):
+        bench.add_row(Row("transformers' GPT-2", note="left out: transformers is not installed"))
     else:
-        theirs = gpt2(bench, bench.choose(SMALL, SMALL, SMALLEST))
-        counted(bench, "by hand, bf16, transformers' GPT-2", by_hand(bench, made(bench, model=theirs)))
-    for name, floor, more, build in features(bench):
-        if floor in hand:
-            with bench.attempt(f"headway, {name}"):
-                counted(bench, f"headway, {name}", build(), hand[floor], more)
+        gpt2 = build_gpt2(bench, bench.choose(SMALL, SMALL, SMALLEST))
+        add_count(bench, "by hand, bf16, transformers' GPT-2", make_plain_loop(bench, build(bench, model=gpt2)))
+    for feature in list_features(bench):
+        if feature.floor in plain_waits:
+            name = f"headway, {feature.name}"
+            with bench.attempt(name):
+                add_count(bench, name, feature.make_loop(), plain_waits[feature.floor], feature.num_extra_waits)
     if not HAS_ACCELERATE:
-        bench.row(Row("accelerate", note=ACCELERATE_MISSING))
+        bench.add_row(Row("accelerate", note=ACCELERATE_MISSING))
         return
-    for precision in hand.keys() & {"bf16", "fp16"}:
+    for precision in plain_waits.keys() & {"bf16", "fp16"}:
         with bench.attempt(f"accelerate, {precision}"):
-            counted(
-                bench,
-                f"accelerate, {precision}",
-                through("accelerate", bench, made(bench), precision),
-                hand[precision],
-            )
+            loop = make_library_loop("accelerate", bench, build(bench), precision)
+            add_count(bench, f"accelerate, {precision}", loop, plain_waits[precision])
 
 
-def features(bench: Bench) -> list[tuple[str, str, int, Any]]:
-    """(name, which loop by hand it is compared with, waits beyond that by docs/synchronizations.md, what builds the loop)."""
+@dataclass(frozen=True)
+class Feature:
+    """A feature of Headway.
 
-    def simple(precision: str = "bf16", num_steps: int = 1, **options: Any) -> Any:
-        return lambda: through(
-            "headway", bench, made(bench, num_steps), precision, gradient_accumulation_steps=num_steps, **options
+    Attributes:
+        name: Name of the row.
+        floor: Hand-written loop to compare with: "bf16", "fp16", or "window" for accumulated micro-batches.
+        num_extra_waits: Waits per update beyond the floor's, as docs/synchronizations.md states them.
+        make_loop: Function that returns a loop with the feature.
+    """
+
+    name: str
+    floor: str
+    num_extra_waits: int
+    make_loop: Callable[[], Loop]
+
+
+def list_features(bench: Bench) -> list[Feature]:
+    """Return the features to count."""
+
+    def make_simple(precision: str = "bf16", num_steps: int = 1, **options: Any) -> Callable[[], Loop]:
+        return lambda: make_library_loop(
+            "headway", bench, build(bench, num_steps), precision, gradient_accumulation_steps=num_steps, **options
         )
 
     return [
-        ("bf16", "bf16", 0, simple()),
-        (f"bf16, {STEPS} micro-batches", "window", 0, simple(num_steps=STEPS)),
-        ("fp16", "fp16", 1, simple("fp16")),
-        ("on_non_finite='skip'", "bf16", 1, simple(on_non_finite="skip")),
-        ("weights that are tensors", "window", STEPS, lambda: weighted(bench)),
-        ("microbatching='auto'", "bf16", 0, lambda: in_pieces(bench)),
-        ("throughput meter", "bf16", 0, lambda: metered(bench)),
-        ("a bar that shows the loss", "bf16", 0, lambda: shown(bench)),
+        Feature("bf16", "bf16", 0, make_simple()),
+        Feature(f"bf16, {STEPS} micro-batches", "window", 0, make_simple(num_steps=STEPS)),
+        Feature("fp16", "fp16", 1, make_simple("fp16")),
+        Feature("on_non_finite='skip'", "bf16", 1, make_simple(on_non_finite="skip")),
+        Feature("backward(weight=tensor)", "window", STEPS, lambda: make_weighted_loop(bench)),
+        Feature("microbatching='auto'", "bf16", 0, lambda: make_automatic_loop(bench)),
+        Feature("throughput meter", "bf16", 0, lambda: make_metered_loop(bench)),
+        Feature("progress bar with the loss", "bf16", 0, lambda: make_progress_bar_loop(bench)),
     ]
 
 
 class Output(NamedTuple):
-    """What transformers' models return, as far as a loop needs it."""
+    """The part of a transformers output that a loop needs."""
 
     loss: torch.Tensor
 
 
-class Plain(torch.nn.Module):
-    """One block of attention between an embedding and a head; its forward does not wait for the device.
+class PlainModel(torch.nn.Module):
+    """One transformer block between an embedding and a head; its forward does not wait for the device.
 
     Args:
-        vocabulary: number of tokens.
-        width: of the block.
+        vocabulary: Number of different tokens.
+        width: Width of the block.
     """
 
     def __init__(self, vocabulary: int, width: int) -> None:
@@ -88,49 +115,55 @@ class Plain(torch.nn.Module):
         self.block = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Output:
-        """The loss of guessing the next token."""
+        """Return the loss of the next token."""
         logits = self.head(self.block(self.embedding(input_ids)))
         return Output(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()))
 
 
-def made(bench: Bench, num_steps: int = 1, model: torch.nn.Module | None = None) -> tuple[Any, ...]:
-    """A small model and what trains it."""
+def build(bench: Bench, num_steps: int = 1, model: torch.nn.Module | None = None) -> Training:
+    """Build a training of NUM_UPDATES updates of `num_steps` micro-batches, by default of a small plain model."""
     sizes = bench.choose(SMALL, SMALL, SMALLEST)
     torch.manual_seed(0)
-    model = model or Plain(sizes["vocab_size"], sizes["n_embd"]).to(bench.device)
-    return parts(bench, model, sizes, BATCH, NUM_UPDATES * num_steps)
+    model = model or PlainModel(sizes["vocab_size"], sizes["n_embd"]).to(bench.device)
+    return build_training(bench, model, sizes, BATCH, NUM_UPDATES * num_steps)
 
 
-def counted(bench: Bench, what: str, loop: Loop, hand: int | None = None, more: int | None = None) -> int:
-    """Run the loop twice, count in the second pass, and tell; returns the waits that come with every update.
+def add_count(
+    bench: Bench, name: str, loop: Loop, plain_waits: int | None = None, num_extra_waits: int | None = None
+) -> int:
+    """Run the loop twice, add a row with the waits of the second pass, and return the waits per update.
 
-    What happens once a pass (a loader draws its seed), or in the first one only, is in the note alone.
+    Waits that occur once per pass (a loader draws its seed), or in the first pass only, appear only in the note.
+
+    Args:
+        bench: Run of the step.
+        name: Name of the row.
+        loop: Loop of NUM_UPDATES updates.
+        plain_waits: Waits per update of the hand-written loop.
+        num_extra_waits: Waits per update that are allowed beyond those.
     """
-    first = waits(bench, loop).total()
+    first_pass = count_waits(bench, loop).total()
     bench.synchronize()
-    found: Places = waits(bench, loop)
-    value = sum(count // NUM_UPDATES for count in found.values())
-    places = f"in {NUM_UPDATES} updates: " + (
-        ", ".join(f"{place} x{count}" for place, count in found.most_common(5)) or "none"
-    )
-    is_ours = hand is not None and more is not None
-    wanted = f"at most {more} more than by hand" if is_ours else ""
-    holds = value <= hand + more if hand is not None and more is not None else None
-    bench.row(
-        Row(what, value, "waits an update", hand, "by hand", wanted, holds, f"{places}; in the first pass {first}")
-    )
+    waits: WaitCounts = count_waits(bench, loop)
+    value = sum(count // NUM_UPDATES for count in waits.values())
+    lines = ", ".join(f"{line} x{count}" for line, count in waits.most_common(5)) or "none"
+    target, is_met = "", None
+    if plain_waits is not None and num_extra_waits is not None:
+        target, is_met = f"at most {num_extra_waits} more than by hand", value <= plain_waits + num_extra_waits
+    note = f"in {NUM_UPDATES} updates: {lines}; in the first pass: {first_pass}"
+    bench.add_row(Row(name, value, "waits per update", plain_waits, "by hand", target, is_met, note))
     return value
 
 
-def weighted(bench: Bench) -> Loop:
-    """Each micro-batch counts by its tokens, a number that lies on the device."""
-    accelerator = accelerator_of("headway", bench, mixed_precision="bf16", gradient_accumulation_steps=STEPS)
-    model, optimizer, loader, scheduler = accelerator.prepare(*made(bench, STEPS))
+def make_weighted_loop(bench: Bench) -> Loop:
+    """Return a loop that weights each micro-batch by its number of tokens, which is a tensor on the device."""
+    accelerator = make_accelerator("headway", bench, mixed_precision="bf16", gradient_accumulation_steps=STEPS)
+    model, optimizer, loader, scheduler = build(bench, STEPS).prepare(accelerator)
 
     def run() -> None:
         for batch in loader:
             with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, batch), weight=(batch[0] >= 0).sum())
+                accelerator.backward(compute_loss(model, batch), weight=(batch[0] >= 0).sum())
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -138,14 +171,14 @@ def weighted(bench: Bench) -> Loop:
     return run
 
 
-def in_pieces(bench: Bench) -> Loop:
-    """The batch as a function, ready to be run again in pieces."""
-    accelerator = accelerator_of("headway", bench, mixed_precision="bf16", microbatching="auto")
-    model, optimizer, loader, scheduler = accelerator.prepare(*made(bench))
+def make_automatic_loop(bench: Bench) -> Loop:
+    """Return a loop with `forward_backward`, which can replay a batch in micro-batches."""
+    accelerator = make_accelerator("headway", bench, mixed_precision="bf16", microbatching="auto")
+    model, optimizer, loader, scheduler = build(bench).prepare(accelerator)
 
     def run() -> None:
         for batch in loader:
-            accelerator.forward_backward(batch, lambda piece: loss_of(model, piece))
+            accelerator.forward_backward(batch, lambda microbatch: compute_loss(model, microbatch))
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
@@ -154,16 +187,16 @@ def in_pieces(bench: Bench) -> Loop:
     return run
 
 
-def metered(bench: Bench) -> Loop:
-    """Tokens a second are counted."""
-    accelerator = accelerator_of("headway", bench, mixed_precision="bf16")
-    model, optimizer, loader, scheduler = accelerator.prepare(*made(bench))
+def make_metered_loop(bench: Bench) -> Loop:
+    """Return a loop with the throughput meter."""
+    accelerator = make_accelerator("headway", bench, mixed_precision="bf16")
+    model, optimizer, loader, scheduler = build(bench).prepare(accelerator)
     accelerator.throughput.count_flops()
 
     def run() -> None:
         for batch in loader:
             with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, batch))
+                accelerator.backward(compute_loss(model, batch))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -171,15 +204,15 @@ def metered(bench: Bench) -> Loop:
     return run
 
 
-def shown(bench: Bench) -> Loop:
-    """A progress bar is given each loss as it is: a tensor."""
-    accelerator = accelerator_of("headway", bench, mixed_precision="bf16")
-    model, optimizer, loader, scheduler = accelerator.prepare(*made(bench))
+def make_progress_bar_loop(bench: Bench) -> Loop:
+    """Return a loop that passes each loss to a progress bar as a tensor."""
+    accelerator = make_accelerator("headway", bench, mixed_precision="bf16")
+    model, optimizer, loader, scheduler = build(bench).prepare(accelerator)
 
     def run() -> None:
         bar = track(loader)
         for batch in bar:
-            loss = loss_of(model, batch)
+            loss = compute_loss(model, batch)
             accelerator.backward(loss)
             optimizer.step()
             scheduler.step()

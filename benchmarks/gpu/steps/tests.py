@@ -1,4 +1,4 @@
-"""tests/gpu in this process: a row for each test that ran, and one for each reason why others did not."""
+"""Runs tests/gpu in this process: a row for each test that ran, and one for each reason why tests were skipped."""
 
 from collections import Counter
 from time import perf_counter
@@ -8,19 +8,19 @@ import pytest
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.runner import ROOT
 
-ELSEWHERE = (
+LEFT_OUT = (
     "test_memory.py::test_the_notebooks_rows",
     "test_compiled.py::test_losses_are_those_without_the_compiler[no",
     "test_compiled.py::test_losses_are_those_without_the_compiler[bf16-0.02-False",
 )
-"""For which the time is not enough: the first is the step `notebook`, of the others two cases of each mode are left."""
+"""Tests that take too long. The step `notebook` covers the first; two cases of each compile mode still run."""
 
 
-class Rows:
-    """What pytest tells, as rows.
+class RowReporter:
+    """pytest plugin that turns test reports into rows.
 
     Args:
-        bench: the run.
+        bench: Run of the step.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -29,38 +29,42 @@ class Rows:
         self.reasons: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """One phase of one test is over."""
+        """Handle the report of one phase of a test."""
         if report.skipped:
             self.outcomes["skipped"] += 1
             self.reasons[str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)] += 1
         elif report.failed or report.when == "call":
             self.outcomes[report.outcome] += 1
             crash = getattr(report.longrepr, "reprcrash", None)
-            why = (
+            reason = (
                 (crash.message if crash else report.longreprtext.strip())
                 .partition("\n")[0][:300]
                 .replace(f"{ROOT}/", "")
             )
-            if report.failed:  # at once: the step may be ended before its last test
-                self._bench.say(report.longreprtext[-4000:])
-            self._bench.row(Row(report.nodeid, report.duration, "s", wanted="passes", holds=report.passed, note=why))
+            if report.failed:  # print at once, because the step may be ended before its last test
+                self._bench.print_line(report.longreprtext[-4000:])
+            self._bench.add_row(
+                Row(report.nodeid, report.duration, "s", target="passes", is_met=report.passed, note=reason)
+            )
 
 
 def run(bench: Bench) -> None:
-    """Run them; a failing test is a row, and the step goes on."""
-    rows = Rows(bench)
-    begun = perf_counter()
+    """Run the tests. A failing test is a row, and the others still run."""
+    reporter = RowReporter(bench)
+    start = perf_counter()
     folder = str(ROOT / "tests" / "gpu")
-    chosen = [f"--deselect=tests/gpu/{test}" for test in ELSEWHERE]
+    options = [f"--deselect=tests/gpu/{test}" for test in LEFT_OUT]
     if bench.is_simulated:
-        chosen += ["-m", "not card"]  # a card's own kernels or clock
-    bench.row(Row("left out", note=f"{', '.join(ELSEWHERE)}: `pytest tests/gpu` runs them too"))
+        options += ["-m", "not card"]  # these need a real GPU's kernels or clock
+    bench.add_row(Row("left out", note=f"{', '.join(LEFT_OUT)}: `pytest tests/gpu` runs them too"))
     code = pytest.main(
-        ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-rN", "--tb=no", "--rootdir", str(ROOT), *chosen, folder],
-        plugins=[rows],
+        ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-rN", "--tb=no", "--rootdir", str(ROOT), *options, folder],
+        plugins=[reporter],
     )
-    for reason, count in rows.reasons.most_common():
-        bench.row(Row("skipped", count, "tests", note=reason))
-    found = ", ".join(f"{count} {outcome}" for outcome, count in sorted(rows.outcomes.items())) or "no test was found"
-    bench.row(Row("all of tests/gpu", perf_counter() - begun, "s", note=found))
+    for reason, count in reporter.reasons.most_common():
+        bench.add_row(Row("skipped", count, "tests", note=reason))
+    summary = (
+        ", ".join(f"{count} {outcome}" for outcome, count in sorted(reporter.outcomes.items())) or "no test was found"
+    )
+    bench.add_row(Row("all of tests/gpu", perf_counter() - start, "s", note=summary))
     bench.has_failed |= code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)

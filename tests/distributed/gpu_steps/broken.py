@@ -4,7 +4,7 @@ from benchmarks.gpu.bench import Bench, Row
 
 
 def run(bench: Bench) -> None:
-    bench.row(Row("before", 1.0, "s"))
+    bench.add_row(Row("before", 1.0, "s"))
     with bench.attempt("a part"):
         raise ValueError("no luck")
     raise RuntimeError("all is lost")

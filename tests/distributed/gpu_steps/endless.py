@@ -9,5 +9,5 @@ from benchmarks.gpu.bench import Bench, Row
 
 def run(bench: Bench) -> None:
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    bench.row(Row("process", sleeper.pid))
+    bench.add_row(Row("process", sleeper.pid))
     time.sleep(600)

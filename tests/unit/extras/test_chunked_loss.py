@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import headway
-from benchmarks.forecast.truth import peak
+from benchmarks.forecast.truth import measure_peak
 from headway import chunk_loss
 from headway.errors import PrepareError, UnsupportedError
 from headway.forecasting.tracing.step import StepRecipe
@@ -126,7 +126,7 @@ def test_memory_is_that_of_a_chunk_and_is_forecast(precision):
         return chunked(model, 64) if is_chunked else model
 
     recipe = StepRecipe(torch.optim.AdamW, None, precision)
-    taken, whole = (peak(small(each), recipe, lambda: batch(8, 256)) for each in (True, False))
+    taken, whole = (measure_peak(small(each), recipe, lambda: batch(8, 256)) for each in (True, False))
     assert taken < 0.6 * whole
     found = headway.forecast(
         small, lambda size: batch(size, 256), device="cpu", precision=precision, batch_size=8, largest=False

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import headway
-from benchmarks.forecast.truth import peak
+from benchmarks.forecast.truth import measure_peak
 from headway import Accelerator, ActivationCheckpointing, ExponentialMovingAverage
 from headway.errors import ConfigError, DataError, LossError, UnsupportedError
 from headway.forecasting.device import calibration, present
@@ -109,7 +109,7 @@ def test_it_is_what_a_run_takes(accelerator):
         model, batch(64), optimizer=torch.optim.SGD(model.parameters(), momentum=0.9), loss=MSE, max_norm=1.0
     )
     recipe = StepRecipe(lambda parameters: torch.optim.SGD(parameters, momentum=0.9), MSE, max_norm=1.0)
-    assert found.allocated == pytest.approx(peak(model, recipe, lambda: batch(64)), rel=0.015)
+    assert found.allocated == pytest.approx(measure_peak(model, recipe, lambda: batch(64)), rel=0.015)
 
 
 @pytest.mark.slow
@@ -130,7 +130,9 @@ def test_a_mask_is_left_out_where_a_run_leaves_it_out(accelerator, what):
         places = torch.arange(128) if what == "positions" else torch.cat([torch.arange(50), torch.arange(78)])
         given = {"input_ids": tokens, "labels": tokens, "position_ids": places.expand(8, 128).contiguous()}
     found = accelerator.forecast(model, given, optimizer=torch.optim.AdamW)
-    taken = peak(model, StepRecipe(torch.optim.AdamW), lambda: {name: tensor.clone() for name, tensor in given.items()})
+    taken = measure_peak(
+        model, StepRecipe(torch.optim.AdamW), lambda: {name: tensor.clone() for name, tensor in given.items()}
+    )
     assert found.allocated == pytest.approx(taken, rel=2e-3)
     assert any("masks something" in caveat for caveat in found.caveats) == (what == "padding")
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import headway
-from benchmarks.forecast.truth import profiled
+from benchmarks.forecast.truth import profile_peak
 from headway.errors import ConfigError
 
 LENGTHS = (40, 96, 64, 128, 16, 80)
@@ -51,7 +51,7 @@ def test_the_peak_on_a_cpu_is_that_of_the_loop_by_hand(accumulation):
                 optimizer.step()
                 optimizer.zero_grad()
 
-    taken = profiled(work, sum(each.nbytes for each in model.parameters()))
+    taken = profile_peak(work, sum(each.nbytes for each in model.parameters()))
     found = forecast(device="cpu", lengths=LENGTHS, accumulation=accumulation)
     assert found.allocated == pytest.approx(taken, rel=0.01)
     assert found.peak.startswith(f"step {4 // accumulation} ")  # the longest is the fourth

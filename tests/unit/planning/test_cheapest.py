@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import headway
-from benchmarks.forecast.truth import peak
+from benchmarks.forecast.truth import measure_peak
 from headway.cli.estimate import estimate as command
 from headway.errors import ConfigError, LossError
 from headway.forecasting.tracing.step import StepRecipe
@@ -46,10 +46,12 @@ def test_the_first_row_runs_within_its_forecast():
     first = ranked(budget="25MiB", recompute=(False,))[0]
     assert (first.micro_batch, first.accumulation, first.fits) == (16, 4, True)
     recipe = StepRecipe(torch.optim.AdamW, nn.functional.mse_loss, accumulation=first.accumulation)
-    real = peak(net(), recipe, partial(batch, first.micro_batch))
+    real = measure_peak(net(), recipe, partial(batch, first.micro_batch))
     assert real == pytest.approx(first.total, rel=0.03)
     assert real <= 25 << 20
-    doubled = peak(net(), StepRecipe(torch.optim.AdamW, nn.functional.mse_loss, accumulation=2), partial(batch, 32))
+    doubled = measure_peak(
+        net(), StepRecipe(torch.optim.AdamW, nn.functional.mse_loss, accumulation=2), partial(batch, 32)
+    )
     assert doubled > 25 << 20
 
 

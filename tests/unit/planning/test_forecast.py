@@ -312,13 +312,13 @@ def test_the_room_on_a_device_is_what_keeps_the_most_within_the_budget():
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 def test_the_published_table_is_met():
-    from benchmarks.forecast.published import PUBLISHED, largest, row
+    from benchmarks.forecast.published import PUBLISHED, estimate_memory, find_largest_batch
 
     for (size, is_checkpointed), published in PUBLISHED.items():
-        least, likely, most = (value / MIB for value in row(size, is_checkpointed))
+        least, likely, most = (value / MIB for value in estimate_memory(size, is_checkpointed))
         assert likely == pytest.approx(published, rel=0.05)
         assert least < published < most
-    assert 100 <= largest() <= 120
+    assert 100 <= find_largest_batch() <= 120
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import headway
-from benchmarks.forecast.truth import peak
+from benchmarks.forecast.truth import measure_peak
 from headway.errors import ConfigError
 from headway.forecasting.tracing.step import StepRecipe, list_state
 from headway.planning.optimizers import resolve_optimizer
@@ -35,7 +35,7 @@ def real(optimizer):
         made.append(resolve_optimizer(optimizer)(parameters))
         return made[-1]
 
-    taken = peak(net(), StepRecipe(keep, nn.functional.mse_loss), batch)
+    taken = measure_peak(net(), StepRecipe(keep, nn.functional.mse_loss), batch)
     parts = {each.data_ptr(): each.nbytes for each in list_state(made[0])}  # some share a table of codes
     return taken, sum(parts.values())
 

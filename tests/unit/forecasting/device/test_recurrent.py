@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.forecast.truth import profiled
+from benchmarks.forecast.truth import profile_peak
 from headway.forecasting.device.allocator import UNSURE, compute_exact_peak, replay_events
 from headway.forecasting.device.devices import find_device
 from headway.forecasting.device.kernels import substitute_kernels
@@ -54,7 +54,7 @@ def measured(kind):
             optimizer.step()
             optimizer.zero_grad()
 
-    return profiled(work, sum(parameter.nbytes for parameter in model.parameters()))
+    return profile_peak(work, sum(parameter.nbytes for parameter in model.parameters()))
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.forecast.snapshot import compare
+from benchmarks.forecast.snapshot import compare_with_model
 from headway.errors import DataError
 
 MIB = 1 << 20
@@ -22,7 +22,7 @@ def test_a_record_and_the_model_agree():
         entry("segment_alloc", 100 * MIB, 2 * MIB, 7),
         entry("alloc", 100 * MIB, 10, 7),
     ]
-    found = compare({"device_traces": [record]})
+    found = compare_with_model({"device_traces": [record]})
     assert (found.allocated, found.reserved) == (13 * MIB, 22 * MIB)
     assert (found.model_allocated, found.model_reserved, found.error) == (13 * MIB, 22 * MIB, 0.0)
     assert (found.num_events, found.unknown) == (4, 0)
@@ -30,15 +30,15 @@ def test_a_record_and_the_model_agree():
 
 def test_streams_do_not_share():
     record = [entry("segment_alloc", 0, 2 * MIB), entry("alloc", 0, 10), entry("alloc", 512, 10, 3)]
-    found = compare({"device_traces": [record]})
+    found = compare_with_model({"device_traces": [record]})
     assert (found.reserved, found.model_reserved, found.error) == (2 * MIB, 4 * MIB, 1.0)
 
 
 def test_what_began_before_the_record_is_counted():
-    assert compare({"device_traces": [[entry("free_completed", 0, 5)]]}).unknown == 1
+    assert compare_with_model({"device_traces": [[entry("free_completed", 0, 5)]]}).unknown == 1
 
 
 @pytest.mark.parametrize("snapshot", [{}, {"device_traces": []}, {"device_traces": [[]]}])
 def test_a_missing_record_is_reported(snapshot):
     with pytest.raises(DataError, match="_record_memory_history"):
-        compare(snapshot)
+        compare_with_model(snapshot)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from benchmarks.forecast.truth import profiled
+from benchmarks.forecast.truth import profile_peak
 from headway.forecasting.device.allocator import compute_exact_peak, separate_unsure
 from headway.forecasting.device.devices import find_device
 from headway.forecasting.tracing.fake import trace_step
@@ -80,7 +80,7 @@ def measured(model, loss):
             optimizer.step()
             optimizer.zero_grad()
 
-    return profiled(work, sum(parameter.nbytes for parameter in model.parameters()))
+    return profile_peak(work, sum(parameter.nbytes for parameter in model.parameters()))
 
 
 @pytest.mark.parametrize(("model", "loss"), [(Experts, mse), (Masked, mse)])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import headway
-from benchmarks.forecast.truth import peak
+from benchmarks.forecast.truth import measure_peak
 from headway.errors import UnsupportedError
 from headway.forecasting.device.allocator import compute_exact_peak
 from headway.forecasting.device.devices import find_device
@@ -70,7 +70,7 @@ def most(make, device=CPU, **settings):
 @pytest.mark.parametrize("how", ["whole", "by block"])
 def test_the_peak_is_that_of_a_real_compiled_run(how):
     forecast = most(lambda: blocks(how))
-    assert forecast == pytest.approx(peak(blocks(how).train(), recipe(), batch), rel=0.005)
+    assert forecast == pytest.approx(measure_peak(blocks(how).train(), recipe(), batch), rel=0.005)
     assert forecast < 0.95 * most(lambda: blocks("not"))
 
 

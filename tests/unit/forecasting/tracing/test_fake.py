@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.forecast.models import CASES
-from benchmarks.forecast.truth import peak
+from benchmarks.forecast.truth import measure_peak
 from headway.errors import LossError, UnsupportedError
 from headway.forecasting.answer import build_forecast
 from headway.forecasting.device.allocator import compute_exact_peak, replay_events, separate_unsure, split_by_kind
@@ -55,7 +55,7 @@ def test_the_peak_on_a_cpu_is_the_profilers(name):
         return skip_causal_mask(model) if hasattr(model, "set_attn_implementation") else model
 
     forecast = compute_exact_peak(trace_step(make, lambda: case.batch(4), recipe, CPU).events)
-    assert forecast == pytest.approx(peak(case.make().train(), recipe, lambda: case.batch(4)), rel=0.005)
+    assert forecast == pytest.approx(measure_peak(case.make().train(), recipe, lambda: case.batch(4)), rel=0.005)
 
 
 class Twice(nn.Module):
@@ -97,7 +97,7 @@ def test_gradients_of_several_users_are_summed_where_the_first_lies(ways):
 
     recipe = StepRecipe(None, total)
     forecast = compute_exact_peak(trace_step(make, lambda: torch.zeros(512, 8), recipe, CPU).events)
-    assert forecast == pytest.approx(peak(make().train(), recipe, lambda: torch.zeros(512, 8)), rel=0.005)
+    assert forecast == pytest.approx(measure_peak(make().train(), recipe, lambda: torch.zeros(512, 8)), rel=0.005)
 
 
 def test_sums_of_gradients_that_are_empty_take_nothing():
@@ -129,7 +129,7 @@ def test_gradients_of_a_tied_weight_are_not_summed_in_place():
         return torch.zeros(2, 4, dtype=torch.long)
 
     assert compute_exact_peak(trace_step(Tied, batch, recipe, CPU).events) == pytest.approx(
-        peak(Tied(), recipe, batch), rel=0.005
+        measure_peak(Tied(), recipe, batch), rel=0.005
     )
 
 
@@ -370,7 +370,7 @@ def test_a_loss_that_torch_shrinks_keeps_the_memory_of_all_elements():
 
     real = torch.nn.functional.mse_loss(torch.zeros(64, 1024), torch.zeros(64, 1024))
     assert real.untyped_storage().nbytes() == 4 * 64 * 1024
-    taken = peak(net(), StepRecipe(torch.optim.SGD, nn.functional.mse_loss), batch)
+    taken = measure_peak(net(), StepRecipe(torch.optim.SGD, nn.functional.mse_loss), batch)
     found = trace_step(net, batch, StepRecipe(torch.optim.SGD, nn.functional.mse_loss), find_device("cpu"))
     assert compute_exact_peak(found.events) == pytest.approx(taken, rel=0.005)
 

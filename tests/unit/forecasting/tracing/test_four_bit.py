@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import headway
-from benchmarks.forecast.truth import peak
+from benchmarks.forecast.truth import measure_peak
 from headway.forecasting.tracing.four_bit import is_unpacked_four_bit, iterate_scales
 from headway.forecasting.tracing.step import StepRecipe
 from headway.planning.sources import find_source, make_trainable
@@ -57,7 +57,7 @@ def test_qlora_takes_what_the_real_one_takes(folder, precision):
     assert scales > 0
     recipe = StepRecipe(torch.optim.AdamW, None, precision)
     # The profiler's sum begins with parameters and buffers, and what undoes the packing is neither.
-    assert found.allocated == pytest.approx(peak(model, recipe, lambda: batch(4)) + scales, rel=0.001)
+    assert found.allocated == pytest.approx(measure_peak(model, recipe, lambda: batch(4)) + scales, rel=0.001)
     assert not any(map(is_unpacked_four_bit, model.modules()))
 
 
@@ -90,5 +90,5 @@ def test_experts_as_grouped_products_in_float32():
 
     found = headway.forecast(make, batch, optimizer=torch.optim.AdamW, device="cpu", batch_size=4, largest=False)
     assert found.allocated == pytest.approx(
-        peak(make().train(), StepRecipe(torch.optim.AdamW), lambda: batch(4)), rel=0.005
+        measure_peak(make().train(), StepRecipe(torch.optim.AdamW), lambda: batch(4)), rel=0.005
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import headway
-from benchmarks.forecast.truth import peak
+from benchmarks.forecast.truth import measure_peak
 from headway.forecasting.tracing.step import StepRecipe
 
 transformers = pytest.importorskip("transformers")
@@ -25,7 +25,7 @@ def batch(size):
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_the_mask_of_packed_sequences_is_counted_and_said(precision):
     found = headway.forecast(make, batch, device="cpu", precision=precision, batch_size=4, largest=False)
-    taken = peak(make().train(), StepRecipe(torch.optim.AdamW, None, precision), lambda: batch(4))
+    taken = measure_peak(make().train(), StepRecipe(torch.optim.AdamW, None, precision), lambda: batch(4))
     assert found.allocated == pytest.approx(taken, rel=0.005)
     assert "position_ids" in " ".join(found.caveats)
 

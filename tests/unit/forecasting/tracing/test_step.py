@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.forecast.truth import profiled
+from benchmarks.forecast.truth import profile_peak
 from headway.errors import ConfigError
 from headway.forecasting.device.allocator import compute_exact_peak
 from headway.forecasting.device.devices import find_device
@@ -84,7 +84,7 @@ def measured(loop, keeps=False):
     model = Classifier(keeps)
     optimizer = adamw(model.parameters())
     held = sum(parameter.nbytes for parameter in model.parameters())
-    return profiled(lambda: loop(model, (batch() for _ in range(2)), optimizer), held)
+    return profile_peak(lambda: loop(model, (batch() for _ in range(2)), optimizer), held)
 
 
 def forecast(loop, keeps=False, **recipe):
