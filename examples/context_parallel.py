@@ -1,7 +1,9 @@
-"""A small GPT whose sequences are cut across the ranks: `headway launch -n 2 --cpu examples/context_parallel.py`.
+"""A small GPT with context parallelism: each sequence is split across the ranks.
+
+    headway launch --cpu -n 2 examples/context_parallel.py
 
 The loop is the same as for one process. On one process, sequences stay whole. `--layout fsdp+cp=2` splits them within pairs of ranks,
-and each pair reads its own data. The loss is the same for any number of ranks; the more ranks, the less each keeps for backward.
+and each pair reads its own data. The loss does not depend on the number of ranks; with more ranks, each keeps less for the backward.
 """
 
 import argparse
@@ -24,31 +26,31 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Keys and values of the other parts of the sequence come from the other ranks.
+        # Headway exchanges keys and values between the ranks inside this call.
         heads = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(-2))
+        attended = scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(-2))
         return x + self.down(gelu(self.up(self.norm_2(x))))
 
 
 class GPT(nn.Module):
     def __init__(self, length: int, width: int = 64, num_heads: int = 4, num_blocks: int = 2) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(64, width), nn.Embedding(length, width)
+        self.tokens, self.positions = nn.Embedding(64, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 64, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.1)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        # The whole sequence up to the first block; one part of it from there to the loss.
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        # Every rank gets the whole sequence. From the first block to the loss, it has only its part.
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def counting(num_rows: int, length: int) -> TensorDataset:
-    """Rows that count up in steps of 1 to 4."""
+def make_counting_rows(num_rows: int, length: int) -> TensorDataset:
+    """Return rows of tokens that count up in steps of 1 to 4."""
     first, step = torch.randint(0, 64, (num_rows, 1)), torch.randint(1, 5, (num_rows, 1))
     return TensorDataset((first + step * torch.arange(length + 1)) % 64)
 
@@ -64,26 +66,26 @@ def main(arguments: list[str] | None = None) -> float:
     set_seed(1)
     model = GPT(args.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = DataLoader(counting(args.rows, args.length), batch_size=4, shuffle=True)
+    loader = DataLoader(make_counting_rows(args.rows, args.length), batch_size=4, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    kept: dict[int, int] = {}
+    saved_bytes: dict[int, int] = {}  # by storage, because several saved tensors can share one
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    def record_saved(tensor: torch.Tensor) -> torch.Tensor:
+        saved_bytes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     for (rows,) in loader:
         with accelerator.accumulate(model):
-            kept.clear()
-            with saved_tensors_hooks(note, lambda tensor: tensor):
+            saved_bytes.clear()
+            with saved_tensors_hooks(record_saved, lambda tensor: tensor):
                 loss = model(rows[:, :-1], rows[:, 1:])
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
     accelerator.print(f"loss {loss.item():.4f}")
-    accelerator.print(f"kept for backward on each rank: {sum(kept.values()) / 2**20:.1f} MiB")
+    accelerator.print(f"kept for backward on each rank: {sum(saved_bytes.values()) / 2**20:.1f} MiB")
     accelerator.end_training()
     return loss.item()
 

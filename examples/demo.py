@@ -1,10 +1,11 @@
 """The project's demo: a small GPT survives an out-of-memory error and a SIGKILL, and ends with the loss of an undisturbed run.
 
     make demo
-    python examples/demo.py            the same, with the Python that has Headway
+    python examples/demo.py            the same, with the Python that has Headway installed
 
-Everything is real: two processes, a memory limit that makes an allocation fail, a signal, checkpoints on disk. It runs on the
-CPU, so that every machine shows the same. On a GPU, try `headway launch examples/text.py`.
+Nothing is simulated: it starts two processes, sets a memory limit that makes an allocation fail, sends a signal, and writes
+checkpoints to the disk. It runs on the CPU, so that the result is the same on every machine.
+On a GPU, try `headway launch examples/text.py`.
 """
 
 import math
@@ -30,8 +31,8 @@ def run(title: str, command: list[str]) -> str:
     """
     shown = " ".join(["headway", *command]).replace(f"{HERE}{os.sep}", "examples/")
     print(f"\n== {title}\n$ {shown}", flush=True)
-    # Large blocks are requested from the system and returned to it. Otherwise a batch could reuse the memory of the one before,
-    # and would never reach the limit that the demo sets.
+    # Make malloc request large blocks from the system and return them. Otherwise a batch could reuse the former batch's memory,
+    # and would never reach the demo's limit.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
     process = subprocess.Popen(
         [*HEADWAY, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -60,8 +61,8 @@ def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     undisturbed, _ = train("1 of 3: a small GPT, two processes, nothing happens", "undisturbed")
     troubled, output = train("2 of 3: memory runs out on rank 1, then rank 0 is killed", "troubled", "--trouble")
-    # Batches that ran in pieces were summed in another order. By hand, pieces of 4 rows instead of 16 move this loss by 4e-6
-    # within 40 updates; other pieces and machines move it more, because AdamW enlarges such differences.
+    # A batch that is split is summed in another order. In plain PyTorch, micro-batches of 4 rows instead of 16 change this loss
+    # by 4e-6 within 40 updates. Other sizes and machines change it more, because AdamW amplifies such differences.
     if not math.isclose(undisturbed, troubled, rel_tol=1e-4):
         raise SystemExit(f"the runs differ: loss {undisturbed} without trouble, {troubled} with it")
     page = (FOLDER / "report.html").resolve()
@@ -76,9 +77,11 @@ def main() -> None:
     if killed_at is None or resumed_at is None:
         raise SystemExit("the second run was not killed and resumed; see its output above")
     if undisturbed != troubled:
-        print("The last digits differ because the pieces of that batch were added up in another order.")
+        print("The last digits differ because the split batch was summed in another order.")
     lost = int(killed_at[1]) - int(resumed_at[1])
-    print(f"The out-of-memory error cost one batch, which ran again in smaller pieces. The kill cost {lost} updates.")
+    print(
+        f"The out-of-memory error cost one batch, which ran again in smaller micro-batches. The kill cost {lost} updates."
+    )
     print(f"Open the report: file://{page}")
     if sys.stdout.isatty() and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         webbrowser.open(page.as_uri())

@@ -1,4 +1,4 @@
-"""The run of the demo: a small byte-level GPT that is trained with checkpoints and may run out of memory. `demo.py` launches it.
+"""The training of the demo: a small byte-level GPT with checkpoints. `--trouble` causes an out-of-memory error and a kill.
 
 headway launch --cpu -n 2 examples/demo_training.py --folder runs/demo/undisturbed
 headway launch --cpu -n 2 --max_restarts 1 examples/demo_training.py --folder runs/demo/troubled --trouble
@@ -19,18 +19,18 @@ from headway import Accelerator, ProjectConfiguration, set_seed
 NUM_UPDATES, BATCH_SIZE, LENGTH = 40, 16, 128
 OUT_OF_MEMORY_AT, KILL_AT, SAVE_EVERY = 8, 24, 10
 SPARE_BYTES = 40_000_000
-"""Memory that rank 1 may still allocate for one batch. The batch needs several times as much."""
+"""Bytes that rank 1 may still allocate for one batch. The batch needs several times as much."""
 
 
 def limit_memory(num_bytes: int | None) -> None:
-    """Let this process allocate `num_bytes` more than it has now, as if a neighbor took the rest. None removes the limit."""
-    most = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = most if num_bytes is None else psutil.Process().memory_info().vms + num_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+    """Let this process allocate `num_bytes` more than it has now. None removes the limit."""
+    hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = hard_limit if num_bytes is None else psutil.Process().memory_info().vms + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
 
 
 def make_trouble(update: int, rank: int) -> None:
-    """Take memory from rank 1 for one batch, and later kill rank 0."""
+    """Limit the memory of rank 1 for one batch, and later kill rank 0."""
     if rank == 1 and update in (OUT_OF_MEMORY_AT, OUT_OF_MEMORY_AT + 1):
         limit_memory(SPARE_BYTES if update == OUT_OF_MEMORY_AT else None)
     if rank == 0 and update == KILL_AT:

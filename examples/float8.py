@@ -1,10 +1,12 @@
-"""The GPT of fsdp.py with linear layers in float8, sharded: weights are gathered in float8, too. Emulated where there is no float8.
+"""The GPT of fsdp.py with linear layers in float8, sharded: weights are gathered in float8, too.
 
-headway launch --cpu -n 2 examples/float8.py
+    headway launch --cpu -n 2 examples/float8.py      (pip install torchao)
+
+On hardware without float8, it is emulated.
 """
 
 import torch
-from fsdp import GPT, WORDS, Block, counting  # the file beside this one
+from fsdp import GPT, NUM_TOKENS, Block, make_counting_rows  # examples/fsdp.py
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -12,12 +14,12 @@ from headway import Accelerator, Float8Options, ShardingOptions, set_seed
 
 
 def has_float8() -> bool:
-    """Does this machine's GPU multiply in float8?"""
+    """Whether this machine's GPU has float8 matrix units."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def main() -> float:
-    """Train; returns the last epoch's mean loss."""
+    """Train, and return the mean loss of the last epoch."""
     options = Float8Options(recipe="tensorwise", keeps=("MultiheadAttention",), emulate=not has_float8())
     accelerator = Accelerator(
         strategy="fsdp", mixed_precision="fp8", kwargs_handlers=[options, ShardingOptions(units=[Block])]
@@ -25,7 +27,7 @@ def main() -> float:
     set_seed(0)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loader = DataLoader(counting(), batch_size=16, shuffle=True)
+    loader = DataLoader(make_counting_rows(), batch_size=16, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     mean = float("nan")
     for epoch in range(4):
@@ -33,7 +35,7 @@ def main() -> float:
         for (ids,) in loader:
             with accelerator.accumulate(model):
                 logits = model(ids)[:, :-1].float()
-                loss = nn.functional.cross_entropy(logits.reshape(-1, WORDS), ids[:, 1:].reshape(-1))
+                loss = nn.functional.cross_entropy(logits.reshape(-1, NUM_TOKENS), ids[:, 1:].reshape(-1))
                 accelerator.backward(loss)
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()

@@ -1,9 +1,9 @@
-"""Which batch fits is asked before anything runs: accelerator.forecast, a search that starts there, and the training.
+"""Find a batch size before training: a memory forecast, a search that starts at its answer, and the training.
 
     python examples/forecast.py
     headway launch examples/forecast.py --budget 8GiB
 
-On a GPU the budget is what the device has left; on a CPU it is --budget.
+On a GPU, the budget is the device's free memory. On a CPU, it is --budget.
 """
 
 import argparse
@@ -15,15 +15,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, find_executable_batch_size, set_seed
 
-loss_of = nn.functional.cross_entropy
+compute_loss = nn.functional.cross_entropy
 
 
-def build() -> nn.Module:
+def build_model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10))
 
 
 def read_digits() -> TensorDataset:
-    """scikit-learn's 1,797 scanned digits, float[64] in 0..1 and their class."""
+    """Return scikit-learn's 1,797 digits: 64 pixels from 0 to 1, and the class."""
     pixels, classes = load_digits(return_X_y=True)
     return TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(classes))
 
@@ -31,49 +31,49 @@ def read_digits() -> TensorDataset:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--budget", default="8MiB", help="of memory, on a CPU")
+    parser.add_argument("--budget", default="8MiB", help="memory budget on a CPU (default: 8MiB)")
     args = parser.parse_args()
     set_seed(0)
     accelerator = Accelerator()
     data = read_digits()
 
-    model = build()
-    found = accelerator.forecast(
+    model = build_model()
+    forecast = accelerator.forecast(
         model,
         data[:32],
         optimizer=torch.optim.AdamW(model.parameters()),
-        loss=loss_of,
+        loss=compute_loss,
         budget=args.budget if accelerator.device.type == "cpu" else None,
     )
-    accelerator.print(found.describe())
+    accelerator.print(forecast.describe())
     del model
 
-    # Each process has asked for its own device; all of them begin with the smallest answer.
-    answers = accelerator.gather(torch.tensor([found.largest_batch or 1], device=accelerator.device))
+    # Each process forecasts for its own device, so all of them start with the smallest answer.
+    answers = accelerator.gather(torch.tensor([forecast.largest_batch or 1], device=accelerator.device))
     largest = min(max(1, int(answers.min())), len(data))
 
     @find_executable_batch_size(starting_batch_size=largest, search="largest", max_batch_size=largest)
-    def probe(batch_size: int) -> int:
-        """Two updates, as a proof: a forecast has a margin, and the device has the last word."""
+    def try_batch_size(batch_size: int) -> int:
+        """Run two real updates, because a forecast has a margin of error."""
         accelerator.free_memory()
-        model = build()
+        model = build_model()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         inputs, classes = (tensor.to(accelerator.device) for tensor in data[:batch_size])
         for _ in range(2):
-            accelerator.backward(loss_of(model(inputs), classes))
+            accelerator.backward(compute_loss(model(inputs), classes))
             optimizer.step()
             optimizer.zero_grad()
         return batch_size
 
-    batch_size = probe()
+    batch_size = try_batch_size()
     accelerator.free_memory()
-    model = build()
+    model = build_model()
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=3e-3), DataLoader(data, batch_size=batch_size, shuffle=True)
     )
     for _ in range(args.epochs):
         for inputs, classes in loader:
-            loss = loss_of(model(inputs), classes)
+            loss = compute_loss(model(inputs), classes)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

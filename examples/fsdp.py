@@ -1,6 +1,8 @@
-"""A GPT whose parameters, gradients and optimizer state are sharded across the ranks. The loop is the same as for one process.
+"""A small GPT with FSDP: parameters, gradients and optimizer state are sharded across the ranks.
 
-headway launch --cpu -n 2 examples/fsdp.py
+    headway launch --cpu -n 2 examples/fsdp.py
+
+The loop is the same as for one process.
 """
 
 import torch
@@ -9,11 +11,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ShardingOptions, set_seed
 
-WIDTH, NUM_BLOCKS, LENGTH, WORDS = 64, 4, 32, 96
+WIDTH, NUM_BLOCKS, LENGTH, NUM_TOKENS = 64, 4, 32, 96
 
 
 class Block(nn.Module):
-    """A residual block: causal attention, then two linear layers."""
+    """A residual block: causal attention, then a perceptron."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,10 +24,10 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The block's output, of the shape of its input."""
-        ahead = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        """Map hidden states to hidden states of the same shape."""
+        is_later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         normed = self.first(x)
-        x = x + self.attention(normed, normed, normed, attn_mask=ahead, need_weights=False)[0]
+        x = x + self.attention(normed, normed, normed, attn_mask=is_later, need_weights=False)[0]
         return x + self.down(nn.functional.gelu(self.up(self.second(x))))
 
 
@@ -34,13 +36,13 @@ class GPT(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(WORDS, WIDTH)
+        self.tokens = nn.Embedding(NUM_TOKENS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, NUM_TOKENS, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of the next word at each position."""
+        """Return the logits of the next token at each position."""
         x = self.tokens(ids) * 0.1
         for block in self.blocks:
             x = block(x)
@@ -48,29 +50,30 @@ class GPT(nn.Module):
         return logits
 
 
-def counting() -> TensorDataset:
-    """Rows that count upwards from a random number, in steps of one, two or three."""
-    first, step = torch.randint(0, WORDS, (512, 1)), torch.randint(1, 4, (512, 1))
-    return TensorDataset((first + step * torch.arange(LENGTH)) % WORDS)
+def make_counting_rows() -> TensorDataset:
+    """Return rows of tokens that count up from a random number, in steps of one, two or three."""
+    first, step = torch.randint(0, NUM_TOKENS, (512, 1)), torch.randint(1, 4, (512, 1))
+    return TensorDataset((first + step * torch.arange(LENGTH)) % NUM_TOKENS)
 
 
 def main() -> float:
-    """Train; returns the last epoch's mean loss."""
+    """Train, and return the mean loss of the last epoch."""
+    # Each block is a unit: its parameters are gathered before it runs, and freed afterwards.
     accelerator = Accelerator(strategy="fsdp", kwargs_handlers=[ShardingOptions(units=[Block])])
     set_seed(0)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loader = DataLoader(counting(), batch_size=16, shuffle=True)
+    loader = DataLoader(make_counting_rows(), batch_size=16, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    own = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
-    accelerator.print(f"{sum(p.numel() for p in model.parameters())} parameters, of which this rank keeps {own}")
+    num_own = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
+    accelerator.print(f"{sum(p.numel() for p in model.parameters())} parameters, of which this rank keeps {num_own}")
     mean = float("nan")
     for epoch in range(4):
         total = count = 0.0
         for (ids,) in loader:
             with accelerator.accumulate(model):
                 logits = model(ids)[:, :-1]
-                loss = nn.functional.cross_entropy(logits.reshape(-1, WORDS), ids[:, 1:].reshape(-1))
+                loss = nn.functional.cross_entropy(logits.reshape(-1, NUM_TOKENS), ids[:, 1:].reshape(-1))
                 accelerator.backward(loss)
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()

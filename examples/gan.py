@@ -1,6 +1,8 @@
-"""A GAN with a gradient penalty on scikit-learn's digits: two models that learn in turn, each with an accumulate block of its own.
+"""A GAN with a gradient penalty on scikit-learn's digits: two models that learn in turn, each in its own accumulate block.
 
-headway launch --cpu -n 2 examples/gan.py
+    headway launch --cpu -n 2 examples/gan.py
+
+examples/cookbook/gan.py is a shorter GAN with checkpoints.
 """
 
 import torch
@@ -13,15 +15,15 @@ from headway import Accelerator, set_seed
 NOISE, NUM_EPOCHS = 16, 8
 
 
-def penalty(critic: nn.Module, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
-    """How far the critic's slope between real and generated images is from 1."""
-    between = torch.lerp(real, fake, torch.rand(len(real), 1, device=real.device)).requires_grad_()
-    (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+def compute_penalty(critic: nn.Module, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+    """Return the gradient penalty (WGAN-GP): how far the critic's slope between real and generated images is from 1."""
+    mixed = torch.lerp(real, fake, torch.rand(len(real), 1, device=real.device)).requires_grad_()
+    (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
     return (slope.norm(dim=1) - 1).square().mean()
 
 
 def main() -> float:
-    """Train; returns how far the average generated image is from the average digit, per pixel (0 to 1)."""
+    """Train, and return the distance per pixel (0 to 1) of the average generated image from the average digit."""
     set_seed(0)
     accelerator = Accelerator(gradient_accumulation_steps=2)
     pixels, _ = load_digits(return_X_y=True)
@@ -41,17 +43,19 @@ def main() -> float:
             noise = torch.randn(len(real), NOISE, device=accelerator.device)
             with accelerator.accumulate(critic):
                 fake = generator(noise).detach()
-                accelerator.backward(critic(fake).mean() - critic(real).mean() + 10 * penalty(critic, real, fake))
+                accelerator.backward(
+                    critic(fake).mean() - critic(real).mean() + 10 * compute_penalty(critic, real, fake)
+                )
                 critic_optimizer.step()
                 critic_optimizer.zero_grad()
-            # The critic is part of this loss, but learns nothing from it.
+            # The loss passes through the critic, but its gradients are not kept: this block trains the generator.
             with accelerator.accumulate(generator):
                 accelerator.backward(-critic(generator(noise)).mean())
                 generator_optimizer.step()
                 generator_optimizer.zero_grad()
         with torch.no_grad():
-            drawn = generator(torch.randn(1000, NOISE, device=accelerator.device)).mean(0)
-        distance = (accelerator.reduce(drawn, "mean").cpu() - images.mean(0)).abs().mean().item()
+            mean_image = generator(torch.randn(1000, NOISE, device=accelerator.device)).mean(0)
+        distance = (accelerator.reduce(mean_image, "mean").cpu() - images.mean(0)).abs().mean().item()
         accelerator.print(
             f"epoch {epoch}: the average generated image is {distance:.3f} per pixel from the average digit"
         )

@@ -1,11 +1,11 @@
-"""A GPT trained on a mixture of Python, C++ and prose, packed, and continued on another number of processes.
+"""A GPT trained on a packed mixture of Python, C++ and prose, and continued on another number of processes.
 
-    python examples/mixture.py                             one process is killed, two continue, and the losses are compared
+    python examples/mixture.py                             kill a run on one process, continue it on two, and compare the losses
     headway launch --cpu -n 2 examples/mixture.py --train  only train, on two processes
 
 The three sources come with Python and torch: the standard library, torch's C++ headers, and Python's help texts. The share
-of Python falls from 80 % to 40 % in the middle of the run. Samples of different lengths are packed into sequences, in
-which no document sees another. The log has the loss of each source.
+of Python falls from 80 % to 40 % in the middle of the run. Samples of different lengths are packed into sequences, and
+attention stays within a document. The log has the loss of each source.
 """
 
 import argparse
@@ -32,7 +32,7 @@ LENGTH = 256
 
 
 def read_texts(num_files: int) -> dict[str, list[str]]:
-    """Return the texts of each source, in an order that is equal in every process."""
+    """Return the texts of each source. The order is the same in every process."""
     from pydoc_data.topics import topics
 
     python, headers = Path(sysconfig.get_paths()["stdlib"]), Path(torch.__file__).parent / "include" / "c10"
@@ -42,17 +42,17 @@ def read_texts(num_files: int) -> dict[str, list[str]]:
 
 
 def split_text(text: str) -> list[torch.Tensor]:
-    """Return a text's paragraphs as bytes, each with a zero byte at its end. Long paragraphs are cut."""
-    found = []
-    for part in re.split(r"\n\s*\n", text):
-        content = part.strip("\n").encode()[: LENGTH - 1]
+    """Return the paragraphs of a text as bytes that end with a zero byte. Long paragraphs are cut."""
+    samples = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        content = paragraph.strip("\n").encode()[: LENGTH - 1]
         if len(content) > 8:
-            found.append(torch.tensor([*content, 0]))
-    return found
+            samples.append(torch.tensor([*content, 0]))
+    return samples
 
 
 def build_data(num_files: int, samples_per_update: int, num_updates: int) -> tuple[Mixture, PackedDataset]:
-    """Return the mixture, and the sequences into which it is packed."""
+    """Return the mixture, and the dataset of packed sequences."""
     sources = {
         name: [{"input_ids": sample} for text in texts for sample in split_text(text)]
         for name, texts in read_texts(num_files).items()
@@ -75,7 +75,7 @@ def build_data(num_files: int, samples_per_update: int, num_updates: int) -> tup
 
 
 class Block(nn.Module):
-    """Attention within documents and a feed-forward layer, each on normalized inputs and added to the stream."""
+    """Transformer block whose attention stays within documents."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -89,13 +89,13 @@ class Block(nn.Module):
         rows, length, width = x.shape
         heads = self.query_key_value(self.before_attention(x)).view(rows, length, 3, self.num_heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        x = x + self.join(mixed.transpose(1, 2).reshape(rows, length, width))
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        x = x + self.join(attended.transpose(1, 2).reshape(rows, length, width))
         return x + self.feed(self.before_feed(x))
 
 
 class GPT(nn.Module):
-    """Bytes, their positions in their documents and the mask of the documents -> logits of the next byte."""
+    """Map bytes, their positions in their documents and the documents' attention mask to logits of the next byte."""
 
     def __init__(self, width: int = 96, num_layers: int = 3, num_heads: int = 4) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class GPT(nn.Module):
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train, from the newest checkpoint if there is one."""
+    """Train from the newest checkpoint, or from the beginning."""
     set_seed(0)
     project = ProjectConfiguration(str(args.out), str(args.out), automatic_checkpoint_naming=True, total_limit=2)
     # An update always has 8 sequences, on any number of processes.
@@ -138,17 +138,17 @@ def train(args: argparse.Namespace) -> None:
             labels, sources = batch.pop("labels")[:, 1:], batch.pop("source")[:, 1:]
             with accelerator.accumulate(model):
                 logits = model(**batch)[:, :-1]
-                each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")  # 0 at labels of -100
+                token_losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")  # 0 at labels of -100
                 count = (labels != -100).sum()
-                accelerator.backward(each.sum() / count, weight=count)
-                losses.add(each, sources, mask=labels != -100)
+                accelerator.backward(token_losses.sum() / count, weight=count)
+                losses.add(token_losses, sources, mask=labels != -100)
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients and accelerator.num_updates % args.save_every == 0:
                 values = losses.compute()
                 accelerator.log(values, step=accelerator.num_updates)
                 accelerator.print(accelerator.num_updates, *(f"{name} {value:.4f}" for name, value in values.items()))
-                accelerator.save_state()  # after compute(), so that no loss waits to be logged
+                accelerator.save_state()  # after compute(), so that the checkpoint contains no unlogged losses
             if accelerator.num_updates == args.kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
     if accelerator.is_main_process:
@@ -157,11 +157,11 @@ def train(args: argparse.Namespace) -> None:
     accelerator.end_training()
 
 
-# ---------------------------------------------------------------------------------------------- stop and continue
+# ---------------------------------------------------------------------------------------------- kill and continue
 
 
 def launch(num_processes: int, *options: str) -> int:
-    """Train in processes of their own, and return the exit code."""
+    """Train in new processes, and return the exit code."""
     command = [
         sys.executable,
         "-m",
@@ -183,21 +183,21 @@ def compare_runs(args: argparse.Namespace) -> None:
         f"--{name.replace('_', '-')}={getattr(args, name)}"
         for name in ("updates", "samples_per_update", "files", "save_every")
     ]
-    whole, stopped = args.out / "undisturbed", args.out / "stopped"
-    if launch(1, *sizes, f"--out={whole}"):
+    undisturbed, stopped = args.out / "undisturbed", args.out / "stopped"
+    if launch(1, *sizes, f"--out={undisturbed}"):
         raise SystemExit("the undisturbed run failed")
     if not launch(1, *sizes, f"--out={stopped}", f"--kill-at={args.kill_at}"):
-        raise SystemExit("the run that was to be killed has ended by itself")
+        raise SystemExit("the run ended before it was killed")
     if launch(2, *sizes, f"--out={stopped}"):
         raise SystemExit("the continued run failed")
-    expected, found = (json.loads((folder / "weights.json").read_text()) for folder in (whole, stopped))
-    distance = max(abs(expected[name] - found[name]) for name in expected)
+    expected, continued = (json.loads((folder / "weights.json").read_text()) for folder in (undisturbed, stopped))
+    distance = max(abs(expected[name] - continued[name]) for name in expected)
     print(
         f"killed at update {args.kill_at} on 1 process, continued on 2: the sums of the weights differ by {distance:.1e}"
     )
-    print(f"one page of both: headway report {whole} {stopped}")
+    print(f"one page of both: headway report {undisturbed} {stopped}")
     if distance > 1e-2:
-        raise SystemExit("the continued run is another one")
+        raise SystemExit("the continued run differs from the undisturbed one")
 
 
 def parse_args() -> argparse.Namespace:

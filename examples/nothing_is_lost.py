@@ -1,4 +1,4 @@
-"""Rank 1 runs out of memory and rank 0 is killed, and the run ends with the loss of an undisturbed one.
+"""Rank 1 runs out of memory and rank 0 is killed, but the run ends with the loss of an undisturbed run.
 
 headway launch -n 2 examples/nothing_is_lost.py
 headway launch -n 2 --max_restarts 1 examples/nothing_is_lost.py --trouble
@@ -21,11 +21,11 @@ from headway import Accelerator, ProjectConfiguration, set_seed
 NUM_EPOCHS, WIDTH, FOLDER = 6, 49_152, "runs/nothing_is_lost"
 
 
-def set_room(num_bytes: int | None) -> None:
-    """Leave this process `num_bytes` more than it has now, as a neighbor who takes the rest would; None: all."""
-    most = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = most if num_bytes is None else psutil.Process().memory_info().vms + num_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+def limit_memory(num_bytes: int | None) -> None:
+    """Let this process allocate `num_bytes` more than it has now. None removes the limit."""
+    hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = hard_limit if num_bytes is None else psutil.Process().memory_info().vms + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
 
 
 def main() -> float:
@@ -48,8 +48,8 @@ def main() -> float:
     for _ in accelerator.epochs(NUM_EPOCHS):
         for batch in loader:
             if is_troubled and accelerator.num_updates in (3, 4) and accelerator.process_index == 1:
-                # A batch holds its hidden layer, 50 MB, three times over. One update later the memory is back.
-                set_room(110_000_000 if accelerator.num_updates == 3 else None)
+                # A batch needs three times its hidden layer of 50 MB. One update later, the limit is removed.
+                limit_memory(110_000_000 if accelerator.num_updates == 3 else None)
             if is_troubled and accelerator.num_updates == 13 and accelerator.process_index == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             total.zero_()

@@ -1,7 +1,10 @@
-"""Checkpoints in a bucket: one of two processes is killed, and the run continues from the store, with the same loss.
+"""Checkpoints in a bucket: one of two processes is killed, and the run continues from the store with the same loss.
 
-`python examples/object_store.py` starts an S3 server on this machine (`pip install moto flask flask-cors boto3`) and trains against
-it; with `--url s3://bucket/run` the script trains there, under `headway launch`, with the credentials that the environment has.
+    pip install 'headway[s3]' moto flask flask-cors boto3
+    python examples/object_store.py                                                     starts an S3 server on this machine
+    headway launch --max_restarts 1 examples/object_store.py --url s3://bucket/run      trains in your bucket
+
+The second command uses the credentials of the environment. Add `--trouble` to kill one process.
 """
 
 import argparse
@@ -16,10 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration, set_seed
 
-NUM_EPOCHS, KILLED_AFTER = 3, 13
+NUM_EPOCHS, KILL_AFTER = 3, 13
 
 
 def train(url: str, has_trouble: bool) -> None:
+    """Train in the store at `url`; with `has_trouble`, kill all ranks except rank 0 once."""
     set_seed(0)
     accelerator = Accelerator(project_config=ProjectConfiguration(url, automatic_checkpoint_naming=True, total_limit=2))
     inputs = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))
@@ -39,8 +43,8 @@ def train(url: str, has_trouble: bool) -> None:
                 optimizer.zero_grad()
             if accelerator.num_updates % 5 == 0:
                 accelerator.save_state(blocking=False)
-            if has_trouble and restored is None and accelerator.num_updates == KILLED_AFTER:
-                accelerator.wait_for_save()  # on all ranks
+            if has_trouble and restored is None and accelerator.num_updates == KILL_AFTER:
+                accelerator.wait_for_save()  # a collective, so all ranks call it
                 if accelerator.process_index:
                     os.kill(os.getpid(), signal.SIGKILL)
     accelerator.print(f"loss after {accelerator.num_updates} updates: {loss.item():.6f}")
@@ -48,7 +52,7 @@ def train(url: str, has_trouble: bool) -> None:
 
 
 def serve_and_train() -> None:
-    """Both runs against a server of moto's: undisturbed, and killed once."""
+    """Train twice against a local S3 server (moto): undisturbed, and with a kill."""
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -59,18 +63,18 @@ def serve_and_train() -> None:
     os.environ.update(settings)
     boto3.client("s3").create_bucket(Bucket="bucket")
     launch = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", "2", "--max_restarts", "1", __file__]
-    for name, more in (("undisturbed", []), ("killed", ["--trouble"])):
+    for name, flags in (("undisturbed", []), ("killed", ["--trouble"])):
         print(name, flush=True)
-        subprocess.run([*launch, "--url", f"s3://bucket/{name}", *more], check=True)
+        subprocess.run([*launch, "--url", f"s3://bucket/{name}", *flags], check=True)
     server.stop()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url")
-    parser.add_argument("--trouble", action="store_true")
-    asked = parser.parse_args()
-    if asked.url is None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="folder in a bucket, such as s3://bucket/run; default: a local server")
+    parser.add_argument("--trouble", action="store_true", help="kill a process after 13 updates")
+    args = parser.parse_args()
+    if args.url is None:
         serve_and_train()
     else:
-        train(asked.url, asked.trouble)
+        train(args.url, args.trouble)

@@ -1,7 +1,9 @@
-"""A small GPT whose blocks are spread over the ranks: `headway launch -n 2 --cpu examples/pipeline.py`.
+"""A small GPT with pipeline parallelism: its blocks are divided among the ranks.
 
-Each rank holds a run of blocks, and micro-batches pass from one rank to the next. On one process the model stays whole, and the same
-script runs. `--schedule interleaved` (or gpipe, zero_bubble, zbv; the default is 1f1b) changes the order in which they pass.
+    headway launch --cpu -n 2 examples/pipeline.py
+
+Each rank holds consecutive blocks, and micro-batches pass from one rank to the next. On one process, the same script trains the whole
+model. `--schedule interleaved` (or gpipe, zero_bubble, zbv; the default is 1f1b) changes the order of the micro-batches.
 """
 
 import argparse
@@ -22,8 +24,8 @@ class Block(nn.Module):
         self.norm_2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.attention(self.norm(x)).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
+        projections = self.attention(self.norm(x)).chunk(3, -1)
+        q, k, v = (each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in projections)
         x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
         return x + self.down(gelu(self.up(self.norm_2(x))))
 
@@ -31,21 +33,21 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, width: int = 64, num_heads: int = 4, num_blocks: int = 4, length: int = 32) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(64, width), nn.Embedding(length, width)
+        self.tokens, self.positions = nn.Embedding(64, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 64, bias=False)
-        self.head.weight = self.tokens.weight  # on the first and on the last stage; its gradients are summed
+        self.head.weight = self.tokens.weight  # shared by the first and the last stage; Headway sums its gradients
         nn.init.normal_(self.tokens.weight, std=0.1)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
-def counting(num_rows: int, length: int) -> TensorDataset:
-    """Rows that count up in steps of 1 to 4."""
+def make_counting_rows(num_rows: int, length: int) -> TensorDataset:
+    """Return rows of tokens that count up in steps of 1 to 4."""
     first, step = torch.randint(0, 64, (num_rows, 1)), torch.randint(1, 5, (num_rows, 1))
     return TensorDataset((first + step * torch.arange(length + 1)) % 64)
 
@@ -62,21 +64,22 @@ def main(arguments: list[str] | None = None) -> None:
     set_seed(1)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loader = DataLoader(counting(256, 32), batch_size=16, shuffle=True)
+    loader = DataLoader(make_counting_rows(256, 32), batch_size=16, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    def loss_of(rows: torch.Tensor) -> torch.Tensor:
+    def compute_loss(rows: torch.Tensor) -> torch.Tensor:
         return cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
     for epoch in range(args.epochs):
         for (rows,) in loader:
-            loss = accelerator.forward_backward(rows, loss_of)
+            # The schedule calls compute_loss for each micro-batch, so forward and backward are one call.
+            loss = accelerator.forward_backward(rows, compute_loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         accelerator.print(f"epoch {epoch}: loss {loss.item():.3f}")
-    here = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
-    accelerator.print(f"this rank has {here:,} of {sum(p.numel() for p in model.parameters()):,} parameters")
+    num_own = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
+    accelerator.print(f"this rank has {num_own:,} of {sum(p.numel() for p in model.parameters()):,} parameters")
     accelerator.end_training()
 
 

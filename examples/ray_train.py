@@ -1,9 +1,9 @@
-"""Ray Train starts the workers, and starts them again when one dies: the loop of any script, with three lines for Ray.
+"""Ray Train starts the workers, and restarts them if one dies. The loop is an ordinary one, with three lines for Ray.
 
     pip install 'ray[train]'
-    python ray_train.py                                  two workers, sharded over both
-    python ray_train.py --kill --name killed             kills one of them in the second epoch; the losses are the same
-    python ray_train.py --workers 4 --strategy hsdp=2
+    python examples/ray_train.py                                  two workers, sharded over both
+    python examples/ray_train.py --kill --name killed             kills one of them in the second epoch; the losses are the same
+    python examples/ray_train.py --workers 4 --strategy hsdp=2
 
 The workers do not need `headway launch`: Ray sets their environment variables and creates the process group.
 """
@@ -24,7 +24,7 @@ from headway.integrations import ray
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker runs."""
+    """Train on one worker."""
     set_seed(0)
     accelerator = Accelerator(strategy=config["strategy"], cpu=config["cpu"], project_config=ray.project())
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
@@ -34,7 +34,7 @@ def train(config: dict[str, Any]) -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     restored = ray.resume(accelerator)
-    accelerator.print(f"epochs begin after {accelerator.num_updates} updates; {restored or 'nothing to resume'}")
+    accelerator.print(f"starting after {accelerator.num_updates} updates; {restored or 'no checkpoint to resume'}")
     for epoch in accelerator.epochs(config["epochs"]):
         total = torch.zeros((), device=accelerator.device)
         for inputs, targets in loader:
@@ -52,30 +52,28 @@ def train(config: dict[str, Any]) -> None:
 
 
 def main() -> Result:
-    """Read the command line and train."""
-    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reader.add_argument("--workers", type=int, default=2)
-    reader.add_argument("--strategy", default="fsdp", help="ddp, fsdp, hsdp=2, ...")
-    reader.add_argument("--epochs", type=int, default=3)
-    reader.add_argument("--gpu", action="store_true", help="a GPU for each worker")
-    reader.add_argument(
-        "--storage", type=Path, default=Path("runs/ray"), help="a folder that every machine has mounted"
-    )
-    reader.add_argument("--name", default="example", help="a run of that name goes on where it stopped")
-    reader.add_argument("--kill", action="store_true", help="kill a worker in the second epoch")
-    asked = reader.parse_args()
+    """Read the command line, and train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--strategy", default="fsdp", help="ddp, fsdp, hsdp=2, ...")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--gpu", action="store_true", help="use a GPU for each worker")
+    parser.add_argument("--storage", type=Path, default=Path("runs/ray"), help="folder that all machines can access")
+    parser.add_argument("--name", default="example", help="name of the run; an existing run is continued")
+    parser.add_argument("--kill", action="store_true", help="kill a worker in the second epoch")
+    args = parser.parse_args()
     trainer = TorchTrainer(
         train,
         train_loop_config={
-            "strategy": asked.strategy,
-            "epochs": asked.epochs,
-            "cpu": not asked.gpu,
-            "kill": asked.kill,
+            "strategy": args.strategy,
+            "epochs": args.epochs,
+            "cpu": not args.gpu,
+            "kill": args.kill,
         },
-        scaling_config=ScalingConfig(num_workers=asked.workers, use_gpu=asked.gpu),
+        scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpu),
         run_config=RunConfig(
-            storage_path=str(asked.storage.absolute()),
-            name=asked.name,
+            storage_path=str(args.storage.absolute()),
+            name=args.name,
             failure_config=FailureConfig(max_failures=1),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
         ),

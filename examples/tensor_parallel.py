@@ -1,6 +1,8 @@
-"""A small GPT whose matrices are split across the ranks: `headway launch -n 2 --cpu examples/tensor_parallel.py`.
+"""A small GPT with tensor parallelism: its matrices are split across the ranks.
 
-The loop is the same as for one process. On one process the model stays whole. `--layout fsdp+tp=2` splits the matrices within pairs
+    headway launch --cpu -n 2 examples/tensor_parallel.py
+
+The loop is the same as for one process. On one process, the model stays whole. `--layout fsdp+tp=2` splits the matrices within pairs
 of ranks and shards the parameters across the pairs. `--sequence_parallel` splits the activations between the matrices along the
 sequence.
 """
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, TensorParallelOptions, set_seed
 
+# transformers models bring their own plan. A colwise layer splits its outputs, and the rowwise layer after it sums the parts.
 PLAN = {
     "blocks.*.attention.q": "colwise",
     "blocks.*.attention.k": "colwise",
@@ -33,7 +36,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # -1 instead of the number of heads: each rank has only some of them.
-        q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in (self.q, self.k, self.v)
+        )
         return self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
 
 
@@ -51,21 +56,21 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, width: int = 64, num_heads: int = 4, num_blocks: int = 2, length: int = 32) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(64, width), nn.Embedding(length, width)
+        self.tokens, self.positions = nn.Embedding(64, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 64, bias=False)
-        self.head.weight = self.tokens.weight  # stays one parameter
+        self.head.weight = self.tokens.weight  # remains one shared parameter
         nn.init.normal_(self.tokens.weight, std=0.1)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
-def counting(num_rows: int, length: int) -> TensorDataset:
-    """Rows that count up in steps of 1 to 4."""
+def make_counting_rows(num_rows: int, length: int) -> TensorDataset:
+    """Return rows of tokens that count up in steps of 1 to 4."""
     first, step = torch.randint(0, 64, (num_rows, 1)), torch.randint(1, 5, (num_rows, 1))
     return TensorDataset((first + step * torch.arange(length + 1)) % 64)
 
@@ -83,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     set_seed(1)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loader = DataLoader(counting(256, 32), batch_size=16, shuffle=True)
+    loader = DataLoader(make_counting_rows(256, 32), batch_size=16, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     for epoch in range(args.epochs):
@@ -95,8 +100,8 @@ def main(arguments: list[str] | None = None) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         accelerator.print(f"epoch {epoch}: loss {loss.item():.3f}")
-    cut = model.blocks[0].up.weight
-    accelerator.print(f"each rank has {tuple(getattr(cut, '_local_tensor', cut).shape)} of {tuple(cut.shape)}")
+    weight = model.blocks[0].up.weight
+    accelerator.print(f"each rank has {tuple(getattr(weight, '_local_tensor', weight).shape)} of {tuple(weight.shape)}")
     accelerator.end_training()
 
 

@@ -1,10 +1,10 @@
-"""A small byte-level GPT, trained on the Python standard library's own source files.
+"""A small byte-level GPT, trained on the source files of Python's standard library.
 
     headway launch examples/text.py                 every accelerator of this machine
     headway launch --cpu -n 2 examples/text.py      two CPU processes
 
-The held-out files are chosen by the hash of their contents. At the end the bits per held-out byte stand beside those of
-a byte-bigram model that was counted on all of the training files.
+The hash of a file's contents decides whether it is held out. At the end, the bits per held-out byte are compared with those of
+a byte-bigram model of all training files.
 """
 
 import argparse
@@ -28,9 +28,9 @@ LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packag
 
 
 def read_sources(max_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The library's files as two strings of bytes: (training, held out); a file is in one of them, whole.
+    """Return the library's files as two strings of bytes: (training, held out). Each file is in only one of them.
 
-    Every process reads the same files in the same order, that of their hashes.
+    Every process reads the same files in the same order: that of their hashes.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)]
@@ -44,7 +44,7 @@ def read_sources(max_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Chunks(Dataset):
-    """Consecutive pieces of a text: (bytes, the bytes that follow them), int64[length] each."""
+    """Consecutive chunks of a text: (bytes, the bytes that follow them), each int64[length]."""
 
     def __init__(self, text: torch.Tensor, length: int) -> None:
         self.text, self.length = text, length
@@ -57,10 +57,10 @@ class Chunks(Dataset):
         return piece[:-1], piece[1:]
 
 
-def bigram_bits(training: torch.Tensor, held_out: Chunks) -> float:
-    """Bits per byte of p(next | byte) counted on `training`, on the very bytes that the GPT is asked for.
+def measure_bigram_bits(training: torch.Tensor, held_out: Chunks) -> float:
+    """Return the bits per byte of a bigram model, counted on `training` and evaluated on the same bytes as the GPT.
 
-    Witten-Bell smoothing: after a byte that was followed by n different ones, n counts go to the plain byte frequencies,
+    Witten-Bell smoothing: if n different bytes followed a byte, n counts go to the plain byte frequencies,
     which are smoothed by adding one.
     """
     text = training.long()
@@ -68,15 +68,15 @@ def bigram_bits(training: torch.Tensor, held_out: Chunks) -> float:
     single = (torch.bincount(text, minlength=256) + 1).double()
     num_kinds = (pairs > 0).sum(1, keepdim=True).clamp(min=1)
     chances = (pairs + num_kinds * (single / single.sum())) / (pairs.sum(1, keepdim=True) + num_kinds)
-    asked = held_out.text[: len(held_out) * held_out.length + 1].long()
-    return -chances[asked[:-1], asked[1:]].log2().mean().item()
+    text = held_out.text[: len(held_out) * held_out.length + 1].long()
+    return -chances[text[:-1], text[1:]].log2().mean().item()
 
 
 # ------------------------------------------------------------------------------------------------------------ model
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each on normalized inputs and added to the stream."""
+    """Transformer block with rotary positions."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -90,21 +90,21 @@ class Block(nn.Module):
         batch, length, width = x.shape
         heads = self.query_key_value(self.before_attention(x)).view(batch, length, 3, self.num_heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             rotate(query, cos, sin), rotate(key, cos, sin), value.contiguous(), is_causal=True
         )
-        x = x + self.join(mixed.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.join(attended.transpose(1, 2).reshape(batch, length, width))
         return x + self.feed(self.before_feed(x))
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions (Su et al. 2021): turn each pair of channels by an angle that grows with the position."""
+    """Apply rotary positions (Su et al. 2021): rotate each pair of channels by an angle that grows with the position."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
 
 
 class GPT(nn.Module):
-    """int64[batch, length] bytes -> float[batch, length, 256] logits of the next byte."""
+    """Map int64[batch, length] bytes to float[batch, length, 256] logits of the next byte."""
 
     def __init__(self, width: int = 128, num_layers: int = 4, num_heads: int = 4, max_length: int = 512) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def sample(model: GPT, prompt: str, num_bytes: int, temperature: float = 0.7) -> str:
-    """The prompt and what the model writes after it."""
+    """Return the prompt with `num_bytes` generated bytes."""
     device = next(model.parameters()).device
     text = torch.tensor([list(prompt.encode())], device=device)
     for _ in range(num_bytes):
@@ -144,8 +144,8 @@ def sample(model: GPT, prompt: str, num_bytes: int, temperature: float = 0.7) ->
 # ------------------------------------------------------------------------------------------------- train and evaluate
 
 
-def micro_batches(accelerator: Accelerator, loader: DataLoader, num_updates: int):
-    """Go through the loader as often as it takes until that many updates have happened."""
+def iterate_batches(accelerator: Accelerator, loader: DataLoader, num_updates: int):
+    """Yield batches, passing over the loader until `num_updates` updates have run."""
     while accelerator.num_updates < num_updates:
         for batch in loader:
             yield batch
@@ -162,14 +162,17 @@ def train(accelerator: Accelerator, model: GPT, loader: DataLoader, args: argpar
     warm_up = max(1, args.steps // 20)
 
     def factor(update: int) -> float:
-        """Linear warm-up, then half a cosine to a twentieth; counted in updates of this run (scheduler_ticks)."""
-        done = max(0, update - warm_up) / max(1, args.steps - warm_up)
-        return min((update + 1) / warm_up, 0.525 + 0.475 * math.cos(math.pi * min(1.0, done)))
+        """Return the factor of the learning rate: linear warm-up, then a cosine to a twentieth.
+
+        `scheduler_ticks="updates"` makes the schedule count updates of this run.
+        """
+        progress = max(0, update - warm_up) / max(1, args.steps - warm_up)
+        return min((update + 1) / warm_up, 0.525 + 0.475 * math.cos(math.pi * min(1.0, progress)))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     bar = track(
-        micro_batches(accelerator, loader, args.steps), description="training",
+        iterate_batches(accelerator, loader, args.steps), description="training",
         total=args.steps * accelerator.gradient_accumulation_steps,
     )  # fmt: skip
     model.train()
@@ -188,20 +191,20 @@ def train(accelerator: Accelerator, model: GPT, loader: DataLoader, args: argpar
 
 
 @torch.no_grad()
-def held_out_bits(accelerator: Accelerator, model: GPT, loader: DataLoader) -> float:
-    """Bits per byte over all held-out chunks, each counted once whatever the number of processes."""
+def measure_held_out_bits(accelerator: Accelerator, model: GPT, loader: DataLoader) -> float:
+    """Return the bits per byte over all held-out chunks. Each chunk counts once on any number of processes."""
     model.eval()
     total, count = 0.0, 0
     for inputs, targets in track(loader, description="held-out"):
         with accelerator.autocast():
             losses = cross_entropy(model(inputs), targets, reduction="none").view_as(targets)
-        valid = losses[: loader.num_valid]  # without the rows that only fill the last round
+        valid = losses[: loader.num_valid]  # without the rows that only fill up the last batch
         total, count = total + valid.double().sum().item(), count + valid.numel()
     return accelerator.reduce_mean(total, count).item() / math.log(2)
 
 
 def reload(accelerator: Accelerator, model: GPT, folder: Path) -> GPT:
-    """Save the weights, and read them into a new model."""
+    """Save the weights, and load them into a new model."""
     accelerator.save_model(model, folder)
     fresh = GPT()
     fresh.load_state_dict(load_file(folder / "model.safetensors"))
@@ -215,8 +218,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per update (default: 2)")
     parser.add_argument("--length", type=int, default=128, help="bytes per chunk (default: 128)")
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate (default: 0.003)")
-    parser.add_argument("--max-bytes", type=int, default=4_000_000, help="of training text (default: 4 million)")
-    parser.add_argument("--mixed-precision", choices=["no", "bf16", "fp16"], help="default: as launched")
+    parser.add_argument("--max-bytes", type=int, default=4_000_000, help="bytes of training text (default: 4 million)")
+    parser.add_argument("--mixed-precision", choices=["no", "bf16", "fp16"], help="default: that of `headway launch`")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/text"), help="folder of the weights (default: runs/text)"
     )
@@ -232,7 +235,7 @@ def main() -> None:
         mixed_precision=args.mixed_precision, gradient_accumulation_steps=args.accumulate, scheduler_ticks="updates"
     )
     training, held_out = read_sources(args.max_bytes)
-    chunks, asked = Chunks(training, args.length), Chunks(held_out, args.length)
+    chunks, held_out_chunks = Chunks(training, args.length), Chunks(held_out, args.length)
     model = GPT()
     accelerator.print(
         f"GPT of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters; {len(training) / 1e6:.1f} MB of "
@@ -241,17 +244,17 @@ def main() -> None:
         f"{args.batch_size * args.accumulate * accelerator.num_processes * args.length:,} bytes"
     )
     train(accelerator, model, DataLoader(chunks, batch_size=args.batch_size, shuffle=True), args)
-    evaluation = accelerator.prepare(DataLoader(asked, batch_size=2 * args.batch_size))
-    bits = held_out_bits(accelerator, model, evaluation)
+    evaluation = accelerator.prepare(DataLoader(held_out_chunks, batch_size=2 * args.batch_size))
+    bits = measure_held_out_bits(accelerator, model, evaluation)
     fresh = reload(accelerator, model, args.out)
-    again = held_out_bits(accelerator, fresh, evaluation)
-    if bits != again:
-        raise SystemExit(f"the weights read back evaluate to {again} bits per byte, the trained ones to {bits}")
+    reloaded_bits = measure_held_out_bits(accelerator, fresh, evaluation)
+    if bits != reloaded_bits:
+        raise SystemExit(f"the weights read back evaluate to {reloaded_bits} bits per byte, the trained ones to {bits}")
     if accelerator.is_main_process:
-        bigram = bigram_bits(training, asked)
+        bigram = measure_bigram_bits(training, held_out_chunks)
         prompt = "def read(self"
         print(f"\nA sample:\n\n{sample(fresh, prompt, 250)}\n")
-        print(f"weights: {args.out / 'model.safetensors'}, read back into a new model: the same evaluation")
+        print(f"weights: {args.out / 'model.safetensors'}, read back into a new model with the same evaluation")
         print(f"held-out bits per byte: GPT {bits:.3f}, byte bigram {bigram:.3f} ({time.monotonic() - start:.0f} s)")
     accelerator.end_training()
 

@@ -1,10 +1,10 @@
-"""The Trainer on real data: scikit-learn's digits with a module of one's own, and a BERT from a config on Python's sources.
+"""The Trainer on real data: your own module on scikit-learn's digits, and a BERT from a config on Python's source files.
 
     python examples/trainer.py                            both, one after the other
     headway launch --cpu -n 2 examples/trainer.py text    the BERT, on two CPU processes
 
-The digits: a plain module and a loss function. The text: a transformers BERT guesses from 24 words of code which package of
-the standard library they are from; whole files are held out. Kill it and start it again: it goes on.
+`digits` has a plain module and a loss function. `text` has a transformers BERT that predicts from 24 words of code which package of
+the standard library they are from; whole files are held out. If you kill the script and start it again, it continues.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from headway import EarlyStoppingCallback, Trainer, TrainingArguments
 
 
 class Accuracy:
-    """Takes batches as they come, so nothing else is kept."""
+    """Metric that counts batch by batch, so that no predictions are kept."""
 
     def reset(self) -> None:
         self.num_right = self.num_seen = 0
@@ -38,7 +38,8 @@ class Accuracy:
 # ---------------------------------------------------------------------------------------------------- digits, own module
 
 
-def digits(out: Path, epochs: float) -> None:
+def train_digits(out: Path, epochs: float) -> None:
+    """Train a plain module with a loss function."""
     from sklearn.datasets import load_digits
     from torch.utils.data import TensorDataset
 
@@ -58,18 +59,18 @@ def digits(out: Path, epochs: float) -> None:
         loss_function=nn.functional.cross_entropy, compute_metrics=Accuracy(), callbacks=[EarlyStoppingCallback(3)],
     )  # fmt: skip
     trainer.train()
-    found = trainer.evaluate()
-    trainer.accelerator.print(f"digits: {found['eval_accuracy']:.3f} of {found['eval_seen']} held out right")
+    metrics = trainer.evaluate()
+    trainer.accelerator.print(f"digits: {metrics['eval_accuracy']:.3f} of {metrics['eval_seen']} held out right")
 
 
 # ------------------------------------------------------------------------------------------------ text, BERT from a config
 
 PACKAGES = ("asyncio", "email", "unittest", "multiprocessing")
-NUM_WORDS = 2048  # a word is its hash
+NUM_WORDS = 2048  # a word's token is its hash
 
 
-def snippets(length: int, most: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(training, held out) rows of words with the number of their package; a file is in one of them, whole."""
+def make_snippets(length: int, max_per_file: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return (training, held-out) rows of hashed words, labeled with the index of their package. Files are not divided."""
     root = Path(sysconfig.get_paths()["stdlib"])
     parts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for label, name in enumerate(PACKAGES):
@@ -78,14 +79,15 @@ def snippets(length: int, most: int) -> tuple[list[dict[str, Any]], list[dict[st
             tokens = [1 + zlib.crc32(word.lower().encode()) % (NUM_WORDS - 1) for word in words]
             rows = [tokens[start : start + length] for start in range(0, len(tokens), length)]
             is_held_out = hashlib.sha256(path.name.encode()).digest()[0] < 64
-            parts[is_held_out] += [{"input_ids": row, "labels": label} for row in rows[:most]]
+            parts[is_held_out] += [{"input_ids": row, "labels": label} for row in rows[:max_per_file]]
     return parts[False], parts[True]
 
 
-def text(out: Path, epochs: float, most: int) -> None:
+def train_text(out: Path, epochs: float, max_per_file: int) -> None:
+    """Train a BERT from a config."""
     from transformers import BertConfig, BertForSequenceClassification
 
-    training, held_out = snippets(24, most)
+    training, held_out = make_snippets(24, max_per_file)
     torch.manual_seed(0)
     config = BertConfig(vocab_size=NUM_WORDS, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128,
                         max_position_embeddings=24, num_labels=len(PACKAGES))  # fmt: skip
@@ -97,10 +99,10 @@ def text(out: Path, epochs: float, most: int) -> None:
     model = BertForSequenceClassification(config)
     trainer = Trainer(model, args, train_dataset=training, eval_dataset=held_out, compute_metrics=Accuracy())
     trainer.train()
-    found = trainer.evaluate()
+    metrics = trainer.evaluate()
     counts = [sum(row["labels"] == label for row in held_out) for label in range(len(PACKAGES))]
     trainer.accelerator.print(
-        f"text: {found['eval_accuracy']:.3f} of {found['eval_seen']} held out right; the largest class alone gives "
+        f"text: {metrics['eval_accuracy']:.3f} of {metrics['eval_seen']} held out right; the largest class alone gives "
         f"{max(counts) / len(held_out):.3f}"
     )
     trainer.save_model(out / "text" / "weights")
@@ -108,10 +110,10 @@ def text(out: Path, epochs: float, most: int) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", nargs="*", default=["digits", "text"], help="of digits, text (default: both)")
+    parser.add_argument("tasks", nargs="*", default=["digits", "text"], help="digits or text (default: both)")
     parser.add_argument("--out", type=Path, default=Path("runs/trainer"), help="folder (default: runs/trainer)")
     parser.add_argument("--epochs", type=float, default=4, help="default: 4")
-    parser.add_argument("--snippets", type=int, default=24, help="most of one file (default: 24)")
+    parser.add_argument("--snippets", type=int, default=24, help="maximum number of snippets per file (default: 24)")
     return parser.parse_args()
 
 
@@ -119,9 +121,9 @@ def main() -> None:
     args = parse_args()
     for task in args.tasks:
         if task == "digits":
-            digits(args.out, args.epochs)
+            train_digits(args.out, args.epochs)
         else:
-            text(args.out, args.epochs, args.snippets)
+            train_text(args.out, args.epochs, args.snippets)
 
 
 if __name__ == "__main__":

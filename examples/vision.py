@@ -15,7 +15,7 @@ from headway import Accelerator, set_seed, track
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """1,797 images, float[1, 8, 8] in 0..1, and their class: (training, 397 for evaluation)."""
+    """Return 1,797 images, float[1, 8, 8] from 0 to 1, with their classes: (1,400 for training, 397 for evaluation)."""
     digits = load_digits()
     images, classes = torch.tensor(digits.images / 16, dtype=torch.float32).unsqueeze(1), torch.tensor(digits.target)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -24,7 +24,7 @@ def read_digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def build_model() -> nn.Module:
-    # Unlike BatchNorm, GroupNorm reads no other rows, so that the result does not depend on the number of processes.
+    # Unlike BatchNorm, GroupNorm does not mix samples. So the result does not depend on the number of processes.
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.ReLU(), nn.MaxPool2d(2),
@@ -33,8 +33,8 @@ def build_model() -> nn.Module:
 
 
 @torch.no_grad()
-def accuracy(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[int, int]:
-    """(right answers, images) over the whole evaluation set, each image counted once."""
+def count_right_answers(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[int, int]:
+    """Return (right answers, images) over the whole evaluation set. Each image counts once."""
     model.eval()
     num_right, num_images = 0, 0
     for images, classes in loader:
@@ -58,7 +58,7 @@ def main() -> None:
     eval_loader = DataLoader(evaluation, batch_size=100)
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    # Counted in the updates of one process: on two the schedule ticks twice an update, and ends in the same epoch.
+    # T_max is that of one process. On two processes, the schedule advances twice per update, so it ends in the same epoch.
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs * len(train_loader))
     model, optimizer, scheduler, train_loader, eval_loader = accelerator.prepare(
         model, optimizer, scheduler, train_loader, eval_loader
@@ -74,7 +74,7 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
             bar.show(loss=loss)
-        num_right, num_images = accuracy(accelerator, model, eval_loader)
+        num_right, num_images = count_right_answers(accelerator, model, eval_loader)
         accelerator.print(f"epoch {epoch}: {num_right} of {num_images} right, {num_right / num_images:.1%}")
     accelerator.end_training()
 

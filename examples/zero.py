@@ -1,10 +1,9 @@
-"""A language model trained on the source of these examples with DeepSpeed's ZeRO. Its settings are filled in from the run.
+"""A language model trained with DeepSpeed's ZeRO stage 3. Headway fills in its settings.
 
-    pip install deepspeed
-    headway launch --cpu -n 2 examples/zero.py
+    headway launch --cpu -n 2 examples/zero.py      (pip install deepspeed)
 
-The loop is the same as for any layout. Values that DeepSpeed needs (batch sizes, accumulation, precision) are "auto" in its JSON,
-and Headway fills them in.
+The loop is the same as for any layout. Values that DeepSpeed needs (batch sizes, accumulation, precision) are "auto" in its
+configuration, and Headway fills them in. The training text is the source of these examples.
 """
 
 from pathlib import Path
@@ -28,35 +27,35 @@ SETTINGS = {
 
 
 class Model(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """A small transformer from bytes to logits of the next byte."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.tokens, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, 256)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=ids.device)
-        x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         return self.head(self.blocks(x, mask=mask, is_causal=True))
 
 
-def windows() -> torch.Tensor:
-    """The source of the example files, split into rows."""
+def read_rows() -> torch.Tensor:
+    """Return the source of the example files as rows of LENGTH bytes."""
     text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     ids = torch.tensor(list(text))
     return ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
 
 
 def main() -> float:
-    """Train for some updates; returns the last loss."""
+    """Train for UPDATES updates, and return the last loss."""
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=SETTINGS), gradient_accumulation_steps=2)
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loader = DataLoader(windows(), batch_size=4, shuffle=True)
+    loader = DataLoader(read_rows(), batch_size=4, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     loss = torch.zeros(())
     while accelerator.num_updates < UPDATES:

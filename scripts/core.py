@@ -1,8 +1,8 @@
-"""Prints what importing the Accelerator reaches: lines of code by folder. `python scripts/core.py --files` lists the files.
+"""Count the lines of code that importing the Accelerator reaches, by folder. `python scripts/core.py --files` lists the files.
 
 The closure follows every import statement, also those inside functions and those for types, and the modules that are
-named by `LazyModule("...")` or `import_module("...")`. It does not follow the registry of extensions, which is the only way
-from the core to an extension. The exit code is 1 if an extension is reached in any other way.
+named by `LazyModule("...")` or `import_module("...")`. It does not follow the registry of extensions, which is the only allowed way
+from the core to an extension. The exit code is 1 if an extension is reached in another way.
 """
 
 import ast
@@ -14,7 +14,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from scripts.lines import SOURCE, count
+from scripts.lines import SOURCE, count_lines_of_code
 
 START = "headway.accelerator"
 EXTENSIONS = (
@@ -38,12 +38,12 @@ Places = Mapping[str, Mapping[str, str]]
 
 
 def find_modules() -> dict[str, Path]:
-    """Return the file of every module of Headway by its name."""
-    found = {}
+    """Return the file of every module of Headway, by the module's name."""
+    modules = {}
     for file in SOURCE.rglob("*.py"):
-        parts = file.relative_to(SOURCE.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    return found
+        path = file.relative_to(SOURCE.parent).with_suffix("").parts
+        modules[".".join(path[:-1] if path[-1] == "__init__" else path)] = file
+    return modules
 
 
 def read_registry() -> Places:
@@ -56,12 +56,12 @@ def read_registry() -> Places:
 
 
 def find_imports(tree: ast.AST, modules: Mapping[str, object], places: Places | None = None) -> Iterator[str]:
-    """Yield the modules that a file imports, wherever in the file the import is.
+    """Yield the modules of Headway that a file imports, anywhere in the file.
 
     Args:
         tree: Syntax tree of the file.
-        modules: Modules of Headway by name. Others are left out.
-        places: Registry of extensions. Modules that the file loads through it are yielded too. None: they are not.
+        modules: Modules of Headway by name. Other modules are left out.
+        places: Registry of extensions, to also yield the modules that the file loads through it. None leaves them out.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -71,37 +71,37 @@ def find_imports(tree: ast.AST, modules: Mapping[str, object], places: Places | 
                 submodule = f"{node.module}.{name.name}"
                 yield submodule if submodule in modules else str(node.module)
         elif isinstance(node, ast.Call):
-            yield from (name for name in find_named(node, places or {}) if name in modules)
+            yield from (name for name in find_named_modules(node, places or {}) if name in modules)
 
 
-def find_named(call: ast.Call, places: Places) -> Iterator[str]:
+def find_named_modules(call: ast.Call, places: Places) -> Iterator[str]:
     """Yield the modules that a call names: `LazyModule("...")`, `import_module("...")` or `extensions.load(kind, word)`.
 
-    A word that is not a literal can be any word of its kind.
+    If the word is not a literal, all words of its kind are possible.
     """
-    called = ast.unparse(call.func)
-    given = [each.value if isinstance(each, ast.Constant) else None for each in call.args]
-    if called.rpartition(".")[2] in ("LazyModule", "import_module") and given and isinstance(given[0], str):
-        yield given[0].partition(":")[0]
-    elif called == "extensions.load" and len(given) == 2:
-        words = places.get(str(given[0]), {})
-        named = words.values() if given[1] is None else [words.get(str(given[1]), "")]
-        yield from (place.partition(":")[0] for place in named)
+    function = ast.unparse(call.func)
+    arguments = [argument.value if isinstance(argument, ast.Constant) else None for argument in call.args]
+    if function.rpartition(".")[2] in ("LazyModule", "import_module") and arguments and isinstance(arguments[0], str):
+        yield arguments[0].partition(":")[0]
+    elif function == "extensions.load" and len(arguments) == 2:
+        words = places.get(str(arguments[0]), {})
+        loaded = words.values() if arguments[1] is None else [words.get(str(arguments[1]), "")]
+        yield from (place.partition(":")[0] for place in loaded)
 
 
 def find_closure(start: str = START) -> set[str]:
     """Return the modules that are reached from `start`, with the packages that contain them."""
     modules = find_modules()
     reached: set[str] = set()
-    waiting = [start]
-    while waiting:
-        name = waiting.pop()
+    pending = [start]
+    while pending:
+        name = pending.pop()
         if name in reached or name not in modules:
             continue
         reached.add(name)
-        waiting += find_imports(ast.parse(modules[name].read_text()), modules)
+        pending += find_imports(ast.parse(modules[name].read_text()), modules)
         if "." in name:
-            waiting.append(name.rpartition(".")[0])
+            pending.append(name.rpartition(".")[0])
     return reached
 
 
@@ -109,7 +109,7 @@ def find_leaks(reached: Iterable[str]) -> list[str]:
     """Return the imports from the core to an extension, each as "importer -> imported".
 
     Args:
-        reached: Modules whose imports are checked. Modules of extensions are left out.
+        reached: Names of the modules whose imports are checked. Modules of extensions are left out.
     """
     modules = find_modules()
     return sorted(
@@ -131,25 +131,25 @@ def is_extension(module: str) -> bool:
 def count_lines(reached: Iterable[str]) -> dict[str, int]:
     """Return the lines of code of each module."""
     modules = find_modules()
-    return {name: count(modules[name].read_text()) for name in reached}
+    return {name: count_lines_of_code(modules[name].read_text()) for name in reached}
 
 
 def main() -> None:
-    """Print the table, and the imports that lead to an extension."""
+    """Print the lines and files of each folder, and all imports from the core to an extension."""
     modules, reached = find_modules(), find_closure()
     lines: Counter[str] = Counter()
     files: Counter[str] = Counter()
-    for name, number in count_lines(reached).items():
+    for name, num_lines in count_lines(reached).items():
         top = modules[name].relative_to(SOURCE).parts[0]
-        lines[top] += number
+        lines[top] += num_lines
         files[top] += 1
-    for top, number in lines.most_common():
-        print(f"{number:7,}  {files[top]:4}  {top}")
-    print(f"{lines.total():7,}  {files.total():4}  of {len(modules)} files are reached from {START}")
+    for top, num_lines in lines.most_common():
+        print(f"{num_lines:7,}  {files[top]:4}  {top}")
+    print(f"{lines.total():7,}  {files.total():4}  in total: of {len(modules)} files, those that importing {START} reaches")
     if "--files" in sys.argv:
         print("\n".join(sorted(reached)))
     leaks = find_leaks(reached)
-    print("\n".join(["extensions are reached:", *leaks]) if leaks else "no extension is reached")
+    print("\n".join(["the core imports extensions:", *leaks]) if leaks else "the core imports no extension")
     sys.exit(bool(leaks))
 
 

@@ -1,7 +1,7 @@
-"""Add llms.txt and one Markdown file per page to the built site, so that assistants can answer from the documentation.
+"""Add llms.txt and one Markdown file per page to the built site, so that AI assistants can answer from the documentation.
 
-`make docs` runs it after the site is built. llms.txt has the form that llmstxt.org proposes: a title, a summary, and links by
-group. Directives of the reference are replaced by signatures and docstrings, which are read without importing anything.
+`make docs` runs this script after it has built the site. llms.txt has the form of llmstxt.org: a title, a summary, and links by
+group. mkdocstrings directives are replaced by signatures and docstrings, which are read from the source without importing it.
 """
 
 import ast
@@ -17,14 +17,14 @@ _SUMMARY = re.compile(r"# Headway\n\n(.*?)\n\n", re.DOTALL)
 
 
 def find_definition(dotted: str) -> ast.Module | ast.ClassDef | ast.FunctionDef | None:
-    """Return the syntax tree of a module, or of a class or function in one. None if the name is an alias."""
+    """Return the syntax tree of a module, class or function, given its dotted name. None if the name is an alias."""
     path = pages.ROOT / "src" / Path(*dotted.split(".")).with_suffix(".py")
     if path.exists():
         return ast.parse(path.read_text())
     module, _, name = dotted.rpartition(".")
     tree = ast.parse((pages.ROOT / "src" / Path(*module.split(".")).with_suffix(".py")).read_text())
-    named = [each for each in tree.body if isinstance(each, ast.ClassDef | ast.FunctionDef) and each.name == name]
-    return named[-1] if named else None  # overloads come first
+    definitions = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name]
+    return definitions[-1] if definitions else None  # overloads come first
 
 
 def render_definition(node: ast.Module | ast.ClassDef | ast.FunctionDef, name: str) -> str:
@@ -63,11 +63,11 @@ def render_llms(reference: list[str]) -> str:
     """Return the text of llms.txt.
 
     Args:
-        reference: Paths of the pages of the reference.
+        reference: Paths of the reference pages.
     """
-    found = _SUMMARY.search((navigation.DOCS / "index.md").read_text())
-    assert found is not None, "docs/index.md begins with a title and a summary"
-    lines = ["# Headway", "", "> " + " ".join(found[1].split()), ""]
+    summary = _SUMMARY.search((navigation.DOCS / "index.md").read_text())
+    assert summary is not None, "docs/index.md must begin with a title and a summary"
+    lines = ["# Headway", "", "> " + " ".join(summary[1].split()), ""]
     for group in navigation.read_groups():
         lines += [f"## {group.title}", ""]
         lines += [

@@ -12,8 +12,8 @@ import yaml
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SOURCE = DOCS / "navigation.yml"
-MOST_AT_FIRST_SIGHT = 7
-"""Largest number of pages that a group shows before its `more`."""
+MAX_PAGES_SHOWN = 7
+"""Largest number of pages that a group lists before the others, which appear under "More"."""
 MARKERS = {"index.md": ("<!-- pages -->", "<!-- /pages -->"), "site.yml": ("  # <pages>", "  # </pages>")}
 """Start and end of the generated part, by file."""
 
@@ -50,7 +50,7 @@ def render_index(groups: list[Group]) -> str:
     """Return the Markdown list of all pages, by group."""
     parts = []
     for group in groups:
-        # After a title's colon follows what the description says, too.
+        # The part of a title after its colon would repeat the description.
         lines = [f"- [{read_title(page).partition(':')[0]}]({page}): {text}" for page, text in group.pages.items()]
         if group.more:
             lines.append("- More: " + ", ".join(f"[{read_title(page)}]({page})" for page in group.more) + ".")
@@ -77,12 +77,12 @@ def replace_marked(name: str, content: str) -> str:
         ValueError: If the file has no markers.
     """
     start, end = MARKERS[name]
-    before, found, rest = (DOCS / name).read_text().partition(start)
-    _, closed, after = rest.partition(end)
-    if not (found and closed):
+    before, found_start, rest = (DOCS / name).read_text().partition(start)
+    _, found_end, after = rest.partition(end)
+    if not (found_start and found_end):
         raise ValueError(f"docs/{name} needs the markers {start} and {end}")
-    gap = "\n" if name.endswith(".yml") else "\n\n"
-    return f"{before}{start}{gap}{content}{gap}{end}{after}"
+    separator = "\n" if name.endswith(".yml") else "\n\n"
+    return f"{before}{start}{separator}{content}{separator}{end}{after}"
 
 
 def render() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Run the notebooks of examples/notebooks and store their outputs in them: `python scripts/notebooks.py --write [NAME...]`.
 
 Without `--write`, print what differs from the stored outputs. The suite compares them in the same way
-(`tests/docs/test_notebooks.py`). Of images, only the number is compared. Two tags of a cell say what else is not compared:
+(`tests/docs/test_notebooks.py`). Only the number of images is compared. Two tags of a cell leave out more:
 `numbers-vary` (numbers, and how often a list repeats an item) and `text-varies` (the text).
 """
 
@@ -33,10 +33,10 @@ _REPEATED = re.compile(r"(\([^()]*\)|\S+)(?:, \1)+")
 def run_notebook(path: Path, folder: Path) -> Any:
     """Execute a notebook from its first cell to its last and return it with its outputs, without stderr.
 
-    On stderr are progress bars, and warnings of libraries with paths of this machine.
+    stderr has progress bars, and library warnings with paths of this machine.
 
     Args:
-        path: File of the notebook, which is left as it is.
+        path: File of the notebook. It is not changed.
         folder: Working directory of the notebook.
     """
     notebook = nbformat.read(path, as_version=4)
@@ -46,7 +46,7 @@ def run_notebook(path: Path, folder: Path) -> Any:
     notebook.metadata = nbformat.from_dict(metadata)  # the kernel adds the version of this Python
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = _join_streams([each for each in cell.outputs if each.get("name") != "stderr"])
+            cell.outputs = _join_streams([output for output in cell.outputs if output.get("name") != "stderr"])
     return notebook
 
 
@@ -65,7 +65,7 @@ def _join_streams(outputs: list[Any]) -> list[Any]:
 def describe_outputs(notebook: Any) -> list[str]:
     """Return the outputs of a notebook as lines of text, without what may differ between two runs."""
     lines = []
-    for cell in (each for each in notebook.cells if each.cell_type == "code"):
+    for cell in (candidate for candidate in notebook.cells if candidate.cell_type == "code"):
         lines.append(f"cell {cell.id}:")
         for output in cell.outputs:
             tags = cell.metadata.get("tags", ())
@@ -79,15 +79,15 @@ def describe_outputs(notebook: Any) -> list[str]:
     return lines
 
 
-def compare_outputs(stored: Any, found: Any) -> str:
-    """Return the lines in which the outputs of two versions of a notebook differ, as a diff. Empty: none.
+def compare_outputs(stored: Any, new: Any) -> str:
+    """Return the lines in which the outputs of two versions of a notebook differ, as a diff, or "" if they are equal.
 
     Args:
-        stored: Notebook with the outputs that are kept.
-        found: Notebook that has just been executed.
+        stored: Notebook with the stored outputs.
+        new: Notebook that has just been executed.
     """
     return "\n".join(
-        difflib.unified_diff(describe_outputs(stored), describe_outputs(found), "stored", "found", lineterm="")
+        difflib.unified_diff(describe_outputs(stored), describe_outputs(new), "stored", "new", lineterm="")
     )
 
 
@@ -101,12 +101,12 @@ def main() -> None:
     has_changed = False
     for path in [FOLDER / f"{name}.ipynb" for name in arguments.names] or sorted(FOLDER.glob("*.ipynb")):
         with tempfile.TemporaryDirectory() as folder:
-            found = run_notebook(path, Path(folder))
-        if changes := compare_outputs(nbformat.read(path, as_version=4), found):
+            executed = run_notebook(path, Path(folder))
+        if changes := compare_outputs(nbformat.read(path, as_version=4), executed):
             has_changed = True
             print(path.name, changes, sep="\n")
         if arguments.write:
-            nbformat.write(found, path)
+            nbformat.write(executed, path)
     sys.exit(has_changed and not arguments.write)
 
 

@@ -1,7 +1,7 @@
-"""Writes the table of docs/optimizers.md: the optimizers of pytorch_optimizer under each layout, as measured.
+"""Write the table of docs/optimizers.md: the measured result of each optimizer of pytorch_optimizer under each layout.
 
-`python scripts/optimizers.py --write [folder]` runs every optimizer by hand and under each layout. Rows that the folder has
-from an earlier run are not run again.
+`python scripts/optimizers.py --write [folder]` runs every optimizer in a plain loop and under each layout. Rows that the folder has
+from an earlier run are not run again. `--table folder` only prints the table from the folder's rows.
 """
 
 import sys
@@ -16,18 +16,20 @@ sys.path.insert(0, str(ROOT))
 
 
 def make_table(folder: Path) -> str:
-    """Return the table from the rows in a folder."""
+    """Return the Markdown table of the rows in a folder."""
     from tests.distributed.optimizer_table import CHANGED, LAYOUTS, UPDATES, judge, list_names, read_rows
 
     def read(layout: str) -> dict[str, object]:
         log = folder / f"rows_{layout}.jsonl"
         return read_rows(log) if log.exists() else {}
 
-    expected, changed, found = read("hand"), read(CHANGED), {layout: read(layout) for layout in LAYOUTS}
-    shown = [layout for layout in LAYOUTS if found[layout]]
+    expected, changed, measured = read("hand"), read(CHANGED), {layout: read(layout) for layout in LAYOUTS}
+    shown = [layout for layout in LAYOUTS if measured[layout]]
     cells = {
         layout: {
-            name: judge(expected[name], changed[name], found[layout][name]) if name in found[layout] else "not measured"
+            name: judge(expected[name], changed[name], measured[layout][name])
+            if name in measured[layout]
+            else "not measured"
             for name in list_names()
         }
         for layout in shown
@@ -64,13 +66,13 @@ if __name__ == "__main__":
     from tests.distributed.optimizer_table import CHANGED, LAYOUTS, list_names, run_layout
 
     if sys.argv[1:2] == ["--table"]:
-        chosen = Path(sys.argv[2])
+        folder = Path(sys.argv[2])
     else:
-        chosen = Path(sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp())
-        chosen.mkdir(parents=True, exist_ok=True)
-        for each in (None, CHANGED, *LAYOUTS):
-            run_layout(list_names(), each, chosen / f"rows_{each or 'hand'}.jsonl")
-    table = make_table(chosen)
+        folder = Path(sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp())
+        folder.mkdir(parents=True, exist_ok=True)
+        for layout in (None, CHANGED, *LAYOUTS):
+            run_layout(list_names(), layout, folder / f"rows_{layout or 'hand'}.jsonl")
+    table = make_table(folder)
     if "--write" in sys.argv:
         before, _, rest = PAGE.read_text().partition(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")

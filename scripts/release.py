@@ -1,11 +1,11 @@
-"""Build the source archive and from it the wheel, into dist/, and check both in an empty environment.
+"""Build the source archive, and the wheel from it, into dist/, and check both in an empty environment.
 
 `python scripts/release.py [--url URL] [--tag]`. URL is the address of the repository, which a checkout does not know.
 With it, README's links are absolute and the metadata names the project's pages. The archives contain what git tracks.
-The packages that Headway needs are taken from the environment that runs this script.
+Headway's dependencies are taken from the environment that runs this script.
 
-`--tag` adds the annotated tag `v<version>` to the current commit after all checks have passed, or checks the tag that
-is there. It never pushes.
+`--tag` adds the annotated tag `v<version>` to the current commit after all checks have passed, or checks an existing tag.
+It never pushes.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)]+)\)")
-_EXTRAS = {"cuda", "trackers", "plots", "deepspeed", "s3"}  # that pages name
+_EXTRAS = {"cuda", "trackers", "plots", "deepspeed", "s3"}  # extras that the documentation mentions
 _BACKEND = "import sys, setuptools.build_meta as backend; getattr(backend, sys.argv[1])(sys.argv[2])"
 _TRAINS = """
 import torch, headway
@@ -44,7 +44,7 @@ def version() -> str:
 def with_absolute_links(text: str, url: str) -> str:
     """Return a page whose links to files of the repository are absolute, at the tag of this version."""
     kinds = {"": "blob", "!": "raw"}
-    return _LINK.sub(lambda at: f"{at[1]}[{at[2]}]({url}/{kinds[at[1]]}/v{version()}/{at[3]})", text)
+    return _LINK.sub(lambda link: f"{link[1]}[{link[2]}]({url}/{kinds[link[1]]}/v{version()}/{link[3]})", text)
 
 
 def build(target: Path, url: str | None) -> tuple[Path, Path]:
@@ -79,13 +79,15 @@ def _run_backend(hook: str, tree: Path, target: Path) -> None:
 def check_contents(wheel: Path) -> Message:
     """Compare the wheel with the source, file by file, check its metadata, and return the metadata."""
     with zipfile.ZipFile(wheel) as file:
-        beside = f"headway-{version()}.dist-info/"
-        held = {name for name in file.namelist() if not name.startswith(beside)}
-        about = Parser().parsestr(file.read(f"{beside}METADATA").decode())
+        info = f"headway-{version()}.dist-info/"
+        contained = {name for name in file.namelist() if not name.startswith(info)}
+        metadata = Parser().parsestr(file.read(f"{info}METADATA").decode())
     package = ROOT / "src"
-    wanted = {str(each.relative_to(package)) for each in package.rglob("*") if each.is_file()}
-    wanted = {name for name in wanted if "__pycache__/" not in name and ".egg-info/" not in name}
-    assert held == wanted, f"the wheel lacks {sorted(wanted - held)}, and should not hold {sorted(held - wanted)}"
+    expected = {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()}
+    expected = {name for name in expected if "__pycache__/" not in name and ".egg-info/" not in name}
+    assert contained == expected, (
+        f"the wheel lacks {sorted(expected - contained)}, and must not contain {sorted(contained - expected)}"
+    )
     for field in (
         "Author",
         "Keywords",
@@ -94,24 +96,26 @@ def check_contents(wheel: Path) -> Message:
         "Description-Content-Type",
         "Requires-Python",
     ):
-        assert about[field], f"the metadata has no {field}"
-    assert about["Version"] == version()
-    extras = set(about.get_all("Provides-Extra") or ())
+        assert metadata[field], f"the metadata has no {field}"
+    assert metadata["Version"] == version()
+    extras = set(metadata.get_all("Provides-Extra") or ())
     assert extras >= _EXTRAS, f"the metadata lacks the extras {sorted(_EXTRAS - extras)}"
-    return about
+    return metadata
 
 
 def check_in_an_empty_environment(archive: Path) -> None:
-    """Install the wheel, or the source archive, alone; run the command and a step of training far from this checkout."""
+    """Install only the wheel or the source archive, then run the command and a training step outside of this checkout."""
     with tempfile.TemporaryDirectory() as folder:
         venv = Path(folder) / "venv"
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
         python = venv / "bin/python"
-        # The lent one builds; what venv brings is too old for pyproject.toml.
+        # The setuptools of this script's environment builds; the one of venv is too old for pyproject.toml.
         subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"], check=True)
         (site,) = venv.glob("lib/python*/site-packages")
-        lent = [path for path in sys.path if path.endswith("site-packages")]  # their own .pth files are not followed
-        (site / "lent.pth").write_text("\n".join(lent) + "\n")
+        shared = [
+            path for path in sys.path if path.endswith("site-packages")
+        ]  # Python does not follow their .pth files
+        (site / "shared.pth").write_text("\n".join(shared) + "\n")
         options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed"]
         subprocess.run([python, "-m", "pip", "install", *options, archive], check=True)
         for command in (
@@ -120,16 +124,16 @@ def check_in_an_empty_environment(archive: Path) -> None:
             [venv / "bin/headway", "launch", "--help"],
             [python, "-m", "headway", "completion", "bash"],
         ):
-            # Isolated from PYTHONPATH, which may name this checkout.
+            # Without PYTHONPATH, which may contain this checkout.
             environment = {"PATH": f"{venv}/bin:/usr/bin:/bin", "HOME": folder}
-            told = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-            assert told.returncode == 0, f"{command}: {told.stderr}"
+            finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+            assert finished.returncode == 0, f"{command}: {finished.stderr}"
 
 
 def run_git(root: Path, *arguments: str) -> str:
     """Run git in a repository and return its output without the last line break."""
-    ran = subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=True, text=True)
-    return ran.stdout.rstrip("\n")
+    finished = subprocess.run(["git", *arguments], cwd=root, capture_output=True, check=True, text=True)
+    return finished.stdout.rstrip("\n")
 
 
 def check_ready_for_tag(root: Path = ROOT) -> None:
@@ -150,13 +154,13 @@ def check_ready_for_tag(root: Path = ROOT) -> None:
         return
     if run_git(root, "cat-file", "-t", name) != "tag":
         sys.exit(f"{name} is a lightweight tag; delete it (git tag -d {name}), and run this again")
-    tagged, here = (run_git(root, "rev-parse", f"{each}^{{commit}}") for each in (name, "HEAD"))
-    if tagged != here:
-        sys.exit(f"{name} is at {tagged[:10]} and not at the current commit {here[:10]}; a released tag never moves")
+    tagged, current = (run_git(root, "rev-parse", f"{revision}^{{commit}}") for revision in (name, "HEAD"))
+    if tagged != current:
+        sys.exit(f"{name} is at {tagged[:10]} and not at the current commit {current[:10]}; a released tag never moves")
 
 
 def add_tag(root: Path = ROOT) -> str:
-    """Add the annotated tag of this version to the current commit, if it is not there, and return its name."""
+    """Add the annotated tag of this version to the current commit if it does not exist, and return its name."""
     name = f"v{version()}"
     if not run_git(root, "tag", "--list", name):
         run_git(root, "tag", "--annotate", name, "--message", f"Headway {version()}")
@@ -174,12 +178,12 @@ def main() -> None:
         check_ready_for_tag()
     wheel, archive = build(ROOT / "dist", url)
     check_contents(wheel)
-    for each in (wheel, archive):
-        check_in_an_empty_environment(each)
+    for distribution in (wheel, archive):
+        check_in_an_empty_environment(distribution)
     print(f"{wheel}\n{archive}")
     if arguments.tag:
         name = add_tag()
-        print(f"tag {name} is on this commit; publish it with: git push origin {name}")
+        print(f"tag {name} is on the current commit; publish it with: git push origin {name}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 python scripts/terminal_picture.py docs/images/verify.svg FOLDER headway verify train.py
 
-The command runs in FOLDER under a pseudo-terminal, as if a person had typed it. The picture needs no font or script from
-elsewhere.
+The command runs in FOLDER under a pseudo-terminal, as if a person had typed it. The picture needs no external font or
+script.
 """
 
 import argparse
@@ -20,26 +20,26 @@ TEXT, BACKGROUND, BAR = "#cdd9e5", "#1c2128", "#2d333b"
 WIDTH, HEIGHT, MARGIN, TOP = 7.85, 19, 16, 44
 """Width of a character, height of a line, and the margins around the text, in pixels."""
 SKIPPED = ("headway: running ",)
-"""Beginnings of lines that are left out: they report progress while the command runs."""
+"""Prefixes of lines that are left out, because they only report progress."""
 _CODE = re.compile(r"\033\[(\d*)m")
 
 
 def run_command(command: list[str], folder: str) -> str:
     """Run a command under a pseudo-terminal, and return its output."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    parts = []
+    parent, child = pty.openpty()
+    process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=child, stderr=child)
+    os.close(child)
+    chunks = []
     while True:
         try:
-            part = os.read(ours, 65536)
+            chunk = os.read(parent, 65536)
         except OSError:  # Linux reports the end of a pseudo-terminal as an error
             break
-        if not part:
+        if not chunk:
             break
-        parts.append(part)
+        chunks.append(chunk)
     process.wait()
-    return b"".join(parts).decode().replace("\r\n", "\n")
+    return b"".join(chunks).decode().replace("\r\n", "\n")
 
 
 def draw(title: str, lines: list[str]) -> str:
@@ -63,24 +63,24 @@ def draw(title: str, lines: list[str]) -> str:
         f'<g font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,monospace" font-size="13" fill="{TEXT}">',
     ]
     for number, line in enumerate(lines):
-        place = f'x="{MARGIN}" y="{TOP + number * HEIGHT + 4}"'
+        position = f'x="{MARGIN}" y="{TOP + number * HEIGHT + 4}"'
         length = f'textLength="{len(_CODE.sub("", line)) * WIDTH:.1f}"' if line else ""
-        parts.append(f'<text {place} {length} xml:space="preserve">{_color(line)}</text>')
+        parts.append(f'<text {position} {length} xml:space="preserve">{_color(line)}</text>')
     return "\n".join([*parts, "</g>", "</svg>", ""])
 
 
 def _color(line: str) -> str:
     """Return a line as SVG, with a colored span for each ANSI color."""
     plain, *rest = _CODE.split(line)
-    made = [escape(plain)]
+    spans = [escape(plain)]
     for code, text in zip(rest[::2], rest[1::2], strict=True):
         color = COLORS.get(code)
-        made.append(f'<tspan fill="{color}">{escape(text)}</tspan>' if color and text else escape(text))
-    return "".join(made)
+        spans.append(f'<tspan fill="{color}">{escape(text)}</tspan>' if color and text else escape(text))
+    return "".join(spans)
 
 
 def main() -> None:
-    """Run the command and write the picture."""
+    """Run the command, and write the picture of its output."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", type=Path)
     parser.add_argument("folder", help="folder in which the command runs")

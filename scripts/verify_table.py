@@ -1,7 +1,7 @@
-"""Write the table of examples in docs/verify.md: the verdict of each proof of `headway verify` on each script.
+"""Write the table of docs/verify.md: the verdict of each proof of `headway verify` on each example script.
 
-`python scripts/verify_table.py` verifies all scripts and prints the table; `--write` writes it into the page. With names of
-scripts, only their rows are made, and the other rows of the page are kept.
+`python scripts/verify_table.py` verifies all scripts and prints the table; `--write` writes it into the page. With names of scripts,
+only their rows are measured, and the page's other rows are kept.
 """
 
 import argparse
@@ -31,12 +31,12 @@ WORDS = {"PASS": "pass", "FAIL": "**fail**", "NOT CHECKED": "-"}
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one row.
+    """Result of verifying one script.
 
     Attributes:
-        verdicts: Verdicts in the order of the table; empty if the script could not be verified.
+        verdicts: Verdicts in the order of the table's columns; empty if the script could not be verified.
         error: Reason why the script could not be verified, or "".
-        seconds: Duration.
+        seconds: Duration of the verification.
     """
 
     verdicts: list[Verdict]
@@ -46,11 +46,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Row:
-    """Script of the table.
+    """One script of the table.
 
     Attributes:
         script: Path in the repository.
-        flags: Flags of `headway verify`, which stand before the script.
+        flags: Flags of `headway verify`, which precede the script.
         args: Arguments of the script.
     """
 
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def command(self) -> str:
-        """The flags, the name of the script and its arguments, as one types them."""
+        """The flags, the path of the script and its arguments, as on a command line."""
         return " ".join((*self.flags, self.script, *self.args))
 
 
@@ -115,22 +115,22 @@ def verify(row: Row, servers: list[ForkServer], time_limit: float) -> Result:
         time_limit: Seconds that each run of the script may take.
     """
     names = {"--as": "run_as", "--strategy": "strategy", "-n": "num_processes"}
-    given: dict[str, str | None] = dict.fromkeys(str(each.name) for each in make_setting_options())
-    given |= {names[flag]: value for flag, value in zip(row.flags[::2], row.flags[1::2], strict=True)}
-    began = time.monotonic()
-    options = make_options(str(ROOT / row.script), row.args, time_limit=time_limit, **{**given, "cpu": True})
+    settings: dict[str, str | None] = dict.fromkeys(str(option.name) for option in make_setting_options())
+    settings |= {names[flag]: value for flag, value in zip(row.flags[::2], row.flags[1::2], strict=True)}
+    start = time.monotonic()
+    options = make_options(str(ROOT / row.script), row.args, time_limit=time_limit, **{**settings, "cpu": True})
     try:
         with VerifySession(read_options(options), lambda name: None, servers) as session:
             runs = session.run()
             verdicts = [FUNCTIONS[word](runs) for word in PROOFS]
     except HeadwayError as error:
-        return Result([], str(error), time.monotonic() - began)
-    return Result(verdicts, "", time.monotonic() - began)
+        return Result([], str(error), time.monotonic() - start)
+    return Result(verdicts, "", time.monotonic() - start)
 
 
 def format_row(row: Row, result: Result) -> str:
     """Return the line of the table for a row."""
-    cells = [WORDS[each.status] for each in result.verdicts] or ["?"] * len(PROOFS)
+    cells = [WORDS[verdict.status] for verdict in result.verdicts] or ["?"] * len(PROOFS)
     return f"| `{row.command}` | {' | '.join(cells)} |"
 
 
@@ -139,18 +139,18 @@ def format_table(lines: dict[str, str], seconds: list[float]) -> str:
 
     Args:
         lines: Line of each row, by its command.
-        seconds: Durations of the rows that were made now.
+        seconds: Durations of the rows that were measured now.
     """
     body = [lines[row.command] for row in ROWS if row.command in lines]
-    heads = [word.replace("_", " ") for word in PROOFS]
+    columns = [word.replace("_", " ") for word in PROOFS]
     counts = {word: sum(line.count(f"| {word} ") for line in body) for word in WORDS.values()}
-    about = (
+    summary = (
         f"{counts['pass']} proofs pass, {counts['**fail**']} fail, and {counts['-']} (`-`) are not checked. "
         f"{datetime.date.today()}, {os.cpu_count()} CPU cores, "
         f"{_round(sorted(seconds)[len(seconds) // 2])} s per script in the median, "
         f"with a load average of {os.getloadavg()[0]:.0f}."
     )
-    return "\n".join([f"| script | {' | '.join(heads)} |", "|---" * (len(PROOFS) + 1) + "|", *body, "", about])
+    return "\n".join([f"| script | {' | '.join(columns)} |", "|---" * (len(PROOFS) + 1) + "|", *body, "", summary])
 
 
 def _round(seconds: float) -> int:
@@ -160,36 +160,35 @@ def _round(seconds: float) -> int:
 def read_lines(page: str) -> dict[str, str]:
     """Return the lines of the page's table, by command."""
     block = page.partition(BEGIN)[2].partition(END)[0]
-    return {found[1]: found[0] for found in re.finditer(r"^\| `([^`]+)` \|.*$", block, re.MULTILINE)}
+    return {match[1]: match[0] for match in re.finditer(r"^\| `([^`]+)` \|.*$", block, re.MULTILINE)}
 
 
 def main() -> None:
     """Verify the scripts, and print or write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="parts of the commands of the rows to make; default: all rows")
+    parser.add_argument("names", nargs="*", help="parts of the commands of the rows to measure; default: all rows")
     parser.add_argument("--write", action="store_true", help="write the table into docs/verify.md")
     parser.add_argument("--jobs", type=int, default=1, help="scripts to verify at the same time")
     parser.add_argument("--time_limit", type=int, default=60, help="seconds that each run of a script may take")
     args = parser.parse_args()
-    chosen = [row for row in ROWS if not args.names or any(name in row.command for name in args.names)]
+    rows = [row for row in ROWS if not args.names or any(name in row.command for name in args.names)]
     page = PAGE.read_text()
     lines, seconds = read_lines(page), []
     servers = [ForkServer(), ForkServer()]
-    here = os.getcwd()
+    working_folder = os.getcwd()
     with tempfile.TemporaryDirectory(prefix="verify_table_") as folder, ThreadPoolExecutor(args.jobs) as pool:
-        os.chdir(folder)  # the working folder of the scripts is a copy of the current one
-        for row, result in zip(
-            chosen, pool.map(lambda row: verify(row, servers, args.time_limit), chosen), strict=True
-        ):
+        os.chdir(folder)  # each script runs in a copy of the current folder
+        for row, result in zip(rows, pool.map(lambda row: verify(row, servers, args.time_limit), rows), strict=True):
             lines[row.command] = format_row(row, result)
             seconds.append(result.seconds)
             print(lines[row.command], f"{result.seconds:.0f} s", flush=True)
-            for each in result.verdicts:
-                if each.status != "PASS":
-                    print(f"    {each.status} {each.key}: {each.reason}", *each.details, sep="\n        ", flush=True)
+            for verdict in result.verdicts:
+                if verdict.status != "PASS":
+                    line = f"    {verdict.status} {verdict.key}: {verdict.reason}"
+                    print(line, *verdict.details, sep="\n        ", flush=True)
             for line in result.error.splitlines():
                 print(f"    {line}", flush=True)
-        os.chdir(here)
+        os.chdir(working_folder)
     for server in servers:
         server.close()
     table = format_table(lines, seconds)

@@ -1,7 +1,7 @@
-"""Puts the built site beside those of earlier versions: `python scripts/versions.py SITES NAME` copies build/site to SITES/NAME.
+"""Add the built site to the sites of earlier versions: `python scripts/versions.py SITES NAME` copies build/site to SITES/NAME.
 
-SITES is what is served. Its front page leads to the newest release, or to the only site; `versions.json` is what the site's menu of
-versions reads, in the format of mike.
+SITES is the folder that a web server serves. Its front page redirects to the newest release, or to the only site. The site's menu of
+versions reads `versions.json`, which has the format of mike.
 """
 
 import json
@@ -13,20 +13,21 @@ from pathlib import Path
 SITE = Path(__file__).resolve().parent.parent / "build" / "site"
 
 
-def _order(name: str) -> tuple[bool, list[int]]:
+def _make_sort_key(name: str) -> tuple[bool, list[int]]:
+    """Sort releases by their numbers, after all names that are not releases."""
     return bool(re.match(r"\d", name)), [int(number) for number in re.findall(r"\d+", name)]
 
 
 def publish(site: Path, sites: Path, name: str) -> str:
-    """Copy the site, and return the version that the front page leads to."""
+    """Copy the site, update the list of versions, and return the version that the front page redirects to."""
     shutil.rmtree(sites / name, ignore_errors=True)
     shutil.copytree(site, sites / name)
-    found = sorted((each.parent.name for each in sites.glob("*/index.html")), key=_order, reverse=True)
-    listed = [{"version": each, "title": each, "aliases": []} for each in found]
-    (sites / "versions.json").write_text(json.dumps(listed, indent=1))
-    (sites / "index.html").write_text(f'<meta http-equiv="refresh" content="0; url={found[0]}/index.html">\n')
+    versions = sorted((page.parent.name for page in sites.glob("*/index.html")), key=_make_sort_key, reverse=True)
+    entries = [{"version": version, "title": version, "aliases": []} for version in versions]
+    (sites / "versions.json").write_text(json.dumps(entries, indent=1))
+    (sites / "index.html").write_text(f'<meta http-equiv="refresh" content="0; url={versions[0]}/index.html">\n')
     (sites / ".nojekyll").touch()
-    return found[0]
+    return versions[0]
 
 
 if __name__ == "__main__":

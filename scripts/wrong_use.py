@@ -22,7 +22,7 @@ results. The message column quotes a part of the message. `python scripts/wrong_
 """
 
 
-def page() -> str:
+def render_page() -> str:
     """Return the text of the page."""
     sys.path.insert(0, str(ROOT))
     from tests.wrong_use.table import SECTIONS
@@ -66,6 +66,6 @@ def _name_layouts(row: Row) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        PAGE.write_text(page())
+        PAGE.write_text(render_page())
     else:
-        print(page())
+        print(render_page())

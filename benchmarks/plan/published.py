@@ -77,7 +77,7 @@ class Row:
         length: Tokens of a sample.
         checkpointing: Function that returns the options of activation checkpointing.
         speed: Published tokens per second and GPU.
-        note: Other settings of the published run.
+        note: What the published run used, but the plan does not model; "?" if the source does not state it.
     """
 
     size: str
@@ -120,7 +120,7 @@ def main() -> None:
         f"allocated {forecast.allocated / GIB:.1f} GiB\n"
     )
     print(
-        "| model | layout | GPUs | batch x tokens | planned tokens/s per GPU | published | difference | published settings | "
+        "| model | layout | GPUs | batch x tokens | planned | published | difference | used in the run, but not planned | "
         "planned peak, GiB |"
     )
     print("|---|---|---|---|---|---|---|---|---|")

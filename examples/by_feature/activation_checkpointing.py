@@ -1,4 +1,9 @@
-"""Blocks that keep only their inputs and compute the rest again in backward: less memory, the same gradients."""
+"""Activation checkpointing: blocks keep only their inputs and recompute the rest in the backward, which saves memory.
+
+headway launch --cpu -n 2 examples/by_feature/activation_checkpointing.py
+
+The gradients are the same. `checkpoint_activations` finds the repeated blocks of the model.
+"""
 
 import torch
 from sklearn.datasets import load_digits
@@ -11,7 +16,7 @@ NUM_EPOCHS = 3
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """scikit-learn's 1,797 scanned digits, float[64] in 0..1 and their class: (training, evaluation)."""
+    """Return scikit-learn's 1,797 digits as (training, evaluation): 64 pixels from 0 to 1, and the class."""
     pixels, classes = load_digits(return_X_y=True)
     inputs, targets = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(classes)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
@@ -44,6 +49,7 @@ def main() -> float:
         for inputs, targets in eval_loader:
             with torch.no_grad():
                 answers = model(inputs).argmax(dim=1)
+            # The answers of all ranks, without the samples that only fill up the last batch.
             answers, targets = accelerator.gather_for_metrics((answers, targets))
             num_right += (answers == targets).sum().item()
             num_samples += len(targets)

@@ -1,4 +1,10 @@
-"""What was trained is saved, and evaluated by a model that was built without memory and runs from the files."""
+"""A model that is built without memory and reads its weights from files, some of them only when they are needed.
+
+headway launch --cpu -n 2 examples/by_feature/big_model.py
+
+The script saves the trained weights and evaluates them with a second model, which is built on the meta device. Its last
+layer stays on disk.
+"""
 
 import tempfile  # feature
 
@@ -14,7 +20,7 @@ NUM_EPOCHS = 3
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """scikit-learn's 1,797 scanned digits, float[64] in 0..1 and their class: (training, evaluation)."""
+    """Return scikit-learn's 1,797 digits as (training, evaluation): 64 pixels from 0 to 1, and the class."""
     pixels, classes = load_digits(return_X_y=True)
     inputs, targets = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(classes)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
@@ -40,7 +46,7 @@ def main() -> float:
             optimizer.step()
             optimizer.zero_grad()
 
-        folder = tempfile.mkdtemp()  # feature: each process its own, so that no two write one
+        folder = tempfile.mkdtemp()  # feature: one folder per process, so that no two processes write to the same
         save_file(accelerator.unwrap_model(model).state_dict(), f"{folder}/model.safetensors")  # feature
         with init_empty_weights():  # feature
             placed = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))  # feature
@@ -50,6 +56,7 @@ def main() -> float:
         for inputs, targets in eval_loader:
             with torch.no_grad():
                 answers = placed(inputs.cpu()).to(inputs.device).argmax(dim=1)  # feature
+            # The answers of all ranks, without the samples that only fill up the last batch.
             answers, targets = accelerator.gather_for_metrics((answers, targets))
             num_right += (answers == targets).sum().item()
             num_samples += len(targets)

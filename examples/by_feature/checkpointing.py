@@ -1,4 +1,9 @@
-"""Kill it at any moment and start it again: it goes on from its last checkpoint, at the very next batch."""
+"""Checkpoints: kill the script at any moment and start it again, and it continues at the next batch.
+
+headway launch --cpu -n 2 examples/by_feature/checkpointing.py
+
+Saves run in the background, and `resume` restores everything, including the position in the data.
+"""
 
 import shutil  # feature
 
@@ -13,7 +18,7 @@ NUM_EPOCHS = 3
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """scikit-learn's 1,797 scanned digits, float[64] in 0..1 and their class: (training, evaluation)."""
+    """Return scikit-learn's 1,797 digits as (training, evaluation): 64 pixels from 0 to 1, and the class."""
     pixels, classes = load_digits(return_X_y=True)
     inputs, targets = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(classes)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
@@ -32,7 +37,7 @@ def main() -> float:
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
 
-    accelerator.resume("latest")  # feature: nothing there yet is not an error
+    accelerator.resume("latest")  # feature: without a checkpoint, the run starts from the beginning
     for epoch in accelerator.epochs(NUM_EPOCHS):  # feature
         model.train()
         for inputs, targets in train_loader:
@@ -41,13 +46,14 @@ def main() -> float:
             optimizer.step()
             optimizer.zero_grad()
             if accelerator.num_updates % 20 == 0:  # feature
-                accelerator.save_state(blocking=False)  # feature: written while the loop goes on
+                accelerator.save_state(blocking=False)  # feature: written in the background
 
         model.eval()
         num_right, num_samples = 0, 0
         for inputs, targets in eval_loader:
             with torch.no_grad():
                 answers = model(inputs).argmax(dim=1)
+            # The answers of all ranks, without the samples that only fill up the last batch.
             answers, targets = accelerator.gather_for_metrics((answers, targets))
             num_right += (answers == targets).sum().item()
             num_samples += len(targets)
@@ -55,7 +61,7 @@ def main() -> float:
 
     accelerator.wait_for_save()  # feature
     if accelerator.is_main_process:  # feature
-        shutil.rmtree("runs/digits")  # feature: a finished run needs them no more
+        shutil.rmtree("runs/digits")  # feature: a finished run does not need its checkpoints
     accelerator.end_training()
     return num_right / num_samples
 

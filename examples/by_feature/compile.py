@@ -1,4 +1,9 @@
-"""Repeated blocks are compiled once with torch.compile, and all of them use the compiled code. The model stays the same object."""
+"""torch.compile: repeated blocks are compiled once, and all of them use the compiled code.
+
+headway launch --cpu -n 2 examples/by_feature/compile.py
+
+The model stays the same object, so its state dict and its type do not change.
+"""
 
 import torch
 from sklearn.datasets import load_digits
@@ -11,7 +16,7 @@ NUM_EPOCHS = 3
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """scikit-learn's 1,797 scanned digits, float[64] in 0..1 and their class: (training, evaluation)."""
+    """Return scikit-learn's 1,797 digits as (training, evaluation): 64 pixels from 0 to 1, and the class."""
     pixels, classes = load_digits(return_X_y=True)
     inputs, targets = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(classes)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
@@ -21,7 +26,7 @@ def read_digits() -> tuple[TensorDataset, TensorDataset]:
 
 def main() -> float:
     set_seed(0)
-    # "inductor" generates code, and needs a C++ compiler on a CPU; "aot_eager" needs nothing.  # feature
+    # On a CPU, "inductor" needs a C++ compiler. "aot_eager" generates no code, so it needs none.  # feature
     plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)  # feature
     accelerator = Accelerator(dynamo_plugin=plugin)  # feature
     training, evaluation = read_digits()
@@ -45,6 +50,7 @@ def main() -> float:
         for inputs, targets in eval_loader:
             with torch.no_grad():
                 answers = model(inputs).argmax(dim=1)
+            # The answers of all ranks, without the samples that only fill up the last batch.
             answers, targets = accelerator.gather_for_metrics((answers, targets))
             num_right += (answers == targets).sum().item()
             num_samples += len(targets)

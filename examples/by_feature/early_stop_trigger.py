@@ -1,4 +1,7 @@
-"""Any rank can end the run for all: it sets a trigger, and every rank sees it at the next check."""
+"""Early stopping from any rank: a rank sets a trigger, and all ranks see it at the next check.
+
+headway launch --cpu -n 2 examples/by_feature/early_stop_trigger.py
+"""
 
 import torch
 from sklearn.datasets import load_digits
@@ -11,7 +14,7 @@ NUM_EPOCHS = 3
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """scikit-learn's 1,797 scanned digits, float[64] in 0..1 and their class: (training, evaluation)."""
+    """Return scikit-learn's 1,797 digits as (training, evaluation): 64 pixels from 0 to 1, and the class."""
     pixels, classes = load_digits(return_X_y=True)
     inputs, targets = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(classes)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
@@ -36,7 +39,7 @@ def main() -> float:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            if loss.item() < 0.05:  # feature: seen by this rank alone
+            if loss.item() < 0.05:  # feature: each rank sees only its own loss
                 accelerator.set_trigger()  # feature
 
         model.eval()
@@ -44,11 +47,12 @@ def main() -> float:
         for inputs, targets in eval_loader:
             with torch.no_grad():
                 answers = model(inputs).argmax(dim=1)
+            # The answers of all ranks, without the samples that only fill up the last batch.
             answers, targets = accelerator.gather_for_metrics((answers, targets))
             num_right += (answers == targets).sum().item()
             num_samples += len(targets)
         accelerator.print(f"epoch {epoch}: accuracy {num_right / num_samples:.1%} of {num_samples} samples")
-        if accelerator.check_trigger():  # feature: every rank asks, at the same place
+        if accelerator.check_trigger():  # feature: a collective, so every rank must call it
             break  # feature
 
     accelerator.end_training()

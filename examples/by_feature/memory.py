@@ -1,4 +1,9 @@
-"""A batch size that fits into memory: tried from 64 downwards, the same on all ranks, with the global batch kept."""
+"""A batch size that fits into memory: the search starts at 64 and goes down, on all ranks alike.
+
+headway launch --cpu -n 2 examples/by_feature/memory.py
+
+The global batch stays the same, because the accumulation grows as the batch size shrinks.
+"""
 
 import torch
 from sklearn.datasets import load_digits
@@ -11,7 +16,7 @@ NUM_EPOCHS = 3
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """scikit-learn's 1,797 scanned digits, float[64] in 0..1 and their class: (training, evaluation)."""
+    """Return scikit-learn's 1,797 digits as (training, evaluation): 64 pixels from 0 to 1, and the class."""
     pixels, classes = load_digits(return_X_y=True)
     inputs, targets = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(classes)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
@@ -20,7 +25,7 @@ def read_digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def check_memory(num_rows: int) -> None:  # feature
-    if num_rows > 16:  # feature: stands in for a device that is too small
+    if num_rows > 16:  # feature: simulates a device that is too small
         raise MemoryError(f"no memory for {num_rows} rows")  # feature
 
 
@@ -29,7 +34,7 @@ def main() -> float:
     accelerator = Accelerator()
     training, evaluation = read_digits()
 
-    # feature: what takes memory is made inside; the batch size and, to keep the global batch, the accumulation come in
+    # feature: everything that takes memory is created inside, so that a failed attempt frees it
     @find_executable_batch_size(starting_batch_size=64, keep_global_batch=True)  # feature
     def train(batch_size: int, gradient_accumulation_steps: int) -> float:  # feature
         accelerator.free_memory()  # feature
@@ -37,7 +42,7 @@ def main() -> float:
         train_loader = DataLoader(training, batch_size=batch_size, shuffle=True)  # feature
         eval_loader = DataLoader(evaluation, batch_size=64)
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)  # feature: larger batches
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)  # feature: a higher rate for larger batches
         model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
 
         for epoch in range(NUM_EPOCHS):
@@ -55,6 +60,7 @@ def main() -> float:
             for inputs, targets in eval_loader:
                 with torch.no_grad():
                     answers = model(inputs).argmax(dim=1)
+                # The answers of all ranks, without the samples that only fill up the last batch.
                 answers, targets = accelerator.gather_for_metrics((answers, targets))
                 num_right += (answers == targets).sum().item()
                 num_samples += len(targets)

@@ -1,4 +1,9 @@
-"""The forward pass in bfloat16 and the weights in float32; pass "fp16" where the hardware prefers it."""
+"""Mixed precision: the forward runs in bfloat16, and the weights stay in float32.
+
+headway launch --cpu -n 2 examples/by_feature/mixed_precision.py
+
+Pass "fp16" for hardware that supports only float16.
+"""
 
 import torch
 from sklearn.datasets import load_digits
@@ -11,7 +16,7 @@ NUM_EPOCHS = 3
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """scikit-learn's 1,797 scanned digits, float[64] in 0..1 and their class: (training, evaluation)."""
+    """Return scikit-learn's 1,797 digits as (training, evaluation): 64 pixels from 0 to 1, and the class."""
     pixels, classes = load_digits(return_X_y=True)
     inputs, targets = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(classes)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
@@ -32,7 +37,7 @@ def main() -> float:
     for epoch in range(NUM_EPOCHS):
         model.train()
         for inputs, targets in train_loader:
-            with accelerator.autocast():  # feature: the loss too, so that it is computed in float32
+            with accelerator.autocast():  # feature: includes the loss, which autocast computes in float32
                 loss = nn.functional.cross_entropy(model(inputs), targets)
             accelerator.backward(loss)
             optimizer.step()
@@ -43,6 +48,7 @@ def main() -> float:
         for inputs, targets in eval_loader:
             with torch.no_grad():
                 answers = model(inputs).argmax(dim=1)
+            # The answers of all ranks, without the samples that only fill up the last batch.
             answers, targets = accelerator.gather_for_metrics((answers, targets))
             num_right += (answers == targets).sum().item()
             num_samples += len(targets)

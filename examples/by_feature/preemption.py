@@ -1,4 +1,7 @@
-"""Ask it to end (SIGTERM, SIGUSR1 or a deadline) and start it again: all ranks save, end with exit code 75, and go on from there."""
+"""Preemption: on SIGTERM, SIGUSR1 or a deadline, all ranks save and exit with code 75. The next start continues.
+
+headway launch --cpu -n 2 examples/by_feature/preemption.py
+"""
 
 import shutil  # feature
 from datetime import timedelta  # feature
@@ -14,7 +17,7 @@ NUM_EPOCHS = 3
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """scikit-learn's 1,797 scanned digits, float[64] in 0..1 and their class: (training, evaluation)."""
+    """Return scikit-learn's 1,797 digits as (training, evaluation): 64 pixels from 0 to 1, and the class."""
     pixels, classes = load_digits(return_X_y=True)
     inputs, targets = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(classes)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
@@ -25,7 +28,7 @@ def read_digits() -> tuple[TensorDataset, TensorDataset]:
 def main() -> float:
     set_seed(0)
     project = ProjectConfiguration("runs/preemption", automatic_checkpoint_naming=True, total_limit=2)  # feature
-    limit = Preemption(time_limit=timedelta(hours=24))  # feature: signals ask too, with or without this line
+    limit = Preemption(time_limit=timedelta(hours=24))  # feature: `preemption=True` reacts to signals only
     accelerator = Accelerator(project_config=project, preemption=limit)  # feature
     training, evaluation = read_digits()
     train_loader = DataLoader(training, batch_size=16, shuffle=True)
@@ -34,7 +37,7 @@ def main() -> float:
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
 
-    accelerator.resume("latest")  # feature: nothing there yet is not an error
+    accelerator.resume("latest")  # feature: without a checkpoint, the run starts from the beginning
     for epoch in accelerator.epochs(NUM_EPOCHS):  # feature
         model.train()
         for inputs, targets in train_loader:
@@ -48,13 +51,14 @@ def main() -> float:
         for inputs, targets in eval_loader:
             with torch.no_grad():
                 answers = model(inputs).argmax(dim=1)
+            # The answers of all ranks, without the samples that only fill up the last batch.
             answers, targets = accelerator.gather_for_metrics((answers, targets))
             num_right += (answers == targets).sum().item()
             num_samples += len(targets)
         accelerator.print(f"epoch {epoch}: accuracy {num_right / num_samples:.1%} of {num_samples} samples")
 
     if accelerator.is_main_process:  # feature
-        shutil.rmtree("runs/preemption", ignore_errors=True)  # feature: a finished run needs them no more
+        shutil.rmtree("runs/preemption", ignore_errors=True)  # feature: a finished run does not need its checkpoints
     accelerator.end_training()
     return num_right / num_samples
 

@@ -1,4 +1,9 @@
-"""A learning rate that falls over the run: written for one process, it ends in the same epoch on any number."""
+"""A learning rate that falls over the run: the schedule ends in the same epoch on any number of processes.
+
+headway launch --cpu -n 2 examples/by_feature/schedule.py
+
+The number of steps is that of one process; Headway adjusts it to the number of processes.
+"""
 
 import torch
 from sklearn.datasets import load_digits
@@ -11,7 +16,7 @@ NUM_EPOCHS = 3
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """scikit-learn's 1,797 scanned digits, float[64] in 0..1 and their class: (training, evaluation)."""
+    """Return scikit-learn's 1,797 digits as (training, evaluation): 64 pixels from 0 to 1, and the class."""
     pixels, classes = load_digits(return_X_y=True)
     inputs, targets = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(classes)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
@@ -27,7 +32,7 @@ def main() -> float:
     eval_loader = DataLoader(evaluation, batch_size=64)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    num_updates = NUM_EPOCHS * len(train_loader)  # feature: of the loop on one process
+    num_updates = NUM_EPOCHS * len(train_loader)  # feature: as on one process
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=num_updates)  # feature
     model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
     scheduler = accelerator.prepare(scheduler)  # feature
@@ -46,6 +51,7 @@ def main() -> float:
         for inputs, targets in eval_loader:
             with torch.no_grad():
                 answers = model(inputs).argmax(dim=1)
+            # The answers of all ranks, without the samples that only fill up the last batch.
             answers, targets = accelerator.gather_for_metrics((answers, targets))
             num_right += (answers == targets).sum().item()
             num_samples += len(targets)

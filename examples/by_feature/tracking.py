@@ -1,4 +1,9 @@
-"""A log of the run and TensorBoard's files, in runs/tracking/digits: `tensorboard --logdir runs/tracking`."""
+"""Tracking: a log of the run and TensorBoard files in runs/tracking/digits.
+
+headway launch --cpu -n 2 examples/by_feature/tracking.py
+
+View them with `tensorboard --logdir runs/tracking`.
+"""
 
 import torch
 from sklearn.datasets import load_digits
@@ -12,7 +17,7 @@ NUM_EPOCHS = 3
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """scikit-learn's 1,797 scanned digits, float[64] in 0..1 and their class: (training, evaluation)."""
+    """Return scikit-learn's 1,797 digits as (training, evaluation): 64 pixels from 0 to 1, and the class."""
     pixels, classes = load_digits(return_X_y=True)
     inputs, targets = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(classes)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
@@ -39,19 +44,20 @@ def main() -> float:
             optimizer.step()
             optimizer.zero_grad()
             if accelerator.num_updates % 10 == 0:  # feature
-                accelerator.log({"loss": loss.detach(), "epoch": epoch})  # feature: rank 0's own loss
+                accelerator.log({"loss": loss.detach(), "epoch": epoch})  # feature: the loss of rank 0
 
         model.eval()
         num_right, num_samples = 0, 0
         for inputs, targets in eval_loader:
             with torch.no_grad():
                 answers = model(inputs).argmax(dim=1)
+            # The answers of all ranks, without the samples that only fill up the last batch.
             answers, targets = accelerator.gather_for_metrics((answers, targets))
             num_right += (answers == targets).sum().item()
             num_samples += len(targets)
         accelerator.print(f"epoch {epoch}: accuracy {num_right / num_samples:.1%} of {num_samples} samples")
         accelerator.log({"eval_accuracy": num_right / num_samples})  # feature
-        accelerator.log_images({"digit": inputs[0].view(8, 8)})  # feature: the first of the last batch
+        accelerator.log_images({"digit": inputs[0].view(8, 8)})  # feature: the first digit of the last batch
 
     accelerator.end_training()
     if accelerator.is_main_process:  # feature

@@ -6,7 +6,7 @@ Each process computes the loss of the whole batch. Its own rows carry gradients,
 sum of these gradients over the processes is the gradient of the whole batch: `reduction="sum"` takes that sum, and
 divides by the number of rows on all processes. The weights are those of one process with the same batch.
 
-Accumulation is another matter: negatives come from one micro-batch only, so it does not replace a large batch.
+Gradient accumulation does not replace a large batch here, because negatives come from one micro-batch only.
 """
 
 import argparse
@@ -38,9 +38,9 @@ class TwoTowers(nn.Module):
 
 def gather_with_own_gradients(accelerator: Accelerator, rows: torch.Tensor) -> torch.Tensor:
     """Return the rows of all ranks, in which only this rank's rows carry gradients."""
-    everyone = accelerator.gather(rows.detach())
+    all_rows = accelerator.gather(rows.detach())
     first = accelerator.process_index * len(rows)
-    return torch.cat((everyone[:first], rows, everyone[first + len(rows) :]))
+    return torch.cat((all_rows[:first], rows, all_rows[first + len(rows) :]))
 
 
 def contrastive_loss(left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 left, right, scale = model(views_left, views_right)
                 left = gather_with_own_gradients(accelerator, left)
                 right = gather_with_own_gradients(accelerator, right)
-                # All ranks compute the gradient of the temperature, and it must count once: each gives its share.
+                # All ranks compute the same gradient of the temperature. It must count once, so each contributes a share.
                 share = 1 / accelerator.num_processes
                 scale = share * scale + (1 - share) * scale.detach()
                 loss = contrastive_loss(left, right, scale)
@@ -81,7 +81,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 optimizer.zero_grad()
         accelerator.print(f"epoch {epoch}: loss {loss / len(left):.4f}")
 
-    result = {"loss": loss.item() / len(left), "weights": [each.detach().cpu() for each in model.parameters()]}
+    result = {
+        "loss": loss.item() / len(left),
+        "weights": [parameter.detach().cpu() for parameter in model.parameters()],
+    }
     accelerator.end_training()
     return result
 

@@ -31,12 +31,16 @@ def make_teacher() -> nn.Module:
     return teacher.eval()
 
 
-def distillation_loss(answers: torch.Tensor, wanted: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+def distillation_loss(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, classes: torch.Tensor
+) -> torch.Tensor:
     """Return the mean of the distance to the teacher's probabilities and the cross-entropy with the labels."""
     distance = kl_div(
-        log_softmax(answers / TEMPERATURE, dim=1), softmax(wanted / TEMPERATURE, dim=1), reduction="batchmean"
+        log_softmax(student_logits / TEMPERATURE, dim=1),
+        softmax(teacher_logits / TEMPERATURE, dim=1),
+        reduction="batchmean",
     )
-    return 0.5 * TEMPERATURE**2 * distance + 0.5 * cross_entropy(answers, classes)
+    return 0.5 * TEMPERATURE**2 * distance + 0.5 * cross_entropy(student_logits, classes)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -60,13 +64,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         num_right = torch.zeros((), device=accelerator.device)
         for inputs, classes in train_loader:
             with torch.no_grad():
-                wanted = teacher(inputs)
+                teacher_logits = teacher(inputs)
             with accelerator.accumulate(student):
-                answers = student(inputs)
-                accelerator.backward(distillation_loss(answers, wanted, classes))
+                student_logits = student(inputs)
+                accelerator.backward(distillation_loss(student_logits, teacher_logits, classes))
                 optimizer.step()
                 optimizer.zero_grad()
-            num_right += (answers.argmax(1) == classes).sum()
+            num_right += (student_logits.argmax(1) == classes).sum()
         agreement = accelerator.reduce(num_right, "sum").item() / len(rows)
         accelerator.print(f"epoch {epoch}: the student agrees with the teacher in {agreement:.1%} of the samples")
 

@@ -3,7 +3,7 @@
 Run: headway launch --cpu -n 2 examples/cookbook/early_stopping.py
 
 The training stops when the validation loss has not improved for five epochs, on all processes in the same epoch. Then
-the best weights are restored and written to a file. Kill the script and run it again: it continues, with its count.
+the best weights are restored and written to a file. If you kill the script and run it again, it continues with the same count.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: Any) -> f
     with torch.no_grad():
         for inputs, targets in loader:
             losses = (model(inputs) - targets).square().flatten()
-            total += losses[: loader.num_valid].sum().item()  # without the samples that only complete a batch
+            total += losses[: loader.num_valid].sum().item()  # without the samples that only fill up a batch
             count += loader.num_valid
     model.train()
     return float(accelerator.reduce_mean(total, count))
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     accelerator.resume()
     num_epochs = 0
     for epoch in accelerator.epochs(args.epochs):
-        if stopping.should_stop:  # also when a run that has stopped is started again
+        if stopping.should_stop:  # also if a stopped run is started again
             break
         for inputs, targets in train_loader:
             with accelerator.accumulate(model):
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 optimizer.zero_grad()
         loss = evaluate(accelerator, model, eval_loader)
         accelerator.print(f"epoch {epoch}: validation loss {loss:.4f}")
-        stopping.update(loss)  # before the save, so that the checkpoint holds the new count
+        stopping.update(loss)  # before the save, so that the checkpoint contains the new count
         accelerator.save_state(metric=loss)  # rotation keeps the newest and the best
         num_epochs = epoch + 1
 
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     loss = evaluate(accelerator, model, eval_loader)
     accelerator.save_model(model, f"{args.folder}/best_weights")
     accelerator.print(f"restored {accelerator.best_checkpoint}: validation loss {loss:.4f}")
-    best = stopping.best  # it was restored, too
+    best = stopping.best  # restored from the best checkpoint, too
     accelerator.end_training()
     return {"epochs": num_epochs, "loss": loss, "best": best}
 

@@ -2,7 +2,7 @@
 
 Run: headway launch --cpu -n 2 examples/cookbook/ema.py
 
-Prepared optimizers update the average once per update. Add `--strategy fsdp` to the command, and each rank averages its own
+Prepared optimizers update the average once per update. With `--strategy fsdp` in the command, each rank averages its own
 shards (docs/ema.md).
 """
 
@@ -25,7 +25,7 @@ def make_data(num_rows: int, seed: int) -> TensorDataset:
 
 
 def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: Any) -> float:
-    """Return the share of right answers over all ranks."""
+    """Return the accuracy over all ranks."""
     model.eval()
     num_right = 0
     num_rows = 0
@@ -59,17 +59,17 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 accelerator.backward(torch.nn.functional.cross_entropy(model(points), classes))
                 optimizer.step()
                 optimizer.zero_grad()
-        own = evaluate(accelerator, model, eval_loader)
+        accuracy = evaluate(accelerator, model, eval_loader)
         with ema.swap_weights():
-            averaged = evaluate(accelerator, model, eval_loader)
-        accelerator.print(f"epoch {epoch}: accuracy {own:.3f}, of the average {averaged:.3f}")
+            averaged_accuracy = evaluate(accelerator, model, eval_loader)
+        accelerator.print(f"epoch {epoch}: accuracy {accuracy:.3f}, of the average {averaged_accuracy:.3f}")
 
     accelerator.save_state(f"{args.folder}/checkpoint")
     accelerator.save_model(model, f"{args.folder}/averaged_weights", weights=ema.name)
     with ema.swap_weights():
         weight = accelerator.get_state_dict(model).get("0.weight")  # on the main process, if the model is sharded
     result = {
-        "accuracy": averaged,
+        "accuracy": averaged_accuracy,
         "weight": None if weight is None else weight.detach().cpu().clone(),
         "updates": ema.num_updates,
     }

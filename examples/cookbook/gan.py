@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     generator, discriminator, generator_optimizer, discriminator_optimizer, loader = accelerator.prepare(
         generator, discriminator, generator_optimizer, discriminator_optimizer, loader
     )
-    accelerator.resume()  # both models, both optimizers, the data and the random numbers
+    accelerator.resume()  # restores both models, both optimizers, the position in the data and the RNG state
 
     radius = 0.0
     for epoch in accelerator.epochs(args.epochs):

@@ -31,8 +31,8 @@ def sample(model: torch.nn.Module, prompts: torch.Tensor) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
         for _ in range(COMPLETION):
-            chances = model(input_ids=rows).logits[:, -1].softmax(-1)
-            rows = torch.cat((rows, torch.multinomial(chances, 1)), dim=1)
+            probabilities = model(input_ids=rows).logits[:, -1].softmax(-1)
+            rows = torch.cat((rows, torch.multinomial(probabilities, 1)), dim=1)
     model.train()
     return rows
 
@@ -51,8 +51,8 @@ def compare_with_group(rewards: torch.Tensor) -> torch.Tensor:
 def policy_loss(model: torch.nn.Module, rows: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
     """Return the sum of the losses of all tokens. One update follows each sampling, so the ratio is 1."""
     logits = model(input_ids=rows[:, :-1]).logits[:, PROMPT - 1 :]
-    log_chances = -cross_entropy(logits.transpose(1, 2), rows[:, PROMPT:], reduction="none")
-    ratio = (log_chances - log_chances.detach()).exp()  # its gradient is not 0
+    log_probabilities = -cross_entropy(logits.transpose(1, 2), rows[:, PROMPT:], reduction="none")
+    ratio = (log_probabilities - log_probabilities.detach()).exp()  # 1, but its gradient is not 0
     return -(ratio * advantages[:, None]).sum()
 
 

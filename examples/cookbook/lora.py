@@ -63,16 +63,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         accelerator.save_state()
         accelerator.print(f"epoch {epoch}: loss {accelerator.reduce(loss.detach(), 'mean'):.4f}")
 
-    # Whole tensors on the main process, from any layout. PEFT picks its adapters and writes them in its own format.
+    # With any layout, the main process gets whole tensors. PEFT selects its adapters and writes them in its own format.
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(f"{args.folder}/adapter", state_dict=weights)
     accelerator.wait_for_everyone()
 
-    again = PeftModel.from_pretrained(make_base(), f"{args.folder}/adapter").eval()
+    reloaded = PeftModel.from_pretrained(make_base(), f"{args.folder}/adapter").eval()
     with torch.no_grad():
-        following = again(input_ids=torch.arange(5, 13)[None]).logits.argmax(-1)[0, -1].item()
-    accelerator.print(f"after 5, 6, ... 12 the adapted model says {following}")
+        following = reloaded(input_ids=torch.arange(5, 13)[None]).logits.argmax(-1)[0, -1].item()
+    accelerator.print(f"after 5, 6, ... 12 the adapted model predicts {following}")
     result = {"loss": accelerator.reduce(loss.detach(), "mean").item(), "following": following}
     accelerator.end_training()
     return result

@@ -37,16 +37,18 @@ class TwoHeads(nn.Module):
         self.size = nn.Linear(32, 1)
 
     def forward(self, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the answers of both heads. Each head takes part in every step, so no gradient is ever missing."""
+        """Return the outputs of both heads. Each head takes part in every step, so no gradient is ever missing."""
         hidden = self.trunk(points)
         return self.classes(hidden), self.size(hidden).squeeze(1)
 
 
-def losses_of_rows(logits: torch.Tensor, size: torch.Tensor, target: torch.Tensor, task: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each row by its own task."""
+def compute_row_losses(
+    logits: torch.Tensor, size: torch.Tensor, target: torch.Tensor, task: torch.Tensor
+) -> torch.Tensor:
+    """Return the loss of each row, by its task."""
     is_class = task == CLASSES
-    as_class = cross_entropy(logits, torch.where(is_class, target, 0).long(), reduction="none")
-    return torch.where(is_class, as_class, (size - target).square())
+    class_losses = cross_entropy(logits, torch.where(is_class, target, 0).long(), reduction="none")
+    return torch.where(is_class, class_losses, (size - target).square())
 
 
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> dict[str, float]:
@@ -55,7 +57,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> dict[st
     gathered = []
     with torch.no_grad():
         for points, target, task in loader:
-            gathered.append(accelerator.gather_for_metrics((losses_of_rows(*model(points), target, task), task)))
+            gathered.append(accelerator.gather_for_metrics((compute_row_losses(*model(points), target, task), task)))
     model.train()
     losses, tasks = map(torch.cat, zip(*gathered))
     return {name: losses[tasks == task].mean().item() for name, task in (("classes", CLASSES), ("size", SIZE))}
@@ -71,8 +73,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     sizes = [800, 100]
     training = ConcatDataset([make_task(task, size, seed=task) for task, size in enumerate(sizes)])
     evaluation = ConcatDataset([make_task(task, 120, seed=10 + task) for task in (CLASSES, SIZE)])
-    chances = [1 / size for size in sizes for _ in range(size)]  # each task has half of the rows
-    sampler = WeightedRandomSampler(chances, num_samples=800, generator=torch.Generator().manual_seed(0))
+    weights = [1 / size for size in sizes for _ in range(size)]  # each task has half of the rows
+    sampler = WeightedRandomSampler(weights, num_samples=800, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(training, batch_size=32 // accelerator.num_processes, sampler=sampler)
     eval_loader = DataLoader(evaluation, batch_size=50)
     model = TwoHeads()
@@ -82,14 +84,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     for epoch in range(args.epochs):
         for points, target, task in loader:
             with accelerator.accumulate(model):
-                accelerator.backward(losses_of_rows(*model(points), target, task).mean())
+                accelerator.backward(compute_row_losses(*model(points), target, task).mean())
                 optimizer.step()
                 optimizer.zero_grad()
-        found = evaluate(accelerator, model, eval_loader)
-        accelerator.print(f"epoch {epoch}: " + ", ".join(f"{name} {loss:.4f}" for name, loss in found.items()))
+        task_losses = evaluate(accelerator, model, eval_loader)
+        accelerator.print(f"epoch {epoch}: " + ", ".join(f"{name} {loss:.4f}" for name, loss in task_losses.items()))
 
     accelerator.end_training()
-    return found
+    return task_losses
 
 
 if __name__ == "__main__":

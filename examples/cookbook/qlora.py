@@ -18,7 +18,7 @@ from headway import Accelerator, set_seed
 
 
 def write_base(folder: str) -> None:
-    """Write the pretrained base. A real program has it already."""
+    """Write the pretrained base, which a real program would download."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(f"{args.folder}/adapter", state_dict=weights)
     accelerator.wait_for_everyone()
-    num_packed = sum(type(each).__name__ == "Params4bit" for each in model.parameters())
+    num_packed = sum(type(parameter).__name__ == "Params4bit" for parameter in model.parameters())
     accelerator.end_training()
     return {"loss": mean, "packed": num_packed}
 

@@ -5,7 +5,7 @@ Serve:  python examples/cookbook/serve.py --port 8000
 Ask:    curl -d '{"inputs": [[1, 2, 3, 4]]}' http://127.0.0.1:8000/
 
 `save_model` writes safetensors under the model's own names, from any layout, so the server needs neither Headway nor the
-number of processes that trained. It answers on this machine only, one batch at a time.
+number of processes of the training. It listens on this machine only, and runs one batch at a time.
 """
 
 import argparse
@@ -54,14 +54,14 @@ class ModelServer(ThreadingHTTPServer):
 
     Args:
         folder: Folder of the saved weights.
-        port: Port to listen on. 0: a free one.
+        port: Port to listen on, or 0 for a free one.
     """
 
     def __init__(self, folder: str | Path, port: int) -> None:
         self.model = make_model()
         self.model.load_state_dict(load_file(Path(folder, "model.safetensors")))
         self.model.eval()
-        self.one_at_a_time = threading.Lock()
+        self.model_lock = threading.Lock()
         super().__init__(("127.0.0.1", port), Handler)
 
 
@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             inputs = torch.tensor(json.loads(body)["inputs"], dtype=torch.float32)
-            with self.server.one_at_a_time, torch.inference_mode():
+            with self.server.model_lock, torch.inference_mode():
                 outputs = self.server.model(inputs)
             self._answer(200, {"outputs": outputs.tolist()})
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
         train(args.folder)
     else:
         with ModelServer(args.folder, args.port) as server:
-            print(f"http://127.0.0.1:{server.server_port}/ answers; Ctrl-C ends it")
+            print(f"http://127.0.0.1:{server.server_port}/ is ready; press Ctrl-C to stop it")
             server.serve_forever()
 
 

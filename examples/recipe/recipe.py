@@ -4,10 +4,10 @@
     headway launch --cpu -n 2 examples/recipe/recipe.py              twenty minutes on two CPU cores
     headway launch -n 8 examples/recipe/recipe.py                    the same on eight GPUs
 
-The text is on your machine already: the source of Python's standard library, and the language reference that `help()`
+The text comes with Python: the source of the standard library, and the language reference that `help()`
 prints. The model learns to continue both, then to write a function's header for a comment, then to write headers that
-Python can parse and that are named after the comment. Kill it when you like and start it again: each stage resumes from
-its last checkpoint, and the result is the same bit for bit. It ends with the page runs/recipe/report.html.
+Python can parse and that are named after the comment. You can kill it at any time and start it again: each stage resumes from
+its last checkpoint, with bitwise the same result. At the end it writes the page runs/recipe/report.html.
 """
 
 import argparse
@@ -35,28 +35,33 @@ from headway.core.tracking.report import html_page, load
 
 STAGES = ("pretraining", "finetuning", "reinforcement")
 LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data", "encodings"}
-END = 0  # the token that ends a text, and fills up rows
+END = 0  # the token that ends a text and pads rows
 Pair = tuple[list[int], list[int]]  # the tokens of a prompt and of its answer
-Loss = Callable[[nn.Module, Tensor], tuple[Tensor, int]]  # of a model and a batch: a sum, and over how many items it is
+Loss = Callable[[nn.Module, Tensor], tuple[Tensor, int]]  # of a model and a batch: (sum of losses, number of items)
 
 # ------------------------------------------------------------------------------------------------------------ text
 
 
 def read_texts(max_bytes: int) -> dict[tuple[str, str], list[str]]:
-    """Texts by ("train" or "held_out", "code" or "prose"). The hash of a text decides where it is; one in ten is held out."""
+    """Return texts by (part, source). The hash of a text decides whether it is held out; one in ten is.
+
+    Parts are "train" and "held_out", sources are "code" and "prose".
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)]
-    found = {}
+    selected = {}
     for source, texts in ("code", {path.read_text(errors="replace") for path in paths}), ("prose", {*topics.values()}):
         hashed = sorted((hashlib.sha256(text.encode()).digest(), text) for text in texts)
         for part in ("train", "held_out"):
             own = [text for digest, text in hashed if (digest[-1] < 26) == (part == "held_out")]
-            found[part, source] = [t for t, size in zip(own, accumulate(map(len, own))) if size < max_bytes] or own[:1]
-    return found
+            selected[part, source] = [t for t, size in zip(own, accumulate(map(len, own))) if size < max_bytes] or own[
+                :1
+            ]
+    return selected
 
 
 def train_tokenizer(texts: list[str], num_tokens: int, path: Path) -> None:
-    """Byte-level BPE, learned from the training text."""
+    """Train a byte-level BPE tokenizer on the training text, and write it to `path`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -64,11 +69,11 @@ def train_tokenizer(texts: list[str], num_tokens: int, path: Path) -> None:
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=num_tokens, **options))
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(f"{path}.part")
-    Path(f"{path}.part").rename(path)  # a tokenizer that exists is complete
+    Path(f"{path}.part").rename(path)  # so that an existing file is always complete
 
 
-def functions(texts: list[str], tokenizer: Tokenizer) -> list[Pair]:
-    """("# what it does", "def its_header(...):") for every documented function."""
+def list_functions(texts: list[str], tokenizer: Tokenizer) -> list[Pair]:
+    """Return ("# what it does", "def its_header(...):") for every documented function, as tokens."""
     pairs = []
     for text in texts:
         for node in ast.walk(ast.parse(text)):
@@ -84,7 +89,7 @@ def functions(texts: list[str], tokenizer: Tokenizer) -> list[Pair]:
 class Mixture(Dataset):
     """Random windows of several streams of tokens, int64[length + 1], drawn by weight.
 
-    A row depends only on (seed, index), so a resumed run reads nothing twice.
+    A row depends only on (seed, index), so a resumed run continues with the same rows.
     """
 
     def __init__(self, streams: list[Tensor], weights: list[float], num_rows: int, length: int, seed: int) -> None:
@@ -94,14 +99,14 @@ class Mixture(Dataset):
         return self.num_rows
 
     def __getitem__(self, index: int) -> Tensor:
-        draw = random.Random(f"{self.seed} {index}")
-        (stream,) = draw.choices(self.streams, self.weights)
-        start = draw.randrange(len(stream) - self.length)
+        rng = random.Random(f"{self.seed} {index}")
+        (stream,) = rng.choices(self.streams, self.weights)
+        start = rng.randrange(len(stream) - self.length)
         return stream[start : start + self.length + 1]
 
 
 def collate(pairs: list[Pair]) -> Tensor:
-    """int64[2, rows, length]: tokens of prompts and answers, filled up on the right; and 1 where they belong to answers."""
+    """Return int64[rows, 2, length]: the tokens of prompts and answers, padded on the right; and 1 for tokens of answers."""
     rows = [torch.tensor([prompt + answer, [0] * len(prompt) + [1] * len(answer)]).T for prompt, answer in pairs]
     return nn.utils.rnn.pad_sequence(rows, batch_first=True).movedim(2, 1)
 
@@ -110,7 +115,7 @@ def collate(pairs: list[Pair]) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each on normalized inputs and added to the residual."""
+    """Transformer block: attention and a perceptron on normalized inputs, each added to the residual."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -124,30 +129,30 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm_1(x)).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-        x = x + self.out(mixed.reshape(batch, length, width))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.out(attended.reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
 
 
 class GPT(nn.Module):
-    """int64[batch, length] tokens -> float32[batch, length, num_tokens] logits of the next token."""
+    """Map int64[batch, length] tokens to float32[batch, length, num_tokens] logits of the next token."""
 
     def __init__(self, num_tokens: int, width: int, num_layers: int, length: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(num_tokens, width), nn.Embedding(length, width)
+        self.tokens, self.positions = nn.Embedding(num_tokens, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(num_layers)))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, num_tokens, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.5)
-        nn.init.normal_(self.places.weight, std=0.1)
+        nn.init.normal_(self.positions.weight, std=0.1)
         nn.init.zeros_(self.head.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.places(places)))).float()
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(positions)))).float()
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer plus the product of two thin ones, which starts at zero (Hu et al. 2021)."""
+    """A frozen linear layer plus a product of two thin layers, which starts at zero (Hu et al. 2021)."""
 
     def __init__(self, linear: nn.Linear, rank: int = 16) -> None:
         super().__init__()
@@ -161,13 +166,14 @@ class LoRA(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) + 2 * self.b(self.a(x))
 
-    def merged(self) -> nn.Linear:
+    def merge(self) -> nn.Linear:
+        """Return the linear layer with the product added to its weight."""
         self.linear.weight.data += 2 * self.b.weight.data @ self.a.weight.data
         return self.linear
 
 
-def exchange(model: nn.Module, kind: type[nn.Module], make: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """Put `make(layer)` in place of each layer of that kind in the model's blocks."""
+def replace_layers(model: nn.Module, kind: type[nn.Module], make: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Replace each layer of a kind in the model's blocks by `make(layer)`."""
     for block in model.blocks:
         for name, layer in list(block.named_children()):
             if isinstance(layer, kind):
@@ -176,17 +182,19 @@ def exchange(model: nn.Module, kind: type[nn.Module], make: Callable[[nn.Module]
 
 
 @torch.no_grad()
-def write(model: nn.Module, prompts: list[list[int]], num_new: int = 32, temperature: float = 1.0) -> list[list[int]]:
-    """An answer to each prompt, with its END. Shorter rows are filled up on the right, where attention does not look."""
+def generate(
+    model: nn.Module, prompts: list[list[int]], num_new: int = 32, temperature: float = 1.0
+) -> list[list[int]]:
+    """Sample an answer to each prompt, up to its END. Padding is on the right, where causal attention ignores it."""
     device = next(model.parameters()).device
     rows = collate([(prompt, [END] * num_new) for prompt in prompts])[:, 0].to(device)
-    at = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    every, is_done = torch.arange(len(rows), device=device), torch.zeros(len(rows), dtype=torch.bool, device=device)
+    ends = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    index, is_done = torch.arange(len(rows), device=device), torch.zeros(len(rows), dtype=torch.bool, device=device)
     for _ in range(num_new):
-        chances = (model(rows[:, : int(at.max())])[every, at - 1] / temperature).softmax(-1)
-        rows[every, at] = torch.multinomial(chances, 1)[:, 0].masked_fill(is_done, END)
-        is_done |= rows[every, at] == END
-        at += 1
+        probabilities = (model(rows[:, : int(ends.max())])[index, ends - 1] / temperature).softmax(-1)
+        rows[index, ends] = torch.multinomial(probabilities, 1)[:, 0].masked_fill(is_done, END)
+        is_done |= rows[index, ends] == END
+        ends += 1
     answers = [row[len(prompt) :][:num_new] for row, prompt in zip(rows.tolist(), prompts)]
     return [answer[: answer.index(END) + 1] if END in answer else answer for answer in answers]
 
@@ -195,52 +203,56 @@ def write(model: nn.Module, prompts: list[list[int]], num_new: int = 32, tempera
 
 
 def token_losses(model: nn.Module, rows: Tensor) -> Tensor:
-    """float32[rows, length - 1]: minus the log of each next token's chance."""
+    """Return the cross entropy of each next token: float32[rows, length - 1]."""
     return F.cross_entropy(model(rows[:, :-1]).transpose(1, 2), rows[:, 1:], reduction="none")
 
 
 def text_loss(model: nn.Module, rows: Tensor) -> tuple[Tensor, int]:
+    """Return the loss of all tokens."""
     return token_losses(model, rows).sum(), rows[:, 1:].numel()
 
 
 def answer_loss(model: nn.Module, pairs: Tensor, weights: Tensor | float = 1.0) -> tuple[Tensor, int]:
+    """Return the loss of the answers' tokens, each row multiplied by its weight."""
     rows, is_answer = pairs.unbind(1)
     return (token_losses(model, rows) * is_answer[:, 1:] * weights).sum(), int(is_answer.sum())
 
 
 def reward(prompt: str, answer: str) -> float:
-    """1: a header that Python parses, whose name holds a word of the comment; 0.5: one that only parses; 0: anything else."""
+    """Return 1 for a header that Python parses and whose name has a word of the comment, 0.5 if it only parses, else 0."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what Python says of strange literals
+            warnings.simplefilter("ignore")  # strange literals cause SyntaxWarnings
             (node,) = ast.parse(answer + "\n    pass").body
     except (SyntaxError, ValueError):
         return 0.0
     if not isinstance(node, ast.FunctionDef) or len(node.body) > 1:
         return 0.0
-    words, parts = (set(re.findall("[a-z]{3,}", text.lower())) for text in (prompt, node.name))
-    return 1.0 if words & parts else 0.5
+    comment_words, name_words = (set(re.findall("[a-z]{3,}", text.lower())) for text in (prompt, node.name))
+    return 1.0 if comment_words & name_words else 0.5
 
 
 class Rewards:
-    """Answers that the model writes, and what they are worth."""
+    """Generates answers and computes their rewards."""
 
     def __init__(self, tokenizer: Tokenizer, group: int) -> None:
         self.tokenizer, self.group = tokenizer, group
 
-    def draw(self, model: nn.Module, prompts: list[list[int]]) -> tuple[list[Pair], Tensor]:
-        pairs = list(zip(prompts, write(model, prompts)))
+    def sample(self, model: nn.Module, prompts: list[list[int]]) -> tuple[list[Pair], Tensor]:
+        """Return pairs of prompts and generated answers, and the rewards of the answers."""
+        pairs = list(zip(prompts, generate(model, prompts)))
         return pairs, torch.tensor([reward(*map(self.tokenizer.decode, pair)) for pair in pairs])
 
     def measure(self, model: nn.Module, prompts: list[list[int]]) -> tuple[Tensor, int]:
-        return self.draw(model, prompts)[1].sum(), len(prompts)
+        """Return (sum of rewards, number of prompts)."""
+        return self.sample(model, prompts)[1].sum(), len(prompts)
 
     def loss(self, model: nn.Module, prompts: list[list[int]]) -> tuple[Tensor, int]:
-        """GRPO (Shao et al. 2024) with one update a group, so without a ratio to clip, and without a penalty.
+        """Return the loss of GRPO (Shao et al. 2024) with one update per group, so without a clipped ratio, and without a penalty.
 
-        An answer's advantage is its reward less its group's mean, not divided by the group's deviation (Liu et al. 2025).
+        The advantage is the reward minus the group's mean, without dividing by the standard deviation (Liu et al. 2025).
         """
-        pairs, rewards = self.draw(model, [prompt for prompt in prompts for _ in range(self.group)])
+        pairs, rewards = self.sample(model, [prompt for prompt in prompts for _ in range(self.group)])
         groups = rewards.view(-1, self.group)
         device = next(model.parameters()).device
         advantages = (groups - groups.mean(1, keepdim=True)).view(-1, 1).to(device)
@@ -251,7 +263,7 @@ class Rewards:
 
 
 class Recipe:
-    """The text, the tokenizer and the three stages. Each stage is a run of its own, with its checkpoints and its log."""
+    """The text, the tokenizer and the three stages. Each stage is a separate run with its own checkpoints and log."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.texts, self.accelerator = args, read_texts(args.max_bytes), Accelerator()
@@ -261,50 +273,53 @@ class Recipe:
                 train_tokenizer(self.texts["train", "code"] + self.texts["train", "prose"], args.tokens, path)
         self.tokenizer = Tokenizer.from_file(str(path))
         self.training, self.held_out = (
-            functions(self.texts[part, "code"], self.tokenizer) for part in ("train", "held_out")
+            list_functions(self.texts[part, "code"], self.tokenizer) for part in ("train", "held_out")
         )
 
-    def model(self, stage: str | None = None) -> GPT:
+    def build_model(self, stage: str | None = None) -> GPT:
+        """Build the model, with the weights of a finished stage if one is given."""
         model = GPT(self.args.tokens, self.args.width, self.args.layers, self.args.length)
         if stage:
             model.load_state_dict(load_file(self.args.out / stage / "model.safetensors"))
         return model
 
     def pretrain(self) -> GPT:
+        """Train on windows of code and prose."""
         args, streams, tests = self.args, {}, {}
         for (part, source), texts in self.texts.items():
             tokens = [token for code in self.tokenizer.encode_batch(texts) for token in [*code.ids, END]]
             streams[part, source] = torch.tensor(tokens)
             if part == "held_out":
-                bits = (
-                    len(tokens) / sum(len(text.encode()) for text in texts) / math.log(2)
-                )  # per byte, from nats per token
+                # From nats per token to bits per byte.
+                bits = len(tokens) / sum(len(text.encode()) for text in texts) / math.log(2)
                 rows = streams[part, source].unfold(0, args.length + 1, args.length)[: 4 * args.batch]
                 tests[f"eval_{source}_bits_per_byte"] = rows, text_loss, bits
         sources = [streams["train", source] for source in ("code", "prose")]
         mixture = Mixture(sources, [0.8, 0.2], args.steps * args.batch, args.length, args.seed)
-        model, rows = self.model(), mixture[0].expand(args.batch // self.accelerator.num_processes, -1)
+        model, rows = self.build_model(), mixture[0].expand(args.batch // self.accelerator.num_processes, -1)
         forecast = self.accelerator.forecast(
             model, rows, optimizer=torch.optim.AdamW(model.parameters()),
             forward=lambda model, rows: text_loss(model, rows)[0], largest=False,
         )  # fmt: skip
         self.accelerator.print(
-            f"{sum(map(len, sources)):,} tokens of text; each process will take {forecast.total / 2**20:.0f} MiB"
+            f"{sum(map(len, sources)):,} tokens of text; each process will need {forecast.total / 2**20:.0f} MiB"
         )
         return self.train("pretraining", model, mixture, text_loss, args.rate, tests)
 
     def finetune(self) -> GPT:
-        model = exchange(self.model("pretraining").requires_grad_(False), nn.Linear, LoRA)
+        """Train LoRA adapters to write headers for comments, and merge them."""
+        model = replace_layers(self.build_model("pretraining").requires_grad_(False), nn.Linear, LoRA)
         pairs = (self.training * self.args.epochs)[: -(len(self.training) % self.args.batch)]
         tests = {"eval_answer_loss": (self.held_out[: 4 * self.args.batch], answer_loss, 1.0)}
         model = self.train("finetuning", model, pairs, answer_loss, self.args.rate, tests, collate)
-        return exchange(model, LoRA, LoRA.merged)
+        return replace_layers(model, LoRA, LoRA.merge)
 
     def reinforce(self) -> GPT:
-        rewards, draw = Rewards(self.tokenizer, self.args.group), random.Random(self.args.seed)
-        prompts = [draw.choice(self.training)[0] for _ in range(self.args.grpo_steps * self.args.batch // 4)]
+        """Train with GRPO on rewards for headers."""
+        rewards, rng = Rewards(self.tokenizer, self.args.group), random.Random(self.args.seed)
+        prompts = [rng.choice(self.training)[0] for _ in range(self.args.grpo_steps * self.args.batch // 4)]
         tests = {"eval_reward": ([prompt for prompt, _ in self.held_out[: 4 * self.args.batch]], rewards.measure, 1.0)}
-        model = self.model("finetuning")
+        model = self.build_model("finetuning")
         return self.train(
             "reinforcement",
             model,
@@ -316,7 +331,8 @@ class Recipe:
             batch_size=self.args.batch // 4,
         )
 
-    def begin(self, stage: str) -> Accelerator:
+    def make_accelerator(self, stage: str) -> Accelerator:
+        """Return the Accelerator of a stage, with its trackers."""
         args = self.args
         accelerator = Accelerator(
             log_with=args.tracker,
@@ -333,9 +349,9 @@ class Recipe:
         self, stage: str, model: nn.Module, data: Dataset, loss_of: Loss, rate: float,
         tests: dict[str, tuple[Sequence, Loss, float]], collate: Callable | None = None, batch_size: int | None = None,
     ) -> nn.Module:  # fmt: skip
-        """One pass over the data. A stage that was killed continues from its last checkpoint, at the very next batch."""
+        """Train a stage in one pass over its data. A killed stage continues from its last checkpoint, at the next batch."""
         args = self.args
-        accelerator = self.begin(stage)
+        accelerator = self.make_accelerator(stage)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.05)
         loader = DataLoader(data, batch_size or args.batch, shuffle=True, collate_fn=collate)
@@ -354,7 +370,7 @@ class Recipe:
             for name, (_, measure, scale) in tests.items():
                 total = count = 0.0
                 for batch in loaders[name]:
-                    if num_valid := loaders[name].num_valid:  # the other rows only fill up the last round
+                    if num_valid := loaders[name].num_valid:  # the other rows only fill up the last batch
                         with accelerator.autocast():
                             value, weight = measure(model, batch[:num_valid])
                         total, count = total + value.item(), count + weight
@@ -371,7 +387,7 @@ class Recipe:
                 with accelerator.accumulate(model):
                     with accelerator.autocast():
                         loss, weight = loss_of(model, batch)
-                    # A sum and the number of tokens: all tokens of an update count alike, whichever rank has them.
+                    # With a sum and the number of tokens, all tokens of an update count the same, on any rank.
                     accelerator.backward(loss, weight=weight, reduction="sum")
                     norm = accelerator.clip_grad_norm_(trained, 1.0)
                     optimizer.step()
@@ -390,10 +406,10 @@ class Recipe:
         accelerator.stop_watching()
         return accelerator.unwrap_model(model)
 
-    def show(self) -> None:
-        """Headers for comments that the model has never seen, the measures, and the page of all stages."""
+    def print_results(self) -> None:
+        """Print headers for unseen comments and the measures, and write the page of all stages."""
         prompts = [prompt for prompt, _ in self.held_out[:: max(1, len(self.held_out) // 8)]]
-        for pair in zip(prompts, write(self.model("reinforcement"), prompts, temperature=0.5)):
+        for pair in zip(prompts, generate(self.build_model("reinforcement"), prompts, temperature=0.5)):
             print(*map(self.tokenizer.decode, pair), "\n", sep="")
         runs = load([self.args.out / stage for stage in STAGES])
         for run in runs:
@@ -401,22 +417,22 @@ class Recipe:
                 first, last = (run.series[name][index][-1] for index in (0, -1))
                 print(f"{name.removeprefix('eval_')}: {first:.3f} -> {last:.3f}")
         (self.args.out / "report.html").write_text(html_page(runs), encoding="utf-8")
-        print(f"every stage on one page: {self.args.out / 'report.html'}")
+        print(f"all stages on one page: {self.args.out / 'report.html'}")
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(tokens=2048, group=8, max_bytes=10**9, log_every=5, seed=0)
-    parser.add_argument("--quick", action="store_true", help="everything tiny, whatever sizes are given")
-    parser.add_argument("--width", type=int, default=192, help="of the model, a multiple of 32")
+    parser.add_argument("--quick", action="store_true", help="use tiny sizes, and ignore the size options")
+    parser.add_argument("--width", type=int, default=192, help="width of the model, a multiple of 32")
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--length", type=int, default=256, help="tokens of a row")
-    parser.add_argument("--batch", type=int, default=32, help="rows of an update, over all processes")
+    parser.add_argument("--length", type=int, default=256, help="tokens per row")
+    parser.add_argument("--batch", type=int, default=32, help="rows per update, over all processes")
     parser.add_argument("--steps", type=int, default=500, help="updates of pretraining")
-    parser.add_argument("--epochs", type=int, default=3, help="of fine-tuning")
+    parser.add_argument("--epochs", type=int, default=3, help="epochs of fine-tuning")
     parser.add_argument("--grpo-steps", type=int, default=80, help="updates of reinforcement learning")
-    parser.add_argument("--rate", type=float, default=2e-3, help="the highest learning rate of pretraining")
-    parser.add_argument("--tracker", help="beside the run's log: tensorboard, wandb, mlflow ...")
+    parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate of pretraining")
+    parser.add_argument("--tracker", help="tracker besides the run's log: tensorboard, wandb, mlflow ...")
     parser.add_argument("--out", type=Path, default=Path("runs/recipe"))
     args = parser.parse_args()
     if args.quick:
@@ -428,11 +444,11 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     recipe = Recipe(parse_args())
     for stage, run in zip(STAGES, (recipe.pretrain, recipe.finetune, recipe.reinforce)):
-        if not (recipe.args.out / stage / "model.safetensors").exists():  # else it was finished before
+        if not (recipe.args.out / stage / "model.safetensors").exists():  # otherwise it has already finished
             set_seed(recipe.args.seed)
             recipe.accelerator.save_model(run(), recipe.args.out / stage)
     if recipe.accelerator.is_main_process:
-        recipe.show()
+        recipe.print_results()
     recipe.accelerator.end_training()
 
 

@@ -105,7 +105,7 @@ def test_text_example_trains_saves_and_loads(tmp_path):
     flags = ["--steps", "20", "--batch-size", "4", "--max-bytes", "400000"]
     out = launch(str(EXAMPLES / "text.py"), *flags, cwd=tmp_path)
     assert (tmp_path / "runs" / "text" / "model.safetensors").exists()
-    assert "the same evaluation" in out
+    assert "with the same evaluation" in out
     bits, bigram = map(float, re.search(r"GPT ([\d.]+), byte bigram ([\d.]+)", out).groups())
     assert 2 < bigram < 5
     assert bits < 6

@@ -55,7 +55,7 @@ def test_failing_or_endless_step_does_not_stop_the_others(tmp_path, capfd):
     assert endless["machine"]["device"] == "cpu"
     assert wait_until_gone([int(endless["rows"][0]["value"])]) == []
     assert (sound["state"], sound["rows"][0]["value"], sound["last_lines"]) == ("done", 3.0, [])
-    assert record.summary(["sound"]).splitlines()[1:] == [
+    assert record.summarize(["sound"]).splitlines()[1:] == [
         "  carried: 3 s; reference: 4 s, ratio 0.750; target at least 1: MISSED"
     ]
 

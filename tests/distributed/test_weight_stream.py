@@ -190,10 +190,13 @@ def train_by_hand() -> list[tuple[float, float]]:
     curve = []
     for update in range(8):
         model.eval()
-        rows = parts["complete"](model, parts["prompts_of"](update), update)
+        rows = parts["complete"](model, parts["make_prompts"](update), update)
         model.train()
-        rewards = parts["rewards_of"](rows)
-        loss = parts["policy_loss"](model, rows, parts["advantages_of"](rewards)) / rows[:, parts["PROMPT"] :].numel()
+        rewards = parts["compute_rewards"](rows)
+        loss = (
+            parts["compute_policy_loss"](model, rows, parts["compute_advantages"](rewards))
+            / rows[:, parts["PROMPT"] :].numel()
+        )
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

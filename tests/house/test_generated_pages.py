@@ -19,11 +19,11 @@ import wrong_use
 
 
 def test_the_page_of_files_holds_the_tree():
-    assert tree.block() in tree.PAGE.read_text(), "run: python scripts/tree.py --write"
+    assert tree.render_block() in tree.PAGE.read_text(), "run: python scripts/tree.py --write"
 
 
 def test_the_page_of_mistakes_holds_the_table():
-    assert wrong_use.page() == wrong_use.PAGE.read_text(), "run: python scripts/wrong_use.py --write"
+    assert wrong_use.render_page() == wrong_use.PAGE.read_text(), "run: python scripts/wrong_use.py --write"
 
 
 def test_rows_of_the_table_of_mistakes_have_different_names():
@@ -32,7 +32,7 @@ def test_rows_of_the_table_of_mistakes_have_different_names():
 
 
 def test_the_reference_holds_every_public_name_once():
-    text = "\n".join(pages.reference_pages().values())
+    text = "\n".join(pages.render_reference_pages().values())
     found = [line.removeprefix("::: ") for line in text.splitlines() if line.startswith("::: ")]
     names = [place.rpartition(".")[2] for place in found if place not in pages.RETURNED]
     assert sorted(names) == sorted(name for name in headway.__all__ if name != "__version__")
@@ -48,7 +48,7 @@ def test_every_page_is_in_the_navigation_once():
     listed = [page for group in navigation.read_groups() for page in (*group.pages, *group.more)]
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md")
     for group in navigation.read_groups():
-        assert len(group.pages) <= navigation.MOST_AT_FIRST_SIGHT, group.title
+        assert len(group.pages) <= navigation.MAX_PAGES_SHOWN, group.title
 
 
 @pytest.mark.parametrize("name", navigation.MARKERS)
@@ -59,10 +59,12 @@ def test_index_and_menu_are_those_of_the_navigation(name):
 
 
 def test_the_index_of_names_has_every_public_name_once_and_says_what_it_is():
-    names = [name for group in pages.names_by_task().values() for name in group]
+    names = [name for group in pages.read_names_by_task().values() for name in group]
     assert sorted(names) == sorted(name for name in headway.__all__ if name != "__version__")
     rows = re.findall(
-        r"^\| \[`(\w+)`\]\((\S+)\) \| (.*) \|$", pages.render_index_of_names(pages.reference_pages()), re.MULTILINE
+        r"^\| \[`(\w+)`\]\((\S+)\) \| (.*) \|$",
+        pages.render_index_of_names(pages.render_reference_pages()),
+        re.MULTILINE,
     )
     assert [name for name, _, _ in rows] == names
     assert [name for name, _, about in rows if len(about) < 20] == []
@@ -83,7 +85,7 @@ def test_assistants_get_every_page_as_markdown_and_a_list_of_them(tmp_path):
     (source / "reference").mkdir(parents=True)
     for page in (ROOT / "docs").glob("*.md"):
         (source / page.name).write_text(page.read_text())
-    for path, text in pages.reference_pages().items():
+    for path, text in pages.render_reference_pages().items():
         (source / path).write_text(text)
     llms.write(source, tmp_path / "site")
     listed = re.findall(r"^- \[[^\]]+\]\(([^)]+)\)", (tmp_path / "site/llms.txt").read_text(), re.MULTILINE)
