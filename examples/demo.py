@@ -29,8 +29,8 @@ def run(title: str, command: list[str]) -> str:
     Raises:
         SystemExit: If the command fails.
     """
-    shown = " ".join(["headway", *command]).replace(f"{HERE}{os.sep}", "examples/")
-    print(f"\n== {title}\n$ {shown}", flush=True)
+    command_line = " ".join(["headway", *command]).replace(f"{HERE}{os.sep}", "examples/")
+    print(f"\n== {title}\n$ {command_line}", flush=True)
     # Make malloc request large blocks from the system and return them. Otherwise a batch could reuse the former batch's memory,
     # and would never reach the demo's limit.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}

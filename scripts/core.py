@@ -145,7 +145,9 @@ def main() -> None:
         files[top] += 1
     for top, num_lines in lines.most_common():
         print(f"{num_lines:7,}  {files[top]:4}  {top}")
-    print(f"{lines.total():7,}  {files.total():4}  in total: of {len(modules)} files, those that importing {START} reaches")
+    print(
+        f"{lines.total():7,}  {files.total():4}  in total: of {len(modules)} files, those that importing {START} reaches"
+    )
     if "--files" in sys.argv:
         print("\n".join(sorted(reached)))
     leaks = find_leaks(reached)

@@ -24,7 +24,7 @@ def make_table(folder: Path) -> str:
         return read_rows(log) if log.exists() else {}
 
     expected, changed, measured = read("hand"), read(CHANGED), {layout: read(layout) for layout in LAYOUTS}
-    shown = [layout for layout in LAYOUTS if measured[layout]]
+    measured_layouts = [layout for layout in LAYOUTS if measured[layout]]
     cells = {
         layout: {
             name: judge(expected[name], changed[name], measured[layout][name])
@@ -32,10 +32,10 @@ def make_table(folder: Path) -> str:
             else "not measured"
             for name in list_names()
         }
-        for layout in shown
+        for layout in measured_layouts
     }
     lines = [f"Losses of {UPDATES} updates, compared with those of a hand-written loop on one process:", ""]
-    for layout in shown:
+    for layout in measured_layouts:
         counts = Counter(cell if "rounding" in cell else cell.partition(" ")[0] for cell in cells[layout].values())
         kinds = {
             "equal": "equal within 1e-5",
@@ -49,8 +49,12 @@ def make_table(folder: Path) -> str:
         }
         counted = [f"{counts[kind]} {text}" for kind, text in kinds.items() if kind != "not" or counts["not"]]
         lines.append(f"- `{layout}`, {LAYOUTS[layout]} ranks: {', '.join(counted)}")
-    lines += ["", f"| optimizer | {' | '.join(f'`{layout}`' for layout in shown)} |", "|---" * (len(shown) + 1) + "|"]
-    lines += [f"| {name} | {' | '.join(cells[layout][name] for layout in shown)} |" for name in list_names()]
+    lines += [
+        "",
+        f"| optimizer | {' | '.join(f'`{layout}`' for layout in measured_layouts)} |",
+        "|---" * (len(measured_layouts) + 1) + "|",
+    ]
+    lines += [f"| {name} | {' | '.join(cells[layout][name] for layout in measured_layouts)} |" for name in list_names()]
     return "\n".join(lines)
 
 

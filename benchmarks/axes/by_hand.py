@@ -155,7 +155,7 @@ def build_ep_step(batch: Batch) -> Step:
     """Build the step of a Mixtral whose experts are split over pairs of ranks; all other parameters are sharded over all ranks."""
     model, world = build_mixtral(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("shard", "ep"))
-    everyone = init_device_mesh("cpu", (world,))
+    world_mesh = init_device_mesh("cpu", (world,))
     experts: set[nn.Parameter] = set()
     for layer in model.model.layers:
         route_to_experts(layer.mlp.experts, mesh["ep"])
@@ -163,8 +163,8 @@ def build_ep_step(batch: Batch) -> Step:
             fully_shard(layer.mlp.experts, mesh=mesh["shard"])
         experts |= set(layer.mlp.experts.parameters())
     for layer in model.model.layers:
-        fully_shard(layer, mesh=everyone, ignored_params=experts)
-    fully_shard(model, mesh=everyone, ignored_params=experts)
+        fully_shard(layer, mesh=world_mesh, ignored_params=experts)
+    fully_shard(model, mesh=world_mesh, ignored_params=experts)
     experts = {p for layer in model.model.layers for p in layer.mlp.experts.parameters()}
     others = [p for p in model.parameters() if p not in experts]
     optimizer = torch.optim.AdamW([{"params": others}, {"params": list(experts)}], lr=1e-4)

@@ -76,7 +76,7 @@ _VARYING = (("a100-80gb", "no"), ("h100", "bf16"), ("b200", "bf16"))
 
 
 def list_cases() -> list[Case]:
-    """Every model with seven settings, in turn over the settings and the kinds of device."""
+    """Return seven settings for every model, cycling through settings and kinds of GPU, and the cases with varying lengths."""
     settings, kinds = cycle(SETTINGS), cycle(KINDS)
     cases = []
     for name, model in MODELS.items():

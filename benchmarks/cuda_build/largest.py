@@ -30,7 +30,7 @@ CASES = (
 )
 
 
-def fits(case: Case, size: int) -> bool:
+def does_fit(case: Case, size: int) -> bool:
     """Whether three updates with a batch of `size` samples end without running out of memory."""
     MODELS[case.model] = replace(MODELS[case.model], size=size)
     try:
@@ -73,7 +73,7 @@ def main() -> None:
     """Print the table, or one answer if there are arguments."""
     if len(sys.argv) > 1:
         case = CASES[int(sys.argv[2])]
-        print(json.dumps(fits(case, int(sys.argv[3])) if sys.argv[1] == "fits" else forecast_largest(case)))
+        print(json.dumps(does_fit(case, int(sys.argv[3])) if sys.argv[1] == "fits" else forecast_largest(case)))
         return
     print(
         "| model | device | precision | loop | forecast | fits | largest batch that fits | error |\n|---|---|---|---|---|---|---|---|"
@@ -82,14 +82,14 @@ def main() -> None:
         simulated = {"SIMULATED_CUDA": case.device, "SIMULATED_CUDA_VALUES": "0"}
         predicted, context = run_in_new_process("forecast", index, 0, **simulated)  # type: ignore[misc]
         simulated |= {"SIMULATED_CUDA_MIB": str(GIB * 1024), "SIMULATED_CUDA_CONTEXT_MIB": str(context)}
-        does_fit = run_in_new_process("fits", index, predicted, **simulated)
+        forecast_fits = run_in_new_process("fits", index, predicted, **simulated)
         low, high = predicted, predicted + max(1, predicted // 5)
-        while high - low > 1 and does_fit:
+        while high - low > 1 and forecast_fits:
             middle = (low + high) // 2
             low, high = (middle, high) if run_in_new_process("fits", index, middle, **simulated) else (low, middle)
         case_cells = f"{case.model} | {case.device} | {case.precision} | {case.loop}"
         print(
-            f"| {case_cells} | {predicted} | {'yes' if does_fit else 'NO'} | {low} | {predicted / low - 1:+.1%} |",
+            f"| {case_cells} | {predicted} | {'yes' if forecast_fits else 'NO'} | {low} | {predicted / low - 1:+.1%} |",
             flush=True,
         )
 

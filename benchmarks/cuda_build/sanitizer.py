@@ -35,7 +35,7 @@ WIDTH = 512
 MODELS["gpt, cut"] = lambda: cut_models.GPT(VOCABULARY)
 
 
-def feature(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+def register_feature(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     """Register a function as a feature to check."""
 
     def register(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -67,34 +67,34 @@ def train(accelerator: Accelerator, model: nn.Module, num_updates: int = 4) -> n
     return model
 
 
-@feature("a deliberate race")
+@register_feature("a deliberate race")
 def run_deliberate_race() -> None:
     side, x = torch.cuda.Stream(), torch.rand(4, 2, device="cuda")
     with torch.cuda.stream(side):
         torch.mul(x, 5, out=x)
 
 
-@feature("loading on a side stream, clipping")
+@register_feature("loading on a side stream, clipping")
 def train_with_side_stream() -> None:
     train(Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=True)), build_net())
 
 
-@feature("accumulation")
+@register_feature("accumulation")
 def train_with_accumulation() -> None:
     train(Accelerator(gradient_accumulation_steps=2), build_net())
 
 
-@feature("bf16 and the guard")
+@register_feature("bf16 and the guard")
 def train_with_guard() -> None:
     train(Accelerator(mixed_precision="bf16", on_non_finite="skip"), build_net())
 
 
-@feature("fp16")
+@register_feature("fp16")
 def train_in_fp16() -> None:
     train(Accelerator(mixed_precision="fp16"), build_net())
 
 
-@feature("micro-batches after running out of memory")
+@register_feature("micro-batches after running out of memory")
 def train_in_microbatches() -> None:
     accelerator = Accelerator(microbatching="auto")
     model = build_net()
@@ -110,14 +110,14 @@ def train_in_microbatches() -> None:
         optimizer.zero_grad()
 
 
-@feature("recomputation")
+@register_feature("recomputation")
 def train_with_recomputation() -> None:
     accelerator, model = Accelerator(), build_net()
     accelerator.checkpoint_activations(model)
     train(accelerator, model)
 
 
-@feature("activations in host memory")
+@register_feature("activations in host memory")
 def offload_activations() -> None:
     from headway.extras.activation_offload import offload_saved_tensors
 
@@ -128,14 +128,14 @@ def offload_activations() -> None:
         out.square().mean().backward()
 
 
-@feature("weights in host memory (cpu_offload)")
+@register_feature("weights in host memory (cpu_offload)")
 def offload_weights() -> None:
     model = headway.cpu_offload(build_net().eval(), torch.device("cuda:0"))
     for _ in range(3):
         model(torch.randn(4, WIDTH, device="cuda"))
 
 
-@feature("weights on disk (disk_offload)")
+@register_feature("weights on disk (disk_offload)")
 def offload_to_disk() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = headway.disk_offload(build_net().eval(), folder, torch.device("cuda:0"))
@@ -143,14 +143,14 @@ def offload_to_disk() -> None:
             model(torch.randn(4, WIDTH, device="cuda"))
 
 
-@feature("dispatched over a device and the host")
+@register_feature("dispatched over a device and the host")
 def dispatch_over_devices() -> None:
     model = headway.dispatch_model(build_net().eval(), {str(i): 0 if i < 2 else "cpu" for i in range(4)})
     for _ in range(3):
         model(torch.randn(4, WIDTH))
 
 
-@feature("saves in the background, then more updates, then a load")
+@register_feature("saves in the background, then more updates, then a load")
 def save_in_background() -> None:
     with tempfile.TemporaryDirectory() as folder:
         accelerator = Accelerator()
@@ -164,7 +164,7 @@ def save_in_background() -> None:
         accelerator.load_state(f"{folder}/1")
 
 
-@feature("a moving average of the weights")
+@register_feature("a moving average of the weights")
 def average_weights() -> None:
     accelerator = Accelerator()
     model = build_net()
@@ -173,7 +173,7 @@ def average_weights() -> None:
     accelerator.prepare(mean).update_parameters(accelerator.unwrap_model(model))
 
 
-@feature("blocks compiled with aot_eager")
+@register_feature("blocks compiled with aot_eager")
 def train_compiled() -> None:
     train(Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)), build_net())
 

@@ -101,12 +101,12 @@ def measure_variant(name: str) -> None:
         cpu, wall = time.process_time(), time.perf_counter()
         update()
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    held = highest = 0
+    in_use = peak = 0
     events = profiler.profiler.kineto_results.events()
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        highest = max(highest, held)
-    sys.stdout.write(json.dumps({"peak": highest, "cpu": cpu, "wall": wall}) + "\n")
+        in_use += event.nbytes()
+        peak = max(peak, in_use)
+    sys.stdout.write(json.dumps({"peak": peak, "cpu": cpu, "wall": wall}) + "\n")
 
 
 def make_table(result: dict[str, Any]) -> str:

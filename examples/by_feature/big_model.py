@@ -49,13 +49,13 @@ def main() -> float:
         folder = tempfile.mkdtemp()  # feature: one folder per process, so that no two processes write to the same
         save_file(accelerator.unwrap_model(model).state_dict(), f"{folder}/model.safetensors")  # feature
         with init_empty_weights():  # feature
-            placed = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))  # feature
-        load_checkpoint_and_dispatch(placed, folder, device_map={"0": "cpu", "1": "cpu", "2": "disk"})  # feature
+            offloaded = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))  # feature
+        load_checkpoint_and_dispatch(offloaded, folder, device_map={"0": "cpu", "1": "cpu", "2": "disk"})  # feature
         model.eval()
         num_right, num_samples = 0, 0
         for inputs, targets in eval_loader:
             with torch.no_grad():
-                answers = placed(inputs.cpu()).to(inputs.device).argmax(dim=1)  # feature
+                answers = offloaded(inputs.cpu()).to(inputs.device).argmax(dim=1)  # feature
             # The answers of all ranks, without the samples that only fill up the last batch.
             answers, targets = accelerator.gather_for_metrics((answers, targets))
             num_right += (answers == targets).sum().item()

@@ -1,4 +1,4 @@
-"""Background saves of GPT-2 XL with AdamW: how long the loop stalls, and the time until all is written, beside dcp.async_save."""
+"""Background saves of GPT-2 XL with AdamW: stall of the loop and time until all is written, compared with dcp.async_save."""
 
 import shutil
 from collections.abc import Callable
