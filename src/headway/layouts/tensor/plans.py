@@ -141,7 +141,8 @@ class ModelSplit:
 def read_plan(model: torch.nn.Module, axis: SplitAxis, options: TensorParallelOptions) -> ModelSplit:
     """Return the modules and parameters that a tensor-parallel plan splits.
 
-    The plan is the one in the options or, if they have none, the one that the model defines.
+    The plan is the one in the options or, if they have none, the one that the model defines, or that the models define
+    which it contains.
 
     Args:
         model: Model to split.
@@ -257,8 +258,23 @@ def get_model_plan(model: torch.nn.Module) -> Mapping[str, Any]:
     return plan if isinstance(plan, Mapping) else {}
 
 
+def _join_plans(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the plans of the models that a model contains, such as a transformers model below the user's own head.
+
+    The name of the contained model is put before the names in its plan.
+    """
+    joined: dict[str, Any] = {}
+    owners: list[str] = []
+    for name, module in model.named_modules():  # a module comes before its submodules
+        if any(name.startswith(f"{owner}.") for owner in owners) or not (plan := get_model_plan(module)):
+            continue
+        owners.append(name)
+        joined |= {f"{name}.{pattern}": style for pattern, style in plan.items()}
+    return joined
+
+
 def _own_plan(model: torch.nn.Module) -> Mapping[str, Any]:
-    if not (plan := get_model_plan(model)):
+    if not (plan := get_model_plan(model) or _join_plans(model)):
         _check_adapted(model)
         raise ConfigError(
             f"{type(model).__name__} has no tensor-parallel plan of its own, and its structure gives none that splits half of its "
