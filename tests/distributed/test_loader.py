@@ -13,7 +13,7 @@ from headway import Accelerator
 from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
 from tests.distributed.ranks import run_ranks
-from tests.unit.core.data.fakes import Numbers, Stream, joined, prepare, read
+from tests.unit.core.data.fakes import Numbers, Stream, join_real_rows, prepare, read_batches
 
 # -------------------------------------------------------------------- real ranks
 
@@ -28,8 +28,8 @@ def read_every_length():
     for n in range(0, 26, 5):
         for even_batches in (True, False):
             loader = DataLoader(Numbers(n), batch_size=3)
-            out[n, even_batches] = read(prepare_on_this_rank(loader, even_batches=even_batches))
-            out[n, even_batches, "stream"] = read(
+            out[n, even_batches] = read_batches(prepare_on_this_rank(loader, even_batches=even_batches))
+            out[n, even_batches, "stream"] = read_batches(
                 prepare_on_this_rank(DataLoader(Stream(n), batch_size=3), even_batches=even_batches)
             )
     return out
@@ -39,7 +39,7 @@ def read_every_length():
 def test_every_sample_is_read_once(world_size):
     ranks = run_ranks(read_every_length, world_size)
     for key in ranks[0]:
-        assert joined([each[key] for each in ranks]) == list(range(key[0]))
+        assert join_real_rows([each[key] for each in ranks]) == list(range(key[0]))
 
 
 def read_with_default_settings():
@@ -97,13 +97,13 @@ def read_with_different_generators():
             DataLoader(Numbers(24), batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(rank)),
         ):
             prepared = prepare_on_this_rank(loader, use_seedable_sampler=is_seedable)
-            out += [read(prepared), read(prepared)]
+            out += [read_batches(prepared), read_batches(prepared)]
     return out
 
 
 def test_ranks_use_one_order_despite_different_random_states():
     for first, second in zip(*run_ranks(read_with_different_generators, 2), strict=True):
-        rows = joined([first, second])
+        rows = join_real_rows([first, second])
         assert sorted(rows) == list(range(24))
         assert rows != sorted(rows)
 
@@ -115,43 +115,45 @@ def read_own_shards():
 
 
 def test_rank_with_empty_shards_does_not_block_the_others():
-    assert sorted(joined(run_ranks(read_own_shards, 2))) == list(range(6, 13))
+    assert sorted(join_real_rows(run_ranks(read_own_shards, 2))) == list(range(6, 13))
 
 
 def read_dispatched():
     out = []
     for loader in (DataLoader(Numbers(11), batch_size=2, shuffle=True), DataLoader(Stream(11), batch_size=2)):
         prepared = prepare_on_this_rank(loader, dispatch_batches=True)
-        out += [read(prepared), read(prepared, 1), prepared.state_dict()]
+        out += [read_batches(prepared), read_batches(prepared, 1), prepared.state_dict()]
     return out
 
 
 def test_main_process_reads_for_all_ranks_with_dispatch_batches():
     ranks = run_ranks(read_dispatched, 2)
     for part in (0, 3):
-        assert sorted(joined([each[part] for each in ranks])) == list(range(11))
+        assert sorted(join_real_rows([each[part] for each in ranks])) == list(range(11))
     expected = {"epoch": 1, "consumed": 4, "source": {"order": "shuffled by seed and epoch"}}
     assert ranks[0][2] == ranks[1][2] == expected
 
 
 def read_first_half(num_batches):
     loader = prepare_on_this_rank(DataLoader(Numbers(23), batch_size=2, shuffle=True, num_workers=1))
-    return read(loader, num_batches), loader.state_dict()
+    return read_batches(loader, num_batches), loader.state_dict()
 
 
 def read_rest(state):
     loader = prepare_on_this_rank(DataLoader(Numbers(23), batch_size=2, shuffle=True))
     loader.load_state_dict(state)
-    return read(loader)
+    return read_batches(loader)
 
 
 def test_loader_resumes_on_another_number_of_ranks():
     whole = [
-        row for rows, *_ in read(prepare(DataLoader(Numbers(23), batch_size=2, shuffle=True), seed=5)) for row in rows
+        row
+        for rows, *_ in read_batches(prepare(DataLoader(Numbers(23), batch_size=2, shuffle=True), seed=5))
+        for row in rows
     ]
     first_rows = run_ranks(read_first_half, 2, 2)
     rest = run_ranks(read_rest, 3, first_rows[0][1])
-    assert joined([rows for rows, _ in first_rows]) + joined(rest) == whole
+    assert join_real_rows([rows for rows, _ in first_rows]) + join_real_rows(rest) == whole
 
 
 # -------------------------------------------------------------------- worker processes
@@ -264,22 +266,24 @@ def test_stream_split_among_workers_and_ranks(even_batches):
     def make():
         return DataLoader(SplitStream(23), batch_size=2, num_workers=2, worker_init_fn=split_among_workers)
 
-    ranks = [read(prepare(make(), rank, 2, even_batches=even_batches)) for rank in range(2)]
-    assert sorted(joined(ranks)) == list(range(23))
-    skipped = [read(prepare(make(), rank, 2).skip(3)) for rank in range(2)]
-    assert joined(skipped) == joined([batches[3:] for batches in ranks])
+    ranks = [read_batches(prepare(make(), rank, 2, even_batches=even_batches)) for rank in range(2)]
+    assert sorted(join_real_rows(ranks)) == list(range(23))
+    skipped = [read_batches(prepare(make(), rank, 2).skip(3)) for rank in range(2)]
+    assert join_real_rows(skipped) == join_real_rows([batches[3:] for batches in ranks])
     loader = prepare(make(), 0, 2)
-    read(loader, 2)
+    read_batches(loader, 2)
     resumed = [prepare(make(), rank, 2) for rank in range(2)]
     for each in resumed:
         each.load_state_dict(loader.state_dict())
-    assert joined([read(each) for each in resumed]) == joined([batches[2:] for batches in ranks])
+    assert join_real_rows([read_batches(each) for each in resumed]) == join_real_rows(
+        [batches[2:] for batches in ranks]
+    )
 
 
 def test_unordered_batches_are_complete():
     loader = prepare(DataLoader(Numbers(11), batch_size=2, num_workers=2, in_order=False))
-    batches = read(loader)
-    assert sorted(joined([batches])) == list(range(11))
+    batches = read_batches(loader)
+    assert sorted(join_real_rows([batches])) == list(range(11))
     assert all(len(rows) == num_valid for rows, _, num_valid, _ in batches)
     assert [is_last for *_, is_last in batches] == [False] * 5 + [True]
 
@@ -295,7 +299,7 @@ def test_stateful_stream_with_a_worker_resumes():
         return prepare(DataLoader(Stream(20), batch_size=2, num_workers=1), use_stateful_dataloader=True)
 
     loader = make()
-    first_rows = joined([read(loader, 3)])
+    first_rows = join_real_rows([read_batches(loader, 3)])
     resumed = make()
     resumed.load_state_dict(loader.state_dict())
-    assert first_rows + joined([read(resumed)]) == list(range(20))
+    assert first_rows + join_real_rows([read_batches(resumed)]) == list(range(20))

@@ -11,7 +11,7 @@ from headway import Accelerator, DataLoaderConfiguration
 from headway.errors import StateError
 from tests.distributed.ranks import run_ranks
 from tests.unit.core.data.fakes import Numbers, Stream
-from tests.unit.core.training.test_metrics import kinds
+from tests.unit.core.training.test_metrics import make_values
 
 LENGTHS = (0, 1, 2, 5, 12, 13, 25, 50)
 
@@ -35,7 +35,7 @@ def gather_all():
             out["stream", n, even_batches] = sorted(
                 flatten_batches(evaluate(acc, acc.prepare(DataLoader(Stream(n), batch_size=4))))
             )
-        made = evaluate(acc, acc.prepare(DataLoader(Numbers(14), batch_size=5)), kinds)
+        made = evaluate(acc, acc.prepare(DataLoader(Numbers(14), batch_size=5)), make_values)
         out["kinds", even_batches] = {
             "cube": torch.cat([each["cube"] for each in made]),
             "array": numpy.concatenate([each["array"] for each in made]),
@@ -82,7 +82,7 @@ def _gather_in_nested_loops(acc):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_metrics_are_exact(world_size):
     start = time.monotonic()
-    expected = kinds(torch.arange(14))
+    expected = make_values(torch.arange(14))
     for out in run_ranks(gather_all, world_size):
         for even_batches in (True, False):
             for n in LENGTHS:

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from headway.core.tracking.report import html_page, load, looks
-from tests.unit.core.tracking.report.logs import Log, lively
+from tests.unit.core.tracking.report.logs import Log, write_realistic_log
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs headless Chromium: apt-get install chromium")
@@ -181,7 +181,10 @@ def test_extreme_numbers_are_drawn(tmp_path):
     ids=["light-wide", "dark-narrow"],
 )
 def test_controls_and_colors_in_a_browser(width, scheme, colors, ground, tmp_path):
-    runs = [lively(tmp_path / f"run-{seed}", seed, steps=400, lr=lr) for seed, lr in ((0, 3e-4), (1, 3e-3), (2, 1e-4))]
+    runs = [
+        write_realistic_log(tmp_path / f"run-{seed}", seed, steps=400, lr=lr)
+        for seed, lr in ((0, 3e-4), (1, 3e-3), (2, 1e-4))
+    ]
     page = html_page(load(runs))
     height = 3600 if width > 1000 else 6500
     flag = f"--blink-settings=preferredColorScheme={scheme}"

@@ -17,7 +17,7 @@ from tests.distributed.killed_data_script import EPOCHS
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded_data_ranks import read_chunks, read_passes, read_with_own_cache
 from tests.distributed.slow_server import SlowServer
-from tests.unit.language_data.shard_files import make_records, write_shard
+from tests.unit.language_data.shards.shard_files import make_records, write_shard
 
 BATCH = 12
 COUNT = 12 * 12 + 5

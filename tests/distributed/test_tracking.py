@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator, ProjectConfiguration, Tracker
 from headway.core.tracking.runlog_reader import read_run
 from tests.distributed.ranks import run_ranks
-from tests.unit.core.tracking.otlp_receiver import listening
-from tests.unit.core.tracking.test_trackers import events_of
-from tests.unit.core.tracking.wandb_file import offline_run
+from tests.unit.core.tracking.otlp_receiver import run_collector
+from tests.unit.core.tracking.test_trackers import read_events
+from tests.unit.core.tracking.wandb_file import read_offline_run
 
 
 class RecordingTracker(Tracker):
@@ -67,7 +67,7 @@ def test_only_rank_0_writes(tmp_path):
     assert run.starts[0].world_size == 2
     assert [each.details for each in run.events] == [{"rank": 0}]
     assert run.is_ended
-    assert set(events_of(tmp_path / "p").Tags()["scalars"]) == {"loss", "by hand"}
+    assert set(read_events(tmp_path / "p").Tags()["scalars"]) == {"loss", "by hand"}
 
 
 def log_to_collector(address):
@@ -86,7 +86,7 @@ def log_to_collector(address):
 
 
 def test_only_rank_0_sends_to_a_collector():
-    with listening() as (collector, address):
+    with run_collector() as (collector, address):
         run_ranks(log_to_collector, 2, address)
     assert dict(collector.metrics) == {"loss": 2.0, "headway.step": 2.0}
     assert len({each["service.instance.id"] for each in collector.resources}) == 1
@@ -143,12 +143,12 @@ def test_killed_and_restarted_run_is_one_run_in_every_tracker(tmp_path, monkeypa
     assert run.summary["num_updates"] == 12
     losses = [pytest.approx(point[2]) for point in run.values["loss"]]
 
-    assert [(each.step, each.value) for each in events_of(tmp_path / "run" / "p").Scalars("loss")] == list(
+    assert [(each.step, each.value) for each in read_events(tmp_path / "run" / "p").Scalars("loss")] == list(
         enumerate(losses, 1)
     )
 
     first, second = sorted((tmp_path / "run" / "p" / "wandb").glob("offline-run-*"))
-    before, after = offline_run(first, is_finished=False), offline_run(second)
+    before, after = read_offline_run(first, is_finished=False), read_offline_run(second)
     assert first.name.rpartition("-")[2] == second.name.rpartition("-")[2] == after["id"]
     assert after["exit"] == 0
     rows = {row["global_step"]: row["loss"] for row in before["rows"] + after["rows"]}

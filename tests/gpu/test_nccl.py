@@ -13,7 +13,7 @@ from headway.core.runtime.flight_recorder import FlightRecorder
 from headway.core.runtime.group import can_coalesce, start_collectives
 from headway.core.strategies.ddp import check_hook
 from tests.distributed.test_launch import start_launch
-from tests.unit.core.runtime.nccl_dump import entry
+from tests.unit.core.runtime.nccl_dump import make_entry
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +46,7 @@ def test_the_recorder_has_the_fields_that_the_tests_without_a_gpu_use(alone):
 
     dist.all_reduce(torch.ones(4, device="cuda"))
     (*_, last) = json.loads(engine._dump_nccl_trace_json())["entries"]
-    assert set(entry(1, "all_reduce")) <= set(last)
+    assert set(make_entry(1, "all_reduce")) <= set(last)
     assert last["profiling_name"] == "nccl:all_reduce"
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that run in this one process."""
+"""Fixtures of all unit tests, which run in one process."""
 
 from collections.abc import Iterator
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import settings
 
-# Machines are shared and slow at times: how long an example takes says nothing about the code.
+# No deadlines: machines are shared and can be slow, so the time for an example is not a property of the code.
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny operations wait for each other's threads on a machine that does other things too."""
+def single_torch_thread() -> Iterator[None]:
+    """Limit torch to one thread, because threads for tiny operations wait for each other on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""The Accelerator on one process: settings and where they come from, memory, metrics outside a loop, the rank's view."""
+"""Test the Accelerator on one process: settings and their origins, memory, metrics outside a loop, and ranks."""
 
 import gc
 import json
@@ -15,8 +15,8 @@ from headway.errors import ConfigError, DeviceUnavailable, LaunchError, StateErr
 from tests.unit.core.data.fakes import Numbers
 
 
-def launched(monkeypatch, num_processes=1, force=False, **settings):
-    """As a worker of `headway launch` finds its environment."""
+def set_launch_environment(monkeypatch, num_processes=1, force=False, **settings):
+    """Set the environment of a worker of `headway launch`."""
     told = {name: {"value": value, "origin": f"command line: --{name}"} for name, value in settings.items()}
     content = {"version": 1, "settings": told, "num_processes": num_processes, "force": force}
     monkeypatch.setenv("HEADWAY_RUN", json.dumps(content))
@@ -25,8 +25,8 @@ def launched(monkeypatch, num_processes=1, force=False, **settings):
 # -------------------------------------------------------------------- settings
 
 
-def test_the_launcher_fills_what_the_code_leaves_open(monkeypatch):
-    launched(monkeypatch, mixed_precision="bf16", gradient_accumulation_steps=3, cpu=True)
+def test_launcher_sets_what_the_code_leaves_open(monkeypatch):
+    set_launch_environment(monkeypatch, mixed_precision="bf16", gradient_accumulation_steps=3, cpu=True)
     acc = Accelerator()
     assert (acc.mixed_precision, acc.gradient_accumulation_steps, acc.device.type) == ("bf16", 3, "cpu")
 
@@ -36,17 +36,17 @@ def test_the_launcher_fills_what_the_code_leaves_open(monkeypatch):
     [({"mixed_precision": "no"}, {"mixed_precision": "bf16"}),
      ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 7})],
 )  # fmt: skip
-def test_code_against_command_line_names_both(monkeypatch, said, told):
-    """The peer's environment overrides an explicit argument silently."""
-    launched(monkeypatch, **told)
+def test_contradiction_of_code_and_command_line_names_both(monkeypatch, said, told):
+    """Accelerate's environment overrides an explicit argument silently."""
+    set_launch_environment(monkeypatch, **told)
     ((name, value),) = told.items()
     with pytest.raises(ConfigError, match=rf"test_accelerator.py:\d+ against --{name} {value}.*--force"):
         Accelerator(cpu=True, **said)
-    launched(monkeypatch, force=True, **told)
+    set_launch_environment(monkeypatch, force=True, **told)
     assert getattr(Accelerator(cpu=True, **said), name) == value
 
 
-def test_a_variable_never_beats_the_code(monkeypatch):
+def test_code_takes_precedence_over_a_variable(monkeypatch):
     monkeypatch.setenv("HEADWAY_GRADIENT_ACCUMULATION_STEPS", "7")
     assert Accelerator(cpu=True).gradient_accumulation_steps == 7
     assert Accelerator(cpu=True, gradient_accumulation_steps=2).gradient_accumulation_steps == 2
@@ -55,8 +55,8 @@ def test_a_variable_never_beats_the_code(monkeypatch):
         Accelerator(cpu=True)
 
 
-def test_the_world_size_is_a_contract(monkeypatch):
-    launched(monkeypatch, num_processes=2)
+def test_world_size_must_equal_the_launched_one(monkeypatch):
+    set_launch_environment(monkeypatch, num_processes=2)
     with pytest.raises(LaunchError, match="asked for 2 processes, but this one finds itself in a world of 1"):
         Accelerator(cpu=True)
 
@@ -68,13 +68,13 @@ def test_tpus_are_refused_by_name(monkeypatch, name):
         Accelerator()
 
 
-def test_an_unknown_device_is_refused(monkeypatch):
+def test_unknown_device_is_refused(monkeypatch):
     monkeypatch.setenv("HEADWAY_DEVICE", "abacus")
     with pytest.raises(DeviceUnavailable, match=r"not a kind of device that torch knows .*; available here: cpu"):
         Accelerator()
 
 
-def test_one_thing_is_said_once():
+def test_setting_given_twice_is_refused():
     plugin = GradientAccumulationPlugin(num_steps=2)
     with pytest.raises(ConfigError, match="not both"):
         Accelerator(cpu=True, gradient_accumulation_steps=2, gradient_accumulation_plugin=plugin)
@@ -103,7 +103,7 @@ def test_properties_show_the_settings(tmp_path):
         acc.gradient_accumulation_steps = 0
 
 
-def test_one_process_sees_itself():
+def test_single_process_has_rank_0():
     acc = Accelerator(cpu=True)
     assert (acc.num_processes, acc.process_index, acc.local_process_index) == (1, 0, 0)
     assert (acc.is_main_process, acc.is_local_main_process, acc.is_last_process) == (True, True, True)
@@ -127,7 +127,7 @@ def test_one_process_sees_itself():
 # -------------------------------------------------------------------- memory
 
 
-def test_free_memory_frees():
+def test_free_memory_frees_all_objects():
     acc = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     model, loader = nn.Linear(4, 4), DataLoader(Numbers(8), batch_size=2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -144,7 +144,7 @@ def test_free_memory_frees():
     assert (model, optimizer, loader, scheduler) == (None,) * 4
     gc.collect()
     assert [ref() for ref in held] == [None] * len(held)
-    # And the Accelerator can go on with others.
+    # The Accelerator can be used with other objects.
     model = acc.prepare(nn.Linear(1, 1))
     acc.backward(model(torch.ones(1, 1)).float().sum())
     assert model.weight.grad is not None
@@ -165,7 +165,7 @@ def test_metrics_outside_the_loop():
         acc.gather_for_metrics(batch, loader=loader)
 
 
-class Counted(nn.Linear):
+class ModuleWithExtraState(nn.Linear):
     def get_extra_state(self) -> dict[str, int]:
         return {"seen": 3}
 
@@ -173,9 +173,9 @@ class Counted(nn.Linear):
         pass
 
 
-def test_save_model_says_that_safetensors_hold_tensors_only(tmp_path):
+def test_save_model_reports_entries_that_are_not_tensors(tmp_path):
     accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(nn.Sequential(Counted(2, 2)))
+    model = accelerator.prepare(nn.Sequential(ModuleWithExtraState(2, 2)))
     with pytest.raises(
         ConfigError, match=r"0\._extra_state of the model's state dict is a dict.*safe_serialization=False"
     ):

@@ -1,4 +1,4 @@
-"""One tree of errors, drawn as it is."""
+"""Test the tree of errors, and the links in their messages."""
 
 import ast
 import inspect
@@ -15,7 +15,7 @@ ONE_RUN = "checkpoint_reference.md#one-run-at-a-time"
 SPLIT = "pipeline_parallel.md#where-the-model-is-split"
 
 
-def test_every_error_stands_in_the_tree_under_its_parents():
+def test_every_error_is_in_the_tree_under_its_parents():
     kinds = {
         name: kind
         for name, kind in vars(errors).items()
@@ -31,25 +31,25 @@ def test_every_error_stands_in_the_tree_under_its_parents():
     assert issubclass(errors.Preempted, SystemExit)
 
 
-def test_one_error_for_every_name_that_is_not_served():
+def test_unsupported_names_raise_a_common_error():
     for kind, python in ((errors.ImportNotServed, ImportError), (errors.AttributeNotServed, AttributeError)):
         assert issubclass(kind, errors.NotServed)
         assert issubclass(kind, python)
     assert issubclass(errors.NotServed, errors.UnsupportedError)
 
 
-def test_a_message_ends_with_a_link_to_its_entry():
+def test_message_ends_with_a_link():
     link = "(docs/troubleshooting.md#the-loss-is-nan)"
     error = errors.NonFiniteError("update 3: the loss was nan")
     assert str(error) == f"update 3: the loss was nan {link}"
     assert error.args == ("update 3: the loss was nan",)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
-    assert str(errors.NonFiniteError(str(error))) == str(error)  # one link, also if an error is quoted
+    assert str(errors.NonFiniteError(str(error))) == str(error)  # one link, even if an error is quoted
     assert str(errors.ConfigError("no entry")) == "no entry"
     assert str(errors.NonFiniteError("nan (docs/non_finite.md)")) == "nan (docs/non_finite.md)"
 
 
-def test_an_error_is_printed_without_its_link_if_the_table_cannot_be_read(monkeypatch, tmp_path):
+def test_error_without_a_readable_table_has_no_link(monkeypatch, tmp_path):
     errors.read_links.cache_clear()
     monkeypatch.setattr(errors, "LINKS", str(tmp_path / "missing.json"))
     try:
@@ -84,12 +84,12 @@ def test_an_error_is_printed_without_its_link_if_the_table_cannot_be_read(monkey
         (errors.ConfigError("keep_best='most'; allowed: 'max', 'min' or None"), None),
     ],
 )  # fmt: skip
-def test_a_kind_of_message_links_to_the_section_that_explains_it(error, link):
+def test_message_links_to_the_section_that_explains_it(error, link):
     text = error.args[0]
     assert str(error) == (f"{text} (docs/{link})" if link else text)
 
 
-def test_every_link_of_an_error_leads_to_a_heading():
+def test_every_link_leads_to_a_heading():
     missing = []
     for target in {target for target, _, _ in errors.read_links()}:
         page, _, anchor = target.partition("#")

@@ -1,4 +1,4 @@
-"""One line per run instead of one per rank."""
+"""Test logging: one line per run instead of one per rank, levels, and lines of the user's code."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ from headway.log import get_logger
 
 
 @pytest.fixture
-def at(monkeypatch):
+def set_rank(monkeypatch):
     def move(rank, world_size):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
@@ -22,26 +22,26 @@ def at(monkeypatch):
     return move
 
 
-def test_only_rank_0_speaks_unless_all_are_asked(at, caplog):
+def test_only_rank_0_logs_unless_all_ranks_must(set_rank, caplog):
     log = get_logger("hw.test.ranks", log_level="info")
-    at(0, 1)
+    set_rank(0, 1)
     log.info("alone %d", 1)
-    at(0, 2)
+    set_rank(0, 2)
     log.info("first")
-    at(1, 2)
+    set_rank(1, 2)
     log.info("not heard")
     log.info("all", main_process_only=False)
     assert [record.getMessage() for record in caplog.records] == ["alone 1", "[rank 0] first", "[rank 1] all"]
 
 
-def test_once_is_by_text(caplog):
+def test_once_is_counted_by_text(caplog):
     log = get_logger("hw.test.once")
     for value in (1, 1, 2):
         log.warning_once("value %d", value)
     assert [record.getMessage() for record in caplog.records] == ["value 1", "value 2"]
 
 
-def test_a_level_below_is_not_counted_as_said(caplog):
+def test_suppressed_message_is_not_counted(caplog):
     log = get_logger("hw.test.level", log_level="WARNING")
     log.info_once("later")
     log.logger.setLevel("INFO")
@@ -49,13 +49,13 @@ def test_a_level_below_is_not_counted_as_said(caplog):
     assert len(caplog.records) == 1
 
 
-def test_the_line_is_the_callers(caplog):
+def test_logged_line_is_the_callers(caplog):
     get_logger("hw.test.line").warning("here")
     get_logger("hw.test.line").warning_once("there")
     assert {record.filename for record in caplog.records} == {"test_log.py"}
 
 
-def test_levels_touch_this_logger_only(monkeypatch):
+def test_level_is_set_for_this_logger_only(monkeypatch):
     before = logging.getLogger().level
     assert get_logger("hw.test.own", log_level="debug").logger.level == logging.DEBUG
     monkeypatch.setenv("HEADWAY_LOG_LEVEL", "error")
@@ -65,7 +65,7 @@ def test_levels_touch_this_logger_only(monkeypatch):
     assert get_logger("hw.test.own") is get_logger("hw.test.own")
 
 
-def test_a_level_from_the_environment_is_heard_unless_logging_is_set_up():
+def test_level_from_the_environment_applies_unless_logging_is_configured():
     said = "from headway import get_logger\nget_logger('own.part').info('told')\nget_logger('own').info('told too')\n"
     set_up = "import logging\nlogging.basicConfig(format='mine: %(message)s')\n"
     cases = {"": ["INFO own.part: told", "INFO own: told too"], set_up: ["mine: told", "mine: told too"]}
@@ -81,13 +81,13 @@ def test_a_level_from_the_environment_is_heard_unless_logging_is_set_up():
 
 
 @pytest.mark.parametrize("text", ["debug", "INFO", " warning ", "10"])
-def test_a_level_is_a_word_or_a_number(monkeypatch, text):
+def test_level_is_a_word_or_a_number(monkeypatch, text):
     monkeypatch.setenv("HEADWAY_LOG_LEVEL", text)
     expected = int(text) if text.isdecimal() else getattr(logging, text.strip().upper())
     assert get_logger("hw.test.word").logger.level == expected
 
 
-def test_a_level_that_does_not_exist_is_refused(monkeypatch):
+def test_unknown_level_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"'loud' .get_logger.* must be debug, info"):
         get_logger("hw.test.loud", log_level="loud")
     monkeypatch.setenv("HEADWAY_LOG_LEVEL", "loud")
@@ -95,7 +95,7 @@ def test_a_level_that_does_not_exist_is_refused(monkeypatch):
         get_logger("hw.test.loud")
 
 
-def test_the_command_line_says_it_in_one_line():
+def test_command_line_reports_an_unknown_level_in_one_line():
     ran = subprocess.run([sys.executable, "-m", "headway", "launch", "-n", "2", "--cpu", __file__], capture_output=True,
                          text=True, env={**os.environ, "HEADWAY_LOG_LEVEL": "loud"}, timeout=60)  # fmt: skip
     assert ran.returncode == 2
@@ -103,24 +103,26 @@ def test_the_command_line_says_it_in_one_line():
     assert ran.stderr.count("\n") == 1
 
 
-def test_a_warning_of_headway_ends_with_the_users_line(caplog):
+def test_warning_of_headway_ends_with_a_line_of_the_user(caplog):
     own = get_logger("headway.core.example")
     own.warning("%d%% are left", 3)
     own.warning_once("100% are left")
-    line = f"{Path(__file__).name}:{sys._getframe().f_lineno - 1} in test_a_warning_of_headway_ends_with_the_users_line"
+    line = (
+        f"{Path(__file__).name}:{sys._getframe().f_lineno - 1} in test_warning_of_headway_ends_with_a_line_of_the_user"
+    )
     assert caplog.messages[0].startswith("3% are left (")
     assert caplog.messages[1].startswith("100% are left (")
     assert caplog.messages[1].endswith(f"{line})")
 
 
-def test_a_text_is_warned_of_once_wherever_it_comes_from(caplog):
+def test_same_text_is_warned_of_once(caplog):
     own = get_logger("headway.core.example")
     own.warning_once("told once")
     own.warning_once("told once")
     assert len(caplog.messages) == 1
 
 
-def test_what_is_no_warning_of_headway_has_no_line(caplog):
+def test_other_messages_have_no_line(caplog):
     get_logger("headway.core.example", "INFO").info("for information")
     get_logger("my.script").warning("the script's own")
     own = get_logger("headway.core.example")

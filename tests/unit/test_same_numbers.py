@@ -1,4 +1,4 @@
-"""The same seed gives the same numbers: a prepared loop on one process equals the plain one bit by bit."""
+"""Test that the same seed gives the same numbers: a prepared loop on one process equals the plain one bit for bit."""
 
 import random
 
@@ -21,7 +21,7 @@ EPOCHS = 3
 
 
 class Augmented(Dataset):
-    """Rows with noise from all three global generators, as an augmentation would draw it."""
+    """Rows with noise from all three global generators, like an augmentation."""
 
     def __init__(self, length=37, is_noisy=True):
         generator = torch.Generator().manual_seed(0)
@@ -38,23 +38,23 @@ class Augmented(Dataset):
         return row, row.sum()[None]
 
 
-class Chunks(IterableDataset):
-    """A stream whose workers draw."""
+class RandomStream(IterableDataset):
+    """Stream whose workers draw random numbers."""
 
     def __iter__(self):
         for index in range(20):
             yield torch.full((4,), float(index)) + torch.randn(4), torch.ones(1)
 
 
-def seeded():
+def build_seeded():
     torch.manual_seed(3), random.seed(4), numpy.random.seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
 def train(make, accelerator=None, evaluated=None, stop_at=None, folder=None, resumes=False, steps=1):
-    """Each update's loss as a float, then all weights and the streams' next numbers."""
-    model, optimizer = seeded()
+    """Return each update's loss, all weights, and the next number of each random generator."""
+    model, optimizer = build_seeded()
     loader = make()
     if accelerator is not None:
         model, optimizer, loader, evaluated = accelerator.prepare(model, optimizer, loader, evaluated)
@@ -87,7 +87,7 @@ def train(make, accelerator=None, evaluated=None, stop_at=None, folder=None, res
     return losses + weights + [torch.rand(()).item(), random.random(), float(numpy.random.rand())]
 
 
-def loader_of(kind, workers=0, **settings):
+def build_loader(kind, workers=0, **settings):
     settings.setdefault("batch_size", 8)
     settings |= {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
     data = Augmented(is_noisy=kind != "quiet")
@@ -121,9 +121,9 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prepared_loop_equals_the_plain_one(kind):
-    plain = train(lambda: loader_of(kind), evaluated=loader_of("in order"))
-    assert train(lambda: loader_of(kind), Accelerator(cpu=True), loader_of("in order")) == plain
+def test_prepared_loop_equals_the_plain_one(kind):
+    plain = train(lambda: build_loader(kind), evaluated=build_loader("in order"))
+    assert train(lambda: build_loader(kind), Accelerator(cpu=True), build_loader("in order")) == plain
 
 
 @pytest.mark.slow
@@ -131,57 +131,57 @@ def test_a_prepared_loop_equals_the_plain_one(kind):
     ("shuffled", {}), ("shuffled", {"persistent_workers": True}), ("shuffled", {"drop_last": True}),
     ("weighted", {}), ("own generator", {}), ("unbatched", {}),
 ])  # fmt: skip
-def test_workers_draw_what_they_draw_for_the_plain_loop(kind, settings):
-    plain = train(lambda: loader_of(kind, 2, **settings))
-    assert train(lambda: loader_of(kind, 2, **settings), Accelerator(cpu=True)) == plain
+def test_workers_draw_the_numbers_of_the_plain_loop(kind, settings):
+    plain = train(lambda: build_loader(kind, 2, **settings))
+    assert train(lambda: build_loader(kind, 2, **settings), Accelerator(cpu=True)) == plain
 
 
 @pytest.mark.slow
-def test_a_streams_workers_draw_the_same_too():
+def test_workers_of_a_stream_draw_the_same_numbers():
     def make():
-        return DataLoader(Chunks(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+        return DataLoader(RandomStream(), batch_size=4, num_workers=2, multiprocessing_context="fork")
 
     assert train(make, Accelerator(cpu=True)) == train(make)
 
 
-def test_loaders_read_side_by_side_draw_in_torchs_order():
-    def both(accelerator=None):
+def test_loaders_read_in_parallel_draw_in_torchs_order():
+    def read_both(accelerator=None):
         torch.manual_seed(1)
-        loaders = loader_of("quiet"), loader_of("quiet", batch_size=5)
+        loaders = build_loader("quiet"), build_loader("quiet", batch_size=5)
         if accelerator is not None:
             loaders = accelerator.prepare(*loaders)
         return [(a[0].tolist(), b[0].tolist()) for _ in range(2) for a, b in zip(*loaders)]
 
-    assert both(Accelerator(cpu=True)) == both()
+    assert read_both(Accelerator(cpu=True)) == read_both()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stop_at", [2, 5, 7])
-def test_a_resumed_run_goes_on_with_the_same_numbers(kind, stop_at, tmp_path):
-    whole = train(lambda: loader_of(kind))
-    begun = train(lambda: loader_of(kind), Accelerator(cpu=True), stop_at=stop_at, folder=tmp_path / "c")
-    rest = train(lambda: loader_of(kind), Accelerator(cpu=True), folder=tmp_path / "c", resumes=True)
+def test_resumed_run_continues_with_the_same_numbers(kind, stop_at, tmp_path):
+    whole = train(lambda: build_loader(kind))
+    begun = train(lambda: build_loader(kind), Accelerator(cpu=True), stop_at=stop_at, folder=tmp_path / "c")
+    rest = train(lambda: build_loader(kind), Accelerator(cpu=True), folder=tmp_path / "c", resumes=True)
     assert begun + rest == whole
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"persistent_workers": True}, {"workers": 3, "batch_size": 4}])
 @pytest.mark.parametrize("stop_at", [5, *(pytest.param(each, marks=pytest.mark.matrix) for each in (1, 4, 6, 8))])
-def test_so_does_one_whose_workers_draw(settings, stop_at, tmp_path):
+def test_resumed_run_with_random_workers_continues_with_the_same_numbers(settings, stop_at, tmp_path):
     settings = {"workers": 2, **settings}
     workers = settings.pop("workers")
-    whole = train(lambda: loader_of("shuffled", workers, **settings))
-    begun = train(lambda: loader_of("shuffled", workers, **settings), Accelerator(cpu=True), stop_at=stop_at,
+    whole = train(lambda: build_loader("shuffled", workers, **settings))
+    begun = train(lambda: build_loader("shuffled", workers, **settings), Accelerator(cpu=True), stop_at=stop_at,
                   folder=tmp_path / "c")  # fmt: skip
-    rest = train(lambda: loader_of("shuffled", workers, **settings), Accelerator(cpu=True), folder=tmp_path / "c",
+    rest = train(lambda: build_loader("shuffled", workers, **settings), Accelerator(cpu=True), folder=tmp_path / "c",
                  resumes=True)  # fmt: skip
     assert begun + rest == whole
 
 
 @pytest.mark.slow
-def test_a_run_that_is_resumed_twice_in_one_pass(tmp_path):
+def test_run_resumed_twice_in_one_epoch(tmp_path):
     def make():
-        return loader_of("shuffled", 2, batch_size=4)
+        return build_loader("shuffled", 2, batch_size=4)
 
     whole = train(make)
     begun = train(make, Accelerator(cpu=True), stop_at=3, folder=tmp_path / "c")
@@ -191,24 +191,24 @@ def test_a_run_that_is_resumed_twice_in_one_pass(tmp_path):
     assert begun + again[3:] + train(make, Accelerator(cpu=True), folder=tmp_path / "d", resumes=True) == whole
 
 
-def test_a_seedable_order_leaves_the_global_streams_alone():
+def test_seedable_order_leaves_the_global_generators_unchanged():
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(data_seed=1))
     assert accelerator.use_seedable_sampler
-    loader = accelerator.prepare(loader_of("quiet"))
+    loader = accelerator.prepare(build_loader("quiet"))
     before = torch.get_rng_state()
     list(loader)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class Counted(IterableDataset):
+class CountingStream(IterableDataset):
     def __iter__(self):
         return iter(torch.arange(22.0))
 
 
 @pytest.mark.parametrize("stop_at", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("make", [Counted, lambda: list(torch.arange(22.0))])
-def test_a_save_in_mid_window_goes_back_to_the_windows_start(make, stop_at, tmp_path):
-    def seen(accelerator, num_batches=None):
+@pytest.mark.parametrize("make", [CountingStream, lambda: list(torch.arange(22.0))])
+def test_save_within_a_window_goes_back_to_its_start(make, stop_at, tmp_path):
+    def read_batches(accelerator, num_batches=None):
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(make(), batch_size=4))
@@ -227,5 +227,5 @@ def test_a_save_in_mid_window_goes_back_to_the_windows_start(make, stop_at, tmp_
         return out
 
     whole = [batch.tolist() for batch in DataLoader(make(), batch_size=4)]
-    assert seen(Accelerator(cpu=True, gradient_accumulation_steps=3), stop_at) == whole[:stop_at]
-    assert seen(Accelerator(cpu=True, gradient_accumulation_steps=3)) == whole[stop_at // 3 * 3 :]
+    assert read_batches(Accelerator(cpu=True, gradient_accumulation_steps=3), stop_at) == whole[:stop_at]
+    assert read_batches(Accelerator(cpu=True, gradient_accumulation_steps=3)) == whole[stop_at // 3 * 3 :]

@@ -1,4 +1,4 @@
-"""Slips in the first hour: each is an error or a warning that names what to write instead."""
+"""Test that common mistakes of new users cause an error or a warning that names the correct call."""
 
 import logging
 
@@ -16,33 +16,33 @@ def accelerator(tmp_path):
 
 
 @pytest.mark.parametrize("given", ["3", 2.5, None, float("nan")])
-def test_a_number_of_epochs_is_whole(accelerator, given):
+def test_number_of_epochs_must_be_whole(accelerator, given):
     with pytest.raises(ConfigError, match=r"epochs\(.*\): give the total number of epochs, a whole number"):
         next(accelerator.epochs(given))
 
 
 @pytest.mark.parametrize("given", [2, 2.0, numpy.int64(2)])
-def test_any_whole_number_of_epochs_counts(accelerator, given):
+def test_any_whole_number_of_epochs_is_accepted(accelerator, given):
     assert list(accelerator.epochs(given)) == [0, 1]
 
 
-def test_epochs_without_end(accelerator):
+def test_epochs_may_be_infinite(accelerator):
     assert next(accelerator.epochs(float("inf"))) == 0
 
 
-def test_save_model_with_its_arguments_exchanged(accelerator, tmp_path):
+def test_save_model_with_exchanged_arguments(accelerator, tmp_path):
     with pytest.raises(CallError, match=r"write save_model\(model, save_directory\)"):
         accelerator.save_model(str(tmp_path), torch.nn.Linear(2, 1))
 
 
-def test_early_stopping_in_words_of_lightning():
+def test_early_stopping_with_arguments_of_lightning():
     with pytest.raises(CallError, match=r"no argument 'monitor': pass the metric itself: stopping.update\(loss\)"):
         EarlyStopping(monitor="val_loss", patience=3)
     with pytest.raises(CallError, match="did you mean patience"):
         EarlyStopping(patiense=3)
 
 
-def test_a_limit_without_a_device(tmp_path):
+def test_memory_limit_without_a_device(tmp_path):
     with pytest.raises(DeviceMapError, match=r"max_memory='20MB' is not a map; .*'cpu': '8GiB'"):
         load_checkpoint_and_dispatch(torch.nn.Linear(2, 1), tmp_path, device_map="auto", max_memory="20MB")
 
@@ -55,7 +55,7 @@ def train_once(accelerator, model, optimizer):
 
 
 @pytest.mark.parametrize("prepares", [False, True])
-def test_a_checkpoint_without_the_optimizer(accelerator, caplog, prepares):
+def test_checkpoint_without_the_optimizer_warns(accelerator, caplog, prepares):
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model = accelerator.prepare(model)
@@ -69,7 +69,7 @@ def test_a_checkpoint_without_the_optimizer(accelerator, caplog, prepares):
 
 
 @pytest.mark.parametrize("registers", [False, True])
-def test_a_checkpoint_without_the_model(accelerator, caplog, registers):
+def test_checkpoint_without_the_model_warns(accelerator, caplog, registers):
     model = torch.nn.Linear(2, 1)
     accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1))
     if registers:
@@ -79,7 +79,7 @@ def test_a_checkpoint_without_the_model(accelerator, caplog, registers):
     assert ("no model is prepared" in caplog.text) != registers
 
 
-def test_accumulate_with_an_optimizer_in_place_of_one_of_two_models(accelerator):
+def test_accumulate_with_an_optimizer_instead_of_a_model(accelerator):
     models = [torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)]
     first, second, *optimizers = accelerator.prepare(
         *models, *(torch.optim.SGD(model.parameters(), 0.1) for model in models)

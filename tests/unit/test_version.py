@@ -1,4 +1,4 @@
-"""The version: one place, above every gate that scripts wrote for Accelerate, and in what a run leaves behind."""
+"""Test the version: it is defined once, newer than scripts for Accelerate require, and saved in checkpoints."""
 
 import torch
 from click.testing import CliRunner
@@ -12,12 +12,12 @@ from headway.version import __version__
 from tests.house.tree_of_source import ROOT
 
 
-def test_there_is_one_place():
+def test_version_is_defined_once():
     assert headway.__version__ == __version__
     assert read_configuration(ROOT / "pyproject.toml")["project"]["version"] == __version__
 
 
-def test_it_is_a_year_a_month_and_a_number_above_every_gate():
+def test_version_is_newer_than_scripts_require():
     year, month, number = (int(part) for part in __version__.split("."))
     assert year >= 2026
     assert 1 <= month <= 12
@@ -26,7 +26,7 @@ def test_it_is_a_year_a_month_and_a_number_above_every_gate():
     assert version.parse(__version__) > version.parse("1.15.0")
 
 
-def test_a_checkpoint_says_it(tmp_path):
+def test_checkpoint_contains_the_version(tmp_path):
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.nn.Linear(1, 1))
     accelerator.save_state(tmp_path / "saved")

@@ -1,4 +1,4 @@
-"""Any command line gives a valid plan or a clear error, never a traceback and never a changed script argument."""
+"""Property test: any command line of `headway launch` gives a valid plan or a clear error, and keeps script arguments."""
 
 import os
 
@@ -31,7 +31,7 @@ pieces = st.one_of(spelt, numbers, st.builds("{}={}".format, spelt, numbers), wo
 @pytest.mark.slow
 @given(st.lists(pieces, max_size=8), st.lists(words, max_size=4), MACHINES)
 @EXAMPLES
-def test_any_command_line(before, after, machine):
+def test_any_command_line_gives_a_plan_or_a_clear_error(before, after, machine):
     plans: list[LaunchPlan] = []
     patches = {
         "headway.launch.machine.inspect_machine": lambda environment: machine,
@@ -39,9 +39,9 @@ def test_any_command_line(before, after, machine):
         "headway.launch.run.check_program": lambda program, **options: None,
         "headway.common.env.copy_variables": lambda: {"HEADWAY_HOME": "/nonexistent"},
     }
-    result = _invoke([*before, "--", "train.py", *after], patches)
+    result = _invoke_launch([*before, "--", "train.py", *after], patches)
     if result.exception is None and plans:
-        _check(plans[0], after)
+        _check_plan(plans[0], after)
     elif isinstance(result.exception, ConfigError):
         assert str(result.exception)
     else:
@@ -50,9 +50,9 @@ def test_any_command_line(before, after, machine):
         assert result.output
 
 
-def _check(plan: LaunchPlan, after: list[str]) -> None:
+def _check_plan(plan: LaunchPlan, after: list[str]) -> None:
     assert plan.world_size >= plan.num_local >= 1
-    if plan.argv[1:4] != ("-m", "headway.launch", "agent"):  # one process that nobody asks for its metrics
+    if plan.argv[1:4] != ("-m", "headway.launch", "agent"):  # one process without an agent
         assert plan.world_size == 1
         found = plan.argv
     else:
@@ -62,7 +62,7 @@ def _check(plan: LaunchPlan, after: list[str]) -> None:
     assert list(found)[len(found) - len(after) :] == after
 
 
-def _invoke(args, patches):
+def _invoke_launch(args, patches):
     from unittest.mock import patch
 
     started = [patch(name, value) for name, value in patches.items()]

@@ -1,3 +1,5 @@
+"""Test `headway inspect` and `headway merge` on valid, damaged and hostile checkpoints."""
+
 import os
 from pathlib import Path
 
@@ -8,16 +10,17 @@ from safetensors.torch import load_file
 
 from headway.cli.main import group, main
 from headway.errors import CheckpointError, ConfigError
-from tests.unit.core.checkpoint.loading.test_files import TENSORS, save
+from tests.unit.core.checkpoint.saved import TENSORS, save
 
 
-def run(*words):
+def run_command(*words):
+    """Run `headway` with the given words and return the result, which holds any exception."""
     return CliRunner().invoke(group, [str(word) for word in words], catch_exceptions=True)
 
 
 def test_inspect_prints_the_contents_and_verifies_them(tmp_path):
     save(tmp_path, about={"num_updates": 7, "versions": {"torch": "2.13"}})
-    told = run("inspect", tmp_path / "checkpoint_1", "--tensors", "--verify").output
+    told = run_command("inspect", tmp_path / "checkpoint_1", "--tensors", "--verify").output
     assert "num updates: 7" in told
     assert "written by: torch 2.13" in told
     assert "model/0/a  float32 [3, 4]" in told
@@ -27,18 +30,18 @@ def test_inspect_prints_the_contents_and_verifies_them(tmp_path):
     assert ", each with its XXH3-128\n" in told
 
 
-def test_inspect_finds_damage_only_when_asked_to_read(tmp_path):
+def test_inspect_detects_damage_only_with_verify(tmp_path):
     save(tmp_path)
     path = tmp_path / "checkpoint_1" / "model-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"!")
-    assert run("inspect", tmp_path / "checkpoint_1").exit_code == 0
+    assert run_command("inspect", tmp_path / "checkpoint_1").exit_code == 0
     with pytest.raises(CheckpointError, match=r"model-00000\.safetensors is damaged"):
-        raise run("inspect", tmp_path / "checkpoint_1", "--verify").exception
+        raise run_command("inspect", tmp_path / "checkpoint_1", "--verify").exception
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="not a committed checkpoint"):
-        raise run("inspect", tmp_path / "empty").exception
+        raise run_command("inspect", tmp_path / "empty").exception
     with pytest.raises(CheckpointError, match=r"checkpoint_2 does not exist; .* holds checkpoint_1"):
-        raise run("inspect", tmp_path / "checkpoint_2").exception
+        raise run_command("inspect", tmp_path / "checkpoint_2").exception
 
 
 @pytest.mark.parametrize("folder", ["checkpoints", "."])
@@ -48,30 +51,30 @@ def test_inspect_lists_a_folder_of_checkpoints(tmp_path, folder):
         about = {"num_updates": 10 * number, "epoch": 1, "saved_at": "2026-11-22T00:00:00Z"}
         save(parent, final=parent / f"checkpoint_{number}", nonce=f"{number:016x}", about=about)
     (parent / "checkpoint_9" / "manifest.json").write_text("{}")
-    lines = run("inspect", tmp_path / folder).output.splitlines()
+    lines = run_command("inspect", tmp_path / folder).output.splitlines()
     assert lines[0] == f"{parent} holds 2 checkpoints, the newest first:"
     assert lines[1].startswith("  checkpoint_10  after 100 updates, epoch 1, ")
     assert lines[1].endswith(", saved 2026-11-22T00:00:00Z")
     assert lines[2].startswith("  checkpoint_9   damaged: ")
     assert lines[3] == f"for one of them: headway inspect {parent / 'checkpoint_10'}"
     with pytest.raises(ConfigError, match=r"folder of 2 checkpoints .*; give one of them"):
-        raise run("inspect", tmp_path / folder, "--verify").exception
+        raise run_command("inspect", tmp_path / folder, "--verify").exception
     (parent / "latest").write_text("checkpoint_10")
     with pytest.raises(CheckpointError, match=r"only names the newest .* give the checkpoint itself, .*checkpoint_10"):
-        raise run("inspect", parent / "latest").exception
+        raise run_command("inspect", parent / "latest").exception
 
 
 def test_merge_writes_plain_weights(tmp_path):
     save(tmp_path)
-    ran = run("merge", tmp_path / "checkpoint_1", tmp_path / "out")
+    ran = run_command("merge", tmp_path / "checkpoint_1", tmp_path / "out")
     assert ran.stdout.strip() == str(tmp_path / "out" / "model.safetensors")
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(weights["a"], TENSORS["model/0/a"])
     with pytest.raises(ConfigError, match="contains the models 0"):
-        raise run("merge", tmp_path / "checkpoint_1", tmp_path / "new", "--model", "2").exception
+        raise run_command("merge", tmp_path / "checkpoint_1", tmp_path / "new", "--model", "2").exception
 
 
-def test_merge_replaces_nothing_unasked(tmp_path):
+def test_merge_overwrites_weights_only_with_overwrite(tmp_path):
     save(tmp_path)
     out = tmp_path / "out"
     out.mkdir()
@@ -79,35 +82,35 @@ def test_merge_replaces_nothing_unasked(tmp_path):
     weights = out / "model-00001-of-00002.safetensors"
     weights.write_text("precious")
     with pytest.raises(ConfigError, match=r"already contains weights \(model-00001-of-00002.*--overwrite"):
-        raise run("merge", tmp_path / "checkpoint_1", out).exception
+        raise run_command("merge", tmp_path / "checkpoint_1", out).exception
     assert weights.read_text() == "precious"
-    assert run("merge", tmp_path / "checkpoint_1", out, "--overwrite").exit_code == 0
+    assert run_command("merge", tmp_path / "checkpoint_1", out, "--overwrite").exit_code == 0
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     for place, said in ((out / "config.json", "is not a folder"), (Path("/dev/null"), "is not a folder"),
                         (tmp_path / "checkpoint_1", "is a checkpoint; give another folder")):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
-            raise run("merge", tmp_path / "checkpoint_1", place, "--overwrite").exception
+            raise run_command("merge", tmp_path / "checkpoint_1", place, "--overwrite").exception
 
 
-def hostile(tmp_path):
+def save_hostile_checkpoint(tmp_path):
     """Save a checkpoint whose names contain terminal escape sequences, and return its path."""
     save(tmp_path, about={"num_updates": 7, "device": "\x1b[2J", "versions": {"torch\x1b[1m": "\u202e1"}},
          tensors={**TENSORS, "model/abc/w\x1b[31m": torch.ones(2)})  # fmt: skip
     return tmp_path / "checkpoint_1"
 
 
-def test_inspect_lets_nothing_act_on_the_terminal(tmp_path):
-    folder = hostile(tmp_path)
+def test_inspect_escapes_terminal_control_characters(tmp_path):
+    folder = save_hostile_checkpoint(tmp_path)
     for words in ((folder, "--tensors", "--verify"), (tmp_path,)):
-        ran = run("inspect", *words)
+        ran = run_command("inspect", *words)
         assert ran.exit_code == 0
         assert "\x1b" not in ran.output
         assert "\u202e" not in ran.output
-    assert "model/abc/w\\x1b[31m  float32 [2]" in run("inspect", folder, "--tensors").output
-    assert "device: \\x1b[2J" in run("inspect", folder).output
+    assert "model/abc/w\\x1b[31m  float32 [2]" in run_command("inspect", folder, "--tensors").output
+    assert "device: \\x1b[2J" in run_command("inspect", folder).output
 
 
-def test_errors_let_nothing_act_on_the_terminal(tmp_path, capsys):
+def test_errors_escape_terminal_control_characters(tmp_path, capsys):
     (tmp_path / "\x1b[2J").mkdir()
     with pytest.raises(SystemExit) as ended:
         main(["inspect", str(tmp_path / "\x1b[2J")])
@@ -117,31 +120,31 @@ def test_errors_let_nothing_act_on_the_terminal(tmp_path, capsys):
     assert "\x1b" not in told
 
 
-def test_merge_with_a_model_that_is_no_number(tmp_path):
-    folder = hostile(tmp_path)
+def test_merge_names_models_whose_names_are_not_numbers(tmp_path):
+    folder = save_hostile_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match=r"--model 5: .* contains the models 0, abc$"):
-        raise run("merge", folder, tmp_path / "out", "--model", "5").exception
-    assert run("merge", folder, tmp_path / "out").exit_code == 0
+        raise run_command("merge", folder, tmp_path / "out", "--model", "5").exception
+    assert run_command("merge", folder, tmp_path / "out").exit_code == 0
 
 
-def test_merge_below_a_file_is_refused(tmp_path):
+def test_merge_into_a_path_that_is_not_a_folder_is_refused(tmp_path):
     save(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     for place in (tmp_path / "file" / "out", Path("/dev/null/out"), tmp_path / "broken"):
         with pytest.raises(ConfigError, match="is not a folder"):
-            raise run("merge", tmp_path / "checkpoint_1", place).exception
+            raise run_command("merge", tmp_path / "checkpoint_1", place).exception
     with pytest.raises(CheckpointError, match=r"the weights cannot be written to .*too long"):
-        raise run("merge", tmp_path / "checkpoint_1", tmp_path / ("n" * 300)).exception
+        raise run_command("merge", tmp_path / "checkpoint_1", tmp_path / ("n" * 300)).exception
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_pipe_is_refused_without_waiting(tmp_path):
     save(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     for words in (("inspect", tmp_path / "pipe"), ("merge", tmp_path / "pipe", tmp_path / "out")):
         with pytest.raises(CheckpointError, match="is a file; a checkpoint is a folder"):
-            raise run(*words).exception
+            raise run_command(*words).exception
     (tmp_path / "checkpoint_1" / "manifest.json").unlink()
     os.mkfifo(tmp_path / "checkpoint_1" / "manifest.json")
     with pytest.raises(CheckpointError, match="is a pipe, not a regular file"):
-        raise run("inspect", tmp_path / "checkpoint_1").exception
+        raise run_command("inspect", tmp_path / "checkpoint_1").exception

@@ -1,4 +1,4 @@
-"""How `headway doctor` compares the data of the ranks, tested without processes."""
+"""Test how `headway doctor` compares the ranks' locations, versions, clocks and links, without starting processes."""
 
 from dataclasses import replace
 
@@ -7,23 +7,24 @@ from headway.cli.fabric_checks import RankLocation, compare_locations, judge_lin
 HERE = RankLocation(0, "a", (("torch", "2.13"),), True, 100.0, "eth0")
 
 
-def levels(findings):
+def get_levels(findings):
+    """Return the level of each finding, by its text."""
     return {finding.what: finding.level for finding in findings}
 
 
-def test_machines_that_agree():
-    assert set(levels(compare_locations([HERE, replace(HERE, rank=1, host="b", clock=100.2)])).values()) == {"ok"}
+def test_machines_that_agree_have_no_problems():
+    assert set(get_levels(compare_locations([HERE, replace(HERE, rank=1, host="b", clock=100.2)])).values()) == {"ok"}
 
 
-def test_other_versions_are_bad_and_other_folders_and_clocks_are_noted():
+def test_different_versions_are_bad_and_different_folders_and_clocks_are_noted():
     other = RankLocation(1, "b", (("torch", "2.11"),), False, 107.0, "eth0")
-    found = levels(compare_locations([HERE, other]))
+    found = get_levels(compare_locations([HERE, other]))
     assert found["machines run different versions: a: torch 2.13; b: torch 2.11"] == "bad"
     assert found["the clocks of a and b are 7.0 s apart"] == "note"
     assert any("is not shared with b" in what and level == "note" for what, level in found.items())
 
 
-def test_a_slow_way_is_noted_with_where_to_look():
+def test_slow_link_is_noted_with_a_hint():
     late, slow = judge_link(9.0, 11.0, [HERE, replace(HERE, rank=1, host="b")])
     assert (late.level, slow.level) == ("note", "note")
     assert "GLOO_SOCKET_IFNAME" in slow.hint

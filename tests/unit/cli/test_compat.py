@@ -1,4 +1,4 @@
-"""`headway compat`: the list of names, what a script needs of them, and the folder for PYTHONPATH."""
+"""Test `headway compat`: the list of served names, the names that a script needs, and the folder for PYTHONPATH."""
 
 import json
 import os
@@ -51,11 +51,11 @@ class Holder:
 '''  # fmt: skip
 
 
-def invoke(*args):
+def run_compat(*args):
     return CliRunner().invoke(command, [str(each) for each in args])
 
 
-def test_the_names_that_a_script_uses():
+def test_names_of_accelerate_in_a_script_are_listed_with_lines():
     found = {use.name: use.line for use in list_used_names(SCRIPT)}
     assert set(found) == {
         "Accelerator", "Accelerator.deepspeed_ulysses_dl_adapter", "Accelerator.lomo_backward", "DeepSpeedPlugin",
@@ -65,43 +65,43 @@ def test_the_names_that_a_script_uses():
     assert (found["Accelerator"], found["DeepSpeedPlugin"], found["slice_fn_for_dispatch="]) == (5, 8, 23)
 
 
-def test_a_script_without_accelerate(tmp_path):
+def test_script_without_accelerate_uses_nothing(tmp_path):
     script = tmp_path / "plain.py"
     script.write_text("from headway import Accelerator\nfrom .accelerate import x\nimport accelerated\n")
-    ran = invoke(script)
+    ran = run_compat(script)
     assert (ran.exit_code, ran.output) == (0, f"{script}: uses nothing of Accelerate\n")
 
 
-def test_a_script_that_can_run(tmp_path):
+def test_script_with_served_names_exits_with_0(tmp_path):
     script = tmp_path / "good.py"
     script.write_text("from accelerate import Accelerator\nfrom accelerate.utils import set_seed\n")
-    ran = invoke(script)
+    ran = run_compat(script)
     assert ran.exit_code == 0
     assert ran.output.splitlines()[0] == f"{script}: 2 names of Accelerate: 2 served (1 with a difference)"
     assert "  line 1     Accelerator  differs: " in ran.output
     assert "  line 2     set_seed     served\n" in ran.output
 
 
-def test_a_script_that_cannot(tmp_path):
+def test_script_with_unserved_names_exits_with_1(tmp_path):
     script = tmp_path / "bad.py"
     script.write_text(SCRIPT)
-    ran = invoke(script)
+    ran = run_compat(script)
     assert ran.exit_code == 1
     assert "4 not served, 1 unknown" in ran.output
     assert "Accelerator.lomo_backward" in ran.output
     assert "NOT SERVED: dispatched batches are cut by rows" in ran.output
     assert re.search(r"moonshine +unknown: not a public name of Accelerate 1\.15\.0", ran.output)
-    told = json.loads(invoke("--json", script).output)[str(script)]
+    told = json.loads(run_compat("--json", script).output)[str(script)]
     assert {"name": "set_seed", "status": "served", "note": "", "line": 24} in told
     assert {each["status"] for each in told} == {"served", "differs", "not served", "unknown"}
 
 
-def test_the_whole_list():
-    ran = invoke()
+def test_without_arguments_all_names_are_listed():
+    ran = run_compat()
     assert ran.exit_code == 0
     assert ran.output.startswith("Accelerate 1.15.0: ")
     assert "\naccelerate.utils.dataclasses\n" in ran.output
-    told = json.loads(invoke("--json").output)
+    told = json.loads(run_compat("--json").output)
     names = {each["name"]: each for rows in told.values() for each in rows}
     assert len(names) > 450
     assert names["BatchSamplerShard"] == {"name": "BatchSamplerShard", "status": "served", "note": ""}
@@ -110,31 +110,31 @@ def test_the_whole_list():
 
 
 @pytest.mark.parametrize("source", [b"\xff\xfe\x00", b"def f(:\n", b"x = '\0'\n", b"(" * 4000])
-def test_what_is_no_script(tmp_path, source):
+def test_source_that_cannot_be_parsed_is_refused(tmp_path, source):
     script = tmp_path / "odd.py"
     script.write_bytes(source)
-    ran = invoke(script)
+    ran = run_compat(script)
     assert isinstance(ran.exception, ConfigError)
     assert str(script) in str(ran.exception)
 
 
-def test_what_cannot_be_read(tmp_path):
-    ran = invoke(tmp_path / "none.py")
+def test_missing_script_and_contradicting_flags_are_refused(tmp_path):
+    ran = run_compat(tmp_path / "none.py")
     assert isinstance(ran.exception, ConfigError)
     assert str(ran.exception).endswith("none.py cannot be read: No such file or directory")
-    assert isinstance(invoke("--path", "--json").exception, ConfigError)
+    assert isinstance(run_compat("--path", "--json").exception, ConfigError)
 
 
-def test_what_has_no_end_is_not_read(tmp_path):
-    os.mkfifo(tmp_path / "pipe.py")  # that nobody writes into
+def test_pipe_and_device_are_refused_without_reading(tmp_path):
+    os.mkfifo(tmp_path / "pipe.py")  # a reader would wait forever
     (tmp_path / "zero.py").symlink_to("/dev/zero")
     for name, said in (("pipe.py", "is a pipe"), ("zero.py", "is a device")):
-        ran = invoke(tmp_path / name)
+        ran = run_compat(tmp_path / name)
         assert isinstance(ran.exception, ConfigError)
         assert f"{name} {said}, not a regular file" in str(ran.exception)
 
 
-def test_help():
+def test_help_names_pythonpath():
     ran = CliRunner().invoke(group, ["compat", "--help"])
     assert ran.exit_code == 0
     assert "PYTHONPATH=$(headway compat --path) python train.py" in ran.output
@@ -142,7 +142,7 @@ def test_help():
 
 
 @pytest.mark.slow
-def test_a_script_runs_on_the_printed_path(tmp_path):
+def test_script_runs_with_the_printed_path(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "import accelerate, importlib.metadata as metadata\n"
@@ -165,7 +165,7 @@ def test_a_script_runs_on_the_printed_path(tmp_path):
     ],
     ids=["latin-1", "byte order mark"],
 )
-def test_a_script_in_any_encoding_that_python_reads(written, tmp_path):
+def test_script_is_read_in_any_encoding_that_python_accepts(written, tmp_path):
     script = tmp_path / "train.py"
     script.write_bytes(written)
     ran = CliRunner().invoke(command, [str(script)])
@@ -173,7 +173,7 @@ def test_a_script_in_any_encoding_that_python_reads(written, tmp_path):
     assert "Accelerator" in ran.output
 
 
-def test_a_notebook_is_not_taken_for_a_script_without_accelerate(tmp_path):
+def test_notebook_is_refused_with_a_hint_to_nbconvert(tmp_path):
     notebook = tmp_path / "train.ipynb"
     notebook.write_text('{"cells": [{"cell_type": "code", "source": ["import accelerate"]}]}')
     ran = CliRunner().invoke(command, [str(notebook)])

@@ -1,4 +1,4 @@
-"""`headway config` and `headway env` from the command line."""
+"""Test `headway config` and `headway env` from the command line, and the interview in a pseudo-terminal."""
 
 import json
 import os
@@ -14,20 +14,21 @@ from headway.core.config.files import parse_config
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
+    """Return a function that runs `headway` and returns stdout, or stderr if an exit code other than 0 is expected."""
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
     monkeypatch.delenv("HEADWAY_RUN", raising=False)
 
-    def go(*args, code=0):
+    def run_command(*args, code=0):
         with pytest.raises(SystemExit) as ended:
             main.main(list(args))
         said = capsys.readouterr()
         assert ended.value.code == code, said
         return said.out if code == 0 else said.err
 
-    return go
+    return run_command
 
 
-def test_default_writes_and_prints_its_path(run, tmp_path):
+def test_default_writes_the_file_and_prints_its_path(run, tmp_path):
     path = tmp_path / "default_config.yaml"
     assert run("config", "default", "--mixed-precision", "bf16").startswith(f"written to {path}:\n")
     assert 'mixed_precision: "bf16"' in path.read_text()
@@ -77,18 +78,18 @@ def test_questions_need_a_terminal(run):
     assert "`headway config default`" in run("config", code=1)
 
 
-def test_a_file_before_the_subcommand_is_not_lost(run):
+def test_config_file_before_the_subcommand_is_refused_with_the_correct_order(run):
     assert "headway config show --config_file" in run("config", "--config_file", "x", "show", code=2)
 
 
-def test_env(run, tmp_path):
+def test_env_shows_versions_and_the_config_file(run, tmp_path):
     shown = run("env")
     for name in ("headway", "python", "torch", "accelerators", "CPU cores", "memory", "config file"):
         assert f"\n{name} " in f"\n{shown}"
     assert json.loads(run("env", "--json"))["config file"].startswith(str(tmp_path))
 
 
-def test_env_shows_no_secret(run, monkeypatch):
+def test_env_hides_secrets(run, monkeypatch):
     monkeypatch.setenv("HEADWAY_SECRET", "0123456789abcdef")
     monkeypatch.setenv("HEADWAY_CONTROL", '{"key":"0123456789abcdef"}')
     shown = run("env")
@@ -102,8 +103,8 @@ WITHOUT_QUESTIONARY = (
 
 
 @pytest.mark.parametrize("has_menus", [True, False], ids=["questionary", "plain"])
-def test_the_interview_in_a_terminal(tmp_path, has_menus):
-    """Press Enter four times: each open question is answered by its default."""
+def test_interview_in_a_terminal_accepts_defaults(tmp_path, has_menus):
+    """Press Enter at each of the four questions, so that each gets its default."""
     pty = pytest.importorskip("pty")
     if has_menus:
         pytest.importorskip("questionary")
@@ -131,7 +132,7 @@ def _read_until(terminal, shown, expected):
         assert time.monotonic() < deadline, shown
         if select.select([terminal], [], [], 0.1)[0]:
             piece = os.read(terminal, 4096).decode(errors="replace")
-            if "\x1b[6n" in piece:  # where is the cursor?
+            if "\x1b[6n" in piece:  # a query for the cursor position
                 os.write(terminal, b"\x1b[1;1R")
             shown += piece
     return shown
@@ -147,7 +148,7 @@ def _read_until(terminal, shown, expected):
         "num_processes: 0x" + "f" * 5000,
     ],
 )
-def test_an_update_of_values_that_json_does_not_have_is_one_error(tmp_path, capsys, text):
+def test_update_of_values_that_json_cannot_hold_prints_one_error(tmp_path, capsys, text):
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(SystemExit) as ended:

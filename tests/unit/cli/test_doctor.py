@@ -1,4 +1,4 @@
-"""What `headway doctor` reports about a machine: a recorded or faked file system, real sockets, real interfaces."""
+"""Test what `headway doctor` reports about one machine, with faked files, real sockets and real interfaces."""
 
 import socket
 
@@ -9,17 +9,17 @@ from headway.cli.doctor import CheckedRun
 from headway.core.runtime import network
 
 
-def told(findings):
+def get_levels_and_texts(findings):
     return [(finding.level, finding.what) for finding in findings]
 
 
-def test_a_healthy_machine_has_nothing_bad():
+def test_healthy_machine_has_no_bad_findings():
     findings = list(doctor.examine_machine({}, CheckedRun()))
     assert [finding.format_text() for finding in findings if finding.level == "bad"] == []
     assert findings[0].what.startswith("headway ")
 
 
-def test_a_driver_that_this_torch_cannot_use(tmp_path, monkeypatch):
+def test_gpu_driver_with_a_cpu_build_of_torch_is_bad(tmp_path, monkeypatch):
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidiactl").touch()
     monkeypatch.setattr(doctor.machine, "_read_torch_build", lambda: "cpu")
@@ -28,51 +28,53 @@ def test_a_driver_that_this_torch_cannot_use(tmp_path, monkeypatch):
     assert "install the build of torch" in finding.hint
 
 
-def test_more_threads_than_cores(tmp_path):
-    assert told(doctor.check_devices({"OMP_NUM_THREADS": "4096"}, tmp_path))[1][0] == "note"
+def test_more_threads_than_cores_is_noted(tmp_path):
+    assert get_levels_and_texts(doctor.check_devices({"OMP_NUM_THREADS": "4096"}, tmp_path))[1][0] == "note"
 
 
-def test_a_missing_interface_is_reported():
+def test_missing_network_interface_is_bad():
     (finding, *_) = doctor.check_interfaces({"GLOO_SOCKET_IFNAME": "ib77"}, CheckedRun())
     assert finding.level == "bad"
     assert finding.what == "GLOO_SOCKET_IFNAME=ib77: no interface ib77 is up here"
     assert "lo 127.0.0.1" in finding.hint
 
 
-def test_a_port_that_is_taken_or_may_be():
+def test_occupied_port_is_bad_and_ephemeral_port_is_noted():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        texts = told(doctor.check_ports(CheckedRun(2, 0, "127.0.0.1", port)))
+        texts = get_levels_and_texts(doctor.check_ports(CheckedRun(2, 0, "127.0.0.1", port)))
     assert ("bad", f"port {port} cannot be taken: Address already in use") in texts
     assert ("note", f"port {port} is one of those") in texts
 
 
-def test_few_ports(tmp_path):
+def test_small_range_of_ephemeral_ports_is_bad(tmp_path):
     folder = tmp_path / "proc/sys/net/ipv4"
     folder.mkdir(parents=True)
     (folder / "ip_local_port_range").write_text("40000\t40100\n")
-    assert told(doctor.check_ports(CheckedRun(), tmp_path)) == [("bad", "the system hands out ports 40000 to 40100")]
+    assert get_levels_and_texts(doctor.check_ports(CheckedRun(), tmp_path)) == [
+        ("bad", "the system hands out ports 40000 to 40100")
+    ]
 
 
-def test_a_containers_limit_of_processes(tmp_path):
+def test_process_limit_of_a_container_is_noted(tmp_path):
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/pids.max").write_text("100\n")
-    assert ("note", "100 processes and threads") in told(doctor.check_limits(tmp_path))
+    assert ("note", "100 processes and threads") in get_levels_and_texts(doctor.check_limits(tmp_path))
 
 
-def test_machine_0_by_a_name_that_leads_nowhere_or_home():
-    findings = told(doctor.check_names(CheckedRun(2, 1, "no-such-host.invalid", 1)))
+def test_unresolvable_or_loopback_name_of_machine_0_is_bad():
+    findings = get_levels_and_texts(doctor.check_names(CheckedRun(2, 1, "no-such-host.invalid", 1)))
     assert ("bad", "machine 0 is no-such-host.invalid, which this machine cannot resolve") in findings
-    findings = told(doctor.check_names(CheckedRun(2, 1, "localhost", 1)))
+    findings = get_levels_and_texts(doctor.check_names(CheckedRun(2, 1, "localhost", 1)))
     assert ("bad", "machine 0 is localhost, which is this machine's own loopback address here") in findings
 
 
 @pytest.mark.parametrize(("host", "is_trap"), [("localhost", True), ("127.0.1.1", True), ("192.0.2.9", False)])
-def test_traps(host, is_trap):
+def test_loopback_names_are_recognized(host, is_trap):
     assert network.is_loopback_name(host) == is_trap
 
 
-def test_a_name_that_never_leads_anywhere_is_an_error_after_it_was_said():
+def test_unresolvable_name_is_reported_and_then_raises():
     said = []
     with pytest.raises(ConnectionError, match="cannot be resolved on"):
         network.wait_for_name("no-such-host.invalid", 0.0, said.append)

@@ -1,4 +1,4 @@
-"""`headway estimate`: sizes, placement and the ceiling, printed for real folders; the arithmetic with given bandwidths."""
+"""Test `headway estimate`: sizes, placements, throughput ceilings, training forecasts and errors for real model configs."""
 
 import importlib.util
 import json
@@ -40,18 +40,21 @@ SIZES = {
 
 @pytest.fixture
 def run(capsys):
-    def go(*args, code=0):
+    """Return a function that runs `headway estimate` and returns stdout, or stderr if an exit code is expected."""
+
+    def run_command(*args, code=0):
         with pytest.raises(SystemExit) as ended:
             main.main(["estimate", *map(str, args)])
         said = capsys.readouterr()
         assert ended.value.code == code, said
         return said.out if code == 0 else said.err
 
-    return go
+    return run_command
 
 
 @pytest.fixture
 def folder(tmp_path):
+    """Save the config of a small Llama model without weights, and return its folder."""
     config = transformers.LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"], dtype="bfloat16")
     config.save_pretrained(tmp_path)
     return tmp_path
@@ -65,18 +68,18 @@ def small(tmp_path):
     return tmp_path
 
 
-def flat(*measures):
-    """Bandwidths of 100 bytes a second in memory, 10 to an accelerator, 1 from the disk, unless given."""
+def make_bandwidths(*measures):
+    """Return bandwidths in bytes per second. Defaults: 100 for memory, 10 to an accelerator, 1 from disk."""
     memory, copy, disk = measures or (100.0, 10.0, 1.0)
     return Bandwidths(["file"], lambda device: memory, lambda device: copy, lambda files: disk)
 
 
-def placed(model, max_memory, dtype="float32"):
+def measure_placed_sizes(model, max_memory, dtype="float32"):
     device_map = infer_auto_device_map(model, max_memory, ["LlamaDecoderLayer"], dtype)
     return ModelSizes(dtype, 0, 0, "", device_map, "", count_traffic(model, device_map, dtype))
 
 
-def test_a_config_alone(run, folder):
+def test_config_without_weights(run, folder):
     said = run(folder)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     parameters = sum(p.numel() for p in model.parameters())
@@ -95,7 +98,7 @@ def test_a_config_alone(run, folder):
     assert rate == pytest.approx(measured / read, rel=0.05)  # printed with one decimal
 
 
-def test_a_checkpoint_and_a_workload(run, tmp_path, monkeypatch):
+def test_checkpoint_with_a_workload(run, tmp_path, monkeypatch):
     monkeypatch.setattr(bandwidth, "_PIECE", 1 << 14)
     config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
     transformers.LlamaForCausalLM(config).half().save_pretrained(tmp_path, max_shard_size="100kB")
@@ -111,12 +114,12 @@ def test_a_checkpoint_and_a_workload(run, tmp_path, monkeypatch):
     assert "shards are missing" in run(tmp_path, code=1)
 
 
-def test_no_mode_and_no_exponents(run, folder):
+def test_output_has_no_mode_and_no_exponents(run, folder):
     said = run(folder)
     assert "cache: 512 B for each token of each sample\n" in said
     assert "logits" not in said
     assert not re.search(r"\d[eE][+-]?\d", said)
-    with_flag = run(folder, "--inference")  # as it was spelt before
+    with_flag = run(folder, "--inference")  # accepted from earlier versions
     assert [line.split()[:1] for line in with_flag.splitlines()] == [line.split()[:1] for line in said.splitlines()]
 
 
@@ -129,13 +132,13 @@ REAL = {
 
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_the_cache_is_that_of_a_real_forward(name, batch_size):
+def test_cache_size_equals_that_of_a_real_forward(name, batch_size):
     model = transformers.AutoModelForCausalLM.from_config(REAL[name]).eval()
 
-    def real(num_tokens, num_samples=batch_size):
+    def measure_real_cache(num_tokens, num_samples=batch_size):
         with torch.no_grad():
             outputs = model(torch.zeros(num_samples, num_tokens, dtype=torch.long), use_cache=True)
-        # What memory holds: with a sliding window the last keys are a view of all of the prompt's.
+        # Count storages. With a sliding window, the last keys are a view of the keys of the whole prompt.
         kept = [
             value
             for layer in outputs.past_key_values.layers
@@ -147,15 +150,15 @@ def test_the_cache_is_that_of_a_real_forward(name, batch_size):
         ), outputs.logits.nbytes
 
     found = measure_generation(model, "float32", Workload(batch_size, 24))
-    assert (found.cache, found.logits) == real(24)
-    one, two = real(1, 1)[0], real(2, 1)[0]
+    assert (found.cache, found.logits) == measure_real_cache(24)
+    one, two = measure_real_cache(1, 1)[0], measure_real_cache(2, 1)[0]
     assert (found.per_sample, found.per_token) == (2 * one - two, two - one)
-    assert found.last_logits == real(1)[1]
+    assert found.last_logits == measure_real_cache(1)[1]
 
 
 @pytest.mark.parametrize("name", ["grouped", "gpt2"])
-def test_the_cache_is_that_of_a_real_generation(name):
-    """transformers' generate() returns its DynamicCache. No other tensor of the forward counts as cache."""
+def test_cache_size_equals_that_of_a_real_generation(name):
+    """Compare with the DynamicCache that `generate()` returns. No other tensor of the forward counts as cache."""
     model = transformers.AutoModelForCausalLM.from_config(REAL[name]).eval()
     prompt = torch.zeros(2, 1, dtype=torch.long)
     options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
@@ -163,7 +166,7 @@ def test_the_cache_is_that_of_a_real_generation(name):
     cache = made.past_key_values
     assert type(cache) is transformers.DynamicCache
     real = sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values))
-    found = measure_generation(model, "float32", Workload(2, 24))  # the last token is never put in
+    found = measure_generation(model, "float32", Workload(2, 24))  # the last token is never an input
     assert (found.cache, found.per_sample) == (real, 0)
     assert found.last_logits == made.sequences.shape[0] * model.config.vocab_size * 4
 
@@ -186,7 +189,7 @@ def test_code_in_the_folder_is_not_run(run, folder):
     assert not list(folder.rglob("ran"))
 
 
-def test_a_model_that_fits_nowhere_has_no_rate(folder, monkeypatch, run):
+def test_model_that_fits_nowhere_has_no_rate(folder, monkeypatch, run):
     def refuse(*args, **options):
         raise DeviceMapError("the largest layer fits nowhere")
 
@@ -196,7 +199,7 @@ def test_a_model_that_fits_nowhere_has_no_rate(folder, monkeypatch, run):
     assert "no placement in bfloat16: the largest layer fits nowhere" in said
 
 
-def test_a_workload_that_cannot_be_measured_is_no_placement_that_fails(tmp_path):
+def test_workload_that_cannot_be_measured_raises_an_error(tmp_path):
     transformers.ViTConfig(hidden_size=64, architectures=["ViTModel"], num_attention_heads=4).save_pretrained(tmp_path)
     model = load_meta_model(tmp_path)
     assert not can_generate(model)
@@ -204,14 +207,14 @@ def test_a_workload_that_cannot_be_measured_is_no_placement_that_fails(tmp_path)
         measure_sizes(model, "float32", Workload(1, 8))
 
 
-def test_an_embedding_counts_only_where_it_is_also_the_output():
+def test_embedding_weights_count_only_if_tied_to_the_output():
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     tied = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True))
     found = [sum(measure_sizes(model, "float32").traffic.values()) for model in (plain, tied)]
     assert found[0] == found[1] == 4 * sum(p.numel() for p in tied.parameters())
 
 
-def test_of_a_mixture_the_chosen_experts_count():
+def test_only_the_chosen_experts_of_a_mixture_count():
     config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2)
     model = transformers.MixtralForCausalLM(config)
     assert get_expert_share(model) == 0.25
@@ -220,22 +223,22 @@ def test_of_a_mixture_the_chosen_experts_count():
     assert sum(measure_sizes(model, "float32").traffic.values()) == others + experts // 4
 
 
-def test_the_slowest_of_memory_link_and_disk_counts():
+def test_slowest_of_memory_link_and_disk_sets_the_ceiling():
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 8}))
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
     total = sum(p.nbytes for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
-    everything = placed(model, {"cpu": "1GB"})
-    assert compute_ceiling(everything, flat()) == pytest.approx(100 / total)
-    split = placed(model, {0: 4 * layer, "cpu": "1GB"})
+    everything = measure_placed_sizes(model, {"cpu": "1GB"})
+    assert compute_ceiling(everything, make_bandwidths()) == pytest.approx(100 / total)
+    split = measure_placed_sizes(model, {0: 4 * layer, "cpu": "1GB"})
     host = split.traffic["cpu"]
     assert 0 < host < total
-    assert compute_ceiling(split, flat()) == pytest.approx(10 / host)
-    assert compute_ceiling(split, flat(100.0, 1e9, 1.0)) == pytest.approx(100 / total)
-    disk = placed(model, {"cpu": 3 * layer})
+    assert compute_ceiling(split, make_bandwidths()) == pytest.approx(10 / host)
+    assert compute_ceiling(split, make_bandwidths(100.0, 1e9, 1.0)) == pytest.approx(100 / total)
+    disk = measure_placed_sizes(model, {"cpu": 3 * layer})
     kept = 3 * layer - disk.list_places()["cpu"]
-    assert compute_ceiling(disk, flat()) == pytest.approx(1 / (disk.traffic["disk"] - kept))
-    assert compute_ceiling(disk, flat(1e-3, 1.0, 1e9)) == pytest.approx(1e-3 / total)
-    assert compute_ceiling(disk, flat(100.0, 10.0, None)) is None
+    assert compute_ceiling(disk, make_bandwidths()) == pytest.approx(1 / (disk.traffic["disk"] - kept))
+    assert compute_ceiling(disk, make_bandwidths(1e-3, 1.0, 1e9)) == pytest.approx(1e-3 / total)
+    assert compute_ceiling(disk, make_bandwidths(100.0, 10.0, None)) is None
 
 
 def test_bandwidths_are_measured(tmp_path):
@@ -250,7 +253,7 @@ def test_bandwidths_are_measured(tmp_path):
 
 
 @pytest.mark.slow
-def test_training_on_a_card_that_is_not_here(run, small):
+def test_forecast_for_an_absent_gpu(run, small):
     told = run(small, "--device", "a100-40gb", "--batch_size", 2, "--sequence", 32, "--activation-checkpointing")
     assert "a100-40gb, batch 2" in told
     assert "2 x 32 tokens" in told
@@ -263,7 +266,7 @@ def test_training_on_a_card_that_is_not_here(run, small):
 
 
 @pytest.mark.slow
-def test_a_rank_of_a_layout(run, small):
+def test_forecast_for_one_rank_of_a_layout(run, small):
     options = ("--device", "t4", "--budget", "1GiB", "--sequence", 32, "--ranks", 8)
     assert "t4, rank 0 of 8 under fsdp, batch 1" in run(small, *options, "--strategy", "fsdp")
     found = json.loads(run(small, *options, "--strategy", "hsdp", "--machine_ranks", 2, "--json"))
@@ -272,7 +275,7 @@ def test_a_rank_of_a_layout(run, small):
     assert "--strategy and --ranks go together" in run(small, *options, code=2)
 
 
-def test_the_cheapest_way_ranks_configurations_of_one_gpu(run, folder):
+def test_global_batch_size_ranks_configurations_of_one_gpu(run, folder):
     options = ("--device", "t4", "--sequence", 32, "--global_batch_size", 64)
     assert "`headway plan` ranks layouts" in run(folder, *options, "--ranks", 8, "--strategy", "fsdp", code=2)
     # Any other option of a forecast is either one of its own or refused with a reason.
@@ -302,7 +305,7 @@ def test_the_cheapest_way_ranks_configurations_of_one_gpu(run, folder):
 
 
 @pytest.mark.matrix
-def test_a_head_adapters_and_a_loop(run, folder):
+def test_task_adapters_dtype_and_loop_change_the_forecast(run, folder):
     options = ("--device", "48GiB", "--sequence", 32, "--batch_size", 4, "--json")
     whole = json.loads(run(folder, *options))
     assert whole["device"] == "48gib"
@@ -323,7 +326,7 @@ def test_a_head_adapters_and_a_loop(run, folder):
 
 
 @pytest.mark.slow
-def test_earlier_names_of_options_are_accepted_and_not_shown(run, small):
+def test_earlier_option_names_are_accepted_and_hidden(run, small):
     options = ("--device", "t4", "--budget", "1GiB", "--json")
     earlier = json.loads(run(small, *options, "--num_tokens", 32, "--recompute"))
     now = json.loads(run(small, *options, "--sequence", 32, "--activation_checkpointing"))
@@ -336,7 +339,7 @@ def test_earlier_names_of_options_are_accepted_and_not_shown(run, small):
 
 
 @pytest.mark.slow
-def test_a_page_and_the_longest_sequence(run, small, tmp_path):
+def test_page_and_longest_sequence(run, small, tmp_path):
     page = tmp_path / "forecast.html"
     options = ("--device", "t4", "--budget", "4GiB", "--sequence", 32, "--longest", "--page", page)
     told = run(small, *options)
@@ -350,7 +353,7 @@ def test_a_page_and_the_longest_sequence(run, small, tmp_path):
     assert "name another file with --page" in run(small, "--device", "t4", "--sequence", 32, "--page", nowhere, code=2)
 
 
-def test_options_of_training_and_of_running_are_distinguished(run, folder):
+def test_training_options_and_inference_options_are_distinguished(run, folder):
     assert "add --device" in run(folder, "--mixed_precision", "bf16", code=2)
     assert "--dtype int8 is for running" in run(folder, "--device", "t4", "--dtype", "int8", code=2)
 
@@ -367,9 +370,9 @@ def test_options_of_training_and_of_running_are_distinguished(run, folder):
         (["plan", "bert", "--ranks", "8", "--mixed_precision", "BFloat16"], "BFloat16 is called bf16"),
     ],
 )
-def test_a_wrong_word_is_explained_before_torch_is_imported(line, says, tmp_path, monkeypatch, capsys):
+def test_wrong_word_is_explained_before_torch_is_imported(line, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "headway.planning.sources", None)  # an import of it would raise an error
+    monkeypatch.setitem(sys.modules, "headway.planning.sources", None)  # importing it now raises an error
     monkeypatch.setitem(sys.modules, "headway.planning.compare", None)
     with pytest.raises(SystemExit) as ended:
         main.main(line)
@@ -378,13 +381,13 @@ def test_a_wrong_word_is_explained_before_torch_is_imported(line, says, tmp_path
 
 
 @pytest.mark.parametrize("name", ["nosuchmodel", "mymodel", "notamodel", "unknown"])
-def test_a_name_that_is_like_no_model_gets_no_suggestion(name):
+def test_unknown_name_without_similar_model_gets_no_suggestion(name):
     with pytest.raises(ConfigError) as told:
         check_model_name(name)
     assert "did you mean" not in str(told.value)
 
 
-def test_every_model_type_of_transformers_is_accepted(monkeypatch):
+def test_all_model_types_of_transformers_are_accepted(monkeypatch):
     for name in transformers.CONFIG_MAPPING:
         check_model_name(name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

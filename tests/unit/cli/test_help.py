@@ -1,4 +1,4 @@
-"""The help fits on a screen, flags have one spelling, and shells complete them."""
+"""Test the help of all commands: its length, consistent option names, and shell completion."""
 
 import pytest
 
@@ -9,28 +9,29 @@ COMMANDS = main.group.list_commands(main.click.Context(main.group))
 
 
 @pytest.fixture
-def shown(capsys, monkeypatch):
+def show(capsys, monkeypatch):
+    """Return a function that runs `headway` in a terminal of 100 columns and returns its output."""
     monkeypatch.setenv("COLUMNS", "100")
 
-    def go(*args):
+    def run_command(*args):
         with pytest.raises(SystemExit) as ended:
             main.main([*args])
         assert ended.value.code == 0
         return capsys.readouterr().out
 
-    return go
+    return run_command
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_a_help_fits_a_screen(shown, command):
-    lines = shown(*command.split(), "--help").splitlines()
+def test_help_fits_on_a_screen(show, command):
+    lines = show(*command.split(), "--help").splitlines()
     assert len(lines) <= 50
     assert max(map(len, lines)) <= 100
 
 
 @pytest.mark.parametrize("command", ["launch", "test", "doctor", "estimate"])
-def test_the_rest_is_behind_another_flag(shown, command):
-    usual, every = shown(command, "--help"), shown(command, "--help_all")
+def test_help_all_shows_more_flags(show, command):
+    usual, every = show(command, "--help"), show(command, "--help_all")
     assert "--help-all" in usual
     assert "Options:\n" in usual
     assert max(map(len, every.splitlines())) <= 100
@@ -39,7 +40,7 @@ def test_the_rest_is_behind_another_flag(shown, command):
     assert every.index("Examples:") > every.index("--help")
 
 
-def test_one_language_of_flags():
+def test_launch_estimate_and_plan_share_option_names_and_help():
     params = {
         name: {each.name: each for each in main.group.get_command(None, name).params}
         for name in ("launch", "estimate", "plan")
@@ -58,7 +59,7 @@ def test_one_language_of_flags():
     assert params["plan"]["mixed_precision"].default == "no"
 
 
-def test_training_arguments_by_the_words_of_the_commands(tmp_path):
+def test_training_arguments_accept_the_option_names_of_the_commands(tmp_path):
     made = TrainingArguments(
         str(tmp_path),
         batch_size=4,
@@ -75,8 +76,8 @@ def test_training_arguments_by_the_words_of_the_commands(tmp_path):
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shells_completion(shown, shell):
-    assert f"_HEADWAY_COMPLETE={shell}_complete" in shown("completion", shell)
+def test_completion_script_names_its_shell(show, shell):
+    assert f"_HEADWAY_COMPLETE={shell}_complete" in show("completion", shell)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +90,8 @@ def test_a_shells_completion(shown, shell):
         ("headway launch train.py --data tr", ["file,tr"]),
     ],
 )
-def test_what_a_shell_completes(shown, monkeypatch, words, found):
+def test_shell_completes_commands_flags_values_and_files(show, monkeypatch, words, found):
     monkeypatch.setenv("_HEADWAY_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
-    assert shown().split() == found
+    assert show().split() == found

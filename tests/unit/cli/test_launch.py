@@ -1,4 +1,4 @@
-"""The command line of `headway launch`: spellings, arguments of the script, and errors."""
+"""Test the command line of `headway launch`: spellings of flags, script arguments, config files, and errors."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from headway.launch.machine import Machine
 
 MACHINE = Machine("box", "/venv/bin/python", 8, loopback="lo")
 
-# Every flag of `accelerate launch` 1.15, which this command accepts or names with what to use.
+# All flags of `accelerate launch` 1.15. `headway launch` accepts each flag or names an alternative.
 PEER = """
 aws_access_key_id aws_secret_access_key config_file cpu debug deepspeed_config_file deepspeed_exclusion_filter
 deepspeed_hostfile deepspeed_inclusion_filter deepspeed_moe_layer_cls_names deepspeed_multinode_launcher
@@ -47,7 +47,7 @@ zero_stage
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
-    """Run a command line and return the plan that it would execute."""
+    """Return a function that runs `headway launch` and returns the plan it would execute, or stderr if there is none."""
     plans = []
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
@@ -57,7 +57,7 @@ def run(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("headway.launch.machine.inspect_machine", lambda environment: MACHINE)
     monkeypatch.setattr("headway.launch.run.execute_plan", lambda plan, environment, is_quiet: plans.append(plan))
 
-    def go(*args):
+    def run_launch(*args):
         plans.clear()
         with pytest.raises(SystemExit) as ended:
             main.main(["launch", *args])
@@ -65,42 +65,42 @@ def run(monkeypatch, tmp_path, capsys):
         assert ended.value.code == (0 if plans else 2), said.err
         return plans[0] if plans else said.err
 
-    return go
+    return run_launch
 
 
-def test_everything_after_the_script_is_the_scripts(run):
+def test_arguments_after_the_script_belong_to_the_script(run):
     args = ("--num_processes", "2", "-n", "--", "-h", "--help", "a=b", "", "--cpu")
     assert run("train.py", *args).argv == ("/venv/bin/python", "train.py", *args)
 
 
-def test_a_double_dash_ends_the_flags(run):
+def test_double_dash_ends_the_flags(run):
     assert run("--cpu", "--", "train.py", "--x").argv == ("/venv/bin/python", "train.py", "--x")
 
 
 @pytest.mark.parametrize("flag", ["--num_processes", "--num-processes", "-n"])
-def test_dashes_and_underscores(run, flag):
+def test_flags_accept_dashes_and_underscores(run, flag):
     assert run(flag, "2", "train.py").world_size == 2
     assert (
         run("--gradient-accumulation_steps", "4", "train.py").additions["HEADWAY_RUN"].count("accumulation_steps") == 2
     )
 
 
-def test_the_earlier_name_of_a_flag(run):
+def test_earlier_name_of_a_flag_is_accepted(run):
     assert '"timeout":{"value":9.0' in run("-n", "2", "--patience", "9", "train.py").additions["HEADWAY_RUN"]
 
 
 @pytest.mark.parametrize("flag", [["--activation_checkpointing"], ["--fsdp_activation_checkpointing", "true"]])
 def test_activation_checkpointing_is_a_switch_as_in_estimate(run, monkeypatch, flag):
     assert '"activation_checkpointing":{"value":true' in run(*flag, "train.py").additions["HEADWAY_RUN"]
-    monkeypatch.setenv("HEADWAY_FSDP_ACTIVATION_CHECKPOINTING", "true")  # its earlier name
+    monkeypatch.setenv("HEADWAY_FSDP_ACTIVATION_CHECKPOINTING", "true")  # the earlier name of the variable
     assert '"activation_checkpointing":{"value":true' in run("train.py").additions["HEADWAY_RUN"]
 
 
-def test_equals_signs(run):
+def test_flag_with_equals_sign_is_accepted(run):
     assert run("--num-processes=2", "train.py").world_size == 2
 
 
-def test_modules_and_programs(run, tmp_path):
+def test_modules_and_programs_are_run(run, tmp_path):
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg/train.py").touch()
     assert run("-m", "pkg.train", "-x").argv == ("/venv/bin/python", "-m", "pkg.train", "-x")
@@ -108,7 +108,7 @@ def test_modules_and_programs(run, tmp_path):
     assert "--module" in run("-m", "--no_python", "x")
 
 
-def test_the_environment_and_the_file_are_read(run, monkeypatch, tmp_path):
+def test_settings_come_from_environment_and_file(run, monkeypatch, tmp_path):
     monkeypatch.setenv("HEADWAY_NUM_PROCESSES", "3")
     assert run("train.py").world_size == 3
     assert run("-n", "2", "train.py").world_size == 2
@@ -149,19 +149,19 @@ def test_the_environment_and_the_file_are_read(run, monkeypatch, tmp_path):
         (["--nproc_per_node", "2", "train.py"], "use -n"),
     ],
 )
-def test_what_is_refused(run, args, message):
+def test_invalid_command_line_is_refused_without_a_traceback(run, args, message):
     said = run(*args)
     assert message in said
     assert "Traceback" not in said
 
 
-def test_every_flag_of_the_peer_is_accepted_or_explained():
+def test_each_flag_of_accelerate_is_accepted_or_explained():
     accepted = {parameter.name for parameter in launch.command.params}
     assert [name for name in PEER if name not in accepted and find_alternative(name) is None] == []
     assert [name for name in accepted if find_alternative(str(name)) is not None] == []
 
 
-def test_a_dry_run_prints_a_command_and_starts_nothing(run, capsys, monkeypatch):
+def test_dry_run_prints_a_command_and_starts_nothing(run, capsys, monkeypatch):
     monkeypatch.setattr("headway.launch.run.execute_plan", lambda *a, **k: pytest.fail("started"))
     with pytest.raises(SystemExit) as ended:
         main.main(["launch", "--dry-run", "-n", "2", "train.py", "it's"])
@@ -182,14 +182,14 @@ def test_help_names_every_setting_once(capsys):
     assert "Examples:\n  headway launch train.py" in shown
 
 
-def test_a_misspelt_command(capsys):
+def test_misspelled_command_gets_a_suggestion(capsys):
     with pytest.raises(SystemExit) as ended:
         main.main(["lanch", "train.py"])
     assert ended.value.code == 2
     assert "'lanch' is not a command of headway; did you mean launch?" in capsys.readouterr().err
 
 
-def test_the_commands_of_very_many_machines_are_not_all_written_out(run, capsys):
+def test_dry_run_with_very_many_machines_abbreviates_the_commands(run, capsys):
     with pytest.raises(SystemExit) as ended:
         main.main(["launch", "--cpu", "--num_machines", "2147483647", "--dry-run", "train.py"])
     assert ended.value.code == 2
@@ -200,7 +200,7 @@ def test_the_commands_of_very_many_machines_are_not_all_written_out(run, capsys)
     assert len(shown) < 200
 
 
-def test_accelerates_own_config_file_is_read_under_its_name(run, tmp_path):
+def test_config_file_of_accelerate_is_read_under_its_name(run, tmp_path):
     file = tmp_path / "accelerate.yaml"
     file.write_text(
         "distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\nmixed_precision: bf16\nsame_network: true\n"

@@ -1,4 +1,4 @@
-"""Layouts on the command line: the plan for valid ones, and the error for invalid ones."""
+"""Test layouts on the command line of `headway launch`: the plan of each valid one, and the error for invalid ones."""
 
 import shlex
 
@@ -11,7 +11,7 @@ from headway.launch import machine, run
 
 @pytest.fixture
 def launch(monkeypatch, capsys, tmp_path):
-    """Run a command line, and return the plan or the printed error."""
+    """Return a function that runs `headway launch` and returns the plan, or the printed error."""
     plans = []
     monkeypatch.setattr(
         machine, "inspect_machine", lambda environment: machine.Machine("here", "/venv/bin/python", 8, None, ())
@@ -23,7 +23,7 @@ def launch(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
 
-    def go(line):
+    def run_launch(line):
         plans.clear()
         with pytest.raises(SystemExit) as ended:
             main.main(["launch", *shlex.split(line), "train.py"])
@@ -31,7 +31,7 @@ def launch(monkeypatch, capsys, tmp_path):
         assert ended.value.code == (0 if plans else 2), said.err
         return plans[0] if plans else said.err
 
-    return go
+    return run_launch
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def launch(monkeypatch, capsys, tmp_path):
         ("-n 8", None),
     ],
 )
-def test_what_is_planned(launch, line, layout):
+def test_valid_flags_give_the_expected_layout(launch, line, layout):
     assert launch(line).layout == layout
 
 
-def test_machines_shape_a_bare_hsdp(launch):
+def test_hsdp_without_a_size_uses_the_machine_size(launch):
     where = "--num_machines 2 --machine_rank 0 --main_process_ip h --main_process_port 5"
     plan = launch(f"-n 8 {where} --strategy hsdp")
     assert plan.layout == Layout(replicate=2, shard=4)
@@ -70,7 +70,7 @@ def test_machines_shape_a_bare_hsdp(launch):
     assert launch(f"-n 8 {where} --strategy fsdp+tp=2 --min_machines 1 --max_restarts 3").notes == ()
 
 
-def test_the_banner_contains_the_layout_and_the_global_batch(launch):
+def test_banner_contains_the_layout_and_the_global_batch(launch):
     banner = launch("-n 8 --strategy fsdp+tp=2").banner
     assert "layout fsdp+tp=2 (command line: --strategy): 4 shards x 2 parts of a matrix" in banner
     assert "global batch = micro-batch x 4 data shards x " in banner
@@ -78,7 +78,7 @@ def test_the_banner_contains_the_layout_and_the_global_batch(launch):
     assert "layout" not in launch("-n 1 --strategy fsdp").banner
 
 
-def test_a_dry_run_shows_the_groups_of_ranks(launch, capsys):
+def test_dry_run_shows_the_groups_of_ranks(launch, capsys):
     with pytest.raises(SystemExit):
         main.main(["launch", "-n", "4", "--strategy", "fsdp+tp=2", "--dry-run", "train.py"])
     shown = capsys.readouterr().out
@@ -201,10 +201,10 @@ WRONG = [
 @pytest.mark.parametrize(("line", "told"), WRONG)
 def test_invalid_arguments_are_answered_with_the_correct_command(launch, line, told):
     said = launch(line)
-    assert isinstance(said, str), "it was planned"
+    assert isinstance(said, str), "the invalid command line was planned"
     assert told in said
     [error] = [text for text in said.splitlines() if text.lower().startswith(("headway: error", "error"))]
-    assert told in error  # one line
+    assert told in error  # the whole message is on one line
     assert "Traceback" not in said
 
 
@@ -225,12 +225,12 @@ def test_invalid_arguments_are_answered_with_the_correct_command(launch, line, t
         ("fsdp_config: {fsdp_version: 2}\n", "`headway config import FILE` translates it"),
     ],
 )
-def test_a_file_is_checked_as_the_flags_are(launch, tmp_path, text, told):
+def test_config_file_is_checked_like_flags(launch, tmp_path, text, told):
     (tmp_path / "c.yaml").write_text(text)
     assert told in launch("-n 8 --config_file c.yaml")
 
 
-def test_a_variable_is_checked_too(launch, monkeypatch):
+def test_environment_variable_is_checked_like_flags(launch, monkeypatch):
     monkeypatch.setenv("HEADWAY_STRATEGY", "fsdp+tp=3")
     assert "fsdp+tp=2, fsdp+tp=4; or run 6 or 9 ranks (environment: HEADWAY_STRATEGY)" in launch("-n 8")
     monkeypatch.delenv("HEADWAY_STRATEGY")

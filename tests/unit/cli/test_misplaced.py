@@ -1,4 +1,4 @@
-"""Launcher flags after the script: a warning shows the corrected line; a script's own flags cause none."""
+"""Test launcher flags after the script: a warning shows the corrected line, and a script's own flags cause no warning."""
 
 import shlex
 
@@ -12,7 +12,7 @@ MACHINE = Machine("box", "/venv/bin/python", 8, loopback="lo")
 
 @pytest.fixture
 def launch(monkeypatch, tmp_path, capsys):
-    """Run a command line, and return the printed text and the script's arguments."""
+    """Return a function that runs `headway launch` and returns the text on stderr and the plan."""
     plans = []
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
@@ -22,14 +22,14 @@ def launch(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("headway.launch.machine.inspect_machine", lambda environment: MACHINE)
     monkeypatch.setattr("headway.launch.run.execute_plan", lambda plan, environment, is_quiet: plans.append(plan))
 
-    def go(line):
+    def run_launch(line):
         plans.clear()
         with pytest.raises(SystemExit) as ended:
             main.main(["launch", *shlex.split(line)])
         assert ended.value.code == 0
         return capsys.readouterr().err, plans[0]
 
-    return go
+    return run_launch
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,12 @@ def launch(monkeypatch, tmp_path, capsys):
         ("--no_python echo -n --num_machines 2", "--num_machines 2", None, None),
     ],
 )
-def test_a_flag_after_the_script_is_said_with_the_line_to_type(launch, line, which, meant, silenced):
+def test_misplaced_flag_causes_a_warning_with_corrected_lines(launch, line, which, meant, silenced):
     said, plan = launch(line)
     first, launcher, script = said.splitlines()
     assert first.startswith(f"headway: warning: {which} after ")
     assert plan.world_size == (2 if line.startswith("-n 2") else 1)
-    # Both lines do what they say, and neither is warned about.
+    # Both suggested lines work as described, and neither causes a warning.
     launcher, script = (text.partition("?")[2].strip() for text in (launcher, script))
     assert meant is None or launcher == f"headway launch {meant}"
     assert silenced is None or script == f"headway launch {silenced}"
@@ -73,7 +73,7 @@ def test_a_flag_after_the_script_is_said_with_the_line_to_type(launch, line, whi
 @pytest.mark.parametrize(
     "line",
     [
-        "-- train.py -n 2",  # said to be the script's
+        "-- train.py -n 2",  # the double dash marks script arguments
         "train.py -- -n 2",
         "-n 4 train.py -n 2",  # the launcher has its own
         "--num-processes 4 train.py -n 2",
@@ -84,13 +84,13 @@ def test_a_flag_after_the_script_is_said_with_the_line_to_type(launch, line, whi
         "--no_python sh -c true -m -n 2",
     ],
 )
-def test_what_is_the_scripts_is_left_in_peace(launch, line):
+def test_script_arguments_cause_no_warning(launch, line):
     said, plan = launch(line)
     assert said == ""
     assert plan.world_size == (4 if "4 train" in line else 1)
 
 
-def test_a_module_too(launch, tmp_path):
+def test_misplaced_flag_after_a_module_causes_a_warning(launch, tmp_path):
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg/train.py").write_text("")
     assert "meant for the launcher?  headway launch -m -n 2 pkg.train\n" in launch("-m pkg.train -n 2")[0]

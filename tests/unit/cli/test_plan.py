@@ -1,4 +1,4 @@
-"""`headway plan`: what it prints for real configs, and one clear error for each wrong use."""
+"""Test `headway plan`: its output for real configs and functions, and one clear error for each wrong use."""
 
 import json
 import os
@@ -7,24 +7,27 @@ import sys
 import pytest
 
 from headway.cli import main
-from tests.unit.planning.models import config
+from tests.unit.planning.models import llama_config
 
 
 @pytest.fixture
 def run(capsys):
-    def go(*args, code=0):
+    """Return a function that runs `headway plan` and returns stdout, or stderr if an exit code is expected."""
+
+    def run_command(*args, code=0):
         with pytest.raises(SystemExit) as ended:
             main.main(["plan", *map(str, args)])
         said = capsys.readouterr()
         assert ended.value.code == code, said
         return said.out if code == 0 else said.err
 
-    return go
+    return run_command
 
 
 @pytest.fixture
 def folder(tmp_path):
-    config(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    """Save the config of a small Llama model, and return its folder."""
+    llama_config(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -41,7 +44,7 @@ def test_layouts_are_compared_in_a_table(run, folder):
 
 
 @pytest.mark.slow
-def test_one_layout_in_full(run, folder):
+def test_one_layout_is_shown_in_full(run, folder):
     said = run(folder / "config.json", "--ranks", 4, "--strategy", "fsdp+tp=2", "--sequence", 32, "--batch_size", 2)
     for word in ("2 shard x 2 tp", "all_gather", "reduce_scatter", "all_reduce", "2 x 32 tokens", "at least"):
         assert word in said
@@ -49,7 +52,7 @@ def test_one_layout_in_full(run, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_what_it_is_at(run, monkeypatch, is_terminal):
+def test_progress_is_shown_on_stderr(run, monkeypatch, is_terminal):
     reading, writing = os.openpty() if is_terminal else os.pipe()
     with os.fdopen(writing, "w") as stderr, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stderr)
@@ -57,10 +60,10 @@ def test_what_it_is_at(run, monkeypatch, is_terminal):
     shown = os.read(reading, 4096).decode()
     os.close(reading)
     begin, end, last = ("\r\x1b[K", "", "\r\x1b[K") if is_terminal else ("", "\n", "")
-    assert shown == f"{begin}planning ddp{end}{begin}planning fsdp{end}{last}"  # one line that changes, or one each
+    assert shown == f"{begin}planning ddp{end}{begin}planning fsdp{end}{last}"  # a terminal shows one line that changes
 
 
-def test_json(run, folder):
+def test_json_output(run, folder):
     told = json.loads(run(folder, "--ranks", 8, "--strategy", "fsdp", "--strategy", "hsdp=3", "--json"))
     good, bad = told["layouts"]
     assert (good["strategy"], good["fits"], good["axes"]) == ("fsdp", True, {"shard": 8})
@@ -70,24 +73,24 @@ def test_json(run, folder):
 
 
 @pytest.mark.slow
-def test_a_model_type(run):
+def test_model_type_is_accepted(run):
     assert "BertForMaskedLM" in run("bert", "--ranks", 4, "--strategy", "fsdp", "--sequence", 8)
 
 
 @pytest.mark.slow
-def test_images(run):
+def test_image_model_is_planned_with_images(run):
     assert "1 image(s) of 224 x 224" in run("vit", "--ranks", 4, "--strategy", "fsdp")
 
 
-def test_a_function_with_a_step(run):
+def test_function_with_a_step_is_planned(run):
     said = run(
         "tests.unit.planning.models:chain_and_step", "--ranks", 4, "--strategy", "fsdp", "--precision", "no"
-    )  # its earlier name
+    )  # --precision is the earlier name of --mixed_precision
     assert "Chain: 1,728 parameters" in said
     assert "reduce_scatter" in said
 
 
-def test_a_function_without_a_step(run):
+def test_function_without_a_step_is_planned(run):
     assert "not counted" in run("tests.unit.planning.models:chain", "--ranks", 4, "--strategy", "fsdp")
 
 
@@ -110,7 +113,7 @@ def test_a_function_without_a_step(run):
         (["gpt2", "--ranks", 4, "--intra", 0], "--intra"),
     ],
 )
-def test_wrong_use(run, args, said):
+def test_wrong_use_prints_one_error(run, args, said):
     error = run(*args, code=2)
     assert said in error
     assert "Traceback" not in error

@@ -1,4 +1,4 @@
-"""Plain prompts of `headway config`: numbers, words and defaults are accepted; a wrong answer is explained and asked again."""
+"""Test the plain prompts of `headway config`: accepted answers, and how a wrong answer is explained and asked again."""
 
 import click
 import pytest
@@ -11,8 +11,8 @@ SPREAD = ConfigQuestion("spread", "How should the model be split?", SPREADS["ddp
 COUNT = ConfigQuestion("num_processes", "How many processes?", "2")
 
 
-def answer(question, typed):
-    """The answer to a question and the printed text, for lines typed at the prompt."""
+def answer_prompt(question, typed):
+    """Return the answer to a question and the printed text, for lines typed at the prompt."""
     found = []
     command = click.command()(lambda: found.append(ask_with_lines(question)))
     ran = CliRunner().invoke(command, input=typed)
@@ -20,16 +20,16 @@ def answer(question, typed):
 
 
 @pytest.mark.parametrize("typed", ["2\n", "fsdp\n", " fsdp \n", SPREADS["fsdp"] + "\n"])
-def test_a_choice_is_typed_as_number_word_or_text(typed):
-    chosen, shown = answer(SPREAD, typed)
+def test_choice_is_accepted_as_number_word_or_text(typed):
+    chosen, shown = answer_prompt(SPREAD, typed)
     assert chosen == SPREADS["fsdp"]
     assert "  1  ddp: a replica" in shown
     assert "  6  fsdp+tp: " in shown
 
 
 @pytest.mark.parametrize(("question", "default"), [(SPREAD, SPREADS["ddp"]), (COUNT, "2")])
-def test_enter_takes_the_default(question, default):
-    assert answer(question, "\n")[0] == default
+def test_enter_selects_the_default(question, default):
+    assert answer_prompt(question, "\n")[0] == default
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ def test_enter_takes_the_default(question, default):
         (SPREAD, "x", "ddp", "one of"),
     ],
 )
-def test_a_wrong_answer_is_explained_and_asked_again(question, wrong, right, says):
-    chosen, shown = answer(question, f"{wrong}\n{right}\n")
+def test_wrong_answer_is_explained_and_asked_again(question, wrong, right, says):
+    chosen, shown = answer_prompt(question, f"{wrong}\n{right}\n")
     assert question.find_problem(chosen) is None
     assert says in shown
 
 
-def test_the_end_of_the_input_ends_the_interview():
-    assert answer(COUNT, "")[0] is None
+def test_end_of_input_ends_the_interview():
+    assert answer_prompt(COUNT, "")[0] is None

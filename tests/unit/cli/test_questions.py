@@ -1,4 +1,4 @@
-"""`headway config` asks only for settings that the machine does not determine."""
+"""Test that `headway config` asks only for settings that the machine does not determine."""
 
 import pytest
 
@@ -7,44 +7,45 @@ from headway.core.config.launch import LaunchConfig
 from headway.core.config.mesh import parse_layout
 
 
-def answer_with(**given):
+def make_answers(**given):
+    """Return a function that answers questions, by `given` or the default, and the list of questions asked."""
     asked = []
 
-    def ask(question):
+    def answer_question(question):
         asked.append(question.name)
         text = given.get(question.name, question.default)
         assert question.find_problem(text) is None
         return text
 
-    return ask, asked
+    return answer_question, asked
 
 
-def test_a_cpu_machine():
-    ask, asked = answer_with(num_processes="2")
+def test_cpu_machine_is_asked_for_processes():
+    ask, asked = make_answers(num_processes="2")
     assert ask_questions(ask, None, 0) == LaunchConfig(num_processes=2, mixed_precision="no")
     assert asked == ["num_machines", "num_processes", "spread", "mixed_precision", "gradient_accumulation_steps"]
 
 
-def test_all_accelerators_leave_the_number_unset():
-    ask, asked = answer_with(mixed_precision="bf16", gradient_accumulation_steps="4")
+def test_all_accelerators_leave_num_processes_unset():
+    ask, asked = make_answers(mixed_precision="bf16", gradient_accumulation_steps="4")
     made = ask_questions(ask, "cuda", 2, ("0", "1"))
     assert made == LaunchConfig(mixed_precision="bf16", gradient_accumulation_steps=4)
     assert "num_processes" not in asked
 
 
-def test_some_accelerators():
-    ask, _ = answer_with(devices=SOME, gpu_ids="0,1")
+def test_some_accelerators_set_gpu_ids():
+    ask, _ = make_answers(devices=SOME, gpu_ids="0,1")
     assert ask_questions(ask, "cuda", 4, ("0", "1", "2", "3")).gpu_ids == "0,1"
 
 
-def test_the_cpu_of_a_machine_with_accelerators():
-    ask, _ = answer_with(devices=NONE)
+def test_cpu_of_a_machine_with_accelerators():
+    ask, _ = make_answers(devices=NONE)
     made = ask_questions(ask, "cuda", 4, ("0", "1", "2", "3"))
     assert (made.cpu, made.num_processes) == (True, 1)
 
 
-def test_several_machines():
-    ask, _ = answer_with(num_machines="2", machine_rank="1", main_process_ip="h", main_process_port="5")
+def test_several_machines_are_asked_for_rank_and_address():
+    ask, _ = make_answers(num_machines="2", machine_rank="1", main_process_ip="h", main_process_port="5")
     made = ask_questions(ask, None, 0)
     assert (made.num_machines, made.machine_rank, made.main_process_ip, made.main_process_port) == (2, 1, "h", 5)
     assert made.num_processes == 2
@@ -62,27 +63,27 @@ def test_answers_are_checked():
      ("fsdp+cp", None, "fsdp+cp=2"),
      ("fsdp+tp", " 4", "fsdp+tp=4")],
 )  # fmt: skip
-def test_how_the_model_is_spread(spread, group, strategy):
+def test_answers_give_the_strategy(spread, group, strategy):
     given = {"spread": SPREADS[spread], "num_machines": "2"} | ({"group": group} if group else {})
-    ask, asked = answer_with(**given)
+    ask, asked = make_answers(**given)
     assert ask_questions(ask, "cuda", 4, ("0", "1", "2", "3")).strategy == strategy
     assert ("group" in asked) is ("=" in strategy)
 
 
-def test_one_process_is_not_asked_how_it_is_spread():
-    ask, asked = answer_with(num_processes="1")
+def test_single_process_is_not_asked_for_a_layout():
+    ask, asked = make_answers(num_processes="1")
     assert not ask_questions(ask, None, 0).is_set("strategy")
     assert "spread" not in asked
 
 
-def test_a_group_must_fit():
+def test_group_size_must_fit():
     question = ConfigQuestion("group", "?", "2", written="fsdp+tp={}", num_processes=8)
     assert "the nearest that fit 8: fsdp+tp=2, fsdp+tp=4" in question.find_problem("3")
     assert "needs a number of ranks" in question.find_problem("two")
     assert question.find_problem("4") is None
 
 
-def test_each_layout_is_explained_in_a_line():
+def test_each_layout_is_explained_in_one_line():
     for name, text in SPREADS.items():
         parse_layout(f"{name}=2" if name == "hsdp" else name.replace("+tp", "+tp=2").replace("+cp", "+cp=2"))
         assert text.startswith(f"{name}: ")

@@ -1,3 +1,5 @@
+"""Test `headway report`: the HTML page, PNG pictures, and the choice of runs."""
+
 import math
 import sys
 from pathlib import Path
@@ -7,42 +9,42 @@ from click.testing import CliRunner
 
 from headway.cli.main import group
 from headway.errors import ConfigError, OptionalDependencyMissing
-from tests.unit.core.tracking.report.logs import Log, lively
+from tests.unit.core.tracking.report.logs import Log, write_realistic_log
 
 
-def run(*words):
+def run_command(*words):
     return CliRunner().invoke(group, [str(word) for word in words], catch_exceptions=True)
 
 
-def test_the_page_is_written_next_to_the_first_log(tmp_path):
-    lively(tmp_path / "a", steps=20)
-    lively(tmp_path / "b", seed=1, steps=20)
-    told = run("report", tmp_path / "a", tmp_path / "b" / "log.jsonl")
+def test_page_is_written_next_to_the_first_log(tmp_path):
+    write_realistic_log(tmp_path / "a", steps=20)
+    write_realistic_log(tmp_path / "b", seed=1, steps=20)
+    told = run_command("report", tmp_path / "a", tmp_path / "b" / "log.jsonl")
     assert told.exit_code == 0, told.exception
     page = tmp_path / "a" / "report.html"
     assert told.output.startswith(f"{page} (")
     assert "<h1>2 runs</h1>" in page.read_text(encoding="utf-8")
 
 
-def test_out_names_the_page(tmp_path):
-    lively(tmp_path / "a", steps=20)
+def test_out_sets_the_path_of_the_page(tmp_path):
+    write_realistic_log(tmp_path / "a", steps=20)
     target = tmp_path / "new" / "page.html"
-    assert run("report", tmp_path / "a", "--out", target).exit_code == 0
+    assert run_command("report", tmp_path / "a", "--out", target).exit_code == 0
     assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert not (tmp_path / "a" / "report.html").exists()
 
 
-def test_what_cannot_be(tmp_path):
-    lively(tmp_path / "a", steps=20)
+def test_missing_run_and_unwritable_path_are_refused(tmp_path):
+    write_realistic_log(tmp_path / "a", steps=20)
     with pytest.raises(ConfigError, match="no run at"):
-        raise run("report", tmp_path / "missing").exception
+        raise run_command("report", tmp_path / "missing").exception
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="name another file with --out"):
-        raise run("report", tmp_path / "a", "--out", tmp_path / "file" / "page.html").exception
+        raise run_command("report", tmp_path / "a", "--out", tmp_path / "file" / "page.html").exception
 
 
 @pytest.mark.slow
-def test_pictures(tmp_path):
+def test_pictures_are_written(tmp_path):
     pytest.importorskip("matplotlib", reason="PNGs need the plots extra")
     for name in ("a", "$b_{"):
         log = Log(tmp_path / name)
@@ -53,7 +55,7 @@ def test_pictures(tmp_path):
         log.event("out_of_memory", 5)
         log.event("resumed", 6)
         log.write()
-    told = run("report", tmp_path / "a", tmp_path / "$b_{", "--png", tmp_path / "pictures")
+    told = run_command("report", tmp_path / "a", tmp_path / "$b_{", "--png", tmp_path / "pictures")
     assert told.exit_code == 0, told.exception
     written = sorted((tmp_path / "pictures").iterdir())
     assert [path.name for path in written] == ["01-loss.png", "02-odd-name.png"]
@@ -61,18 +63,18 @@ def test_pictures(tmp_path):
     assert [line for line in told.output.splitlines() if line.endswith(".png")] == [str(path) for path in written]
 
 
-def test_without_matplotlib_the_install_line_comes_before_any_work(tmp_path, monkeypatch):
-    lively(tmp_path / "a", steps=20)
+def test_missing_matplotlib_is_reported_before_any_work(tmp_path, monkeypatch):
+    write_realistic_log(tmp_path / "a", steps=20)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(OptionalDependencyMissing, match=r"headway\[plots\]"):
-        raise run("report", tmp_path / "a", "--png", tmp_path / "pictures").exception
+        raise run_command("report", tmp_path / "a", "--png", tmp_path / "pictures").exception
     assert not (tmp_path / "a" / "report.html").exists()
 
 
-def test_without_a_run_the_only_one_nearby_is_drawn(tmp_path, monkeypatch):
-    lively(tmp_path / "runs" / "a", steps=20)
+def test_without_arguments_the_only_run_nearby_is_drawn(tmp_path, monkeypatch):
+    write_realistic_log(tmp_path / "runs" / "a", steps=20)
     monkeypatch.chdir(tmp_path)
-    assert run("report").output.startswith(f"{Path('runs/a/report.html').resolve()} (")
-    lively(tmp_path / "runs" / "b", seed=1, steps=20)
+    assert run_command("report").output.startswith(f"{Path('runs/a/report.html').resolve()} (")
+    write_realistic_log(tmp_path / "runs" / "b", seed=1, steps=20)
     with pytest.raises(ConfigError, match="headway report runs/a runs/b"):
-        raise run("report").exception
+        raise run_command("report").exception

@@ -1,4 +1,4 @@
-"""`headway verify` refuses at once what it cannot check: before any process starts, with exit code 2."""
+"""Test that `headway verify` refuses what it cannot check with exit code 2, before any process starts."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from headway.cli import main, verify
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Options of the verifications that would start. The process of the tests cannot be replaced, as a start does."""
+    """Return a list that receives the options of each verification instead of starting it."""
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(verify, "_start", found.append)
     monkeypatch.chdir(tmp_path)
@@ -21,7 +21,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, A
     return found
 
 
-def run(*args: str) -> int:
+def run_verify(*args: str) -> int:
     with pytest.raises(SystemExit) as ended:
         main.main(["verify", *args])
     assert isinstance(ended.value.code, int)
@@ -41,14 +41,14 @@ def run(*args: str) -> int:
         (("missing.py",), "give its path, or -m to run a module\n"),
     ],
 )
-def test_a_refusal_needs_no_run(
+def test_refusal_happens_before_any_run(
     started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], args: tuple[str, ...], message: str
 ) -> None:
-    assert run(*args) == 2
+    assert run_verify(*args) == 2
     printed = capsys.readouterr()
     assert message in printed.err
     assert not printed.out
-    assert run("--json", *args) == 2
+    assert run_verify("--json", *args) == 2
     printed = capsys.readouterr()
     assert message in printed.err
     result = json.loads(printed.out)
@@ -60,13 +60,13 @@ def test_a_refusal_needs_no_run(
 
 
 @pytest.mark.parametrize("args", [(), ("--only", "layout,repeat"), ("--only", "layout", "--strategy", "fsdp")])
-def test_other_command_lines_start(started: list[dict[str, Any]], args: tuple[str, ...]) -> None:
-    assert run("--cpu", *args, "train.py") == 0
+def test_valid_command_line_starts_the_verification(started: list[dict[str, Any]], args: tuple[str, ...]) -> None:
+    assert run_verify("--cpu", *args, "train.py") == 0
     assert len(started) == 1
 
 
-def test_the_help_is_about_verify(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--help") == 0
+def test_help_lists_only_options_of_verify(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_verify("--help") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "one per visible accelerator, at least 2" in text
     assert "--as" in text

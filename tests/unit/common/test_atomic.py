@@ -1,4 +1,4 @@
-"""Atomic file writes: a file is written completely or not at all."""
+"""Test atomic file writes: a file is written completely or not at all."""
 
 import os
 import threading
@@ -8,7 +8,7 @@ import pytest
 from headway.common.atomic import open_replacement, write_text
 
 
-def test_a_reader_sees_the_old_file_or_the_new(tmp_path):
+def test_reader_sees_the_old_file_or_the_new(tmp_path):
     path = tmp_path / "f"
     write_text(path, "é")
     assert path.read_bytes() == "é".encode()
@@ -22,7 +22,7 @@ def test_a_reader_sees_the_old_file_or_the_new(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), KeyboardInterrupt()])
-def test_a_failure_keeps_the_old_file_and_removes_the_temporary_one(tmp_path, error):
+def test_failure_keeps_the_old_file_and_removes_the_temporary_one(tmp_path, error):
     path = tmp_path / "f"
     write_text(path, "old")
 
@@ -37,12 +37,12 @@ def test_a_failure_keeps_the_old_file_and_removes_the_temporary_one(tmp_path, er
     assert os.listdir(tmp_path) == ["f"]
 
 
-def test_a_missing_folder_raises_os_error(tmp_path):
+def test_missing_folder_raises_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_text(tmp_path / "no" / "f", "x")
 
 
-def test_rivals_write_files_of_their_own(tmp_path):
+def test_concurrent_writers_use_separate_temporary_files(tmp_path):
     path, failed = tmp_path / "f", []
     barrier = threading.Barrier(8)
 

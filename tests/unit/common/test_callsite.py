@@ -1,4 +1,4 @@
-"""The innermost line of user code is found, whatever frames are in between."""
+"""Test how the innermost line of user code is found among library and Headway frames."""
 
 import sys
 import sysconfig
@@ -20,52 +20,57 @@ from headway.common.callsite import (
 LIBRARY = sysconfig.get_path("purelib") + "/lib/code.py"
 
 
-def through(file, function):
-    """Return the result of `function`, called from code of that file."""
+def call_from_file(file, function):
+    """Return the result of `function`, called from code that is compiled as if it were in `file`."""
     space = {"function": function}
     exec(compile("\n\nfound = function()\n", file, "exec"), space)
     return space["found"]
 
 
-def test_whose_file_it_is():
+def test_files_of_users_and_of_headway_are_recognized():
     assert is_user_file(__file__)
     assert not any(map(is_user_file, [callsite.__file__, LIBRARY, "<frozen runpy>", sysconfig.__file__]))
     assert is_headway_file(callsite.__file__)
     assert not is_headway_file(__file__)
 
 
-def test_the_line_of_the_call():
+def test_call_site_is_the_line_of_the_call():
     here = sys._getframe()
     assert find_call_site() == f"{__file__}:{here.f_lineno}"
     assert find_users_frame() is here
 
 
-def test_a_library_in_between_is_passed_over():
-    line = through.__code__.co_firstlineno + 3  # where that file is carried out
-    assert through(LIBRARY, find_call_site) == f"{__file__}:{line}"
-    assert through("/u/train.py", find_call_site) == "/u/train.py:3"
-    assert through("/u/train.py", lambda: through(callsite.__file__, find_users_frame)).f_code.co_filename == __file__
+def test_library_frames_in_between_are_skipped():
+    line = call_from_file.__code__.co_firstlineno + 3  # the line with `exec`
+    assert call_from_file(LIBRARY, find_call_site) == f"{__file__}:{line}"
+    assert call_from_file("/u/train.py", find_call_site) == "/u/train.py:3"
+    assert (
+        call_from_file("/u/train.py", lambda: call_from_file(callsite.__file__, find_users_frame)).f_code.co_filename
+        == __file__
+    )
 
 
-def test_without_user_frames(monkeypatch):
+def test_without_user_frames_the_innermost_other_frame_is_used(monkeypatch):
     monkeypatch.setattr(callsite, "is_user_file", lambda file: False)
     assert find_users_frame() is None
-    assert through(LIBRARY, find_call_site) == f"{LIBRARY}:3"
-    assert through(callsite.__file__, find_call_site).startswith(f"{__file__}:")
+    assert call_from_file(LIBRARY, find_call_site) == f"{LIBRARY}:3"
+    assert call_from_file(callsite.__file__, find_call_site).startswith(f"{__file__}:")
 
 
-def test_a_stack_is_walked_from_the_inside_out():
+def test_stack_is_walked_from_the_inside_out():
     def inner():
         return [Frame.from_frame(each).function for each in islice(walk_stack(), 2)]
 
-    assert inner() == ["inner", "test_a_stack_is_walked_from_the_inside_out"]
+    assert inner() == ["inner", "test_stack_is_walked_from_the_inside_out"]
     assert next(walk_stack(sys._getframe(1))) is sys._getframe(1)
 
 
-def test_a_traceback(monkeypatch, tmp_path):
+def test_users_line_is_found_in_a_traceback(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ZeroDivisionError) as told:
-        through(LIBRARY, lambda: through(str(tmp_path / "train.py"), lambda: through(LIBRARY, lambda: 1 / 0)))
+        call_from_file(
+            LIBRARY, lambda: call_from_file(str(tmp_path / "train.py"), lambda: call_from_file(LIBRARY, lambda: 1 / 0))
+        )
     assert find_users_line(told.tb).startswith(f"{__file__}:")  # the lambda that divides
     last = told.tb
     while not last.tb_frame.f_code.co_filename.endswith("train.py"):
@@ -75,12 +80,12 @@ def test_a_traceback(monkeypatch, tmp_path):
     assert find_users_line(None) == ""
 
 
-def test_code_without_a_file_is_the_users_unless_it_was_generated():
+def test_code_without_a_file_is_the_users_unless_generated():
     assert all(map(is_user_file, ["<unseen>", "<stdin>", "<ipython-input-3-0a1b>"]))
     assert not any(map(is_user_file, ["<string>", "<eval_with_key>.4", "<frozen importlib._bootstrap>"]))
 
 
-def test_a_frame_is_formatted_if_the_current_folder_is_gone(tmp_path, monkeypatch):
+def test_frame_is_formatted_if_the_current_folder_is_gone(tmp_path, monkeypatch):
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.chdir(folder)

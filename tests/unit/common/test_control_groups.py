@@ -1,4 +1,4 @@
-"""Control groups, from files as the kernel writes them."""
+"""Test memory limits from control groups, read from files in the kernel's format."""
 
 import pytest
 
@@ -7,18 +7,18 @@ from headway.common.control_groups import list_control_groups
 
 @pytest.fixture
 def root(tmp_path):
-    """A function that writes files under a root, and returns it."""
+    """Return a function that writes files below a root folder and returns the root."""
 
-    def write(files):
+    def write_files(files):
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
         return tmp_path
 
-    return write
+    return write_files
 
 
-def test_version_2_with_its_parents(root):
+def test_version_2_lists_the_group_and_its_parents(root):
     found = list(list_control_groups(root({
         "proc/self/cgroup": "0::/job/step\n",
         "sys/fs/cgroup/job/step/memory.max": "max\n", "sys/fs/cgroup/job/step/memory.current": "10\n",
@@ -53,17 +53,17 @@ def test_version_1_counts_the_children_in(root):
     assert found[1].limit is None
 
 
-def test_a_path_that_is_not_mounted(root):
+def test_unmounted_path_falls_back_to_the_root_group(root):
     found = list(
         list_control_groups(root({"proc/self/cgroup": "0::/on/the/host\n", "sys/fs/cgroup/memory.max": "800\n"}))
     )
     assert [group.limit for group in found] == [800]
 
 
-def test_no_bytes_are_available_above_the_limit(root):
+def test_available_bytes_are_0_above_the_limit(root):
     files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "5", "sys/fs/cgroup/memory.current": "9"}
     assert [group.available_bytes for group in list_control_groups(root(files))] == [0]
 
 
-def test_no_control_groups(tmp_path):
+def test_without_control_groups_nothing_is_listed(tmp_path):
     assert not list(list_control_groups(tmp_path))

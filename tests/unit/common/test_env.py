@@ -1,4 +1,4 @@
-"""Typed reads of the environment."""
+"""Test typed reads of environment variables, defaults, and temporary patches."""
 
 import os
 
@@ -8,7 +8,7 @@ from headway.common import env
 from headway.errors import ConfigError
 
 
-def test_reads(monkeypatch):
+def test_typed_reads(monkeypatch):
     monkeypatch.setenv("HW_A", " 12 ")
     monkeypatch.setenv("HW_EMPTY", "")
     assert (env.get_int("HW_A"), env.get_int("HW_EMPTY"), env.get_int("HW_NONE")) == (12, None, None)
@@ -19,16 +19,16 @@ def test_reads(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["1", "true", "YES", " on ", "y"])
-def test_true(text):
+def test_words_for_true(text):
     assert env.parse_bool(text, "x") is True
 
 
 @pytest.mark.parametrize("text", ["0", "False", "no", "OFF", ""])
-def test_false(text):
+def test_words_for_false(text):
     assert env.parse_bool(text, "x") is False
 
 
-def test_what_is_neither_is_refused(monkeypatch):
+def test_word_that_is_neither_is_refused(monkeypatch):
     monkeypatch.setenv("HW_A", "maybe")
     with pytest.raises(ConfigError, match="HW_A='maybe'"):
         env.get_bool("HW_A")
@@ -41,7 +41,7 @@ def test_without_a_launcher_there_is_one_process(monkeypatch):
     assert (env.get_rank(), env.get_local_rank(), env.get_world_size(), env.get_local_world_size()) == (0, 0, 1, 1)
 
 
-def test_patches_are_taken_back_even_after_an_error(monkeypatch):
+def test_patches_are_undone_even_after_an_error(monkeypatch):
     monkeypatch.setenv("HW_A", "before")
 
     def block():

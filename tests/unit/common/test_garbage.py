@@ -1,4 +1,4 @@
-"""Pauses of the garbage collector: the objects of an import are put into the oldest generation, frozen objects stay frozen."""
+"""Test pauses of the garbage collector: imported objects go to the oldest generation, and frozen objects stay frozen."""
 
 import subprocess
 import sys

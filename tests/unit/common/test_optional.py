@@ -1,4 +1,4 @@
-"""Errors about missing optional packages contain the install command."""
+"""Test errors about missing optional packages, which contain the install command, and lazy imports."""
 
 import json
 import sys
@@ -9,12 +9,12 @@ from headway.common.optional import LazyModule, is_available, require
 from headway.errors import OptionalDependencyMissing
 
 
-def test_an_installed_package_is_imported():
+def test_installed_package_is_imported():
     assert is_available("json")
     assert require("json", "this needs", "json") is json
 
 
-def test_what_is_missing_is_named():
+def test_missing_package_is_named_with_the_install_command():
     assert not is_available("no_such_package_here")
     assert not is_available("no_such_package_here.inner")
     with pytest.raises(
@@ -24,7 +24,7 @@ def test_what_is_missing_is_named():
     assert issubclass(OptionalDependencyMissing, ImportError)
 
 
-def test_a_module_of_later_is_imported_when_it_is_used(tmp_path, monkeypatch):
+def test_lazy_module_is_imported_at_first_use(tmp_path, monkeypatch):
     (tmp_path / "late_one.py").write_text("value = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
     late = LazyModule("late_one")

@@ -1,4 +1,4 @@
-"""Per-process singletons."""
+"""Test the registry of per-process singletons."""
 
 import threading
 
@@ -10,7 +10,7 @@ class Thing:
     pass
 
 
-def test_one_of_each_and_of_each_scope():
+def test_each_scope_has_one_object_of_each_class():
     one, other = Scope(), Scope()
     assert not one.has(Thing)
     assert one.own(Thing) is one.own(Thing)
@@ -22,7 +22,7 @@ def test_one_of_each_and_of_each_scope():
     assert one.own(Thing) is not former
 
 
-def test_what_is_empty_is_kept():
+def test_falsy_object_is_kept():
     kept = Scope()
     kept.own(list).append(1)
     assert kept.own(list) == [1]
@@ -33,7 +33,7 @@ def test_threads_that_create_an_object_at_once_get_the_same_one():
     shared, gate, found = Scope(), threading.Barrier(2), []
 
     def make():
-        gate.wait(10)  # both have seen that there is none
+        gate.wait(10)  # both threads found no object yet
         return Thing()
 
     threads = [threading.Thread(target=lambda: found.append(shared.own(make))) for _ in range(2)]
@@ -44,7 +44,7 @@ def test_threads_that_create_an_object_at_once_get_the_same_one():
     assert found[0] is found[1]
 
 
-def test_the_process_has_one():
+def test_process_has_one_default_scope():
     scope.drop(Thing)
     assert scope.own(Thing) is scope.own(Thing)
     scope.drop(Thing)

@@ -1,4 +1,4 @@
-"""Messages are accepted only with a valid HMAC; sources of the secret."""
+"""Test sealed messages, which are accepted only with a valid HMAC, and the sources of the secret."""
 
 import os
 
@@ -10,27 +10,27 @@ from headway.common.sealing import PROOF_SIZE, Seal, UnsealedCounter, read_secre
 from headway.errors import ConfigError
 
 
-def of(secret: bytes) -> Seal:
+def make_seal(secret: bytes) -> Seal:
     return Seal(secret, UnsealedCounter(lambda text: None))
 
 
 @given(st.binary(max_size=40), st.text(max_size=20), st.binary(max_size=200))
-def test_what_was_closed_opens_at_its_place_only(secret, place, content):
-    seal = of(secret)
+def test_sealed_message_opens_only_with_its_place_and_secret(secret, place, content):
+    seal = make_seal(secret)
     closed = seal.seal_message(place, content)
     assert seal.open_message(place, closed) == content
     assert seal.open_message(f"{place} ", closed) is None
-    assert of(secret + b"!").open_message(place, closed) is None
+    assert make_seal(secret + b"!").open_message(place, closed) is None
     assert b"\n" not in closed[:PROOF_SIZE]
 
 
 @given(st.binary(max_size=100))
-def test_what_anybody_else_writes_does_not(data):
-    assert of(b"a secret of ours").open_message("here", data) is None
+def test_data_without_a_seal_is_rejected(data):
+    assert make_seal(b"a secret of ours").open_message("here", data) is None
 
 
-def test_a_changed_byte_does_not_open():
-    seal = of(b"secret")
+def test_message_with_any_changed_byte_is_rejected():
+    seal = make_seal(b"secret")
     closed = seal.seal_message("here", b"content")
     for index in range(len(closed)):
         changed = closed[:index] + bytes([closed[index] ^ 1]) + closed[index + 1 :]
@@ -38,11 +38,21 @@ def test_a_changed_byte_does_not_open():
 
 
 def test_each_salt_derives_a_different_secret():
-    assert of(b"a").derive("1") == of(b"a").derive("1")
-    assert len({of(b"a").derive("1"), of(b"a").derive("2"), of(b"b").derive("1"), of(b"").derive("1")}) == 4
+    assert make_seal(b"a").derive("1") == make_seal(b"a").derive("1")
+    assert (
+        len(
+            {
+                make_seal(b"a").derive("1"),
+                make_seal(b"a").derive("2"),
+                make_seal(b"b").derive("1"),
+                make_seal(b"").derive("1"),
+            }
+        )
+        == 4
+    )
 
 
-def test_strangers_are_counted_and_said_once():
+def test_unsealed_messages_are_counted_and_reported_once():
     said = []
     strangers = UnsealedCounter(said.append)
     assert strangers.describe_total() == ""
@@ -55,7 +65,7 @@ def test_strangers_are_counted_and_said_once():
     assert strangers.describe_total() == "3 lines, values and connections of others were dropped in all"
 
 
-def test_a_secret_is_a_variable_or_a_file(monkeypatch, tmp_path):
+def test_secret_is_read_from_a_variable_or_a_file(monkeypatch, tmp_path):
     monkeypatch.delenv("HEADWAY_SECRET", raising=False)
     assert read_secret() == b""
     monkeypatch.setenv("HEADWAY_SECRET", "0123456789abcdef\n")
@@ -64,7 +74,7 @@ def test_a_secret_is_a_variable_or_a_file(monkeypatch, tmp_path):
     assert read_secret(str(tmp_path / "secret")) == b"fedcba9876543210 of the file"
 
 
-def test_what_cannot_be_a_secret(monkeypatch, tmp_path):
+def test_invalid_secret_is_refused_without_showing_it(monkeypatch, tmp_path):
     monkeypatch.setenv("HEADWAY_SECRET", "hunter2")
     with pytest.raises(ConfigError, match="the secret of HEADWAY_SECRET has 7 bytes and must have at least 16") as told:
         read_secret()

@@ -1,4 +1,4 @@
-"""Bytes and durations."""
+"""Test how sizes, durations and numbers are read and formatted."""
 
 import pytest
 from hypothesis import given
@@ -21,28 +21,28 @@ from headway.errors import ConfigError
         ("0", 0),
     ],
 )
-def test_sizes_are_read(text, size):
+def test_sizes_are_parsed(text, size):
     assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", [-1, True, 1.5, None, "", "GB", "1 XB", "-3MB", "1e3", "1,5GB"])
-def test_what_is_no_size_is_refused(text):
+def test_invalid_size_is_refused(text):
     with pytest.raises(ConfigError):
         parse_bytes(text)
 
 
-def test_sizes_are_written():
+def test_sizes_are_formatted():
     assert [format_bytes(n) for n in (0, 1023, 1536, 2**20, 3 * 2**30, 2**50)] == [
         "0 B", "1023 B", "1.5 KiB", "1.0 MiB", "3.0 GiB", "1024.0 TiB",
     ]  # fmt: skip
 
 
 @given(st.integers(0, 2**44))
-def test_what_is_written_reads_back_roughly(size):
+def test_formatted_size_parses_back_approximately(size):
     assert abs(parse_bytes(format_bytes(size)) - size) <= max(1, size * 0.051)
 
 
-def test_durations_are_written():
+def test_durations_are_formatted():
     assert [format_seconds(s) for s in (-1, 4.9, 65, 3725, 360000)] == ["0:00", "0:04", "1:05", "1:02:05", "100:00:00"]
 
 

@@ -1,4 +1,4 @@
-"""Shortened tracebacks: the user's lines stay, forwarding frames go, and Headway's own errors keep all frames."""
+"""Test shortened tracebacks: the user's lines stay, forwarding frames go, and Headway's own errors keep all frames."""
 
 import subprocess
 import sys
@@ -28,7 +28,8 @@ class Narrow(torch.nn.Module):
         return self.layer(inputs[:, :3])
 
 
-def caught(call, *args):
+def catch_error(call, *args):
+    """Call the function and return the exception that it raises."""
     try:
         call(*args)
     except Exception as error:
@@ -36,9 +37,9 @@ def caught(call, *args):
     raise AssertionError("nothing was raised")
 
 
-def test_an_error_that_headway_raises_ends_in_the_users_line():
+def test_error_raised_by_headway_ends_in_the_users_line():
     accelerator = Accelerator(cpu=True)
-    error = caught(lambda: accelerator.prepare())
+    error = catch_error(lambda: accelerator.prepare())
     assert isinstance(error, PrepareError)
     text, num_hidden = format_short_traceback(error)
     assert num_hidden == 2
@@ -50,26 +51,26 @@ def test_an_error_that_headway_raises_ends_in_the_users_line():
     assert lines[-1] == "(2 frames of Headway and torch left out; HEADWAY_LOG_LEVEL=debug shows all)"
 
 
-def test_the_constructor_that_dataclasses_write_is_left_out():
-    text, _ = format_short_traceback(caught(lambda: Accelerator(gradient_accumulation_steps="four")))
+def test_generated_constructor_of_a_dataclass_is_left_out():
+    text, _ = format_short_traceback(catch_error(lambda: Accelerator(gradient_accumulation_steps="four")))
     assert "<string>" not in text
     assert 'steps="four"' in text
 
 
-def test_an_error_in_the_users_model_shows_both_of_the_users_lines():
+def test_error_in_the_users_model_shows_both_of_the_users_lines():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Narrow())
-    text, num_hidden = format_short_traceback(caught(lambda: model(torch.ones(2, 4))))
+    text, num_hidden = format_short_traceback(catch_error(lambda: model(torch.ones(2, 4))))
     assert num_hidden > 0
     assert "model(torch.ones(2, 4))" in text
     assert "in forward\n    return self.layer(inputs[:, :3])" in text
-    assert "F.linear(input" in text  # torch's own line, where it failed
+    assert "F.linear(input" in text  # the line of torch that failed
     assert "_call_impl" not in text
     assert "headway/core/training" not in text
     assert "mat1 and mat2 shapes cannot be multiplied" in text
 
 
-def test_an_error_in_the_users_dataset():
+def test_error_in_the_users_dataset_shows_its_line():
     class Broken(torch.utils.data.Dataset):
         def __len__(self):
             return 8
@@ -78,32 +79,32 @@ def test_an_error_in_the_users_dataset():
             return {}[index]
 
     loader = Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(Broken()))
-    text, _ = format_short_traceback(caught(lambda: list(loader)))
+    text, _ = format_short_traceback(catch_error(lambda: list(loader)))
     assert "return {}[index]" in text
     assert "dataloader.py" not in text
 
 
-def test_a_mistake_inside_headway_is_shown_whole():
-    error = caught(check_file_value, None, 1, "")  # not on purpose: an AttributeError of its own
+def test_unexpected_error_inside_headway_keeps_all_frames():
+    error = catch_error(check_file_value, None, 1, "")  # raises an unintended AttributeError
     assert isinstance(error, AttributeError)
     assert format_short_traceback(error) == ("".join(traceback.format_exception(error)), 0)
 
 
-def test_a_users_own_error_is_as_python_prints_it():
-    def fails():
+def test_error_without_headway_frames_is_printed_like_in_python():
+    def raise_error():
         try:
             raise KeyError("k")
         except KeyError:
             raise ValueError("v")
 
-    error = caught(fails)
+    error = catch_error(raise_error)
     assert format_short_traceback(error) == ("".join(traceback.format_exception(error)), 0)
 
 
 def test_causes_are_shortened_too(tmp_path):
     from headway.core.config.files import read_config
 
-    error = caught(read_config, tmp_path / "none.yaml")
+    error = catch_error(read_config, tmp_path / "none.yaml")
     text, num_hidden = format_short_traceback(error)
     assert num_hidden >= 2
     assert "headway/core/config" not in text
@@ -111,22 +112,22 @@ def test_causes_are_shortened_too(tmp_path):
     assert "headway.errors.ConfigError: the config file" in text
 
 
-def test_an_error_that_is_its_own_context_ends():
+def test_error_that_is_its_own_cause_is_formatted():
     error = ValueError("round")
     error.__cause__ = error
     assert "ValueError: round" in format_short_traceback(error)[0]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="groups came with Python 3.11")
-def test_groups():
-    error = ExceptionGroup("several", [caught(lambda: Accelerator(cpu=True).prepare()), ValueError("own")])  # noqa: F821
+def test_exception_groups_are_shortened():
+    error = ExceptionGroup("several", [catch_error(lambda: Accelerator(cpu=True).prepare()), ValueError("own")])  # noqa: F821
     text, num_hidden = format_short_traceback(error)
     assert num_hidden == 2
     assert "src/headway/" not in text
     assert "ValueError: own" in text
 
 
-def test_an_engines_text_without_its_noise():
+def test_noise_is_removed_from_engine_errors():
     assert remove_engine_noise(GLOO) == "Connection closed by peer [127.0.0.1]:13741."
     stack = "timed out\nException raised from f at /__w/x.cpp:1 (most recent call first):\nframe #0: a\n<omitting python frames>\n"
     assert remove_engine_noise(f"{stack}frame #9: b\nand more") == "timed out\nand more"
@@ -138,7 +139,7 @@ def test_an_engines_text_without_its_noise():
     ("before", "level", "is_short"),
     [("", "", True), ("", "debug", False), ("import sys; sys.excepthook = lambda *a: print('own')", "", None)],
 )
-def test_a_plain_process(tmp_path, monkeypatch, before, level, is_short):
+def test_uncaught_error_in_a_plain_process(tmp_path, monkeypatch, before, level, is_short):
     (tmp_path / "train.py").write_text(f"{before}\nfrom headway import Accelerator\nAccelerator(cpu=True).prepare()\n")
     monkeypatch.setenv("HEADWAY_LOG_LEVEL", level)
     ran = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -155,18 +156,18 @@ def test_a_plain_process(tmp_path, monkeypatch, before, level, is_short):
 
 
 @pytest.fixture
-def said(monkeypatch):
-    """List of the exceptions that the program's own hook receives. It is installed before Headway's."""
-    heard = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: heard.append(error))
-    return heard
+def heard(monkeypatch):
+    """Install a program's own `sys.excepthook` before Headway's, and return the list of exceptions that it receives."""
+    said = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: said.append(error))
+    return said
 
 
-def raised(error):
+def call_excepthook(error):
     sys.excepthook(type(error), error, error.__traceback__)
 
 
-def test_the_hook_is_removed_with_the_runtime():
+def test_hook_is_removed_with_the_runtime():
     before = sys.excepthook
     for _ in range(2):
         Accelerator(cpu=True)
@@ -177,45 +178,45 @@ def test_the_hook_is_removed_with_the_runtime():
         assert sys.excepthook is before
 
 
-def test_a_hook_of_before_prints_in_our_place_and_notes_follow(said, capsys):
+def test_earlier_hook_prints_the_error_and_headway_adds_notes(heard, capsys):
     own = sys.excepthook
     Accelerator(cpu=True)
     error = MemoryError("no more")
-    raised(error)
-    assert said == [error]
+    call_excepthook(error)
+    assert heard == [error]
     assert capsys.readouterr().err.count("headway: memory") == 1
     process.reset()
     assert sys.excepthook is own
 
 
-def test_a_hook_installed_later_stays_and_can_call_ours(said, capsys):
+def test_later_hook_stays_and_can_call_headways(heard, capsys):
     Accelerator(cpu=True)
     ours, theirs = sys.excepthook, []
 
-    def later(kind, error, trace):
+    def call_both_hooks(kind, error, trace):
         theirs.append(error)
         ours(kind, error, trace)
 
-    sys.excepthook = later
+    sys.excepthook = call_both_hooks
     process.reset()
-    assert sys.excepthook is later
-    raised(MemoryError("no more"))
-    assert len(theirs) == len(said) == 1
-    assert "headway" not in capsys.readouterr().err  # the runtime is over
+    assert sys.excepthook is call_both_hooks
+    call_excepthook(MemoryError("no more"))
+    assert len(theirs) == len(heard) == 1
+    assert "headway" not in capsys.readouterr().err  # the runtime has been reset
 
     Accelerator(cpu=True)
-    raised(MemoryError("once more"))
-    assert len(theirs) == len(said) == 2
+    call_excepthook(MemoryError("once more"))
+    assert len(theirs) == len(heard) == 2
     assert capsys.readouterr().err.count("headway: memory") == 1
     process.reset()
-    assert sys.excepthook is later
+    assert sys.excepthook is call_both_hooks
 
 
-def test_a_hook_that_restores_ours_restores_the_previous_one(said):
+def test_restoring_headways_hook_after_its_end_restores_the_earlier_one(heard):
     Accelerator(cpu=True)
     ours = sys.excepthook
     sys.excepthook = print
     process.reset()
     sys.excepthook = ours
-    raised(ValueError("v"))
-    assert len(said) == 1
+    call_excepthook(ValueError("v"))
+    assert len(heard) == 1

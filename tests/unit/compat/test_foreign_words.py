@@ -1,4 +1,4 @@
-"""Words of other libraries: each is an error that names Headway's own word, and none hides a word that exists."""
+"""Test names from other libraries: each raises an error with Headway's own name, and none hides an existing name."""
 
 import inspect
 import subprocess
@@ -13,14 +13,14 @@ from headway.core.config.foreign_words import ARGUMENTS
 from headway.errors import CallError
 
 
-def test_no_word_is_one_of_ours():
+def test_foreign_words_are_no_names_of_headway():
     accepted = set(inspect.signature(Accelerator.__init__).parameters)
     assert accepted & set(ARGUMENTS) == set()
     assert [name for name in foreign_words.METHODS if hasattr(Accelerator, name)] == []
     assert [name for name in foreign_words.NAMES if hasattr(headway, name)] == []
 
 
-def test_what_the_advice_names_exists():
+def test_names_in_the_advice_exist():
     for advice in (*ARGUMENTS.values(), *foreign_words.METHODS.values(), *foreign_words.NAMES.values()):
         for word in advice.replace("(", " ").replace(")", " ").replace("`", " ").split():
             owner, dot, name = word.strip(".,;'").partition(".")
@@ -32,13 +32,13 @@ def test_what_the_advice_names_exists():
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_an_argument_of_another_library(name):
+def test_argument_of_another_library_is_explained(name):
     with pytest.raises(CallError) as error:
         Accelerator(**{name: 2})
     assert ARGUMENTS[name] in str(error.value)
 
 
-def test_a_method_of_another_library():
+def test_method_of_another_library_is_explained():
     with pytest.raises(AttributeError, match=r"no attribute 'setup': use accelerator.prepare\(model, optimizer\)"):
         Accelerator(cpu=True).setup
 
@@ -53,13 +53,13 @@ def test_a_method_of_another_library():
         ("from headway import nothing_like_it", "cannot import name 'nothing_like_it'"),
     ],
 )
-def test_a_misspelled_name(statement, message):
-    """In a process of its own: the first request for a missing name changes how imports fail."""
+def test_misspelled_name_gets_a_suggestion(statement, message):
+    """Use a new process, because the first request for a missing name changes how imports fail."""
     done = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True)
     assert done.returncode == 1
     assert message in done.stderr.splitlines()[-1]
 
 
-def test_a_question_for_a_misspelled_name_is_answered():
+def test_hasattr_of_a_misspelled_name_is_false():
     assert not hasattr(headway, "Acelerator")
     assert not hasattr(headway, "_acelerator")

@@ -1,4 +1,4 @@
-"""Activation checkpointing on one process: equal gradients, less memory, unchanged names and classes."""
+"""Test activation checkpointing on one process: equal gradients, less memory, unchanged names and classes."""
 
 import copy
 import pickle
@@ -15,6 +15,8 @@ from headway.extras.activation_checkpointing import CheckpointedBlock
 
 
 class Block(torch.nn.Module):
+    """Residual block with dropout that counts its calls."""
+
     def __init__(self, width=16):
         super().__init__()
         self.wide, self.narrow, self.drop = (
@@ -30,6 +32,8 @@ class Block(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
+    """Input layer, `depth` blocks and output layer."""
+
     def __init__(self, depth=4):
         super().__init__()
         self.start = torch.nn.Linear(8, 16)
@@ -44,7 +48,11 @@ class Net(torch.nn.Module):
 
 
 def train(prepare=lambda accelerator, model: None, precision="no", steps=2, handlers=None, make=Net, compiled=False):
-    """Two updates with accumulation; returns (all gradients of the last window, weights, the model)."""
+    """Make two updates with accumulation.
+
+    Returns:
+        Gradients of the last window, parameters, and the model.
+    """
     accelerator = Accelerator(
         cpu=True, mixed_precision=precision, gradient_accumulation_steps=steps, kwargs_handlers=handlers
     )
@@ -66,7 +74,7 @@ def train(prepare=lambda accelerator, model: None, precision="no", steps=2, hand
     return grads, [parameter.detach().clone() for parameter in model.parameters()], model
 
 
-def same(one, other):
+def are_equal(one, other):
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
@@ -85,8 +93,8 @@ KINDS = [{}, {"every": 2}, {"every": 9}, {"policy": "keep_matmul"}, {"policy": "
 def test_gradients_and_weights_are_equal_bit_for_bit(kind, precision):
     grads, weights, bare = train(precision=precision)
     ours, our_weights, model = train(lambda a, m: a.checkpoint_activations(m, **kind), precision)
-    assert same(grads, ours)
-    assert same(weights, our_weights)
+    assert are_equal(grads, ours)
+    assert are_equal(weights, our_weights)
     assert list(model.state_dict()) == list(bare.state_dict())
     computed = sum(block.num_calls for block in model.layers)
     num_blocks = {"{}": 4, "{'every': 2}": 2, "{'every': 9}": 1, "{'blocks': ['layers.1', 'layers.2']}": 2}.get(
@@ -95,18 +103,18 @@ def test_gradients_and_weights_are_equal_bit_for_bit(kind, precision):
     assert computed == 4 * (4 + num_blocks)  # four micro-batches; each checkpointed block runs twice
 
 
-def test_other_dropout_would_be_seen():
+def test_comparison_detects_different_gradients():
     grads, _, _ = train()
     torch.manual_seed(5)
     ours, _, _ = train(make=lambda: Net(3))
-    assert not same(grads, ours)
+    assert not are_equal(grads, ours)
 
 
-def test_a_setting_of_the_accelerator_does_it_at_prepare():
+def test_setting_of_the_accelerator_applies_at_prepare():
     grads, weights, _ = train()
     ours, our_weights, model = train(handlers=[ActivationCheckpointing(every=2)])
-    assert same(grads, ours)
-    assert same(weights, our_weights)
+    assert are_equal(grads, ours)
+    assert are_equal(weights, our_weights)
     assert [isinstance(block, CheckpointedBlock) for block in model.layers] == [True, False, True, False]
 
 
@@ -114,7 +122,7 @@ def test_checkpointing_can_be_undone():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Net())
     assert accelerator.checkpoint_activations(model) is model
-    accelerator.checkpoint_activations(model, every=2)  # the second call stands
+    accelerator.checkpoint_activations(model, every=2)  # the second call replaces the first
     assert sum(isinstance(block, CheckpointedBlock) for block in model.layers) == 2
     assert accelerator.keep_activations(model) is model
     assert {type(block) for block in model.layers} == {Block}
@@ -123,8 +131,8 @@ def test_checkpointing_can_be_undone():
     assert [block.num_calls for block in model.layers] == [1] * 4
 
 
-def saved_bytes(model):
-    """Bytes that autograd keeps for backward, parameters aside."""
+def count_saved_bytes(model):
+    """Return the bytes that autograd keeps for backward, without parameters."""
     kept = {}
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
@@ -141,22 +149,22 @@ def saved_bytes(model):
 
 def test_checkpointing_keeps_fewer_activations():
     accelerator, model = Accelerator(cpu=True), Net(8)
-    everything = saved_bytes(model)
+    everything = count_saved_bytes(model)
     kept = {}
     for name, kind in {"all": {}, "second": {"every": 2}}.items():
-        kept[name] = saved_bytes(accelerator.checkpoint_activations(model, **kind))
+        kept[name] = count_saved_bytes(accelerator.checkpoint_activations(model, **kind))
     assert kept["all"] < everything / 4
     assert kept["all"] < kept["second"] < everything
 
 
-def test_evaluation_and_no_grad_run_each_block_once():
+def test_blocks_run_once_in_evaluation_without_gradients():
     accelerator = Accelerator(cpu=True)
     model = accelerator.checkpoint_activations(accelerator.prepare(Net()))
     model.eval()
     with torch.no_grad():
         model(torch.ones(2, 8))
     assert [block.num_calls for block in model.layers] == [1] * 4
-    model(torch.ones(2, 8)).sum().backward()  # gradients in eval mode: checkpointed as in training
+    model(torch.ones(2, 8)).sum().backward()  # with gradients, blocks are checkpointed in eval mode too
     assert [block.num_calls for block in model.layers] == [3] * 4
 
 
@@ -170,7 +178,7 @@ def test_hooks_on_a_block_run_once():
     assert calls == {"forward": 4, "backward": 4}
 
 
-def test_a_block_used_twice_is_checkpointed_once():
+def test_block_used_twice_is_checkpointed_once():
     def make():
         net = Net()
         net.layers[3] = net.layers[0]
@@ -178,55 +186,57 @@ def test_a_block_used_twice_is_checkpointed_once():
 
     grads, weights, _ = train(make=make)
     ours, our_weights, model = train(lambda a, m: a.checkpoint_activations(m), make=make)
-    assert same(grads, ours)
-    assert same(weights, our_weights)
+    assert are_equal(grads, ours)
+    assert are_equal(weights, our_weights)
     assert len(find_blocks(model)) == 3
     Accelerator(cpu=True).keep_activations(model)
     assert type(model.layers[0]) is Block
 
 
 class Uncounted(Block):
-    """A block that records its calls has a side effect, which a compiled checkpoint does not support."""
+    """Block without a counter. The counter would be a side effect, which a compiled checkpoint does not support."""
 
     def forward(self, x, *, scale=1.0):
         return x + scale * self.drop(self.narrow(torch.relu(self.wide(x))))
 
 
-def uncounted():
+def build_uncounted_net():
     net = Net(2)
     net.layers = torch.nn.ModuleList(Uncounted() for _ in range(2))
     return net
 
 
 @pytest.mark.slow
-def test_compiled_whole_with_dropout_equal_bit_for_bit():
+def test_compiled_model_with_dropout_is_equal_bit_for_bit():
     torch._dynamo.reset()
-    grads, weights, _ = train(compiled=True, make=uncounted)
+    grads, weights, _ = train(compiled=True, make=build_uncounted_net)
     for kind in ({}, {"policy": "keep_matmul"}):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        ours, our_weights, _ = train(lambda a, m: a.checkpoint_activations(m, **kind), compiled=True, make=uncounted)
+        ours, our_weights, _ = train(
+            lambda a, m: a.checkpoint_activations(m, **kind), compiled=True, make=build_uncounted_net
+        )
         assert not torch._dynamo.utils.counters["graph_break"]
-        assert same(grads, ours)
-        assert same(weights, our_weights)
+        assert are_equal(grads, ours)
+        assert are_equal(weights, our_weights)
 
 
-def test_copies_and_pickles_have_the_bare_class():
+def test_copies_and_pickles_have_the_original_class():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(accelerator.checkpoint_activations(Net()))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert {type(block) for block in other.layers} == {Block}
         assert not any(name.startswith("_headway") for block in other.layers for name in vars(block))
-        assert same(list(model.parameters()), list(other.parameters()))
+        assert are_equal(list(model.parameters()), list(other.parameters()))
     assert all(isinstance(block, CheckpointedBlock) for block in model.layers)
 
 
 class Stage(torch.nn.Sequential):
-    pass
+    """Sequence of blocks."""
 
 
 class Pyramid(torch.nn.Module):
-    """Stages as attributes, blocks in them; a projection that is not a block."""
+    """Model with stages of blocks as attributes, and a head that is not a block."""
 
     def __init__(self):
         super().__init__()
@@ -235,12 +245,12 @@ class Pyramid(torch.nn.Module):
         self.head = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
 
 
-def test_blocks_are_found_in_the_tree():
+def test_blocks_are_found_in_the_module_tree():
     net = Pyramid()
     assert find_blocks(net) == [net.first[0], net.first[1], net.second[0]]
     assert find_blocks(net, ("first",)) == [net.first]
     stages = torch.nn.Sequential(Stage(Block(), Block()), Stage(Block()))
-    assert find_blocks(stages) == list(stages)  # the outermost that repeat
+    assert find_blocks(stages) == list(stages)  # the outermost modules that repeat
     assert find_blocks(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))) == []
     named = torch.nn.ModuleDict({"a": Block(), "b": Block()})
     assert find_blocks(named) == [named["a"], named["b"]]
@@ -258,7 +268,7 @@ def test_invalid_values_are_refused(kind, words):
         Accelerator(cpu=True).checkpoint_activations(Net(), **kind)
 
 
-def test_no_blocks_and_patched_blocks_are_refused():
+def test_models_without_blocks_and_patched_blocks_are_refused():
     accelerator, net = Accelerator(cpu=True), Net()
     with pytest.raises(ConfigError, match="no repeated blocks were found in Linear"):
         accelerator.checkpoint_activations(torch.nn.Linear(2, 2))
@@ -267,7 +277,7 @@ def test_no_blocks_and_patched_blocks_are_refused():
         accelerator.checkpoint_activations(net)
 
 
-def test_undoing_under_a_block_that_was_prepared_by_itself_is_refused():
+def test_undoing_below_a_separately_prepared_block_is_refused():
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.checkpoint_activations(Net())
     accelerator.prepare(model.layers[0])
@@ -279,11 +289,11 @@ def test_undoing_under_a_block_that_was_prepared_by_itself_is_refused():
     assert issubclass(StateError, HeadwayError)
 
 
-def test_offloading_on_a_cpu_says_that_it_does_nothing(caplog):
+def test_offloading_on_a_cpu_causes_a_warning(caplog):
     accelerator, net = Accelerator(cpu=True), Net()
     with caplog.at_level("WARNING", logger="headway"):
         accelerator.checkpoint_activations(net, policy="keep_all", offload=True)
     assert "in host memory already" in caplog.text
     assert {type(block) for block in net.layers} == {Block}
-    accelerator.checkpoint_activations(net, offload=True)  # what can be done is done
+    accelerator.checkpoint_activations(net, offload=True)  # blocks are checkpointed, without offloading
     assert all(isinstance(block, CheckpointedBlock) for block in net.layers)

@@ -1,4 +1,4 @@
-"""Which saved tensors leave the device, and how often. The copies themselves need a device (tests/gpu)."""
+"""Test which saved tensors leave the device, and how often. The copies themselves need a device (tests/gpu)."""
 
 import gc
 from functools import partial
@@ -13,8 +13,8 @@ from headway.extras.activation_checkpointing import _find_block
 from headway.extras.activation_offload import offload_saved_tensors
 
 
-class Lane:
-    """CopyLane whose device is the CPU. The copies are real and counted."""
+class CountingLane:
+    """Stand-in for CopyLane whose device is the CPU. Its copies are real and counted."""
 
     out: list[tuple[int, ...]]
     back: list[tuple[int, ...]]
@@ -36,15 +36,16 @@ class Lane:
 
 @pytest.fixture
 def lane(monkeypatch):
-    monkeypatch.setattr(activation_offload, "CopyLane", Lane)
+    """Replace the copy lanes by stand-ins, and return their class, which lists the copied shapes."""
+    monkeypatch.setattr(activation_offload, "CopyLane", CountingLane)
     monkeypatch.setattr(activation_offload, "_is_on_host", lambda tensor: False)
     scope.drop(activation_offload._CopyLanes)
-    Lane.out, Lane.back = [], []
-    yield Lane
+    CountingLane.out, CountingLane.back = [], []
+    yield CountingLane
     scope.drop(activation_offload._CopyLanes)
 
 
-def gradients(run, parameters, context):
+def compute_gradients(run, parameters, context):
     for parameter in parameters:
         parameter.grad = None
     with context:
@@ -53,42 +54,42 @@ def gradients(run, parameters, context):
     return [parameter.grad.clone() for parameter in parameters]
 
 
-def agree(run, parameters):
+def check_equal_gradients(run, parameters):
     """Check that gradients are equal with and without offloading."""
-    wanted = gradients(run, parameters, torch.enable_grad())
-    found = gradients(run, parameters, offload_saved_tensors(min_bytes=1))
+    wanted = compute_gradients(run, parameters, torch.enable_grad())
+    found = compute_gradients(run, parameters, offload_saved_tensors(min_bytes=1))
     assert all(map(torch.equal, wanted, found))
-    assert len(scope.own(activation_offload._Copies)) == 0, "what nobody needs any more is let go"
+    assert len(scope.own(activation_offload._Copies)) == 0, "copies that are no longer needed must be freed"
 
 
 def test_activations_are_offloaded_and_weights_stay(lane):
     layer = nn.Linear(64, 48)
     inputs = torch.randn(32, 64, requires_grad=True)
-    agree(lambda: layer(inputs).exp(), [layer.weight, inputs])
+    check_equal_gradients(lambda: layer(inputs).exp(), [layer.weight, inputs])
     assert sorted(lane.out) == [
         (32 * 48,),
         (32 * 64,),
-    ]  # exp's result and the layer's input, not the (transposed) weight
+    ]  # the result of exp and the input of the layer, but not the transposed weight
 
 
-def test_copies_of_weights_that_autocast_made_stay(lane):
+def test_copies_of_weights_made_by_autocast_stay(lane):
     block = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 64, bias=False))
     weight = nn.Parameter(torch.randn(64, 32))
     inputs = torch.randn(8, 4, 64, requires_grad=True)
 
-    def run():
+    def compute():
         with torch.autocast("cpu", torch.bfloat16):
             return block(inputs) @ weight
 
-    agree(run, [*block.parameters(), weight, inputs])
+    check_equal_gradients(compute, [*block.parameters(), weight, inputs])
     sizes = {8 * 4 * width for width in (64, 48)}
     assert {size for (size,) in lane.out} == sizes
-    # Into the first layer, into GELU, into the second layer, into the product.
+    # Inputs of the first layer, GELU, the second layer and the matrix product.
     assert sorted(size for (size,) in lane.out) == [32 * 48, 32 * 48, 32 * 64, 32 * 64]
 
 
 class Masked(nn.Module):
-    """A frozen weight and a buffer, as a block with an adapter has them."""
+    """Block with a frozen weight, an adapter and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_tensors_that_a_block_holds_anyway_stay(lane, dtype):
+def test_tensors_that_belong_to_a_block_stay(lane, dtype):
     block = Masked()
     inputs = torch.randn(32, 64, requires_grad=True)
     wanted = None
@@ -111,11 +112,11 @@ def test_tensors_that_a_block_holds_anyway_stay(lane, dtype):
         out.sum().backward()
         wanted = inputs.grad if wanted is None else wanted
     assert torch.equal(inputs.grad, wanted)
-    # The adapter's input; under autocast also the mask's copy, a constant like any other for all that is known.
+    # The adapter's input. Under autocast also the copy of the mask, which cannot be recognized as a constant.
     assert len(lane.out) == (1 if dtype is None else 2), lane.out
 
 
-def test_the_block_is_found_behind_its_method():
+def test_block_of_a_callable_is_found():
     block = Masked()
     ways = (
         block.forward,
@@ -126,35 +127,35 @@ def test_the_block_is_found_behind_its_method():
     assert [_find_block(run) for run in (*ways, len)] == [block, block, block, block, None]
 
 
-def test_what_several_operations_save_is_parked_and_fetched_once(lane):
+def test_tensor_saved_by_several_operations_is_copied_once(lane):
     query, key, value = (nn.Linear(64, 64) for _ in range(3))
     inputs = torch.randn(8, 4, 64, requires_grad=True)
     parameters = [*query.parameters(), *key.parameters(), *value.parameters(), inputs]
 
-    def run():
-        hidden = inputs * 2  # saves nothing but the number
+    def compute():
+        hidden = inputs * 2  # saves only the number
         return query(hidden) + key(hidden) + value(hidden.transpose(0, 1)).transpose(0, 1)
 
-    agree(run, parameters)
-    # A transposed input is copied by Linear itself, into a storage of its own.
+    check_equal_gradients(compute, parameters)
+    # Linear copies a transposed input into a new storage.
     assert lane.out == [(8 * 4 * 64,)] * 2
     assert lane.back == [(8 * 4 * 64,)] * 2
 
 
-def test_one_storage_serves_its_views(lane):
+def test_views_share_one_copied_storage(lane):
     inputs = torch.randn(64, 64, requires_grad=True)
 
-    def run():
+    def compute():
         hidden = inputs * 2
         return (hidden.exp() * 0 + hidden.sin() + hidden.t().cos() + hidden[1:].tanh().sum()).view(-1)
 
-    agree(run, [inputs])
+    check_equal_gradients(compute, [inputs])
     saved = [shape for shape in lane.out if shape == (64 * 64,)]
-    assert len(saved) == 2  # `hidden` for sin, cos and tanh's slice; exp's result
-    assert len(lane.out) == 3  # and tanh's result
+    assert len(saved) == 2  # `hidden` for sin, cos and the slice for tanh, and the result of exp
+    assert len(lane.out) == 3  # and the result of tanh
 
 
-def test_inputs_that_all_blocks_share_are_parked_once(lane):
+def test_input_shared_by_all_blocks_is_copied_once(lane):
     blocks = [nn.Linear(64, 64) for _ in range(4)]
     shared = torch.randn(32, 64)
     inputs = torch.randn(32, 64, requires_grad=True)
@@ -166,42 +167,42 @@ def test_inputs_that_all_blocks_share_are_parked_once(lane):
     hidden.sum().backward()
 
 
-def test_a_changed_tensor_is_parked_again(lane):
+def test_changed_tensor_is_copied_again(lane):
     inputs = torch.randn(64, 64, requires_grad=True)
 
-    def run():
+    def compute():
         state = torch.full((64, 64), 2.0)
         first = inputs * state
-        state.add_(1)  # plain torch forbids this: it saves no copy
+        state.add_(1)  # plain torch refuses this, because it saves no copy
         return first + inputs * state
 
-    grads = gradients(run, [inputs], offload_saved_tensors(min_bytes=1))
+    grads = compute_gradients(compute, [inputs], offload_saved_tensors(min_bytes=1))
     assert torch.equal(grads[0], torch.full((64, 64), 5.0))
     assert len(lane.out) == 2
 
 
-def test_a_small_part_of_a_storage_goes_alone(lane):
+def test_small_part_of_a_storage_is_copied_alone(lane):
     large = torch.randn(64, 64)
     inputs = torch.randn(64, requires_grad=True)
-    agree(lambda: inputs * large[3], [inputs])
+    check_equal_gradients(lambda: inputs * large[3], [inputs])
     assert lane.out == [(64,)]
     lane.out.clear()
     row = torch.randn(64)
-    agree(lambda: inputs * row.expand(5, 64), [inputs])
-    assert lane.out == [(64,)], "an expanded tensor is no larger than what it lies in"
+    check_equal_gradients(lambda: inputs * row.expand(5, 64), [inputs])
+    assert lane.out == [(64,)], "only the storage of an expanded tensor must be copied"
 
 
-def test_a_lazy_conjugate_is_materialized(lane):
+def test_lazy_conjugate_is_materialized(lane):
     inputs = torch.randn(16, dtype=torch.complex64, requires_grad=True)
     factor = torch.randn(16, dtype=torch.complex64)
-    wanted = gradients(lambda: (inputs * factor.conj() + inputs * factor).real, [inputs], torch.enable_grad())
-    found = gradients(
+    wanted = compute_gradients(lambda: (inputs * factor.conj() + inputs * factor).real, [inputs], torch.enable_grad())
+    found = compute_gradients(
         lambda: (inputs * factor.conj() + inputs * factor).real, [inputs], offload_saved_tensors(min_bytes=1)
     )
     assert all(map(torch.equal, wanted, found))
 
 
-def test_an_address_that_is_used_again_is_not_taken_for_the_former_tensor(lane):
+def test_reused_address_is_not_mistaken_for_the_earlier_tensor(lane):
     inputs = torch.randn(64, 64, requires_grad=True)
     outputs = []
     with offload_saved_tensors(min_bytes=1):
@@ -214,10 +215,10 @@ def test_an_address_that_is_used_again_is_not_taken_for_the_former_tensor(lane):
     assert torch.equal(inputs.grad, torch.full((64, 64), float(sum(range(50)))))
 
 
-def test_at_most_one_fetched_copy_waits_on_the_device(lane):
+def test_at_most_one_fetched_copy_stays_on_the_device(lane):
     inputs = torch.randn(64, 64, requires_grad=True)
     with offload_saved_tensors(min_bytes=1):
-        out = inputs.exp().sin().cos().tan()  # each saves its input or its result, which is the next one's input
+        out = inputs.exp().sin().cos().tan()  # each operation saves its input or its result, which is the next input
     copies = list(scope.own(activation_offload._Copies).values())
     assert len(copies) == 3
     for copy in copies:
@@ -226,7 +227,7 @@ def test_at_most_one_fetched_copy_waits_on_the_device(lane):
     del out
 
 
-def test_small_tensors_stay(lane):
+def test_small_tensors_are_not_copied(lane):
     inputs = torch.ones(32, 64, requires_grad=True)
     with offload_saved_tensors(min_bytes=32 * 64 * 4 + 1):
         inputs.exp()
@@ -236,7 +237,7 @@ def test_small_tensors_stay(lane):
     assert lane.out == [(32 * 64,)]
 
 
-def test_nothing_leaves_the_cpu():
+def test_tensors_on_the_cpu_are_not_copied():
     inputs = torch.ones(1024, 1024, requires_grad=True)
     with offload_saved_tensors(min_bytes=1):
         out = inputs.exp()

@@ -1,4 +1,4 @@
-"""Checkpoints loaded into other parameter groups, compared with plain PyTorch whose states were moved by hand."""
+"""Test checkpoints loaded into other parameter groups, compared with plain PyTorch whose states are moved by hand."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,31 +28,31 @@ def compute_loss(model: nn.Module, number: int) -> torch.Tensor:
     return (model(rows) - rows[:, :2].sin()).square().mean()
 
 
-def in_one_group(model: nn.Module) -> Any:
+def group_all(model: nn.Module) -> Any:
     return list(model.parameters())
 
 
-def by_decay(model: nn.Module) -> Any:
+def group_by_decay(model: nn.Module) -> Any:
     return [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.2},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0, "lr": 0.01},
     ]
 
 
-def by_decay_reversed(model: nn.Module) -> Any:
-    return [{**group, "params": group["params"][::-1]} for group in reversed(by_decay(model))]
+def group_by_decay_reversed(model: nn.Module) -> Any:
+    return [{**group, "params": group["params"][::-1]} for group in reversed(group_by_decay(model))]
 
 
-def by_layer(model: nn.Module) -> Any:
+def group_by_layer(model: nn.Module) -> Any:
     return [{"params": list(model[i].parameters()), "lr": 0.02 * 0.5 ** (4 - i)} for i in (0, 2, 4)]  # type: ignore[index]
 
 
-def of_last_layers(model: nn.Module) -> Any:
+def group_last_layers(model: nn.Module) -> Any:
     return [{"params": list(model[i].parameters())} for i in (2, 4)]  # type: ignore[index]
 
 
-def with_first_layer(model: nn.Module) -> Any:
-    return [*of_last_layers(model), {"params": list(model[0].parameters()), "lr": 0.005}]  # type: ignore[index]
+def group_with_first_layer(model: nn.Module) -> Any:
+    return [*group_last_layers(model), {"params": list(model[0].parameters()), "lr": 0.005}]  # type: ignore[index]
 
 
 SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
@@ -65,17 +65,17 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
-def step_by_hand(model: nn.Module, optimizer: Optimizer, schedule: Any, number: int) -> float:
+def step_plain(model: nn.Module, optimizer: Optimizer, schedule: Any, number: int) -> float:
     loss = compute_loss(model, number)
     loss.backward()
     optimizer.step()
     if schedule is not None:
         schedule.step()
-    model.zero_grad()  # a checkpoint holds no gradients, also none of parameters that the optimizer does not hold
+    model.zero_grad()  # a checkpoint has no gradients, even of parameters that the optimizer does not have
     return loss.item()
 
 
-def run_by_hand(
+def run_plain(
     before: Groups, after: Groups, make: Callable[[Any], Optimizer], schedule: Callable[[Optimizer], Any] | None
 ) -> tuple[list[float], list[float]]:
     """Change the groups in mid-run: a new optimizer gets each parameter's state, and a new schedule is advanced.
@@ -87,7 +87,7 @@ def run_by_hand(
     optimizer = make(before(model))
     ticker = schedule(optimizer) if schedule is not None else None
     for number in range(BEFORE):
-        step_by_hand(model, optimizer, ticker, number)
+        step_plain(model, optimizer, ticker, number)
     changed = make(after(model))
     for group in changed.param_groups:
         for p in group["params"]:
@@ -98,7 +98,7 @@ def run_by_hand(
         for _ in range(BEFORE):
             ticker.step()
     rates = [group["lr"] for group in changed.param_groups]
-    return [step_by_hand(model, changed, ticker, BEFORE + number) for number in range(AFTER)], rates
+    return [step_plain(model, changed, ticker, BEFORE + number) for number in range(AFTER)], rates
 
 
 def run_prepared(
@@ -137,7 +137,7 @@ def run_prepared(
     return losses, rates, differences, prepared
 
 
-def adamw(groups: Any) -> Optimizer:
+def make_adamw(groups: Any) -> Optimizer:
     return AdamW(groups, lr=0.02, weight_decay=0.1)
 
 
@@ -147,9 +147,9 @@ def adamw(groups: Any) -> Optimizer:
 @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
 def test_groups_in_another_order_get_their_own_options(schedule: str | None, tmp_path: Path) -> None:
     made = None if schedule is None else SCHEDULES[schedule]
-    run_prepared(by_decay, adamw, made, save=tmp_path / "a")
-    losses, rates, differences, _ = run_prepared(by_decay_reversed, adamw, made, load=tmp_path / "a")
-    expected, expected_rates = run_by_hand(by_decay, by_decay, adamw, made)
+    run_prepared(group_by_decay, make_adamw, made, save=tmp_path / "a")
+    losses, rates, differences, _ = run_prepared(group_by_decay_reversed, make_adamw, made, load=tmp_path / "a")
+    expected, expected_rates = run_plain(group_by_decay, group_by_decay, make_adamw, made)
     assert losses == pytest.approx(expected, rel=1e-12)
     assert rates == pytest.approx(expected_rates[::-1], rel=1e-12)
     (line,) = differences
@@ -157,14 +157,16 @@ def test_groups_in_another_order_get_their_own_options(schedule: str | None, tmp
 
 
 def test_another_order_is_a_difference_that_strict_refuses(tmp_path: Path) -> None:
-    run_prepared(by_decay, adamw, None, save=tmp_path / "a")
+    run_prepared(group_by_decay, make_adamw, None, save=tmp_path / "a")
     with pytest.raises(CheckpointError, match="another order; their options follow the names"):
-        run_prepared(by_decay_reversed, adamw, None, load=tmp_path / "a", strict=True)
+        run_prepared(group_by_decay_reversed, make_adamw, None, load=tmp_path / "a", strict=True)
 
 
-def test_names_in_groups_follow_the_order_of_the_parameters(tmp_path: Path) -> None:
-    run_prepared(lambda model: list(model.named_parameters()), adamw, None, save=tmp_path / "a")
-    *_, optimizer = run_prepared(lambda model: list(model.named_parameters())[::-1], adamw, None, load=tmp_path / "a")
+def test_param_names_follow_the_order_of_the_parameters(tmp_path: Path) -> None:
+    run_prepared(lambda model: list(model.named_parameters()), make_adamw, None, save=tmp_path / "a")
+    *_, optimizer = run_prepared(
+        lambda model: list(model.named_parameters())[::-1], make_adamw, None, load=tmp_path / "a"
+    )
     names = [name for name, _ in build().named_parameters()]
     assert optimizer.param_groups[0]["param_names"] == names[::-1]
 
@@ -172,11 +174,11 @@ def test_names_in_groups_follow_the_order_of_the_parameters(tmp_path: Path) -> N
 # ---------------------------------------------------------------- other groups
 
 CHANGES: dict[str, tuple[Groups, Groups]] = {
-    "split": (in_one_group, by_decay),
-    "merged": (by_decay, in_one_group),
-    "by layer": (by_decay, by_layer),
-    "a group added": (of_last_layers, with_first_layer),
-    "a group removed": (with_first_layer, of_last_layers),
+    "split": (group_all, group_by_decay),
+    "merged": (group_by_decay, group_all),
+    "by layer": (group_by_decay, group_by_layer),
+    "a group added": (group_last_layers, group_with_first_layer),
+    "a group removed": (group_with_first_layer, group_last_layers),
 }
 
 
@@ -185,11 +187,11 @@ CHANGES: dict[str, tuple[Groups, Groups]] = {
 def test_each_parameter_keeps_its_state(change: str, schedule: str | None, tmp_path: Path) -> None:
     made = None if schedule is None else SCHEDULES[schedule]
     before, after = CHANGES[change]
-    run_prepared(before, adamw, made, save=tmp_path / "a")
+    run_prepared(before, make_adamw, made, save=tmp_path / "a")
     with pytest.raises(CheckpointError, match=r"changed='groups'"):
-        run_prepared(after, adamw, made, load=tmp_path / "a")
-    losses, rates, differences, _ = run_prepared(after, adamw, made, load=tmp_path / "a", changed="groups")
-    expected, expected_rates = run_by_hand(before, after, adamw, made)
+        run_prepared(after, make_adamw, made, load=tmp_path / "a")
+    losses, rates, differences, _ = run_prepared(after, make_adamw, made, load=tmp_path / "a", changed="groups")
+    expected, expected_rates = run_plain(before, after, make_adamw, made)
     assert losses == pytest.approx(expected, rel=1e-12)
     assert rates == pytest.approx(expected_rates, rel=1e-12)
     assert differences
@@ -197,44 +199,48 @@ def test_each_parameter_keeps_its_state(change: str, schedule: str | None, tmp_p
 
 @pytest.mark.parametrize("schedule", [each for each in SCHEDULES if each != "lambda"])
 def test_schedules_continue_in_other_groups(schedule: str, tmp_path: Path) -> None:
-    run_prepared(in_one_group, adamw, SCHEDULES[schedule], save=tmp_path / "a")
-    losses, rates, _, _ = run_prepared(by_decay, adamw, SCHEDULES[schedule], load=tmp_path / "a", changed="groups")
-    expected, expected_rates = run_by_hand(in_one_group, by_decay, adamw, SCHEDULES[schedule])
+    run_prepared(group_all, make_adamw, SCHEDULES[schedule], save=tmp_path / "a")
+    losses, rates, _, _ = run_prepared(
+        group_by_decay, make_adamw, SCHEDULES[schedule], load=tmp_path / "a", changed="groups"
+    )
+    expected, expected_rates = run_plain(group_all, group_by_decay, make_adamw, SCHEDULES[schedule])
     assert rates == pytest.approx(expected_rates, rel=1e-12)
     assert losses == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_cycle_continues_in_other_groups(tmp_path: Path) -> None:
+def test_one_cycle_schedule_continues_in_other_groups(tmp_path: Path) -> None:
     """OneCycleLR sets the learning rate from options of the group, and takes a list for several groups."""
 
-    def cycle(optimizer: Optimizer) -> Any:
+    def make_one_cycle(optimizer: Optimizer) -> Any:
         return OneCycleLR(optimizer, [group["lr"] for group in optimizer.param_groups], total_steps=20)
 
-    def sgd(groups: Any) -> Optimizer:
+    def make_sgd(groups: Any) -> Optimizer:
         return torch.optim.SGD(groups, lr=0.02, momentum=0.9)
 
-    run_prepared(in_one_group, sgd, cycle, save=tmp_path / "a")
-    _, rates, _, _ = run_prepared(by_decay, sgd, cycle, load=tmp_path / "a", changed="groups")
-    _, expected = run_by_hand(in_one_group, by_decay, sgd, cycle)
+    run_prepared(group_all, make_sgd, make_one_cycle, save=tmp_path / "a")
+    _, rates, _, _ = run_prepared(group_by_decay, make_sgd, make_one_cycle, load=tmp_path / "a", changed="groups")
+    _, expected = run_plain(group_all, group_by_decay, make_sgd, make_one_cycle)
     assert rates == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["Adagrad", "RMSprop", "NAdam"])
-def test_new_parameters_keep_the_state_that_the_optimizer_gave_them(name: str, tmp_path: Path) -> None:
+def test_new_parameters_keep_the_initial_state_of_the_optimizer(name: str, tmp_path: Path) -> None:
     """Adagrad creates the state of each parameter when it is constructed, and fails without it."""
 
-    def make(groups: Any) -> Optimizer:
+    def make_optimizer(groups: Any) -> Optimizer:
         return getattr(torch.optim, name)(groups, lr=0.01)  # type: ignore[no-any-return]
 
-    run_prepared(of_last_layers, make, None, save=tmp_path / "a")
-    losses, _, differences, _ = run_prepared(with_first_layer, make, None, load=tmp_path / "a", changed="groups")
-    expected, _ = run_by_hand(of_last_layers, with_first_layer, make, None)
+    run_prepared(group_last_layers, make_optimizer, None, save=tmp_path / "a")
+    losses, _, differences, _ = run_prepared(
+        group_with_first_layer, make_optimizer, None, load=tmp_path / "a", changed="groups"
+    )
+    expected, _ = run_plain(group_last_layers, group_with_first_layer, make_optimizer, None)
     assert losses == pytest.approx(expected, rel=1e-12)
     assert f"optimizer 0 ({name}): 0.weight, 0.bias begin without saved state" in differences
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps in each group, as schedule-free optimizers do."""
+    """Optimizer that counts its steps in each group, like schedule-free optimizers."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
@@ -249,8 +255,8 @@ class Counting(torch.optim.SGD):
 
 
 def test_counters_of_an_optimizer_continue(tmp_path: Path) -> None:
-    run_prepared(in_one_group, Counting, None, save=tmp_path / "a")
-    *_, optimizer = run_prepared(by_decay, Counting, None, load=tmp_path / "a", changed="groups")
+    run_prepared(group_all, Counting, None, save=tmp_path / "a")
+    *_, optimizer = run_prepared(group_by_decay, Counting, None, load=tmp_path / "a", changed="groups")
     assert [group["k"] for group in optimizer.param_groups] == [BEFORE + AFTER] * 2
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
 
@@ -266,21 +272,21 @@ def test_counters_of_an_optimizer_continue(tmp_path: Path) -> None:
         ("a group removed", ["only in the checkpoint: 0.bias, 0.weight", "call add_param_group() before the load"]),
     ],
 )
-def test_the_error_names_the_parameters(change: str, parts: list[str], tmp_path: Path) -> None:
+def test_error_names_the_parameters(change: str, parts: list[str], tmp_path: Path) -> None:
     before, after = CHANGES[change]
-    run_prepared(before, adamw, None, save=tmp_path / "a")
+    run_prepared(before, make_adamw, None, save=tmp_path / "a")
     for changed in ((), None, "data"):
         with pytest.raises(CheckpointError) as error:
-            run_prepared(after, adamw, None, load=tmp_path / "a", changed=changed)
+            run_prepared(after, make_adamw, None, load=tmp_path / "a", changed=changed)
         assert all(part in str(error.value) for part in parts), str(error.value)
 
 
-def test_a_parameter_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+def test_parameter_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     for attempt, split in enumerate((2, 4)):
         model = build()
         parameters = list(model.parameters())
-        model, *optimizers = accelerator.prepare(model, adamw(parameters[:split]), adamw(parameters[split:]))
+        model, *optimizers = accelerator.prepare(model, make_adamw(parameters[:split]), make_adamw(parameters[split:]))
         if attempt:
             with pytest.raises(CheckpointError, match=r"2\.weight was in optimizer 1"):
                 accelerator.load_state(tmp_path / "a", changed="groups")
@@ -293,6 +299,6 @@ def test_a_parameter_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         accelerator.free_memory()
 
 
-def test_an_unknown_word_is_refused(tmp_path: Path) -> None:
+def test_unknown_value_of_changed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'data', 'schedule', 'groups'"):
         Accelerator(cpu=True).load_state(tmp_path, changed="group")

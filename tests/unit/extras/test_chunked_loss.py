@@ -1,4 +1,4 @@
-"""The chunked loss, compared with the loss of transformers on the same weights."""
+"""Test the chunked loss against the loss of transformers with the same weights."""
 
 import copy
 
@@ -32,20 +32,20 @@ CASES = {
 }
 
 
-def make(name="Llama", **more):
+def build_model(name="Llama", **more):
     config = getattr(transformers, f"{name}Config")(**SIZES, **CASES.get(name, {}), use_cache=False, **more)
     torch.manual_seed(0)
     return getattr(transformers, f"{name}ForCausalLM")(config).train()
 
 
-def batch(size=3, length=40):
+def make_batch(size=3, length=40):
     tokens = torch.randint(1, 500, (size, length), generator=torch.Generator().manual_seed(size))
     labels = tokens.clone()
     labels[:, :5] = -100
     return {"input_ids": tokens, "labels": labels}
 
 
-def chunked(model, tokens=32):
+def chunk_model(model, tokens=32):
     return chunk_loss(
         model, nn.LinearCrossEntropyOptions(batch_chunk_size=tokens, chunking_method=None, acc_policy="accurate")
     )
@@ -53,11 +53,11 @@ def chunked(model, tokens=32):
 
 @pytest.mark.parametrize("given", [{}, {"num_items_in_batch": 77}])
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradients_are_those_of_whole_logits(name, given):
-    plain = make(name)
-    ours = chunked(copy.deepcopy(plain))
+def test_loss_and_gradients_equal_those_of_whole_logits(name, given):
+    plain = build_model(name)
+    ours = chunk_model(copy.deepcopy(plain))
     assert list(ours.state_dict()) == list(plain.state_dict())
-    expected, outputs = plain(**batch(), **given), ours(**batch(), **given)
+    expected, outputs = plain(**make_batch(), **given), ours(**make_batch(), **given)
     assert outputs.logits is None
     assert outputs.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
     expected.loss.backward()
@@ -66,13 +66,15 @@ def test_loss_and_gradients_are_those_of_whole_logits(name, given):
         assert torch.allclose(other.grad, one.grad, rtol=1e-5, atol=1e-7), key
 
 
-def test_under_autocast_the_loss_keeps_its_digits():
-    plain = make()
-    ours = chunked(copy.deepcopy(plain))
+def test_loss_keeps_its_precision_under_autocast():
+    plain = build_model()
+    ours = chunk_model(copy.deepcopy(plain))
     with torch.autocast("cpu", torch.bfloat16):
-        expected, found = plain(**batch()).loss, ours(**batch()).loss
+        expected, found = plain(**make_batch()).loss, ours(**make_batch()).loss
     assert found.dtype == torch.float32
-    assert found.item() == pytest.approx(expected.item(), rel=5e-4)  # the mean of numbers that are rounded one by one
+    assert found.item() == pytest.approx(
+        expected.item(), rel=5e-4
+    )  # transformers averages losses that are rounded individually
     expected.backward()
     found.backward()
     one, other = (model.lm_head.weight.grad for model in (plain, ours))
@@ -80,39 +82,39 @@ def test_under_autocast_the_loss_keeps_its_digits():
 
 
 def test_evaluation_generation_and_calls_without_labels_are_unchanged():
-    plain = make()
-    ours = chunked(copy.deepcopy(plain))
-    tokens = batch()["input_ids"]
+    plain = build_model()
+    ours = chunk_model(copy.deepcopy(plain))
+    tokens = make_batch()["input_ids"]
     assert torch.equal(ours(input_ids=tokens).logits, plain(input_ids=tokens).logits)
-    as_tuple = [model(**batch(), return_dict=False)[1] for model in (ours, plain)]
+    as_tuple = [model(**make_batch(), return_dict=False)[1] for model in (ours, plain)]
     assert torch.equal(*as_tuple)
     ours.eval()
     plain.eval()
-    found, expected = ours(**batch()), plain(**batch())
+    found, expected = ours(**make_batch()), plain(**make_batch())
     assert torch.equal(found.logits, expected.logits)
     assert torch.equal(found.loss, expected.loss)
     assert torch.equal(ours.generate(tokens[:1], max_new_tokens=4), plain.generate(tokens[:1], max_new_tokens=4))
 
 
-def test_a_forward_that_fails_leaves_the_model_as_it_was():
-    ours = chunked(make())
+def test_failed_forward_leaves_the_model_unchanged():
+    ours = chunk_model(build_model())
     with pytest.raises(Exception, match="index"):
         ours(input_ids=torch.full((1, 4), 10_000), labels=torch.zeros(1, 4, dtype=torch.long))
-    assert ours(input_ids=batch()["input_ids"]).logits.shape == (3, 40, 500)
+    assert ours(input_ids=make_batch()["input_ids"]).logits.shape == (3, 40, 500)
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "Granite"])
-def test_a_model_that_changes_its_logits_is_refused(name):
+def test_model_that_changes_its_logits_is_refused(name):
     more = {"final_logit_softcapping": 30.0} if name == "Gemma2" else {"logits_scaling": 2.0}
     with pytest.raises(UnsupportedError, match="changes its logits after the head"):
-        chunked(make(name, num_key_value_heads=2, **more))(**batch())
+        chunk_model(build_model(name, num_key_value_heads=2, **more))(**make_batch())
 
 
-def bert():
+def build_bert():
     return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
 
 
-@pytest.mark.parametrize("model", [lambda: nn.Linear(2, 2), lambda: chunk_loss(make()), bert])
+@pytest.mark.parametrize("model", [lambda: nn.Linear(2, 2), lambda: chunk_loss(build_model()), build_bert])
 def test_other_models_are_refused(model):
     with pytest.raises(PrepareError, match="causal language model"):
         chunk_loss(model())
@@ -121,15 +123,15 @@ def test_other_models_are_refused(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_memory_is_that_of_a_chunk_and_is_forecast(precision):
-    def small(is_chunked=True):
-        model = make("Llama", max_position_embeddings=256)
-        return chunked(model, 64) if is_chunked else model
+    def build_small(is_chunked=True):
+        model = build_model("Llama", max_position_embeddings=256)
+        return chunk_model(model, 64) if is_chunked else model
 
     recipe = StepRecipe(torch.optim.AdamW, None, precision)
-    taken, whole = (measure_peak(small(each), recipe, lambda: batch(8, 256)) for each in (True, False))
+    taken, whole = (measure_peak(build_small(each), recipe, lambda: make_batch(8, 256)) for each in (True, False))
     assert taken < 0.6 * whole
     found = headway.forecast(
-        small, lambda size: batch(size, 256), device="cpu", precision=precision, batch_size=8, largest=False
+        build_small, lambda size: make_batch(size, 256), device="cpu", precision=precision, batch_size=8, largest=False
     )
     assert found.allocated == pytest.approx(taken, rel=0.02)
     assert not found.caveats

@@ -1,4 +1,4 @@
-"""torch.compile's caches in checkpoints: with empty caches a resumed run compiles nothing, and takes only what its user sealed."""
+"""Test torch.compile's caches in checkpoints: a resumed run compiles nothing, and loads only artifacts its user has sealed."""
 
 import json
 import os
@@ -35,8 +35,8 @@ print(json.dumps({"hits": found["autograd_cache_hit"], "misses": found["autograd
 
 @pytest.mark.matrix
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_a_resumed_run_finds_what_was_compiled(tmp_path):
-    def run(cache: str, home: str) -> tuple[dict, str]:
+def test_resumed_run_finds_compiled_artifacts(tmp_path):
+    def run_program(cache: str, home: str) -> tuple[dict, str]:
         variables = {
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache),
@@ -48,19 +48,20 @@ def test_a_resumed_run_finds_what_was_compiled(tmp_path):
         assert ran.returncode == 0, ran.stderr
         return json.loads(ran.stdout.splitlines()[-1]), ran.stderr
 
-    first, _ = run("first", "home")
+    first, _ = run_program("first", "home")
     assert first["hits"] == 0
     assert first["misses"] > 0
-    again, _ = run("second", "home")
+    again, _ = run_program("second", "home")
     assert again["misses"] == 0
     assert again["hits"] == first["misses"]
-    stranger, said = run("third", "elsewhere")  # another user's key
+    stranger, said = run_program("third", "elsewhere")  # with the key of another user
     assert stranger == first
     assert "was not sealed with this user's key" in said
 
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
+    """Home folder of Headway for the test."""
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
@@ -92,7 +93,7 @@ def test_changed_artifacts_are_not_loaded(tmp_path, home, monkeypatch):
     assert taken == [b"code"]
 
 
-def test_nothing_is_written_if_nothing_was_compiled(tmp_path, home, monkeypatch):
+def test_no_file_is_written_if_nothing_was_compiled(tmp_path, home, monkeypatch):
     monkeypatch.setattr(compiled.torch.compiler, "save_cache_artifacts", lambda: None)
     compiled.write_artifacts(tmp_path, Collectives(process.start(cpu=True)))
     assert list(tmp_path.iterdir()) == []

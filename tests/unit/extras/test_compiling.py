@@ -1,4 +1,4 @@
-"""Models compiled in place on one process: the same object and names, one compilation for all blocks, equal results."""
+"""Test models compiled in place on one process: same object and names, one compilation for all blocks, equal results."""
 
 import copy
 import inspect
@@ -20,6 +20,8 @@ pytestmark = pytest.mark.slow  # the compiler takes seconds for each model
 
 
 class Block(torch.nn.Module):
+    """Residual block with a norm and dropout."""
+
     def __init__(self, width=16):
         super().__init__()
         self.wide, self.norm, self.drop = (
@@ -33,6 +35,8 @@ class Block(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
+    """Embedding, `depth` blocks and a head, with a buffer that counts calls."""
+
     def __init__(self, depth=4):
         super().__init__()
         self.tokens = torch.nn.Embedding(32, 16)
@@ -48,7 +52,7 @@ class Net(torch.nn.Module):
         return self.head(x)
 
 
-class Counting:
+class CountingBackend:
     """Backend that counts the graphs that it receives."""
 
     def __init__(self, inner=lambda graph, inputs: graph.forward):
@@ -61,20 +65,20 @@ class Counting:
 
 
 @pytest.fixture(autouse=True)
-def forgotten():
+def reset_dynamo():
     torch._dynamo.reset()
     counters.clear()
     yield
     torch._dynamo.reset()
 
 
-def accelerator(backend=None, regional=False, **kwargs):
+def build_accelerator(backend=None, regional=False, **kwargs):
     plugin = None if backend is None else TorchDynamoPlugin(backend=backend, use_regional_compilation=regional)
     return Accelerator(cpu=True, dynamo_plugin=plugin, **kwargs)
 
 
 def train(acc, sizes=(4, 4, 4, 4), net=None):
-    """Updates from micro-batches of those sizes; returns (losses, the model)."""
+    """Train with micro-batches of the given sizes. Return the losses and the model."""
     torch.manual_seed(0)
     net = Net() if net is None else net
     model, optimizer = acc.prepare(net, torch.optim.AdamW(net.parameters(), 1e-2))
@@ -94,15 +98,15 @@ def train(acc, sizes=(4, 4, 4, 4), net=None):
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("regional", [True, False])
 @pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-6), ("bf16", 2e-3)])
-def test_the_same_losses_and_the_same_object(regional, precision, tolerance, is_checkpointed):
+def test_losses_are_equal_and_the_object_is_the_same(regional, precision, tolerance, is_checkpointed):
     handlers = [ActivationCheckpointing()] if is_checkpointed else None
     options = {"mixed_precision": precision, "gradient_accumulation_steps": 2, "kwargs_handlers": handlers}
-    wanted, plain = train(accelerator(**options))
-    backend = Counting(aot_eager)
-    acc = accelerator(backend, regional, **options)
+    wanted, plain = train(build_accelerator(**options))
+    backend = CountingBackend(aot_eager)
+    acc = build_accelerator(backend, regional, **options)
     losses, model = train(acc)
     assert losses == pytest.approx(wanted, abs=tolerance)
-    assert backend.num_compiled == 1  # for four blocks, eight calls of each
+    assert backend.num_compiled == 1  # for four blocks with eight calls each
     assert not counters["graph_break"]
     assert isinstance(model, Net)
     assert list(model.state_dict()) == list(plain.state_dict()) == list(acc.get_state_dict(model))
@@ -117,10 +121,10 @@ def test_the_same_losses_and_the_same_object(regional, precision, tolerance, is_
 
 
 @pytest.mark.parametrize("regional", [True, False])
-def test_many_sizes_take_few_compilations(regional):
-    """Fixed, open, and one of 1; once more without gradients. The promise in docs/compile.md."""
-    backend = Counting()
-    acc = accelerator(backend, regional)
+def test_many_sizes_need_few_compilations(regional):
+    """Compile for a fixed size, a dynamic size and size 1, and again without gradients. docs/compile.md promises this."""
+    backend = CountingBackend()
+    acc = build_accelerator(backend, regional)
     _, model = train(acc, (6, 6, 5, 4, 3, 2, 1, 6, 5))
     assert backend.num_compiled <= 3
     model.eval()
@@ -134,12 +138,12 @@ def test_many_sizes_take_few_compilations(regional):
     model.eval()
     with torch.no_grad():
         model(torch.zeros(4, 5, dtype=torch.long))
-    assert backend.num_compiled == before  # turns between training and evaluation cost nothing more
+    assert backend.num_compiled == before  # switching between training and evaluation needs no compilation
     assert not any("limit" in str(reason) for reason in counters["unimplemented"])
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_blocks_of_several_classes_and_widths_compile_once_a_kind(checkpointed):
+def test_blocks_of_several_classes_and_widths_compile_once_per_type(checkpointed):
     if "recompile_limit" not in inspect.signature(torch.compile).parameters:
         pytest.skip(f"torch {torch.__version__} has one limit for all models")
 
@@ -161,14 +165,14 @@ def test_blocks_of_several_classes_and_widths_compile_once_a_kind(checkpointed):
             x = torch.nn.functional.pad(x, (0, 8))
             for block in self.third:
                 x = block(x)
-            for block in self.more:  # twelve widths, more than torch's own limit of 8
+            for block in self.more:  # twelve widths, more than torch's limit of 8
                 x = block(torch.nn.functional.pad(x, (0, 1)))
             return x
 
-    backend = Counting()
+    backend = CountingBackend()
     net = Mixed()
     if checkpointed:
-        accelerator().checkpoint_activations(net)
+        build_accelerator().checkpoint_activations(net)
     assert compile_regions(net, backend=backend) is net
     net(torch.randn(3, 16, requires_grad=True)).sum().backward()
     assert backend.num_compiled == 15  # no block runs uncompiled
@@ -180,15 +184,15 @@ def test_blocks_of_several_classes_and_widths_compile_once_a_kind(checkpointed):
     lambda: torch.nn.Linear(8, 8),
 ])  # fmt: skip
 @pytest.mark.parametrize("regional", [True, False])
-def test_modules_of_torchs_own_are_compiled_too(make, regional):
+def test_modules_of_torch_are_compiled(make, regional):
     """`Module.compile()` silently leaves such modules uncompiled."""
-    backend = Counting()
+    backend = CountingBackend()
     torch.manual_seed(0)
     net = make()
     x = torch.randn(2, 3, 8, requires_grad=True)
     net.eval()
     wanted = net(x)
-    acc = accelerator(backend, regional)
+    acc = build_accelerator(backend, regional)
     model = acc.prepare(net)
     assert model is net
     torch.testing.assert_close(model(x), wanted)
@@ -197,17 +201,17 @@ def test_modules_of_torchs_own_are_compiled_too(make, regional):
     assert backend.num_compiled == 1
 
 
-def test_without_repeated_blocks_the_whole_model_is_compiled_and_that_is_said(caplog):
-    backend = Counting()
-    model = accelerator(backend, True).prepare(Block())
+def test_model_without_repeated_blocks_is_compiled_whole_with_a_warning(caplog):
+    backend = CountingBackend()
+    model = build_accelerator(backend, True).prepare(Block())
     assert is_compiled_module(model)
     assert "no repeated blocks" in caplog.text
     assert compile_regions(Block(), backend=backend)._compiled_call_impl is not None
 
 
-def test_a_model_that_is_compiled_already_stays_as_it_is():
-    theirs, ours = Counting(), Counting()
-    acc = accelerator(ours)
+def test_compiled_model_is_left_unchanged():
+    theirs, ours = CountingBackend(), CountingBackend()
+    acc = build_accelerator(ours)
     torch.manual_seed(0)
     net = Net()
     keys = list(net.state_dict())
@@ -217,18 +221,18 @@ def test_a_model_that_is_compiled_already_stays_as_it_is():
     acc.backward(model(torch.zeros(2, 3, dtype=torch.long)).sum())
     assert (theirs.num_compiled, ours.num_compiled) == (1, 0)
     assert list(acc.get_state_dict(model)) == keys
-    assert list(model.state_dict()) == [f"_orig_mod.{key}" for key in keys]  # torch's own names
+    assert list(model.state_dict()) == [f"_orig_mod.{key}" for key in keys]  # names given by torch
     assert acc.unwrap_model(model) is model
     assert acc.unwrap_model(model, keep_torch_compile=False) is net
     assert isinstance(copy.deepcopy(model), type(torch.compile(torch.nn.Linear(1, 1))))
-    blocks = accelerator(ours, True).prepare(compile_regions(Net(), backend=theirs))
+    blocks = build_accelerator(ours, True).prepare(compile_regions(Net(), backend=theirs))
     blocks(torch.zeros(2, 3, dtype=torch.long))
     assert ours.num_compiled == 0
 
 
-def test_models_for_evaluation_and_second_models_are_compiled():
-    backend = Counting()
-    acc = accelerator(backend)
+def test_evaluation_models_and_second_models_are_compiled():
+    backend = CountingBackend()
+    acc = build_accelerator(backend)
     learning, frozen = acc.prepare(Net()), acc.prepare_model(Net(2), evaluation_mode=True)
     x = torch.zeros(2, 3, dtype=torch.long)
     with torch.no_grad():
@@ -237,29 +241,29 @@ def test_models_for_evaluation_and_second_models_are_compiled():
     learning(x)
     assert backend.num_compiled == 2
     acc.free_memory()
-    assert accelerator(backend).prepare(learning) is learning  # again, by another Accelerator
+    assert build_accelerator(backend).prepare(learning) is learning  # prepared again by another Accelerator
 
 
 @pytest.mark.parametrize("regional", [True, False])
 @pytest.mark.parametrize("where", ["running", "compiling"])
-def test_out_of_memory_in_compiled_code_cuts_the_batch(regional, where):
-    """Pieces of another size are compiled anew; the result is that of the whole batch."""
+def test_out_of_memory_in_compiled_code_splits_the_batch(regional, where):
+    """Pieces of another size are compiled anew. The result equals that of the whole batch."""
 
-    class Short(Counting):
+    class ShortOfMemory(CountingBackend):
         def __call__(self, graph, inputs):
             compiled = super().__call__(graph, inputs)
             if where == "compiling" and self.num_compiled == 1:
                 raise MemoryError
 
-            def run(*args):
+            def train_batches(*args):
                 rows = max(arg.shape[0] for arg in args if isinstance(arg, torch.Tensor) and arg.ndim in (2, 3))
                 if where == "running" and any(arg.shape[:1] == (8,) for arg in args if isinstance(arg, torch.Tensor)):
                     raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {rows} GiB")
                 return compiled(*args)
 
-            return run
+            return train_batches
 
-    def pieces(acc):
+    def train_in_pieces(acc):
         torch.manual_seed(0)
         net = Net()
         net.eval()  # without dropout, so that pieces can be compared
@@ -267,27 +271,27 @@ def test_out_of_memory_in_compiled_code_cuts_the_batch(regional, where):
         model, optimizer, loader = acc.prepare(net, torch.optim.SGD(net.parameters(), 0.1), DataLoader(data, 8))
         sizes = []
 
-        def loss(piece):
+        def compute_loss(piece):
             sizes.append(len(piece[0]))
             return model(piece[0]).square().mean()
 
         for batch in loader:
-            acc.forward_backward(batch, loss)
+            acc.forward_backward(batch, compute_loss)
             optimizer.step()
             optimizer.zero_grad()
         return sizes, [p.detach().clone() for p in model.parameters()]
 
-    _, wanted = pieces(accelerator())
-    backend = Short()
-    sizes, weights = pieces(accelerator(backend, regional, microbatching="auto"))
+    _, wanted = train_in_pieces(build_accelerator())
+    backend = ShortOfMemory()
+    sizes, weights = train_in_pieces(build_accelerator(backend, regional, microbatching="auto"))
     assert min(sizes) < 8
     torch.testing.assert_close(weights, wanted)
     assert backend.num_compiled <= 4
 
 
 @pytest.mark.parametrize("regional", [True, False])
-def test_the_guard_and_a_loss_that_weighs_nothing(regional):
-    def run(acc):
+def test_guard_and_a_loss_of_weight_0(regional):
+    def train_batches(acc):
         torch.manual_seed(0)
         net = Net()
         model, optimizer = acc.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
@@ -301,15 +305,15 @@ def test_the_guard_and_a_loss_that_weighs_nothing(regional):
 
     torch.manual_seed(2)
     options = {"gradient_accumulation_steps": 2, "on_non_finite": "skip"}
-    wanted = run(accelerator(**options))
+    wanted = train_batches(build_accelerator(**options))
     torch.manual_seed(2)
-    for one, other in zip(run(accelerator(Counting(), regional, **options)), wanted):
+    for one, other in zip(train_batches(build_accelerator(CountingBackend(), regional, **options)), wanted):
         torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("regional", [True, False])
-def test_checkpoints_fit_runs_that_are_not_compiled_and_resume_bit_for_bit(tmp_path, regional):
-    def half(acc, folder=None, saves=False, num=4):
+def test_checkpoints_work_with_and_without_compilation(tmp_path, regional):
+    def train_half(acc, folder=None, saves=False, num=4):
         torch.manual_seed(0)
         net = Net()
         model, optimizer = acc.prepare(net, torch.optim.AdamW(net.parameters(), 1e-2))
@@ -326,21 +330,23 @@ def test_checkpoints_fit_runs_that_are_not_compiled_and_resume_bit_for_bit(tmp_p
                 acc.save_state(folder)
         return losses
 
-    whole = half(accelerator("aot_eager", regional), tmp_path / "saved", saves=True)
+    whole = train_half(build_accelerator("aot_eager", regional), tmp_path / "saved", saves=True)
     torch._dynamo.reset()
-    assert half(accelerator("aot_eager", regional), tmp_path / "saved", num=2) == whole[2:]
-    assert half(accelerator(), tmp_path / "saved", num=2) == pytest.approx(whole[2:], abs=1e-6)
-    half(accelerator(), tmp_path / "plain", saves=True)
-    assert half(accelerator("aot_eager", regional), tmp_path / "plain", num=2) == pytest.approx(whole[2:], abs=1e-6)
+    assert train_half(build_accelerator("aot_eager", regional), tmp_path / "saved", num=2) == whole[2:]
+    assert train_half(build_accelerator(), tmp_path / "saved", num=2) == pytest.approx(whole[2:], abs=1e-6)
+    train_half(build_accelerator(), tmp_path / "plain", saves=True)
+    assert train_half(build_accelerator("aot_eager", regional), tmp_path / "plain", num=2) == pytest.approx(
+        whole[2:], abs=1e-6
+    )
 
 
 @pytest.mark.slow
-def test_inductor_as_torch_compiles_by_itself():
-    """One small run of the real compiler, with dropout."""
+def test_inductor_equals_torchs_own_compilation():
+    """Run the real compiler on a small model with dropout."""
     torch.manual_seed(0)
     net, other = Net(2), Net(2)
     other.load_state_dict(net.state_dict())
-    _, model = train(accelerator("inductor", True), (4,) * 3, net)
+    _, model = train(build_accelerator("inductor", True), (4,) * 3, net)
     torch._dynamo.reset()
     for block in other.blocks:
         block.compile()
@@ -354,7 +360,7 @@ def test_inductor_as_torch_compiles_by_itself():
         assert torch.equal(one, wanted)
 
 
-def test_nothing_of_the_compiler_is_imported_where_nothing_is_compiled():
+def test_compiler_is_not_imported_without_compilation():
     code = (
         "import sys, torch; from headway import Accelerator; a = Accelerator(cpu=True); a.prepare(torch.nn.Linear(1, 1)); "
         "assert 'headway.extras.compiling' not in sys.modules; assert 'torch._inductor' not in sys.modules"

@@ -1,4 +1,4 @@
-"""Early stopping on one process; agreement over ranks is in tests/distributed/test_best_checkpoint.py."""
+"""Test early stopping on one process. tests/distributed/test_best_checkpoint.py tests the agreement of ranks."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from headway.errors import ConfigError
 
 
 def count_calls(values, **settings):
-    """Number of updates until the object says stop, or None."""
+    """Return the number of updates until `update` returns True, or None."""
     stopping = EarlyStopping(**settings)
     return next((count for count, value in enumerate(values, 1) if stopping.update(value)), None)
 
@@ -27,11 +27,11 @@ def count_calls(values, **settings):
         ([torch.tensor(2.0), torch.tensor([3.0]), 1], {"patience": 2}, None),
     ],
 )
-def test_it_stops_after_so_many_evaluations_without_a_gain(values, settings, expected):
+def test_early_stopping_counts_evaluations_without_improvement(values, settings, expected):
     assert count_calls(values, **settings) == expected
 
 
-def test_its_state_is_its_count():
+def test_state_is_saved_loaded_and_reset():
     stopping = EarlyStopping(patience=2, mode="max")
     assert [stopping.update(value) for value in (0.5, 0.7, 0.6)] == [False, False, False]
     assert (stopping.best, stopping.num_without_gain, stopping.should_stop) == (0.7, 1, False)
@@ -51,12 +51,12 @@ def test_its_state_is_its_count():
      {"mode": "auto"}],
     ids=str,
 )  # fmt: skip
-def test_settings_that_mean_nothing_are_refused(settings):
+def test_invalid_settings_are_refused(settings):
     with pytest.raises(ConfigError, match=f"{next(iter(settings))}="):
         EarlyStopping(**settings)
 
 
-def test_a_value_is_a_number():
+def test_value_must_be_a_number():
     for value in (None, "low", {"loss": 1.0}, torch.ones(2)):
         with pytest.raises((ConfigError), match="a number"):
             EarlyStopping().update(value)

@@ -1,4 +1,4 @@
-"""Options of float8, what is refused, and which layers of a model are converted."""
+"""Test float8: its options, unsupported hardware and layouts, and the layers of a model that are converted."""
 
 import copy
 import logging
@@ -19,7 +19,7 @@ from headway.extras.float8 import check_float8, convert_model
 EMULATED = Float8Options(emulate=True)
 
 
-def test_options_that_contradict_each_other():
+def test_contradicting_options_are_refused():
     for given, message in (
         ({"recipe": "delayed"}, "recipe='delayed'.*allowed: tensorwise, rowwise, rowwise_with_gw_hp"),
         ({"recipe": "rowwise", "fsdp_all_gather": True}, "only recipe='tensorwise' can gather weights"),
@@ -35,7 +35,7 @@ def test_options_that_contradict_each_other():
     assert Float8Options(keeps="head").keeps == ("head",)
 
 
-def test_options_by_the_names_of_accelerate():
+def test_options_are_accepted_by_accelerates_names():
     given = AORecipeKwargs(module_filter_func=bool, pad_inner_dim=False, enable_fsdp_float8_all_gather=True)
     expected = Float8Options(module_filter=bool, pad_inner_dim=False, fsdp_all_gather=True)
     assert collect_options([given]).float8 == expected
@@ -62,7 +62,7 @@ def test_hardware_without_float8_is_refused_by_name(monkeypatch):
         check_float8(Hardware("cuda"), collect_options([]))
 
 
-def test_without_torchao_the_error_has_the_line_for_pip(monkeypatch):
+def test_missing_torchao_is_named_with_its_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(OptionalDependencyMissing, match=r"pip install 'torchao>=0.18'"):
         check_float8(Hardware("cpu"), collect_options([EMULATED]))
@@ -90,6 +90,8 @@ def test_unsupported_layouts_are_refused():
 
 
 class Model(nn.Module):
+    """Model with layers that can be converted, and layers that cannot for several reasons."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 48, bias=False)
@@ -104,17 +106,17 @@ class Model(nn.Module):
         return self.head(self.attention(x, x, x)[0])
 
 
-def kinds(model: nn.Module) -> list[str]:
+def list_converted(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
 
 
-def test_which_layers_compute_in_float8(caplog):
+def test_only_suitable_layers_are_converted(caplog):
     pytest.importorskip("torchao.float8", reason="torchao is not installed")
     model = Model().eval()
     names, held = list(model.state_dict()), list(model.parameters())
     with caplog.at_level(logging.INFO, "headway"):
         assert convert_model(model, EMULATED) is model
-    assert kinds(model) == ["second", "third"]
+    assert list_converted(model) == ["second", "third"]
     assert list(model.state_dict()) == names
     assert all(new is old for new, old in zip(model.parameters(), held))
     for part in (
@@ -126,7 +128,7 @@ def test_which_layers_compute_in_float8(caplog):
     before = model.second
     convert_model(model, EMULATED)
     assert model.second is before
-    assert kinds(copy.deepcopy(model)) == ["second", "third"]
+    assert list_converted(copy.deepcopy(model)) == ["second", "third"]
     with torch.autocast("cpu", torch.bfloat16):
         assert model.second(torch.ones(2, 32)).dtype == torch.bfloat16
         assert model.second(input=torch.ones(2, 32)).dtype == torch.bfloat16
@@ -141,10 +143,10 @@ def test_layers_are_chosen_by_options():
         "filter": (Float8Options(emulate=True, module_filter=lambda module, name: name in ("first", "odd")), ["first"]),
     }
     for options, expected in chosen.values():
-        assert kinds(convert_model(Model(), options)) == expected
+        assert list_converted(convert_model(Model(), options)) == expected
 
 
-def test_a_model_without_converted_layers_is_logged(caplog):
+def test_model_without_converted_layers_is_logged(caplog):
     pytest.importorskip("torchao.float8", reason="torchao is not installed")
     for model, message in ((nn.Linear(16, 16), "the model itself"), (nn.Conv1d(1, 1, 1), "it has none")):
         convert_model(model, EMULATED)
@@ -152,7 +154,7 @@ def test_a_model_without_converted_layers_is_logged(caplog):
         assert message in caplog.text
 
 
-def test_ranks_that_convert_other_layers_are_an_error():
+def test_ranks_that_convert_different_layers_are_an_error():
     pytest.importorskip("torchao.float8", reason="torchao is not installed")
 
     class Two:
@@ -162,11 +164,11 @@ def test_ranks_that_convert_other_layers_are_an_error():
     model = Model()
     with pytest.raises(PrepareError, match=r"by rank, how many: 2, 2"):
         convert_model(model, EMULATED, Two())
-    assert not kinds(model)
+    assert not list_converted(model)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_training_equals_torchao_by_hand_bit_for_bit(recipe):
+def test_training_equals_plain_torchao_bit_for_bit(recipe):
     torchao = pytest.importorskip("torchao.float8", reason="torchao is not installed")
     from dataclasses import replace
 
@@ -182,7 +184,7 @@ def test_training_equals_torchao_by_hand_bit_for_bit(recipe):
         config=replace(torchao.Float8LinearConfig.from_recipe_name(recipe), emulate=True),
         module_filter_fn=lambda module, name: name not in ("blocks.0.attention", "head"),
     )
-    for name in kinds(plain):  # torchao's layer only knows CUDA's autocast
+    for name in list_converted(plain):  # torchao's layer supports only CUDA's autocast
         plain.get_submodule(name).register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
     by_hand = torch.optim.AdamW(plain.parameters(), lr=0.01)
     for seed in range(3):
@@ -194,6 +196,6 @@ def test_training_equals_torchao_by_hand_bit_for_bit(recipe):
         loss.backward()
         by_hand.step()
         by_hand.zero_grad()
-    assert len(kinds(model)) == len(kinds(plain)) == 7
+    assert len(list_converted(model)) == len(list_converted(plain)) == 7
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters()))
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)

@@ -1,4 +1,4 @@
-"""Local SGD on one process; the averages are in tests/distributed/test_compat_accelerate.py."""
+"""Test local SGD on one process. tests/distributed/test_compat_accelerate.py tests the averages."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_one_process_needs_no_averages():
     assert not block.enabled
 
 
-def test_impossible_settings():
+def test_invalid_settings_are_refused():
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ConfigError, match="local_sgd_steps=0"):
         LocalSGD(accelerator, torch.nn.Linear(1, 1), 0)
@@ -26,8 +26,8 @@ def test_impossible_settings():
         LocalSGD(accelerator, 3, 2)
 
 
-class Groups:
-    """Replacement of the collectives that records which tensors are reduced together."""
+class RecordingCollectives:
+    """Stand-in for the collectives that records which tensors are reduced together."""
 
     def __init__(self) -> None:
         self.sizes: list[list[int]] = []
@@ -37,8 +37,8 @@ class Groups:
         return group
 
 
-def test_a_large_model_is_averaged_in_groups(monkeypatch):
+def test_large_model_is_averaged_in_groups(monkeypatch):
     monkeypatch.setattr("headway.core.training.local_blocks._GROUP_BYTES", 8)
-    parameters, groups = [torch.nn.Parameter(torch.ones(n)) for n in (1, 1, 3, 1)], Groups()
+    parameters, groups = [torch.nn.Parameter(torch.ones(n)) for n in (1, 1, 3, 1)], RecordingCollectives()
     assert [each.numel() for each in iterate_averages(parameters, groups)] == [1, 1, 3, 1]
     assert groups.sizes == [[1, 1], [3], [1]]

@@ -1,4 +1,4 @@
-"""In-memory checkpoints on one process: which one a run resumes from, its content, and failures."""
+"""Test in-memory checkpoints on one process: the one from which a run resumes, its content, and failures."""
 
 import logging
 
@@ -14,15 +14,15 @@ from headway.core.checkpoint.saving import writer
 
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
-    """Create the folder that the agent would create."""
+    """Folder for in-memory checkpoints, which the agent would create."""
     folder = tmp_path / "memory"
     folder.mkdir()
     monkeypatch.setenv(env.MEMORY, str(folder))
     return folder
 
 
-def run(tmp_path, stop_after=None, every=1, save_at=(), each=lambda number, model: None, **options):
-    """Losses of two epochs of four updates, from where a resume begins; and what that took up."""
+def run_training(tmp_path, stop_after=None, every=1, save_at=(), each=lambda number, model: None, **options):
+    """Train for two epochs of four updates, from where a resume begins. Return the loss by update, and the restored state."""
     set_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)
@@ -58,27 +58,27 @@ def run(tmp_path, stop_after=None, every=1, save_at=(), each=lambda number, mode
     return losses, restored
 
 
-def kept(memory):
+def list_copies(memory):
     (folder,) = memory.iterdir()
     return folders.list_committed(folder)
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_resumed_run_is_the_undisturbed_one(every, memory, tmp_path):
-    whole, _ = run(tmp_path / "whole", every=0)
-    first, _ = run(tmp_path, stop_after=6, every=every)
-    assert [each.name for each in kept(memory)] == (["update_5", "update_4"] if every == 1 else ["update_1"])
-    rest, restored = run(tmp_path, every=every)
+def test_resumed_run_equals_the_uninterrupted_run(every, memory, tmp_path):
+    whole, _ = run_training(tmp_path / "whole", every=0)
+    first, _ = run_training(tmp_path, stop_after=6, every=every)
+    assert [each.name for each in list_copies(memory)] == (["update_5", "update_4"] if every == 1 else ["update_1"])
+    rest, restored = run_training(tmp_path, every=every)
     assert restored.about["num_updates"] == (5 if every == 1 else 3)
     assert {**first, **rest} == whole
     assert min(rest) == restored.about["num_updates"] + 1
 
 
 @pytest.mark.parametrize(("save_at", "stop_after", "is_memory"), [(2, 6, True), (6, 6, False), (5, 6, True)])
-def test_the_newer_one_is_taken(save_at, stop_after, is_memory, memory, tmp_path):
-    whole, _ = run(tmp_path / "whole", every=0)
-    first, _ = run(tmp_path, stop_after=stop_after, save_at=(save_at,))
-    rest, restored = run(tmp_path, save_at=(7,))
+def test_newer_checkpoint_is_resumed(save_at, stop_after, is_memory, memory, tmp_path):
+    whole, _ = run_training(tmp_path / "whole", every=0)
+    first, _ = run_training(tmp_path, stop_after=stop_after, save_at=(save_at,))
+    rest, restored = run_training(tmp_path, save_at=(7,))
     assert (memory in restored.folder.parents) == is_memory
     assert {**first, **rest} == whole
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("checkpoint_*"))
@@ -86,29 +86,29 @@ def test_the_newer_one_is_taken(save_at, stop_after, is_memory, memory, tmp_path
 
 
 @pytest.mark.parametrize("num_damaged", [1, 2])
-def test_a_flipped_byte_falls_back(num_damaged, memory, tmp_path, caplog):
-    whole, _ = run(tmp_path / "whole", every=0)
-    first, _ = run(tmp_path, stop_after=6, save_at=(2,))
-    for folder in kept(memory)[:num_damaged]:
+def test_flipped_byte_falls_back_to_an_older_checkpoint(num_damaged, memory, tmp_path, caplog):
+    whole, _ = run_training(tmp_path / "whole", every=0)
+    first, _ = run_training(tmp_path, stop_after=6, save_at=(2,))
+    for folder in list_copies(memory)[:num_damaged]:
         path = folder / "optimizer-00000.safetensors"
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
     with caplog.at_level(logging.WARNING):
-        rest, restored = run(tmp_path)
+        rest, restored = run_training(tmp_path)
     assert restored.about["num_updates"] == (4 if num_damaged == 1 else 2)
     assert (memory in restored.folder.parents) == (num_damaged == 1)
     assert caplog.text.count("is damaged") == num_damaged
     assert {**first, **rest} == whole
 
 
-def test_the_resumed_checkpoint_is_newer_than_the_damaged_one(memory, tmp_path):
-    run(tmp_path, stop_after=6, save_at=(2,))
-    for folder in kept(memory):
+def test_resumed_checkpoint_is_newer_than_the_damaged_one(memory, tmp_path):
+    run_training(tmp_path, stop_after=6, save_at=(2,))
+    for folder in list_copies(memory):
         (folder / "manifest.json").write_text("{}")
-    run(tmp_path, stop_after=4)
-    _, restored = run(tmp_path)
-    assert restored.about["num_updates"] == 3  # kept after the start from the disk
+    run_training(tmp_path, stop_after=4)
+    _, restored = run_training(tmp_path)
+    assert restored.about["num_updates"] == 3  # kept in memory after the resume from the disk
     assert memory in restored.folder.parents
 
 
@@ -121,16 +121,16 @@ def test_training_continues_when_shared_memory_is_full(memory, tmp_path, monkeyp
         return real(folder, files, num_files)
 
     monkeypatch.setattr(writer, "write_shards", write_shards)
-    whole, _ = run(tmp_path / "whole", every=0)
+    whole, _ = run_training(tmp_path / "whole", every=0)
     with caplog.at_level(logging.WARNING):
-        losses, _ = run(tmp_path, save_at=(4,))
+        losses, _ = run_training(tmp_path, save_at=(4,))
     assert losses == whole
     assert caplog.text.count("keep_in_memory stops") == 1
     assert "No space left" in caplog.text
     assert list(memory.iterdir()) == []
 
 
-def test_a_change_while_it_is_kept_is_noticed(memory, tmp_path, monkeypatch, caplog):
+def test_change_during_the_save_is_noticed(memory, tmp_path, monkeypatch, caplog):
     real = writer.write_shards
     changed = []
 
@@ -138,20 +138,20 @@ def test_a_change_while_it_is_kept_is_noticed(memory, tmp_path, monkeypatch, cap
         for name, tensor in (each for tensors in files.values() for each in tensors):
             if memory in folder.parents and name == "model/0/0.weight":
                 changed.append(name)
-                tensor.add_(0)  # in the memory of the parameter itself
+                tensor.add_(0)  # changes the parameter itself
         return real(folder, files, num_files)
 
     monkeypatch.setattr(writer, "write_shards", write_shards)
     with caplog.at_level(logging.WARNING):
-        run(tmp_path)
+        run_training(tmp_path)
     assert changed == ["model/0/0.weight"]
     assert "0.weight was changed while it was saved" in caplog.text
 
 
-def test_a_run_without_an_agent_is_warned(tmp_path, monkeypatch, caplog):
+def test_run_without_an_agent_causes_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.delenv(env.MEMORY, raising=False)
-    whole, _ = run(tmp_path / "whole", every=0)
+    whole, _ = run_training(tmp_path / "whole", every=0)
     with caplog.at_level(logging.WARNING):
-        losses, _ = run(tmp_path)
+        losses, _ = run_training(tmp_path)
     assert losses == whole
     assert caplog.text.count("keep_in_memory has no effect") == 1

@@ -1,4 +1,4 @@
-"""The out-of-memory report for real allocation failures on the CPU: categories, names and suggestions."""
+"""Test the out-of-memory report for real allocation failures on the CPU: categories, names and suggestions."""
 
 import subprocess
 import sys
@@ -33,13 +33,13 @@ class Net(torch.nn.Module):
         return inputs
 
 
-def mine(census, net):
-    """Return the storages whose owner is part of `net`, because objects of other tests may be alive."""
+def select_holdings(census, net):
+    """Return the storages of `net` by owner, because objects of other tests may be alive."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in [*net.parameters(), *net.buffers()]}
     return {holding.owner: holding for key, holding in census.holdings.items() if key[1] in storages}
 
 
-def test_every_tensor_has_its_category():
+def test_each_tensor_has_its_category():
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.ones(8, 256)).sum().backward()
@@ -47,7 +47,7 @@ def test_every_tensor_has_its_category():
     hidden = net(torch.ones(4096, 256))
     spare = torch.zeros(MIB)
     census = take_census("cpu", [sys._getframe()])
-    found = mine(census, net)
+    found = select_holdings(census, net)
     assert {h.category for h in found.values()} == {"parameters", "buffers"}
     assert "layers.0.0.weight of Net" in found
     assert found["table of Net"].num_bytes == 256 * 256 * 4
@@ -55,19 +55,19 @@ def test_every_tensor_has_its_category():
     assert owners["gradient of layers.0.0.weight of Net"].category == "gradients"
     assert owners["exp_avg of layers.3.0.bias of Net"].category == "optimizer state"
     saved = [h for h in census.holdings.values() if h.category == "saved for backward" and h.shape == (4096, 256)]
-    # Each layer saves its input, which the next one's GELU does not share, and what goes into GELU.
+    # Each linear layer and each GELU saves its own input.
     assert len(saved) == 8
     assert {h.owner for h in saved} >= {"saved by AddmmBackward0", "saved by GeluBackward0"}
     spares = [h for h in census.holdings.values() if h.num_bytes == 4 * MIB and h.category == "other tensors"]
     assert any(
-        h.owner.startswith("`spare` in test_every_tensor_has_its_category (extras/test_memory_report.py:")
+        h.owner.startswith("`spare` in test_each_tensor_has_its_category (extras/test_memory_report.py:")
         for h in spares
     )
     assert hidden.shape == (4096, 256)
     assert spare.numel() == MIB
 
 
-def test_a_storage_counts_once():
+def test_storage_counts_once():
     block = torch.zeros(MIB)
     views = [block[:10], block.view(1024, 1024), block.t()]
     census = take_census("cpu", [sys._getframe()])
@@ -75,7 +75,7 @@ def test_a_storage_counts_once():
     assert len(views) == 3
 
 
-def test_a_checkpoint_is_not_computed_again_to_be_counted():
+def test_report_does_not_recompute_checkpointed_activations():
     accelerator, net = Accelerator(cpu=True), Net()
     calls = []
     net.layers[0][0].register_forward_hook(lambda *_: calls.append(1))
@@ -86,7 +86,7 @@ def test_a_checkpoint_is_not_computed_again_to_be_counted():
     assert calls == [1, 1]
 
 
-def test_in_anomaly_mode_the_line_is_reported():
+def test_line_is_reported_in_anomaly_mode():
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         inputs = torch.ones(3000, 1000, requires_grad=True)
         product = inputs.exp()
@@ -96,11 +96,12 @@ def test_in_anomaly_mode_the_line_is_reported():
 
 
 def real_failure():
+    """Allocate a tensor, then fail to allocate a second one."""
     hidden = torch.ones(4, MIB, requires_grad=True) * 2
     return hidden, torch.empty(1 << 52)
 
 
-def test_a_real_failure_is_explained():
+def test_failed_allocation_is_explained():
     with pytest.raises(RuntimeError) as caught:
         real_failure()
     text = explain(caught.value)
@@ -108,7 +109,7 @@ def test_a_real_failure_is_explained():
     assert "`hidden` in real_failure (extras/test_memory_report.py:" in text
     assert "float32[4, 1048576]" in text
     assert "half the micro-batch" in text
-    assert explain(caught.value) is text  # made once
+    assert explain(caught.value) is text  # written once
     assert explain(KeyError("out of memory")) == ""
 
 
@@ -128,22 +129,22 @@ def test_a_real_failure_is_explained():
         ("std::bad_alloc", None),
     ],
 )
-def test_the_requested_size_is_read_from_the_error(text, expected):
+def test_requested_size_is_read_from_the_error(text, expected):
     assert find_asked_bytes(RuntimeError(text)) == expected
     outer = RuntimeError("training failed")
     outer.__cause__ = RuntimeError(text)
     assert find_asked_bytes(outer) == expected
 
 
-def test_a_report_that_runs_out_of_memory_itself(monkeypatch):
+def test_out_of_memory_error_in_the_report_is_reported(monkeypatch):
     monkeypatch.setattr("headway.extras.memory_census._count", lambda *_: (_ for _ in ()).throw(MemoryError))
     assert "too little memory left" in memory_report().text()
     monkeypatch.setattr(report, "memory_use", lambda *_: (_ for _ in ()).throw(MemoryError))
     assert "too little was left to report" in explain(MemoryError())
 
 
-def census_of(**sizes):
-    """A census of the given MiB per category, on a device."""
+def build_census(**sizes):
+    """Return a census with the given MiB per category, on a device."""
     census = TensorCensus("cuda")
     for number, (category, size) in enumerate(sizes.items()):
         category = category.replace("_", " ")
@@ -151,45 +152,46 @@ def census_of(**sizes):
     return census
 
 
-def told(census, use=USE, asked=None, frames=()):
+def index_suggestions(census, use=USE, asked=None, frames=()):
+    """Return the suggestions by their first word."""
     return {
         lever.what.split(" ")[0].split("=")[0]: lever for lever in list_suggestions(census, use, asked, list(frames))
     }
 
 
 def test_suggestions_for_activations():
-    census = census_of(saved_for_backward=800, parameters=10)
+    census = build_census(saved_for_backward=800, parameters=10)
     census.roots = [Net()]
-    found = told(census, asked=200 * MIB)
+    found = index_suggestions(census, asked=200 * MIB)
     assert found["half"].saves == 500 * MIB
     assert found["accelerator.checkpoint_activations(model)"].saves == 750 * MIB  # four blocks
     assert found["mixed_precision"].saves == 400 * MIB
     Accelerator(cpu=True).checkpoint_activations(census.roots[0])
-    assert "accelerator.checkpoint_activations(model)" not in told(census)
-    assert next(iter(told(census).values())).saves >= 400 * MIB  # the largest first
+    assert "accelerator.checkpoint_activations(model)" not in index_suggestions(census)
+    assert next(iter(index_suggestions(census).values())).saves >= 400 * MIB  # the largest first
     census.roots = [Net().eval()]
-    assert "torch.no_grad()" in told(census)["the"].what
-    assert told(census_of(parameters=800)) == {}
+    assert "torch.no_grad()" in index_suggestions(census)["the"].what
+    assert index_suggestions(build_census(parameters=800)) == {}
 
 
 def test_suggestions_for_the_optimizer():
-    census = census_of(optimizer_state=200, parameters=100)
+    census = build_census(optimizer_state=200, parameters=100)
     census.optimizers = [torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])]
-    found = told(census)
+    found = index_suggestions(census)
     assert found["torch.optim.Adafactor"].saves == 198 * MIB
     assert found["torch.optim.SGD"].saves == 100 * MIB
     in_step = types.SimpleNamespace(f_code=types.SimpleNamespace(co_filename="/x/torch/optim/adamw.py"))
-    assert told(census, frames=[in_step], asked=500 * MIB)["fused"].saves == 100 * MIB
-    assert "half" not in told(census, frames=[in_step], asked=500 * MIB)
-    assert "torch.optim.Adafactor" not in told(census_of(optimizer_state=50, parameters=100))
+    assert index_suggestions(census, frames=[in_step], asked=500 * MIB)["fused"].saves == 100 * MIB
+    assert "half" not in index_suggestions(census, frames=[in_step], asked=500 * MIB)
+    assert "torch.optim.Adafactor" not in index_suggestions(build_census(optimizer_state=50, parameters=100))
 
 
 def test_suggestions_for_the_device():
     crowded = MemoryUse("cuda:0", 4 << 30, 9 << 30, 0, 24 << 30, 20 << 30)
-    found = told(TensorCensus("cuda"), crowded, asked=1 << 30)
+    found = index_suggestions(TensorCensus("cuda"), crowded, asked=1 << 30)
     assert found["PYTORCH_CUDA_ALLOC_CONF"].saves == 5 << 30
     assert found["another"].saves == 11 << 30
-    assert told(TensorCensus("cpu"), MemoryUse("cpu", 1, 9 << 30, 0, 24 << 30, 20 << 30), asked=1) == {}
+    assert index_suggestions(TensorCensus("cpu"), MemoryUse("cpu", 1, 9 << 30, 0, 24 << 30, 20 << 30), asked=1) == {}
 
 
 def test_losses_that_hold_their_graphs_are_counted():
@@ -234,7 +236,7 @@ hidden = model(torch.ones(8192, 512))
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space by RLIMIT_AS")
-def test_an_uncaught_error_ends_a_script_with_the_report(tmp_path):
+def test_uncaught_error_ends_a_script_with_the_report(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     ran = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (ran.returncode, ran.stdout) == (1, "limited\n")

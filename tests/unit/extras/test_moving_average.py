@@ -1,4 +1,4 @@
-"""`ExponentialMovingAverage` in one process: when it counts an update, what it averages, and how weights are exchanged."""
+"""Test `ExponentialMovingAverage` in one process: which updates count, what is averaged, and swapped weights."""
 
 import copy
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from headway.errors import CheckpointError, ConfigError, StateError
 from headway.extras import moving_average
 
 
-def make(**settings: Any) -> tuple[Accelerator, nn.Module, Any]:
+def build_training(**settings: Any) -> tuple[Accelerator, nn.Module, Any]:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, **settings)
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
@@ -21,7 +21,7 @@ def make(**settings: Any) -> tuple[Accelerator, nn.Module, Any]:
     return accelerator, model, optimizer
 
 
-def update(accelerator: Accelerator, model: nn.Module, *optimizers: Any, scale: float = 1.0) -> None:
+def update_weights(accelerator: Accelerator, model: nn.Module, *optimizers: Any, scale: float = 1.0) -> None:
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.full((2, 4), scale)).square().mean())
         for optimizer in optimizers:
@@ -29,7 +29,7 @@ def update(accelerator: Accelerator, model: nn.Module, *optimizers: Any, scale: 
             optimizer.zero_grad()
 
 
-def read(model: nn.Module) -> list[torch.Tensor]:
+def read_weights(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
@@ -37,7 +37,7 @@ def read_average(ema: ExponentialMovingAverage) -> list[torch.Tensor]:
     return [values.clone() for values in ema.state_dict()["average"].values()]
 
 
-def mix(old: list[torch.Tensor], new: list[torch.Tensor], decay: float) -> list[torch.Tensor]:
+def mix_weights(old: list[torch.Tensor], new: list[torch.Tensor], decay: float) -> list[torch.Tensor]:
     return [decay * one + (1 - decay) * other for one, other in zip(old, new)]
 
 
@@ -67,50 +67,50 @@ def assert_same_bits(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> N
 )
 @pytest.mark.parametrize("is_called", [False, True])
 def test_each_update_is_averaged_once(options: dict[str, Any], decays: list[float], is_called: bool) -> None:
-    accelerator, model, optimizer = make(gradient_accumulation_steps=2)
+    accelerator, model, optimizer = build_training(gradient_accumulation_steps=2)
     ema = ExponentialMovingAverage(model, **options)
-    wanted = read(model)
+    wanted = read_weights(model)
     for decay in decays:
         for _ in range(2):  # a window of two micro-batches
-            update(accelerator, model, optimizer)
+            update_weights(accelerator, model, optimizer)
             if is_called:  # as in timm and diffusers, in each micro-batch
                 ema.update()
-        wanted = mix(wanted, read(model), decay)
+        wanted = mix_weights(wanted, read_weights(model), decay)
         assert_equal(read_average(ema), wanted)
     assert ema.num_updates == 6
 
 
-def test_it_equals_torchs_average_bit_by_bit() -> None:
-    accelerator, model, optimizer = make()
+def test_average_equals_torchs_average_bit_for_bit() -> None:
+    accelerator, model, optimizer = build_training()
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    average.n_averaged += 1  # torch copies the weights of the first update; this one begins with the initial ones
+    average.n_averaged += 1  # torch begins with the weights after the first update, and Headway with the initial ones
     ema = ExponentialMovingAverage(model, decay=0.9)
     for _ in range(4):
-        update(accelerator, model, optimizer)
+        update_weights(accelerator, model, optimizer)
         average.update_parameters(model)
-    assert_same_bits(read_average(ema), read(average.module))
+    assert_same_bits(read_average(ema), read_weights(average.module))
 
 
 @pytest.mark.parametrize("settings", [{"on_non_finite": "skip"}, {"mixed_precision": "fp16"}])
-def test_a_skipped_update_does_not_count(settings: dict[str, Any]) -> None:
+def test_skipped_update_does_not_count(settings: dict[str, Any]) -> None:
     handlers = [GradScalerKwargs(init_scale=4.0)] if "mixed_precision" in settings else []
-    accelerator, model, optimizer = make(kwargs_handlers=handlers, **settings)
+    accelerator, model, optimizer = build_training(kwargs_handlers=handlers, **settings)
     ema = ExponentialMovingAverage(model, decay=0.5)
-    wanted = mix(read(model), [torch.zeros(())] * 4, 1.0)
+    wanted = mix_weights(read_weights(model), [torch.zeros(())] * 4, 1.0)
     for number in range(4):
-        update(accelerator, model, optimizer, scale=float("inf") if number == 1 else 1.0)
+        update_weights(accelerator, model, optimizer, scale=float("inf") if number == 1 else 1.0)
         ema.update()
         if number != 1:
-            wanted = mix(wanted, read(model), 0.5)
+            wanted = mix_weights(wanted, read_weights(model), 0.5)
     assert ema.num_updates == accelerator.num_updates == 3
     assert_equal(read_average(ema), wanted)
 
 
 @pytest.mark.parametrize("is_function", [False, True])
-def test_a_batch_that_runs_again_counts_once(is_function: bool) -> None:
-    accelerator, model, optimizer = make(microbatching="auto")
+def test_batch_that_runs_again_counts_once(is_function: bool) -> None:
+    accelerator, model, optimizer = build_training(microbatching="auto")
     ema = ExponentialMovingAverage(model, decay=0.5)
-    wanted = read(model)
+    wanted = read_weights(model)
     failures = iter([False, True, False, False, True] + [False] * 20)
 
     def compute_loss(rows: torch.Tensor) -> torch.Tensor:
@@ -129,29 +129,29 @@ def test_a_batch_that_runs_again_counts_once(is_function: bool) -> None:
                 accelerator.backward(compute_loss(piece))
                 optimizer.step()
                 optimizer.zero_grad()
-        wanted = mix(wanted, read(model), 0.5)
+        wanted = mix_weights(wanted, read_weights(model), 0.5)
     assert ema.num_updates == 3
     assert_equal(read_average(ema), wanted)
 
 
 @pytest.mark.parametrize("is_lagging", [False, True])
-def test_two_optimizers_of_a_model_make_one_update(is_lagging: bool) -> None:
-    accelerator, model, _ = make()
+def test_two_optimizers_of_a_model_count_as_one_update(is_lagging: bool) -> None:
+    accelerator, model, _ = build_training()
     accelerator.free_memory()
     first = torch.optim.SGD(model[0].parameters(), lr=0.1)
     second = torch.optim.SGD(model[2].parameters(), lr=0.1)
     model, first, second = accelerator.prepare(model, first, second)
     ema = ExponentialMovingAverage(model, decay=0.5)
-    wanted = read(model)
+    wanted = read_weights(model)
     for number in range(4):
-        update(accelerator, model, *([first] if is_lagging and number % 2 else [first, second]))
-        wanted = mix(wanted, read(model), 0.5)
+        update_weights(accelerator, model, *([first] if is_lagging and number % 2 else [first, second]))
+        wanted = mix_weights(wanted, read_weights(model), 0.5)
     assert ema.num_updates == 4
     assert_equal(read_average(ema), wanted)
 
 
-def test_a_look_between_two_optimizers_does_not_count_twice() -> None:
-    accelerator, model, _ = make()
+def test_average_updated_between_two_optimizers_counts_once() -> None:
+    accelerator, model, _ = build_training()
     accelerator.free_memory()
     first = torch.optim.SGD(model[0].parameters(), lr=0.1)
     second = torch.optim.SGD(model[2].parameters(), lr=0.1)
@@ -169,13 +169,13 @@ def test_a_look_between_two_optimizers_does_not_count_twice() -> None:
         assert ema.num_updates == number
 
 
-def test_the_optimizer_of_another_model_does_not_count() -> None:
-    accelerator, model, optimizer = make()
+def test_optimizer_of_another_model_does_not_count() -> None:
+    accelerator, model, optimizer = build_training()
     other = nn.Linear(2, 1)
     other, other_optimizer = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
     ema = ExponentialMovingAverage(model, decay=0.5)
     for _ in range(3):
-        update(accelerator, model, optimizer)
+        update_weights(accelerator, model, optimizer)
         with accelerator.accumulate(other):
             accelerator.backward(other(torch.ones(2, 2)).square().mean())
             other_optimizer.step()
@@ -186,11 +186,11 @@ def test_the_optimizer_of_another_model_does_not_count() -> None:
 def test_without_a_prepared_optimizer_each_call_counts() -> None:
     model = nn.Linear(2, 1)
     ema = ExponentialMovingAverage(model, decay=0.5)
-    wanted = read(model)
+    wanted = read_weights(model)
     for number in range(3):
         nn.init.constant_(model.weight, float(number))
         ema.update()
-        wanted = mix(wanted, read(model), 0.5)
+        wanted = mix_weights(wanted, read_weights(model), 0.5)
     assert_equal(read_average(ema), wanted)
 
 
@@ -198,7 +198,7 @@ def test_without_a_prepared_optimizer_each_call_counts() -> None:
 
 
 @pytest.mark.parametrize("order", ["before", "with", "after"])
-def test_it_may_be_created_before_the_model_is_prepared(order: str) -> None:
+def test_average_may_be_created_before_the_model_is_prepared(order: str) -> None:
     torch.manual_seed(0)
     net = nn.Linear(4, 2)
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -207,33 +207,33 @@ def test_it_may_be_created_before_the_model_is_prepared(order: str) -> None:
     objects = (net, optimizer, ema) if order == "with" else (net, optimizer)
     model, optimizer, *_ = accelerator.prepare(*objects)
     ema = ema or ExponentialMovingAverage(model, decay=0.5)
-    wanted = read(model)
-    update(accelerator, model, optimizer)
-    wanted = mix(wanted, read(model), 0.5)
+    wanted = read_weights(model)
+    update_weights(accelerator, model, optimizer)
+    wanted = mix_weights(wanted, read_weights(model), 0.5)
     assert_equal(read_average(ema), wanted)
     accelerator.register_for_checkpointing(ema)  # it is registered already
     assert accelerator._run.custom == [ema]
 
 
-def test_half_precision_is_averaged_in_float32() -> None:
+def test_half_precision_weights_are_averaged_in_float32() -> None:
     accelerator = Accelerator(cpu=True)
     net = nn.Linear(4, 2).to(torch.bfloat16)
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     ema = ExponentialMovingAverage(model, decay=0.999)
     coarse = ExponentialMovingAverage(model, decay=0.999, dtype=torch.bfloat16, name="coarse")
-    wanted = [each.float() for each in read(model)]
+    wanted = [each.float() for each in read_weights(model)]
     for _ in range(3):
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean())
             optimizer.step()
             optimizer.zero_grad()
-        wanted = mix(wanted, [each.float() for each in read(model)], 0.999)
+        wanted = mix_weights(wanted, [each.float() for each in read_weights(model)], 0.999)
     assert_equal(read_average(ema), wanted)
     assert {values.dtype for values in read_average(coarse)} == {torch.bfloat16}
-    trained, averages = read(model), read_average(ema)
+    trained, averages = read_weights(model), read_average(ema)
     with ema.swap_weights():
-        assert_same_bits(read(model), [each.to(torch.bfloat16) for each in wanted])
-    assert_same_bits(read(model), trained)
+        assert_same_bits(read_weights(model), [each.to(torch.bfloat16) for each in wanted])
+    assert_same_bits(read_weights(model), trained)
     assert_same_bits(read_average(ema), averages)
 
 
@@ -242,20 +242,20 @@ def test_frozen_weights_have_no_average_and_unfrozen_ones_get_one() -> None:
     net = nn.Sequential(nn.Linear(4, 3).requires_grad_(False), nn.Linear(3, 2))
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net[1].parameters(), lr=0.1))
     ema = ExponentialMovingAverage(model, decay=0.5)
-    update(accelerator, model, optimizer)
+    update_weights(accelerator, model, optimizer)
     assert list(ema.state_dict()["average"]) == ["1.weight", "1.bias"]
     model[0].requires_grad_(True)
     optimizer.add_param_group({"params": list(model[0].parameters())})
-    update(accelerator, model, optimizer)
-    start = read(model[0])
-    update(accelerator, model, optimizer)
+    update_weights(accelerator, model, optimizer)
+    start = read_weights(model[0])
+    update_weights(accelerator, model, optimizer)
     found = ema.state_dict()["average"]
     assert sorted(found) == ["0.bias", "0.weight", "1.bias", "1.weight"]
-    assert_equal([found["0.weight"], found["0.bias"]], mix(start, read(model[0]), 0.5))
+    assert_equal([found["0.weight"], found["0.bias"]], mix_weights(start, read_weights(model[0]), 0.5))
 
 
 @pytest.mark.parametrize("buffers", ["copy", "average"])
-def test_buffers(buffers: str) -> None:
+def test_buffers_are_copied_or_averaged(buffers: str) -> None:
     accelerator = Accelerator(cpu=True)
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -275,35 +275,36 @@ def test_buffers(buffers: str) -> None:
     assert_same_bits([model[1].running_mean], [own])
 
 
-# -------------------------------------------------------------------- weights in and out
+# -------------------------------------------------------------------- swapped weights
 
 
 @pytest.fixture(params=[{}, {"device": "cpu"}, {"dtype": torch.float64}])
 def trained(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Accelerator, model, optimizer and average after two updates, for several options of the average."""
     monkeypatch.setattr(moving_average, "_BUCKET_BYTES", 40)  # several buckets
-    accelerator, model, optimizer = make()
+    accelerator, model, optimizer = build_training()
     ema = ExponentialMovingAverage(model, decay=0.5, **request.param)
     for _ in range(2):
-        update(accelerator, model, optimizer)
+        update_weights(accelerator, model, optimizer)
     return accelerator, model, optimizer, ema
 
 
-def test_weights_come_back_after_an_error(trained: Any) -> None:
+def test_weights_are_restored_after_an_error(trained: Any) -> None:
     accelerator, model, optimizer, ema = trained
-    before, averages = read(model), read_average(ema)
+    before, averages = read_weights(model), read_average(ema)
     with pytest.raises(ZeroDivisionError), ema.swap_weights() as swapped:  # noqa: PT012
         assert swapped is model
-        assert_equal(read(model), [each.float() for each in averages])
+        assert_equal(read_weights(model), [each.float() for each in averages])
         raise ZeroDivisionError
-    assert_same_bits(read(model), before)
+    assert_same_bits(read_weights(model), before)
     assert_same_bits(read_average(ema), averages)
-    update(accelerator, model, optimizer)
+    update_weights(accelerator, model, optimizer)
     assert ema.num_updates == 3
 
 
-def test_an_error_in_the_exchange_leaves_the_trained_weights(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_during_the_swap_leaves_the_trained_weights(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model, _, ema = trained
-    before, averages = read(model), read_average(ema)
+    before, averages = read_weights(model), read_average(ema)
     swap_in, calls = moving_average._swap_in, iter(range(9))
 
     def fail_at_second(bucket: Any) -> Any:
@@ -314,46 +315,46 @@ def test_an_error_in_the_exchange_leaves_the_trained_weights(trained: Any, monke
     monkeypatch.setattr(moving_average, "_swap_in", fail_at_second)
     with pytest.raises(torch.OutOfMemoryError), ema.swap_weights():
         pass
-    assert_same_bits(read(model), before)
+    assert_same_bits(read_weights(model), before)
     assert_same_bits(read_average(ema), averages)
     assert not ema.is_swapped
 
 
-def test_training_and_nesting_are_refused_inside(trained: Any) -> None:
+def test_training_and_nesting_are_refused_while_weights_are_swapped(trained: Any) -> None:
     accelerator, model, optimizer, ema = trained
     other = ExponentialMovingAverage(model, name="other")
-    before = read(model)
+    before = read_weights(model)
     with ema.swap_weights():
         for action in (ema.swap_weights, other.swap_weights):
             with pytest.raises(StateError, match=r"enter swap_weights\(\) again: Sequential holds .* 'ema'"), action():
                 pass
         with pytest.raises(StateError, match="cannot train the model"):
-            update(accelerator, model, optimizer)
+            update_weights(accelerator, model, optimizer)
         with pytest.raises(StateError, match="cannot train the model"):
             accelerator.backward(model(torch.ones(2, 4)).square().mean())
         with pytest.raises(StateError, match="Leave the swap_weights"):
             ema.update()
-    assert_same_bits(read(model), before)
-    update(accelerator, model, optimizer)
+    assert_same_bits(read_weights(model), before)
+    update_weights(accelerator, model, optimizer)
 
 
-def test_the_average_before_it_begins_is_the_model() -> None:
-    accelerator, model, optimizer = make()
+def test_average_equals_the_model_before_averaging_begins() -> None:
+    accelerator, model, optimizer = build_training()
     ema = ExponentialMovingAverage(model, decay=0.5, update_after=5)
-    update(accelerator, model, optimizer)
-    before = read(model)
+    update_weights(accelerator, model, optimizer)
+    before = read_weights(model)
     with ema.swap_weights():
-        assert_same_bits(read(model), before)
+        assert_same_bits(read_weights(model), before)
     assert_same_bits(read_average(ema), before)
 
 
-def test_the_averages_may_replace_the_weights() -> None:
-    accelerator, model, optimizer = make()
+def test_averages_may_replace_the_weights() -> None:
+    accelerator, model, optimizer = build_training()
     ema = ExponentialMovingAverage(model, decay=0.5)
-    update(accelerator, model, optimizer)
+    update_weights(accelerator, model, optimizer)
     wanted = read_average(ema)
     ema.copy_to_model()
-    assert_same_bits(read(model), wanted)
+    assert_same_bits(read_weights(model), wanted)
     assert_same_bits(read_average(ema), wanted)
 
 
@@ -361,42 +362,46 @@ def test_the_averages_may_replace_the_weights() -> None:
 
 
 def save_run(folder: Any, act: Callable[[Accelerator, Any, ExponentialMovingAverage], None]) -> list[torch.Tensor]:
-    accelerator, model, optimizer = make(project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True))
+    """Train three updates, save by `act`, and train two more. Return the weights and averages."""
+    accelerator, model, optimizer = build_training(
+        project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+    )
     ema = ExponentialMovingAverage(model, decay=0.9, warmup=True)
     for _ in range(3):
-        update(accelerator, model, optimizer)
+        update_weights(accelerator, model, optimizer)
     act(accelerator, model, ema)
     for _ in range(2):
-        update(accelerator, model, optimizer)
+        update_weights(accelerator, model, optimizer)
     accelerator.wait_for_save()
-    return [*read(model), *read_average(ema)]
+    return [*read_weights(model), *read_average(ema)]
 
 
 def save_inside(accelerator: Accelerator, model: Any, ema: ExponentialMovingAverage) -> None:
+    """Save in the background while the averages are in the model."""
     before = read_average(ema)
     with ema.swap_weights():
         accelerator.save_state(blocking=False)
-        assert_same_bits(read(model), before)
+        assert_same_bits(read_weights(model), before)
 
 
 @pytest.mark.parametrize(
     "act", [lambda accelerator, model, ema: accelerator.save_state(), save_inside], ids=["outside", "inside"]
 )
-def test_a_resumed_run_has_the_same_bits(tmp_path: Any, act: Any) -> None:
+def test_resumed_run_is_equal_bit_for_bit(tmp_path: Any, act: Any) -> None:
     straight = save_run(tmp_path, act)
-    accelerator, model, optimizer = make(
+    accelerator, model, optimizer = build_training(
         project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
     )
     ema = ExponentialMovingAverage(model, decay=0.9, warmup=True)
     assert accelerator.resume() is not None
     assert (ema.num_updates, ema.num_averaged) == (3, 3)
     for _ in range(2):
-        update(accelerator, model, optimizer)
-    assert_same_bits([*read(model), *read_average(ema)], straight)
+        update_weights(accelerator, model, optimizer)
+    assert_same_bits([*read_weights(model), *read_average(ema)], straight)
 
 
-def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Any) -> None:
-    accelerator, model, _ = make()
+def test_checkpoint_of_another_model_changes_nothing(tmp_path: Any) -> None:
+    accelerator, model, _ = build_training()
     ema = ExponentialMovingAverage(model)
     accelerator.save_state(tmp_path / "first")
     state = ema.state_dict()
@@ -404,15 +409,15 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Any) -> None:
         ema.load_state_dict(state | {"average": {**state["average"], "9.weight": torch.ones(1)}})
     with pytest.raises(StateError, match=r"not saved: 0\.bias, 0\.weight, 2\.bias"):
         ema.load_state_dict(state | {"average": {}})
-    before = read(model)
+    before = read_weights(model)
     with ema.swap_weights(), pytest.raises(CheckpointError, match="nothing was changed"):
         accelerator.load_state(tmp_path / "first")
-    assert_same_bits(read(model), before)
+    assert_same_bits(read_weights(model), before)
     accelerator.load_state(tmp_path / "first")
 
 
-def test_a_spike_takes_the_average_back() -> None:
-    accelerator, model, optimizer = make(on_spike=SpikePolicy("go_back", warm_up=8, updates=4))
+def test_rollback_after_a_spike_restores_the_average() -> None:
+    accelerator, model, optimizer = build_training(on_spike=SpikePolicy("go_back", warm_up=8, updates=4))
     ema = ExponentialMovingAverage(model, decay=0.5)
     seen: dict[int, list[torch.Tensor]] = {}
     for number in range(20):
@@ -425,28 +430,28 @@ def test_a_spike_takes_the_average_back() -> None:
     assert accelerator.num_updates < 16
 
 
-def test_averages_are_saved_by_their_name(tmp_path: Any) -> None:
+def test_averages_are_saved_by_name(tmp_path: Any) -> None:
     from safetensors.torch import load_file
 
-    accelerator, model, optimizer = make()
+    accelerator, model, optimizer = build_training()
     ema = ExponentialMovingAverage(model, decay=0.5)
     slow = ExponentialMovingAverage(model, decay=0.99, name="slow")
-    update(accelerator, model, optimizer)
-    before = read(model)
+    update_weights(accelerator, model, optimizer)
+    before = read_weights(model)
     for each in (ema, slow):
         accelerator.save_model(model, tmp_path / each.name, weights=each.name)
         found = load_file(tmp_path / each.name / "model.safetensors")
         wanted = each.state_dict()["average"]
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in found)
-    assert_same_bits(read(model), before)
+    assert_same_bits(read_weights(model), before)
     with pytest.raises(ConfigError, match="has the averages 'ema', 'slow'"):
         accelerator.save_model(model, tmp_path / "no", weights="fast")
     with pytest.raises(ConfigError, match="another name="):
         ExponentialMovingAverage(model)
 
 
-# -------------------------------------------------------------------- wrong arguments
+# -------------------------------------------------------------------- invalid arguments
 
 
 @pytest.mark.parametrize(
@@ -462,21 +467,21 @@ def test_averages_are_saved_by_their_name(tmp_path: Any) -> None:
         ({"buffers": "no"}, "buffers='no'; allowed"),
     ],
 )
-def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ExponentialMovingAverage(nn.Linear(1, 1), **options)
 
 
-def test_parameters_in_place_of_the_model() -> None:
+def test_parameters_instead_of_the_model_are_refused() -> None:
     with pytest.raises(ConfigError, match="got a list; give the model"):
         ExponentialMovingAverage(list(nn.Linear(1, 1).parameters()))  # type: ignore[arg-type]
 
 
-def test_a_copy_of_the_model_has_no_part_in_it() -> None:
-    accelerator, model, optimizer = make()
+def test_copy_of_the_model_is_not_averaged() -> None:
+    accelerator, model, optimizer = build_training()
     ema = ExponentialMovingAverage(model)
     twin = copy.deepcopy(model)
-    update(accelerator, model, optimizer)
+    update_weights(accelerator, model, optimizer)
     assert ema.num_updates == 1
     with ema.swap_weights():
         assert not torch.equal(twin[0].weight, model[0].weight)

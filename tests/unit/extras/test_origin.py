@@ -1,4 +1,4 @@
-"""Origin of a NaN: 30 planted causes are named with module, line and rows."""
+"""Test the search for the origin of a NaN: 30 causes are reported with module, line and rows."""
 
 import math
 from pathlib import Path
@@ -15,12 +15,14 @@ INF, NAN = math.inf, math.nan
 
 
 @pytest.fixture(autouse=True)
-def here(monkeypatch):
+def run_in_folder_of_tests(monkeypatch):
     """Run in the folder of the tests, because reported paths are relative to the working directory."""
     monkeypatch.chdir(Path(__file__).parent)
 
 
-class Odd(nn.Module):
+class OddOperation(nn.Module):
+    """Module that applies `function`, which produces values that are not finite."""
+
     def __init__(self, function):
         super().__init__()
         self.function = function
@@ -30,12 +32,12 @@ class Odd(nn.Module):
 
 
 class Net(nn.Module):
-    """The identity, then an odd operation, then a linear layer."""
+    """Identity, an odd operation, and a linear layer."""
 
     def __init__(self, function):
         super().__init__()
         self.inner = nn.Linear(4, 4)
-        self.block = nn.ModuleDict({"odd": Odd(function), "dropout": nn.Dropout(0.1)})
+        self.block = nn.ModuleDict({"odd": OddOperation(function), "dropout": nn.Dropout(0.1)})
         self.head = nn.Linear(4, 1)
         nn.init.eye_(self.inner.weight)
         nn.init.zeros_(self.inner.bias)
@@ -44,14 +46,15 @@ class Net(nn.Module):
         return self.head(self.block["dropout"](self.block["odd"](self.inner(x))))
 
 
-def rows(value):
-    """Eight rows between 0.5 and 1.5, the sixth of them all `value`."""
+def make_rows(value):
+    """Return eight rows of values from 0.5 to 1.5. Row 6 is all `value`."""
     x = torch.rand(8, 4, generator=torch.Generator().manual_seed(0)) + 0.5
     x[6] = value
     return x
 
 
 def train(function, data, loss=lambda y: y.square().mean(), spoil=lambda model: None, **options):
+    """Train on `data`. `spoil` changes the model first. Return the accelerator, the model and the number of batches."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, **{"on_non_finite": "explain"} | options)
     model = Net(function)
@@ -98,82 +101,82 @@ BACKWARD = {
 
 
 @pytest.mark.parametrize("name", FORWARD)
-def test_an_operation_of_forward(name):
+def test_operation_of_forward_is_named(name):
     function, value, operation = FORWARD[name]
     with pytest.raises(NonFiniteError, match="Run again with checks, it began in forward with") as error:
-        train(function, rows(value))
+        train(function, make_rows(value))
     found = str(error.value)
     assert f"with {operation} in block.odd (test_origin.py:" in found
     assert "in <lambda>), row 6 of the batch, on rank 0" in found
 
 
 @pytest.mark.parametrize("name", BACKWARD)
-def test_an_operation_of_backward(name):
+def test_operation_of_backward_is_named(name):
     function, operation = BACKWARD[name]
     with pytest.raises(NonFiniteError, match=r"gradients of .* are not .* it began in backward with") as error:
-        train(function, rows(0.0))
+        train(function, make_rows(0.0))
     found = str(error.value)
     assert f" in {operation} in block.odd (test_origin.py:" in found
     assert "in <lambda>), row 6 of the batch, on rank 0" in found
 
 
-def test_a_nan_that_forward_hides_is_named_where_it_was_created():
-    """1 / 0 is inf, which `where` leaves out; backward multiplies it by 0."""
+def test_nan_hidden_by_forward_is_named_where_it_was_created():
+    """`where` discards the inf of 1 / 0, and backward multiplies it by 0."""
     with pytest.raises(
         NonFiniteError, match=r"began in forward with aten.reciprocal in block.odd .*, row 6 of the batch"
     ):
-        train(lambda h: torch.where(h > 0, 1 / h, 0.0), rows(0.0))
+        train(lambda h: torch.where(h > 0, 1 / h, 0.0), make_rows(0.0))
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_row_of_the_batch(value):
+def test_row_of_the_batch_is_named(value):
     with pytest.raises(
         NonFiniteError, match=r"it began with the values that were given to the model \(Net\), row 6 of"
     ):
-        train(lambda h: h, rows(value))
+        train(lambda h: h, make_rows(value))
 
 
 @pytest.mark.parametrize("name", ["inner.weight", "head.bias"])
-def test_a_weight(name):
+def test_weight_is_named(name):
     def spoil(model):
         model.get_parameter(name).data.view(-1)[0] = NAN
 
     with pytest.raises(
         NonFiniteError, match=f"it began with {name}, which holds values that are not finite, on rank 0"
     ):
-        train(lambda h: h, rows(1.0), spoil=spoil)
+        train(lambda h: h, make_rows(1.0), spoil=spoil)
 
 
-def test_a_buffer():
+def test_buffer_is_named():
     def spoil(model):
         model.inner.register_buffer("scale", torch.tensor(NAN))
         model.block["odd"].function = lambda h: h * model.inner.scale
 
     with pytest.raises(NonFiniteError, match=r"it began with inner.scale, which holds"):
-        train(None, rows(1.0), spoil=spoil)
+        train(None, make_rows(1.0), spoil=spoil)
 
 
-def test_a_loss_outside_of_the_model():
+def test_loss_outside_the_model_is_named():
     with pytest.raises(
         NonFiniteError, match=r"it began in forward with aten.log \(test_origin.py:\d+ in <lambda>\), row"
     ):
-        train(lambda h: h, rows(1.0), loss=lambda y: (y.relu() * 0).log().mean())
+        train(lambda h: h, make_rows(1.0), loss=lambda y: (y.relu() * 0).log().mean())
 
 
-def test_minus_infinity_is_named_where_it_was_written_if_it_comes_through():
+def test_infinity_written_by_the_program_is_named_if_it_reaches_the_loss():
     with pytest.raises(NonFiniteError, match=r"it began in forward with aten.masked_fill \(.* in <lambda>\), row 6 of"):
-        train(lambda h: h, rows(-9.0), loss=lambda y: -y.masked_fill(y == y.min(), -INF).mean())
+        train(lambda h: h, make_rows(-9.0), loss=lambda y: -y.masked_fill(y == y.min(), -INF).mean())
 
 
-def test_the_number_of_planted_causes():
+def test_number_of_causes():
     assert len(FORWARD) + len(BACKWARD) + 9 == 30
 
 
-# ---------------------------------------------------------------- what running again leaves behind
+# ---------------------------------------------------------------- state after running again
 
 
-def test_windows_of_several_batches_are_run_again_whole():
-    data = torch.cat([rows(1.0), rows(1.0), rows(1.0), rows(0.0), rows(1.0), rows(1.0)])
+def test_window_of_several_batches_is_run_again_whole():
+    data = torch.cat([make_rows(1.0), make_rows(1.0), make_rows(1.0), make_rows(0.0), make_rows(1.0), make_rows(1.0)])
     accelerator, model, num_batches = train(
         lambda h: h.log(), data, on_non_finite=NonFinitePolicy("skip", explains=True), gradient_accumulation_steps=2
     )
@@ -185,18 +188,18 @@ def test_windows_of_several_batches_are_run_again_whole():
     _, its_model, _ = train(
         lambda h: h.log(), torch.cat([data[:16], data[32:]]), on_non_finite="skip", gradient_accumulation_steps=2
     )
-    assert all(map(torch.equal, model.parameters(), its_model.parameters()))  # dropout's draws too
+    assert all(map(torch.equal, model.parameters(), its_model.parameters()))  # including random numbers of dropout
     assert not torch.is_anomaly_enabled()
 
 
-def test_only_the_first_one_is_run_again():
-    data = torch.cat([rows(0.0), rows(1.0), rows(0.0)])
+def test_only_the_first_skipped_update_is_run_again():
+    data = torch.cat([make_rows(0.0), make_rows(1.0), make_rows(0.0)])
     accelerator, _, num_batches = train(lambda h: h.log(), data, on_non_finite=NonFinitePolicy("skip", explains=True))
     assert num_batches == 4
     assert accelerator.non_finite.num_skipped == 2
 
 
-def test_the_position_in_the_data_counts_each_batch_once():
+def test_position_in_the_data_counts_each_batch_once():
     accelerator = Accelerator(cpu=True, on_non_finite=NonFinitePolicy("skip", explains=True))
     model = nn.Linear(1, 1)
     loader = DataLoader(TensorDataset(torch.tensor([[1.0], [NAN], [2.0], [3.0]])), batch_size=1)
@@ -211,7 +214,7 @@ def test_the_position_in_the_data_counts_each_batch_once():
     assert loader.epoch == 1
 
 
-def test_without_a_loader_the_error_comes_at_once():
+def test_without_a_loader_the_error_is_raised_at_once():
     accelerator = Accelerator(cpu=True, on_non_finite="explain")
     model = nn.Linear(1, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,4 +1,4 @@
-"""`PowerDecay` and `reconstruct_average`: compared with averages of the whole trajectory, computed by hand."""
+"""Test `PowerDecay` and `reconstruct_average` against averages of the whole trajectory, computed independently."""
 
 import json
 import math
@@ -18,7 +18,7 @@ WIDTHS = {"narrow": 0.05, "wide": 0.1}
 
 
 def find_gamma(sigma_rel: float) -> float:
-    """Solve the paper's relation of width and exponent: (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) = sigma_rel^2."""
+    """Solve the paper's relation between width and exponent: (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) = sigma_rel^2."""
     low, high = 0.0, 1e6
     for _ in range(200):
         middle = (low + high) / 2
@@ -28,7 +28,7 @@ def find_gamma(sigma_rel: float) -> float:
 
 
 def average_by_hand(states: list[torch.Tensor], sigma_rel: float) -> torch.Tensor:
-    """Weight each state by the integral of the power function over its step, in float64."""
+    """Average in float64. The weight of each state is the integral of the power function over its step."""
     power = find_gamma(sigma_rel) + 1
     t = len(states)
     weights = [(k / t) ** power - ((k - 1) / t) ** power for k in range(1, t + 1)]
@@ -50,6 +50,7 @@ def train(
 
     Returns:
         Pair of (folders of the snapshots, states of each trained tensor after each update).
+
     """
     accelerator = Accelerator(cpu=True)
     net = make_model()
@@ -89,7 +90,7 @@ def list_errors(found: dict[str, torch.Tensor], states: dict[str, list[torch.Ten
     return errors
 
 
-def test_widths_are_those_of_the_paper() -> None:
+def test_widths_equal_those_of_the_paper() -> None:
     assert PowerDecay(0.05).gamma == pytest.approx(16.97, abs=0.01)
     assert PowerDecay(0.1).gamma == pytest.approx(6.94, abs=0.01)
     assert PowerDecay(1 / math.sqrt(12)).gamma == pytest.approx(0, abs=1e-9)
@@ -102,7 +103,7 @@ def test_widths_are_those_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("sigma_rel", [0, -0.1, 0.3, math.nan, True, "0.1"])
-def test_other_widths_are_refused(sigma_rel: Any) -> None:
+def test_invalid_widths_are_refused(sigma_rel: Any) -> None:
     with pytest.raises(ConfigError, match=r"at most 0\.2886"):
         PowerDecay(sigma_rel)
 
@@ -124,28 +125,28 @@ def test_any_width_is_reconstructed_within_the_bound(tmp_path: Path, kind: str, 
     assert 0 < reconstruct_average(places, tmp_path / "result", 0.15).error < 0.05
 
 
-def test_the_bound_is_sharp(tmp_path: Path) -> None:
+def test_bound_is_sharp(tmp_path: Path) -> None:
     """A trajectory that is proportional to the difference of the profiles has exactly this error."""
     from headway.extras.power_average import Profile, solve_coefficients
 
     profiles, target = [Profile(0.1, t) for t in (50, 75, 100)], Profile(0.2, 100)
     coefficients, error = solve_coefficients(profiles, target)
-    # the profiles of single steps of 1/50: the bound of the continuous profiles is the limit of that of the steps
+    # profiles in steps of 1/50, whose bound approaches that of the continuous profiles
     parts = torch.arange(5001, dtype=torch.float64) / 50
 
-    def weigh(profile: Profile) -> torch.Tensor:
+    def list_weights(profile: Profile) -> torch.Tensor:
         power = find_gamma(profile.sigma_rel) + 1
         return ((parts / profile.num_averaged).clamp(max=1) ** power).diff()
 
-    difference = weigh(target) - sum(x * weigh(each) for x, each in zip(coefficients, profiles))
+    difference = list_weights(target) - sum(x * list_weights(each) for x, each in zip(coefficients, profiles))
     assert sum(coefficients) == pytest.approx(1)
     assert float((difference * difference).sum() / difference.std(correction=0)) == pytest.approx(error, rel=1e-3)
     for other in ([0.2, 0.3, 0.5], [0.0, 0.0, 1.0], [coefficients[0] + 0.01, coefficients[1] - 0.01, coefficients[2]]):
-        worse = weigh(target) - sum(x * weigh(each) for x, each in zip(other, profiles))
+        worse = list_weights(target) - sum(x * list_weights(each) for x, each in zip(other, profiles))
         assert worse.norm() > difference.norm()
 
 
-def test_an_average_of_an_earlier_step_uses_no_later_snapshot(tmp_path: Path) -> None:
+def test_average_of_an_earlier_step_uses_no_later_snapshot(tmp_path: Path) -> None:
     places, states = train(tmp_path)
     result = reconstruct_average(places, tmp_path / "result", 0.12, num_averaged=45)
     assert result.num_averages == 18
@@ -161,7 +162,7 @@ def test_only_averaging_steps_count(tmp_path: Path) -> None:
     assert max(list_errors(load_file(result.files[0]), averaged, 0.08)) <= result.error + 1e-5
 
 
-def test_the_result_is_split_and_converted(tmp_path: Path) -> None:
+def test_result_is_split_and_converted(tmp_path: Path) -> None:
     places, _ = train(tmp_path, interval=30)
     whole = load_file(reconstruct_average(places, tmp_path / "whole", 0.1).files[0])
     result = reconstruct_average(places, tmp_path / "parts", 0.1, dtype=torch.bfloat16, max_shard_size=16)
@@ -175,22 +176,22 @@ def test_the_result_is_split_and_converted(tmp_path: Path) -> None:
     assert all(torch.equal(parts[name], value.bfloat16()) for name, value in whole.items())
 
 
-def test_a_resumed_run_saves_the_same_averages(tmp_path: Path) -> None:
+def test_resumed_run_saves_the_same_averages(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(net := make_model(), torch.optim.SGD(net.parameters(), lr=0.1))
     ema = ExponentialMovingAverage(model, decay=PowerDecay(0.1))
 
-    def update() -> None:
+    def update_weights() -> None:
         accelerator.backward(model(torch.ones(1, 4)).square().sum())
         optimizer.step()
         optimizer.zero_grad()
 
-    update()
+    update_weights()
     accelerator.save_state(tmp_path / "saved")
-    update()
+    update_weights()
     straight = {name: values.clone() for name, values in ema.state_dict()["average"].items()}
     accelerator.load_state(tmp_path / "saved")
-    update()
+    update_weights()
     assert all(torch.equal(values, straight[name]) for name, values in ema.state_dict()["average"].items())
     state = ema.state_dict()
     for key, value in (("sigma_rel", 0.05), ("every", 2), ("sigma_rel", None)):
@@ -201,7 +202,7 @@ def test_a_resumed_run_saves_the_same_averages(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- errors
 
 
-def test_an_average_with_another_decay_has_no_snapshot(tmp_path: Path) -> None:
+def test_average_with_another_decay_has_no_snapshot(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"save_model\(model, folder, weights='ema'\)"):
         ExponentialMovingAverage(make_model(), decay=0.9).save_snapshot(tmp_path / "one")
     accelerator = Accelerator(cpu=True)
@@ -213,23 +214,23 @@ def test_an_average_with_another_decay_has_no_snapshot(tmp_path: Path) -> None:
 
 
 def test_snapshots_that_cannot_be_combined_are_named(tmp_path: Path) -> None:
-    def write(name: str, net: nn.Module, num_updates: int = 2, **options: Any) -> Path:
+    def write_snapshot(name: str, net: nn.Module, num_updates: int = 2, **options: Any) -> Path:
         ema = ExponentialMovingAverage(net, decay=PowerDecay(0.1), name=name, **options)
         for _ in range(num_updates):
             ema.update()
         ema.save_snapshot(tmp_path / name)
         return tmp_path / name
 
-    one = write("one", make_model())
+    one = write_snapshot("one", make_model())
     for other, message in (
-        (write("other", make_model(), every=2), "'other' in .*other has every=2, and 'one' in .*one 1"),
-        (write("deeper", nn.Linear(4, 3)), "differ in the tensors"),
+        (write_snapshot("other", make_model(), every=2), "'other' in .*other has every=2, and 'one' in .*one 1"),
+        (write_snapshot("deeper", nn.Linear(4, 3)), "differ in the tensors"),
         (tmp_path / "absent", "neither a checkpoint nor a snapshot"),
     ):
         with pytest.raises(ConfigError, match=message):
             reconstruct_average([one, other], tmp_path / "result", 0.1)
     with pytest.raises(ConfigError, match="no averaging step"):
-        reconstruct_average([write("early", make_model(), update_after=5)], tmp_path / "result", 0.1)
+        reconstruct_average([write_snapshot("early", make_model(), update_after=5)], tmp_path / "result", 0.1)
     with pytest.raises(ConfigError, match="allow 1 to 2"):
         reconstruct_average([one], tmp_path / "result", 0.1, num_averaged=3)
     with pytest.raises(ConfigError, match="first snapshot is that of averaging step 2"):
@@ -241,7 +242,7 @@ def test_snapshots_that_cannot_be_combined_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "result").exists()
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
+def test_damaged_file_is_named(tmp_path: Path) -> None:
     places, _ = train(tmp_path, "checkpoints", interval=30)
     file = next(places[0].glob("custom*.safetensors"))
     data = bytearray(file.read_bytes())

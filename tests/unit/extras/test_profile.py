@@ -1,4 +1,4 @@
-"""The profiler writes one trace per rank, even if the block raises an error."""
+"""Test the profiler, which writes one trace per rank, even if the block raises an error."""
 
 import json
 
@@ -9,15 +9,16 @@ from headway import Accelerator, ProfileKwargs
 from headway.errors import ConfigError
 
 
-def traces(folder):
+def list_events(folder):
+    """Return the names of the events in a trace."""
     return [event["name"] for event in json.loads((folder / "profile_0.json").read_text())["traceEvents"]]
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_trace_is_written(tmp_path, raises):
+def test_trace_is_written(tmp_path, raises):
     acc = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(output_trace_dir=str(tmp_path / "new"))])
 
-    def block():
+    def profile_product():
         with acc.profile():
             torch.ones(8, 8) @ torch.ones(8, 8)
             if raises:
@@ -25,14 +26,14 @@ def test_a_trace_is_written(tmp_path, raises):
 
     if raises:
         with pytest.raises(KeyError, match="in the block"):
-            block()
+            profile_product()
     else:
-        block()
-    assert "aten::mm" in traces(tmp_path / "new")
+        profile_product()
+    assert "aten::mm" in list_events(tmp_path / "new")
     assert "aten::mm" in (tmp_path / "new" / "profile_0.txt").read_text()
 
 
-def test_a_schedule_and_a_handler_of_its_own(tmp_path):
+def test_schedule_and_handler_may_be_given(tmp_path):
     seen = []
     options = ProfileKwargs(
         activities=["cpu"], schedule_option={"wait": 1, "warmup": 1, "active": 1}, output_trace_dir=str(tmp_path),
@@ -47,13 +48,13 @@ def test_a_schedule_and_a_handler_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("wait", [0, 3])
-def test_an_error_before_the_schedule_recorded_anything_is_the_error_seen(tmp_path, wait):
+def test_error_before_the_first_recording_is_raised_unchanged(tmp_path, wait):
     options = ProfileKwargs(schedule_option={"wait": wait, "warmup": 1, "active": 1}, output_trace_dir=str(tmp_path))
     with pytest.raises(KeyError, match="early"), Accelerator(cpu=True).profile(options):
         raise KeyError("early")
 
 
-def test_no_folder_no_file(tmp_path, monkeypatch):
+def test_without_a_folder_no_file_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Accelerator(cpu=True).profile():
         torch.ones(2)

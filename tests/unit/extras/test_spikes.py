@@ -1,4 +1,4 @@
-"""Spikes: the fence, refused updates, rollback, and no false alarms."""
+"""Test the detection of spikes: the limit, refused updates, rollback, and false alarms."""
 
 import math
 
@@ -16,10 +16,10 @@ from tests.house.tree_of_source import ROOT
 
 CURVES = ROOT / "benchmarks/spikes/curves.npz"
 
-# ---------------------------------------------------------------- the band
+# ---------------------------------------------------------------- band
 
 
-def test_the_fence_is_tukeys_on_logarithms():
+def test_limit_is_tukeys_fence_on_logarithms():
     band = Band(SpikePolicy(fence=3.0, window=40, warm_up=40))
     values = [math.exp(0.05 * number) for number in range(40)]
     for value in values[:-1]:
@@ -30,16 +30,16 @@ def test_the_fence_is_tukeys_on_logarithms():
     assert band.median == values[20]
 
 
-def test_values_that_are_not_positive_are_taken_as_they_are():
+def test_band_with_negative_values_uses_no_logarithms():
     band = Band(SpikePolicy(fence=2.0, window=32, warm_up=32), [float(number) for number in range(-16, 16)])
     assert band.limit == 8.0 + 2 * (8.0 - -8.0)
 
 
-def test_equal_values_leave_a_minimum_width():
+def test_equal_values_give_a_minimum_width():
     assert Band(SpikePolicy(fence=5.0), [2.0] * 64).limit == pytest.approx(2.0 * math.exp(0.5))
 
 
-def test_the_band_moves_and_forgets():
+def test_band_forgets_old_values():
     policy = SpikePolicy(window=32)
     band = Band(policy, [1.0] * 32)
     for number in range(32):
@@ -50,8 +50,8 @@ def test_the_band_moves_and_forgets():
     assert len(band.values) == 32
 
 
-def alarms(values: list[float], policy: SpikePolicy, fence: float) -> int:
-    """Return the number of refused values. After `max_in_row` spikes in a row the band starts again."""
+def count_alarms(values: list[float], policy: SpikePolicy, fence: float) -> int:
+    """Return the number of refused values."""
     band, found = Band(policy, (), fence), 0
     for value in values:
         if value > band.limit:
@@ -62,12 +62,12 @@ def alarms(values: list[float], policy: SpikePolicy, fence: float) -> int:
 
 
 def test_at_most_one_false_alarm_in_100_000_updates():
-    """Loss and gradient norm of real trainings, which benchmarks/spikes/record.py has recorded; all losses are finite."""
+    """Check losses and gradient norms of real training runs, all finite, recorded by benchmarks/spikes/record.py."""
     curves, policy = numpy.load(CURVES), SpikePolicy()
     assert sum(len(curves[name]) for name in curves.files) == 100_000
     fences = {"loss": policy.fence, "norm": policy.norm_fence}
     found = {
-        (name, what): alarms(numpy.exp(curves[name][:, number] / 256).tolist(), policy, fences[what])
+        (name, what): count_alarms(numpy.exp(curves[name][:, number] / 256).tolist(), policy, fences[what])
         for name in curves.files
         for number, what in enumerate(("loss", "norm"))
     }
@@ -77,7 +77,8 @@ def test_at_most_one_false_alarm_in_100_000_updates():
 # ---------------------------------------------------------------- training
 
 
-def data(num: int, bad: dict[int, float], size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+def make_data(num: int, bad: dict[int, float], size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets. The targets of some batches are multiplied by the factors in `bad`."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(num * size, 4, generator=generator)
     y = x.sum(1, keepdim=True) + 0.2 * torch.randn(len(x), 1, generator=generator)
@@ -86,8 +87,8 @@ def data(num: int, bad: dict[int, float], size: int = 8) -> tuple[torch.Tensor, 
     return x, y
 
 
-class Mean:
-    """An average of the weights that the loop keeps, registered for checkpoints."""
+class WeightAverage:
+    """Average of the weights that the loop keeps, registered for checkpoints."""
 
     def __init__(self) -> None:
         self.value = torch.zeros(())
@@ -102,7 +103,9 @@ class Mean:
         self.value = state["value"]
 
 
-class Run:
+class Training:
+    """Training with a spike policy. `state()` returns all that a rollback must restore."""
+
     def __init__(self, rows, size=8, with_loader=True, **options):
         torch.manual_seed(0)
         self.accelerator = Accelerator(cpu=True, **options)
@@ -113,7 +116,7 @@ class Run:
         parts = self.accelerator.prepare(model, optimizer, schedule, loader if with_loader else None)
         self.model, self.optimizer, self.schedule, self.loader = parts
         self.loader = self.loader or loader
-        self.mean = Mean()
+        self.mean = WeightAverage()
         self.accelerator.register_for_checkpointing(self.mean)
 
     def train(self, piece=lambda self, batch: [batch]):
@@ -142,59 +145,60 @@ class Run:
         return found | {"mean": self.mean.value, "draw": self.draw}
 
 
-def same(one, other):
+def are_equal(one, other):
     return [name for name in one | other if not torch.equal(one[name], other[name])] == []
 
 
-def without(rows, left_out, size=8):
+def leave_out(rows, left_out, size=8):
+    """Return the rows without the given batches."""
     index = [i for i in range(len(rows[0])) if i // size not in left_out]
     return tuple(each[index] for each in rows)
 
 
 @pytest.mark.parametrize("with_loader", [True, False])
 @pytest.mark.parametrize("steps", [1, 2])
-def test_going_back_equals_a_run_without_the_bad_batch(with_loader, steps):
-    rows = data(120, {90: 1000.0})
+def test_rollback_equals_a_run_without_the_bad_batch(with_loader, steps):
+    rows = make_data(120, {90: 1000.0})
     policy = SpikePolicy("go_back", updates=5)
     options = {"gradient_accumulation_steps": steps, "with_loader": with_loader}
-    found = Run(rows, on_spike=policy, **options).train()
+    found = Training(rows, on_spike=policy, **options).train()
     left = found.accelerator.num_updates
     update = 90 // steps  # updates before the bad one
     back_to = update - (update % 5 + 5)
     assert found.guard.num_spikes == 1
     assert left == 120 // steps - (update - back_to) - 1
-    other = Run(without(rows, range(back_to * steps, (update + 1) * steps)), on_spike=policy, **options).train()
+    other = Training(leave_out(rows, range(back_to * steps, (update + 1) * steps)), on_spike=policy, **options).train()
     assert other.guard.num_spikes == 0
     assert other.accelerator.num_updates == left
-    assert same(found.state(), other.state())
+    assert are_equal(found.state(), other.state())
 
 
-def test_the_beginning_of_a_pass_is_as_far_as_it_goes():
-    rows = data(50, {2: 1.0})
-    run = Run(rows, on_spike=SpikePolicy("go_back", updates=10)).train()
-    run.loader.dataset.tensors[1][3 * 8 : 4 * 8] *= 1000  # the fourth batch of the second pass
+def test_rollback_goes_no_further_than_the_beginning_of_the_epoch():
+    rows = make_data(50, {2: 1.0})
+    run = Training(rows, on_spike=SpikePolicy("go_back", updates=10)).train()
+    run.loader.dataset.tensors[1][3 * 8 : 4 * 8] *= 1000  # fourth batch of the second epoch
     run.train()
     assert "back to the state after 50 updates" in run.guard.report
     assert run.accelerator.num_updates == 50 + 46
 
 
-def test_pieces_of_a_batch_go_back_together():
-    rows = data(60, {50: 1000.0})
+def test_pieces_of_a_batch_are_rolled_back_together():
+    rows = make_data(60, {50: 1000.0})
     policy = SpikePolicy("go_back", updates=5)
 
-    def piece(run, batch):
+    def split_batch(run, batch):
         return run.accelerator.microbatches(batch)
 
-    run = Run(rows, on_spike=policy, microbatching="auto").train(piece)
+    run = Training(rows, on_spike=policy, microbatching="auto").train(split_batch)
     assert run.guard.num_spikes == 1
     assert run.accelerator.num_updates == 60 - 6
-    other = Run(without(rows, range(45, 51)), on_spike=policy, microbatching="auto").train(piece)
-    assert same(run.state(), other.state())
+    other = Training(leave_out(rows, range(45, 51)), on_spike=policy, microbatching="auto").train(split_batch)
+    assert are_equal(run.state(), other.state())
 
 
-def test_a_resumed_run_uses_the_saved_band(tmp_path):
-    rows = data(60, {50: 1000.0})
-    whole = Run(rows, on_spike="skip")
+def test_resumed_run_uses_the_saved_band(tmp_path):
+    rows = make_data(60, {50: 1000.0})
+    whole = Training(rows, on_spike="skip")
     for number, (x, y) in enumerate(whole.loader):
         whole.accelerator.backward(nn.functional.mse_loss(whole.model(x), y))
         whole.optimizer.step()
@@ -202,7 +206,7 @@ def test_a_resumed_run_uses_the_saved_band(tmp_path):
         if number == 44:
             whole.accelerator.save_state(tmp_path / "saved")
     assert whole.guard.num_spikes == 1
-    resumed = Run(rows, on_spike="skip")
+    resumed = Training(rows, on_spike="skip")
     resumed.accelerator.load_state(tmp_path / "saved")
     assert len(resumed.guard.snapshot()["norms"]) == 45
     for x, y in resumed.loader:
@@ -213,21 +217,21 @@ def test_a_resumed_run_uses_the_saved_band(tmp_path):
     assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
 
 
-def test_too_many_spikes_in_a_row_raise():
-    rows = data(60, dict.fromkeys(range(40, 50), 1000.0))
+def test_too_many_spikes_in_a_row_raise_an_error():
+    rows = make_data(60, dict.fromkeys(range(40, 50), 1000.0))
     with pytest.raises(
         SpikeError, match=r"update 41: .*: 4 spikes in a row are more than max_in_row=3, and not just bad batches"
     ):
-        Run(rows, on_spike=SpikePolicy(max_in_row=3)).train()
+        Training(rows, on_spike=SpikePolicy(max_in_row=3)).train()
 
 
-def test_going_back_again_and_again_ends_too():
-    rows = data(80, dict.fromkeys(range(40, 80, 3), 1000.0))
+def test_repeated_rollbacks_end_with_an_error():
+    rows = make_data(80, dict.fromkeys(range(40, 80, 3), 1000.0))
     with pytest.raises(SpikeError, match="more than max_in_row=3"):
-        Run(rows, on_spike=SpikePolicy("go_back", updates=5, max_in_row=3)).train()
+        Training(rows, on_spike=SpikePolicy("go_back", updates=5, max_in_row=3)).train()
 
 
-def test_the_event_and_the_message(caplog):
+def test_event_and_message(caplog):
     heard = []
 
     class Listener:
@@ -236,7 +240,7 @@ def test_the_event_and_the_message(caplog):
 
     listener = Listener()
     events.subscribe(listener.hear)
-    run = Run(data(50, {40: 1000.0}), on_spike="skip").train()
+    run = Training(make_data(50, {40: 1000.0}), on_spike="skip").train()
     (told,) = [each for each in heard if each.name == "spike"]
     assert told.details["action"] == "skip"
     assert told.details["update"] == 41
@@ -245,20 +249,20 @@ def test_the_event_and_the_message(caplog):
     assert run.accelerator.non_finite is None
 
 
-def test_what_is_not_finite_is_a_spike_unless_it_was_asked_for():
-    rows = data(40, {10: math.nan})
-    run = Run(rows, on_spike="skip").train()
+def test_value_that_is_not_finite_is_a_spike_unless_on_non_finite_is_set():
+    rows = make_data(40, {10: math.nan})
+    run = Training(rows, on_spike="skip").train()
     assert (run.guard.num_spikes, run.accelerator.num_updates) == (1, 39)
     with pytest.raises(NonFiniteError):
-        Run(rows, on_spike="skip", on_non_finite="raise").train()
-    both = Run(rows, on_spike="skip", on_non_finite="skip").train()
+        Training(rows, on_spike="skip", on_non_finite="raise").train()
+    both = Training(rows, on_spike="skip", on_non_finite="skip").train()
     assert (both.guard.num_spikes, both.accelerator.non_finite.num_skipped) == (0, 1)
 
 
 @pytest.mark.parametrize(
     "given", [{"action": "stop"}, {"window": 8}, {"warm_up": 200}, {"fence": 0}, {"updates": 0}, {"max_in_row": True}]
 )
-def test_wrong_settings_are_refused(given):
+def test_invalid_settings_are_refused(given):
     with pytest.raises(ConfigError, match=next(iter(given)) if "action" not in given else "on_spike='stop' is unknown"):
         SpikePolicy(**given)
 

@@ -1,4 +1,4 @@
-"""Throughput with a simulated clock: counted and uncounted times, FLOPs, peaks and stragglers."""
+"""Test throughput with a simulated clock: counted and uncounted times, FLOPs, peaks and stragglers."""
 
 import gc
 
@@ -16,7 +16,7 @@ from headway.extras.stragglers import find_stragglers
 from headway.extras.throughput import Throughput, get_peak, look_up_peak, measure_peak
 
 
-class Ticker:
+class SimulatedClock:
     """Clock that is advanced by the test."""
 
     def __init__(self):
@@ -29,8 +29,8 @@ class Ticker:
         self.seconds += seconds
 
 
-class Slow(TensorDataset):
-    """Loader whose batches take a second each."""
+class SlowDataset(TensorDataset):
+    """Dataset whose batches take one second each."""
 
     def __init__(self, clock, *tensors):
         super().__init__(*tensors)
@@ -41,14 +41,14 @@ class Slow(TensorDataset):
         return [self[i] for i in indices]
 
 
-def build(num_rows=8, **options):
-    clock = Ticker()
+def build_training(num_rows=8, **options):
+    clock = SimulatedClock()
     accelerator = Accelerator(cpu=True, **options)
     meter = Throughput(
         accelerator._training_step, accelerator._run.events, accelerator.clock, accelerator.runtime, clock
     )
     model = nn.Linear(3, 1)
-    loader = DataLoader(Slow(clock, torch.ones(num_rows, 3)), batch_size=2)
+    loader = DataLoader(SlowDataset(clock, torch.ones(num_rows, 3)), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     return accelerator, meter, clock, model, optimizer, loader
 
@@ -63,12 +63,12 @@ def train(accelerator, clock, model, optimizer, loader):
             optimizer.zero_grad()
 
 
-def test_rates_and_the_share_of_waiting():
-    accelerator, meter, clock, model, optimizer, loader = build()
+def test_rates_and_the_fraction_of_waiting():
+    accelerator, meter, clock, model, optimizer, loader = build_training()
     assert meter.values() == {}
     train(accelerator, clock, model, optimizer, loader)
-    clock.work(50.0)  # between the passes
-    assert meter.seconds == 16.0  # 4 batches: 1 s to come, 1 s forward, 2 s after
+    clock.work(50.0)  # between the epochs
+    assert meter.seconds == 16.0  # 4 batches: 1 s loading, 1 s forward, 2 s after backward
     assert meter.values() == {"samples_per_second": 0.5, "data_wait": 0.25}
     assert meter.values() == {}
     train(accelerator, clock, model, optimizer, loader)
@@ -76,8 +76,8 @@ def test_rates_and_the_share_of_waiting():
     assert meter.total() == {"samples_per_second": 0.5, "data_wait": 0.25}
 
 
-def test_values_in_the_middle_of_a_lap():
-    accelerator, meter, clock, model, _optimizer, loader = build()
+def test_values_may_be_read_in_the_middle_of_a_step():
+    accelerator, meter, clock, model, _optimizer, loader = build_training()
     for (x,) in loader:
         clock.work(1.0)
         accelerator.backward(model(x).mean())
@@ -86,13 +86,13 @@ def test_values_in_the_middle_of_a_lap():
 
 
 def test_only_real_rows_count():
-    accelerator, meter, clock, model, optimizer, loader = build(num_rows=7)
+    accelerator, meter, clock, model, optimizer, loader = build_training(num_rows=7)
     train(accelerator, clock, model, optimizer, loader)
     assert meter.values()["samples_per_second"] == 7 / 16
 
 
-def test_several_losses_of_a_batch_and_its_pieces_count_once():
-    accelerator, meter, clock, model, _optimizer, loader = build()
+def test_several_losses_and_pieces_of_a_batch_count_once():
+    accelerator, meter, clock, model, _optimizer, loader = build_training()
     for (x,) in loader:
         with accelerator.accumulate(model):
             clock.work(1.0)
@@ -102,9 +102,9 @@ def test_several_losses_of_a_batch_and_its_pieces_count_once():
     assert meter.values() == {"samples_per_second": 0.5, "data_wait": 0.25}
 
 
-def test_evaluation_and_pauses_are_left_out():
-    accelerator, meter, clock, model, _optimizer, loader = build()
-    evaluation = accelerator.prepare(DataLoader(Slow(clock, torch.ones(4, 3)), batch_size=2))
+def test_evaluation_and_pauses_are_not_counted():
+    accelerator, meter, clock, model, _optimizer, loader = build_training()
+    evaluation = accelerator.prepare(DataLoader(SlowDataset(clock, torch.ones(4, 3)), batch_size=2))
     for (x,) in loader:
         with meter.paused():
             clock.work(30.0)  # before its backward
@@ -119,8 +119,8 @@ def test_evaluation_and_pauses_are_left_out():
     assert meter.values() == {"samples_per_second": 0.5, "data_wait": 0.25}
 
 
-def test_an_interrupted_pass_ends_its_lap():
-    accelerator, meter, clock, model, _optimizer, loader = build()
+def test_time_after_an_interrupted_epoch_is_not_counted():
+    accelerator, meter, clock, model, _optimizer, loader = build_training()
     for (x,) in loader:
         clock.work(1.0)
         accelerator.backward(model(x).mean())
@@ -131,8 +131,8 @@ def test_an_interrupted_pass_ends_its_lap():
     assert meter.values() == {"samples_per_second": 0.5, "data_wait": 0.25}
 
 
-def test_batches_of_the_loops_own_have_tokens_only():
-    accelerator, meter, clock, model, _optimizer, _ = build()
+def test_batches_without_a_loader_count_tokens_only():
+    accelerator, meter, clock, model, _optimizer, _ = build_training()
     for _ in range(3):
         accelerator.backward(model(torch.ones(1, 3)).mean())
         clock.work(2.0)
@@ -140,14 +140,14 @@ def test_batches_of_the_loops_own_have_tokens_only():
     assert meter.values() == {"tokens_per_second": 5.0, "data_wait": 0.0}
 
 
-def test_mfu_from_what_is_given():
-    accelerator, meter, clock, model, optimizer, loader = build()
+def test_mfu_from_given_flops():
+    accelerator, meter, clock, model, optimizer, loader = build_training()
     meter.peak = 1000.0
     assert meter.peak == Peak(1000.0, "given")
     meter.flops_per_sample = 400.0
     train(accelerator, clock, model, optimizer, loader)
     assert meter.total()["mfu"] == pytest.approx(0.5 * 400 / 1000)
-    meter.flops_per_token = 6 * 4.0  # tokens come before samples
+    meter.flops_per_token = 6 * 4.0  # tokens take precedence over samples
     meter.add(tokens=160)
     assert meter.values()["mfu"] == pytest.approx(10 * 24 / 1000)
     with pytest.raises(ConfigError, match="above 0"):
@@ -155,27 +155,27 @@ def test_mfu_from_what_is_given():
 
 
 def test_flops_are_counted_on_one_real_batch():
-    accelerator, meter, clock, model, optimizer, loader = build()
+    accelerator, meter, clock, model, optimizer, loader = build_training()
     evaluation = accelerator.prepare(DataLoader(TensorDataset(torch.ones(2, 3)), batch_size=2))
     meter.count_flops()
-    for (x,) in evaluation:  # no backward: not this one
+    for (x,) in evaluation:  # not counted, because there is no backward
         model(x)
     assert meter.flops_per_sample is None
     train(accelerator, clock, model, optimizer, loader)
-    # Forward 2 * 3 * 1 a row, as much for the weight's gradient; the input wants none.
+    # Per row, 2 * 3 * 1 in forward and as many for the gradient of the weight. The input needs no gradient.
     assert meter.flops_per_sample == 12
     assert _get_current_dispatch_mode() is None
 
 
-class Mode(TorchDispatchMode):
+class PassThroughMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_of_the_callers_own_is_not_torn_apart():
-    accelerator, meter, _clock, model, _optimizer, loader = build()
+def test_dispatch_mode_of_the_caller_is_left_intact():
+    accelerator, meter, _clock, model, _optimizer, loader = build_training()
     meter.count_flops()
-    own = Mode()
+    own = PassThroughMode()
     for number, (x,) in enumerate(loader):
         if number == 0:
             own.__enter__()
@@ -187,18 +187,18 @@ def test_a_mode_of_the_callers_own_is_not_torn_apart():
 
 
 def test_counting_changes_no_result():
-    def weights(does_count):
+    def train_weights(does_count):
         torch.manual_seed(0)
-        accelerator, meter, clock, model, optimizer, loader = build()
+        accelerator, meter, clock, model, optimizer, loader = build_training()
         if does_count:
             meter.count_flops()
         train(accelerator, clock, model, optimizer, loader)
         return model.weight.detach()
 
-    assert torch.equal(weights(True), weights(False))
+    assert torch.equal(train_weights(True), train_weights(False))
 
 
-def test_the_accelerator_creates_the_meter_and_attaches_its_loaders():
+def test_accelerator_creates_the_meter_and_attaches_its_loaders():
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 1)
     before = accelerator.prepare(DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2))
@@ -215,7 +215,7 @@ def test_the_accelerator_creates_the_meter_and_attaches_its_loaders():
 
 
 def test_progress_bars_show_the_throughput(capsys):
-    accelerator, meter, clock, model, optimizer, loader = build()
+    accelerator, meter, clock, model, optimizer, loader = build_training()
     assert meter.fact() == "no batch yet"
     meter.show_in_bars()
     meter.show_in_bars()
@@ -252,14 +252,14 @@ def test_stated_peaks(name, dtype, tf32, tera):
     assert (None if found is None else round(found.flops_per_second / 1e12, 3)) == tera
 
 
-def test_a_cpu_is_measured():
+def test_peak_of_a_cpu_is_measured():
     found = get_peak(torch.device("cpu"), torch.float32)
     assert found.source == "measured"
     assert found.flops_per_second > 1e8
     assert measure_peak(torch.device("cpu"), torch.float32, seconds=0.0).flops_per_second > 1e8
 
 
-def test_stragglers():
+def test_stragglers_are_named():
     even = [RankPace(rank, 50, 0.010, 0.02) for rank in range(4)]
     assert find_stragglers(even, 1.3) == {}
     assert find_stragglers(even[:1], 1.3) == {}
@@ -271,13 +271,13 @@ def test_stragglers():
     assert find_stragglers(hungry, 1.3) == {
         3: "rank 3 holds up the others: it waits for data 42% of its time, the median is 2%"
     }
-    # Of two, the faster one is the measure; and a clock too coarse to see anything accuses nobody.
+    # Of two ranks, the faster one is the reference. A time of 0 from a coarse clock marks no rank as slow.
     assert list(find_stragglers([RankPace(0, 1, 0.02, 0), RankPace(1, 1, 0.01, 0)], 1.3)) == [0]
     assert find_stragglers([RankPace(0, 1, 0.0, 0), RankPace(1, 1, 0.01, 0)], 1.3) == {}
 
 
 def test_one_process_publishes_no_pace():
-    accelerator, meter, clock, model, optimizer, loader = build()
+    accelerator, meter, clock, model, optimizer, loader = build_training()
     meter.every = 1
     train(accelerator, clock, model, optimizer, loader)
     assert meter.paces() == []

@@ -1,4 +1,4 @@
-"""One warning about parameters that get gradients but are in no optimizer, and none for programs that are right."""
+"""Test the warning about parameters that get gradients but are in no optimizer, and that correct programs get none."""
 
 from typing import Any
 
@@ -13,19 +13,19 @@ SGD = torch.optim.SGD
 WARNING = "2 trainable parameters get gradients, but no optimizer updates them (0.weight, 0.bias)"
 
 
-def build() -> nn.Sequential:
+def build_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
 
 
 class Program:
-    """A training loop whose optimizer holds only the last layer. Programs change what happens to the first one."""
+    """Training loop whose optimizer holds only the last layer. Subclasses change what happens to the first layer."""
 
     num_steps = 1
 
     def __init__(self) -> None:
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=self.num_steps)
-        self.model: Any = build()
+        self.model: Any = build_model()
         self.optimizers: list[Any] = [SGD(self.model[1].parameters(), lr=0.1)]
         self.prepare()
 
@@ -56,7 +56,7 @@ class ForgottenInWindows(Program):
     num_steps = 2
 
 
-class Held(Program):
+class AllHeld(Program):
     def prepare(self) -> None:
         self.optimizers = [SGD(self.model.parameters(), lr=0.1)]
         super().prepare()
@@ -75,7 +75,7 @@ class Frozen(Program):
 
 
 class UnusedHead(Program):
-    """A head that is trained by nobody, and used only in evaluation."""
+    """The head is trained by nobody, and used only in evaluation."""
 
     def prepare(self) -> None:
         self.model.append(nn.Linear(1, 1))
@@ -99,7 +99,7 @@ class AddedLater(Program):
 
 
 class UnpreparedOptimizer(Program):
-    """It belongs to the script, which steps it now and then."""
+    """The script steps the optimizer of the first layer now and then."""
 
     def prepare(self) -> None:
         self.other = SGD(self.model[0].parameters(), lr=0.1)
@@ -131,8 +131,8 @@ class UpdatedThroughData(Program):
             p.data.add_(p.grad, alpha=-0.1)
 
 
-class Judge(Program):
-    """A network in evaluation mode that only measures the loss."""
+class EvaluationNetwork(Program):
+    """A network in evaluation mode measures the loss."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -144,7 +144,7 @@ class Judge(Program):
 
 
 @pytest.mark.parametrize("program", [Forgotten, ForgottenInWindows])
-def test_a_forgotten_layer_is_named_once(program: type[Program], caplog: pytest.LogCaptureFixture) -> None:
+def test_forgotten_layer_is_named_once(program: type[Program], caplog: pytest.LogCaptureFixture) -> None:
     made = program()
     made.run()
     made.accelerator.free_memory()
@@ -154,7 +154,7 @@ def test_a_forgotten_layer_is_named_once(program: type[Program], caplog: pytest.
 @pytest.mark.parametrize(
     "program",
     [
-        Held,
+        AllHeld,
         InTwoOptimizers,
         Frozen,
         UnusedHead,
@@ -164,7 +164,7 @@ def test_a_forgotten_layer_is_named_once(program: type[Program], caplog: pytest.
         OptimizerOfAnotherAccelerator,
         UpdatedByHand,
         UpdatedThroughData,
-        Judge,
+        EvaluationNetwork,
     ],
 )
 def test_correct_programs_get_no_warning(program: type[Program], caplog: pytest.LogCaptureFixture) -> None:
@@ -175,7 +175,7 @@ def test_correct_programs_get_no_warning(program: type[Program], caplog: pytest.
 
 
 def test_adversarial_networks_get_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """The generator's loss gives gradients to the critic, whose optimizer is another one, and is prepared later."""
+    """The generator's loss gives gradients to the critic, whose own optimizer is prepared later."""
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     generator, critic = accelerator.prepare(nn.Linear(3, 3), nn.Linear(3, 1))
@@ -196,7 +196,7 @@ def test_adversarial_networks_get_no_warning(caplog: pytest.LogCaptureFixture) -
     assert "no optimizer updates" not in caplog.text
 
 
-def test_the_check_computes_nothing_after_the_second_update(monkeypatch) -> None:
+def test_check_computes_nothing_after_the_second_update(monkeypatch) -> None:
     program = Forgotten()
     program.run(2)
     monkeypatch.setattr(untrained_parameters, "_find_untrained", None)  # a call would raise an error

@@ -1,4 +1,4 @@
-"""The timeline of a step, on events that are written by hand."""
+"""Test the timeline of a step on events written by hand."""
 
 from headway.forecasting.answer import build_timeline
 from headway.forecasting.device.allocator import MemoryEvent, compute_exact_peak, split_by_kind
@@ -15,7 +15,7 @@ EVENTS = [
 PHASES = {"set-up": 0, "step 1 forward": 1, "step 1 backward": 5}
 
 
-def test_every_request_where_there_are_few():
+def test_short_timeline_contains_every_request():
     found = build_timeline(EVENTS, PHASES)
     assert found.places == tuple(range(7))
     assert found.totals == (100, 110, 610, 110, 130, 110, 100)
@@ -24,7 +24,7 @@ def test_every_request_where_there_are_few():
     assert found.phases == (("set-up", 0), ("step 1 forward", 1), ("step 1 backward", 5))
 
 
-def test_fewer_places_keep_the_peak():
+def test_timeline_with_fewer_points_keeps_the_peak():
     for points in (1, 2, 3):
         found = build_timeline(EVENTS, PHASES, points)
         assert len(found.places) <= points
@@ -33,6 +33,6 @@ def test_fewer_places_keep_the_peak():
         assert {kind: sizes[peak] for kind, sizes in found.sizes.items() if sizes[peak]} == split_by_kind(EVENTS, 2)
 
 
-def test_nothing():
+def test_timeline_without_events():
     assert build_timeline([], {}).places == ()
     assert build_timeline([], {}).totals == ()

@@ -1,4 +1,4 @@
-"""`accelerator.forecast`: the numbers of `headway.forecast` and of a real run, and a model that stays as it is."""
+"""Test `accelerator.forecast`: it equals `headway.forecast` and a real run, and leaves the model unchanged."""
 
 import random
 from functools import partial
@@ -32,11 +32,11 @@ class Block(nn.Module):
         return x + self.drop(self.down(nn.functional.gelu(self.up(x))))
 
 
-def net():
+def build_net():
     return nn.Sequential(*[Block() for _ in range(3)], nn.BatchNorm1d(64))
 
 
-def batch(size):
+def make_batch(size):
     return torch.ones(size, 64), torch.zeros(size, 64)
 
 
@@ -45,16 +45,16 @@ def accelerator():
     return Accelerator(cpu=True)
 
 
-def both(accelerator, **options):
-    """The forecast in the script, prepared, and that of the model by itself."""
-    model = net()
+def forecast_both(accelerator, **options):
+    """Return the forecast of the prepared model, and that of `headway.forecast`."""
+    model = build_net()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    inside = accelerator.forecast(model, batch(24), optimizer=optimizer, loss=MSE)
-    outside = headway.forecast(net, batch, loss=MSE, batch_size=24, device="cpu", largest=False, **options)
+    inside = accelerator.forecast(model, make_batch(24), optimizer=optimizer, loss=MSE)
+    outside = headway.forecast(build_net, make_batch, loss=MSE, batch_size=24, device="cpu", largest=False, **options)
     return inside, outside
 
 
-# ---------------------------------------------------------------- the numbers
+# ---------------------------------------------------------------- results
 
 
 @pytest.mark.slow
@@ -68,20 +68,20 @@ def both(accelerator, **options):
         ({"kwargs_handlers": [ActivationCheckpointing()]}, {"recompute": True}),
     ],
 )
-def test_it_is_the_forecast_of_the_model_as_the_accelerator_trains_it(setting, options):
+def test_forecast_equals_that_of_the_model_as_it_is_trained(setting, options):
     accelerator = Accelerator(cpu=True, **setting)
-    inside, outside = both(accelerator, **options)
+    inside, outside = forecast_both(accelerator, **options)
     assert inside.allocated == outside.allocated
     assert inside.split == outside.split
     assert (inside.batch_size, inside.largest_batch, inside.budget, inside.fits) == (24, None, None, None)
-    model = net()
-    before = accelerator.forecast(model, batch(24), optimizer=torch.optim.AdamW, loss=MSE)
+    model = build_net()
+    before = accelerator.forecast(model, make_batch(24), optimizer=torch.optim.AdamW, loss=MSE)
     assert before.allocated == inside.allocated
 
 
-def test_checkpointing_by_hand_is_repeated_and_undone(accelerator):
-    model = accelerator.prepare(net())
-    ask = partial(accelerator.forecast, model, batch(256), optimizer=torch.optim.AdamW, loss=MSE)
+def test_checkpointing_is_repeated_and_undone(accelerator):
+    model = accelerator.prepare(build_net())
+    ask = partial(accelerator.forecast, model, make_batch(256), optimizer=torch.optim.AdamW, loss=MSE)
     plain = ask().allocated
     accelerator.checkpoint_activations(model)
     assert ask().allocated < plain
@@ -90,8 +90,8 @@ def test_checkpointing_by_hand_is_repeated_and_undone(accelerator):
 
 
 def test_averages_of_the_model_are_counted(accelerator):
-    model = accelerator.prepare(net())
-    ask = partial(accelerator.forecast, model, batch(64), optimizer=torch.optim.AdamW, loss=MSE)
+    model = accelerator.prepare(build_net())
+    ask = partial(accelerator.forecast, model, make_batch(64), optimizer=torch.optim.AdamW, loss=MSE)
     plain, size = ask(), sum(parameter.numel() for parameter in model.parameters())
     assert "averages" not in plain.split
     averages = [
@@ -103,18 +103,18 @@ def test_averages_of_the_model_are_counted(accelerator):
     assert all(each.num_updates == 0 for each in averages)
 
 
-def test_it_is_what_a_run_takes(accelerator):
-    model = net()
+def test_forecast_equals_a_real_run(accelerator):
+    model = build_net()
     found = accelerator.forecast(
-        model, batch(64), optimizer=torch.optim.SGD(model.parameters(), momentum=0.9), loss=MSE, max_norm=1.0
+        model, make_batch(64), optimizer=torch.optim.SGD(model.parameters(), momentum=0.9), loss=MSE, max_norm=1.0
     )
     recipe = StepRecipe(lambda parameters: torch.optim.SGD(parameters, momentum=0.9), MSE, max_norm=1.0)
-    assert found.allocated == pytest.approx(measure_peak(model, recipe, lambda: batch(64)), rel=0.015)
+    assert found.allocated == pytest.approx(measure_peak(model, recipe, lambda: make_batch(64)), rel=0.015)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["nothing", "padding", "packed", "positions"])
-def test_a_mask_is_left_out_where_a_run_leaves_it_out(accelerator, what):
+def test_mask_is_left_out_where_a_run_leaves_it_out(accelerator, what):
     import transformers
 
     config = transformers.LlamaConfig(
@@ -138,38 +138,40 @@ def test_a_mask_is_left_out_where_a_run_leaves_it_out(accelerator, what):
 
 
 @pytest.mark.slow
-def test_the_largest_batch_is_searched_for_within_a_budget(accelerator):
-    model = net()
+def test_largest_batch_is_searched_within_a_budget(accelerator):
+    model = build_net()
     optimizer = torch.optim.AdamW(model.parameters())
     ask = partial(accelerator.forecast, model, optimizer=optimizer, loss=MSE, budget="8MiB")
-    found = ask(batch(24))
+    found = ask(make_batch(24))
     assert found.fits
     assert found.num_traces <= 6
-    assert ask(batch(found.largest_batch), largest=False).fits
-    assert ask(batch(found.largest_batch + 1), largest=False).fits is False
-    made = ask(batch(24), batch_fn=batch)
+    assert ask(make_batch(found.largest_batch), largest=False).fits
+    assert ask(make_batch(found.largest_batch + 1), largest=False).fits is False
+    made = ask(make_batch(24), batch_fn=make_batch)
     assert made.largest_batch == found.largest_batch
     one = accelerator.forecast(
         model,
-        {"x": batch(24)[0], "y": batch(24)[1]},
+        {"x": make_batch(24)[0], "y": make_batch(24)[1]},
         optimizer=optimizer,
         forward=lambda model, given: MSE(model(given["x"]), given["y"]),
         budget="8MiB",
     )
-    assert one.largest_batch >= found.largest_batch  # the outputs go when the function returns
+    assert one.largest_batch >= found.largest_batch  # the outputs are freed when the function returns
 
 
 def test_another_device_can_be_named(accelerator):
-    found = accelerator.forecast(net(), batch(24), optimizer=torch.optim.AdamW, loss=MSE, device="t4", largest=False)
+    found = accelerator.forecast(
+        build_net(), make_batch(24), optimizer=torch.optim.AdamW, loss=MSE, device="t4", largest=False
+    )
     assert found.device == "t4"
     assert found.budget == DEVICES["t4"].memory
     assert any("memory of t4 besides tensors" in caveat for caveat in found.caveats)
 
 
-# ---------------------------------------------------------------- the model stays as it is
+# ---------------------------------------------------------------- unchanged model
 
 
-def everything(model, optimizer):
+def copy_all_state(model, optimizer):
     """Return all state of the model that a forecast could change."""
     return (
         {name: tensor.clone() for name, tensor in model.state_dict().items()},
@@ -183,56 +185,56 @@ def everything(model, optimizer):
     )
 
 
-def same(first, second):
+def are_equal(first, second):
     if isinstance(first, torch.Tensor):
         return torch.equal(first, second)
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(value, second[key]) for key, value in first.items())
+        return first.keys() == second.keys() and all(are_equal(value, second[key]) for key, value in first.items())
     if isinstance(first, tuple | list):
-        return len(first) == len(second) and all(map(same, first, second))
+        return len(first) == len(second) and all(map(are_equal, first, second))
     return first == second
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_prepared", [False, True])
-def test_the_model_stays_as_it_is(accelerator, is_prepared):
-    model, called = net(), []
+def test_model_stays_unchanged(accelerator, is_prepared):
+    model, called = build_net(), []
     model[0].up.register_forward_hook(lambda *_: called.append(1))
     own = torch.optim.AdamW(model.parameters())
     torch.optim.lr_scheduler.StepLR(own, 1)  # patches its step
     prepared, optimizer = accelerator.prepare(model, own) if is_prepared else (model, own)
     for _ in range(2):
-        MSE(prepared(batch(8)[0]), batch(8)[1]).backward()
+        MSE(prepared(make_batch(8)[0]), make_batch(8)[1]).backward()
         own.step()
     model[1].eval()
-    before, num_calls = everything(model, own), len(called)
+    before, num_calls = copy_all_state(model, own), len(called)
     with torch.no_grad():
-        accelerator.forecast(prepared, batch(8), optimizer=optimizer, loss=MSE, budget="4MiB")
-    assert same(before, everything(model, own))
+        accelerator.forecast(prepared, make_batch(8), optimizer=optimizer, loss=MSE, budget="4MiB")
+    assert are_equal(before, copy_all_state(model, own))
     del called[num_calls:]
-    MSE(prepared(batch(8)[0]), batch(8)[1]).backward()
+    MSE(prepared(make_batch(8)[0]), make_batch(8)[1]).backward()
     assert len(called) == num_calls + 1
 
 
-def test_a_function_that_keeps_the_original_model_is_detected(accelerator):
-    model = net()
+def test_function_that_keeps_the_original_model_is_detected(accelerator):
+    model = build_net()
     inner = model[0].forward
     model[0].forward = lambda x: inner(x)
-    before = everything(model, optimizer := torch.optim.AdamW(model.parameters()))
+    before = copy_all_state(model, optimizer := torch.optim.AdamW(model.parameters()))
     with pytest.raises(UnsupportedError, match=r"the model's own parameters \(0.up.weight"):
-        accelerator.forecast(model, batch(8), optimizer=optimizer, loss=MSE)
-    assert same(before, everything(model, optimizer))
+        accelerator.forecast(model, make_batch(8), optimizer=optimizer, loss=MSE)
+    assert are_equal(before, copy_all_state(model, optimizer))
 
 
-# ---------------------------------------------------------------- wrong use
+# ---------------------------------------------------------------- invalid use
 
 
-class Reads(Block):
+class ReadingBlock(Block):
     def forward(self, x):
         return super().forward(x) * float(x.sum())
 
 
-class Locked(Block):
+class LockedBlock(Block):
     def __init__(self):
         super().__init__()
         self.lock = __import__("threading").Lock()
@@ -247,26 +249,26 @@ class Locked(Block):
         ({"loss": None, "forward": lambda m, b: None}, LossError, "the loss is missing"),
         ({"forward": lambda m, b: m(b[0]).sum()}, ConfigError, "give one of them"),
         ({"optimizer": "adamw"}, ConfigError, "optimizer='adamw'"),
-        ({"optimizer": torch.optim.SGD(net().parameters())}, ConfigError, "that are not the model's"),
-        ({"model": Reads()}, UnsupportedError, r"test_in_script.py:\d+ in forward"),
-        ({"model": Locked()}, UnsupportedError, "cannot be copied"),
+        ({"optimizer": torch.optim.SGD(build_net().parameters())}, ConfigError, "that are not the model's"),
+        ({"model": ReadingBlock()}, UnsupportedError, r"test_in_script.py:\d+ in forward"),
+        ({"model": LockedBlock()}, UnsupportedError, "cannot be copied"),
         ({"model": nn.Sequential(nn.LazyLinear(64))}, UnsupportedError, "lazy module"),
         ({"device": "gpu"}, ConfigError, "not in the table"),
     ],
 )  # fmt: skip
 def test_invalid_values_are_refused(accelerator, options, error, text):
-    given = {"model": Block(), "batch": batch(8), "optimizer": torch.optim.AdamW, "loss": MSE, **options}
+    given = {"model": Block(), "batch": make_batch(8), "optimizer": torch.optim.AdamW, "loss": MSE, **options}
     with pytest.raises(error, match=text):
         accelerator.forecast(given.pop("model"), given.pop("batch"), **given)
 
 
-def test_what_is_not_known_yet_is_refused():
+def test_unsupported_options_are_refused():
     compiling = Accelerator(cpu=True, dynamo_backend="eager")
     with pytest.raises(UnsupportedError, match="dynamo_backend"):
-        compiling.forecast(net(), batch(8), loss=MSE)
+        compiling.forecast(build_net(), make_batch(8), loss=MSE)
     offloading = Accelerator(cpu=True, kwargs_handlers=[ActivationCheckpointing(offload=True)])
     with pytest.raises(UnsupportedError, match="leave offload out"):
-        offloading.forecast(net(), batch(8), loss=MSE)
+        offloading.forecast(build_net(), make_batch(8), loss=MSE)
 
 
 # ---------------------------------------------------------------- batches of other sizes
@@ -287,10 +289,10 @@ def test_rows_are_repeated_and_cut_with_their_strides():
         assert made["names"] == ["a"] * 6
 
 
-# ---------------------------------------------------------------- the device that is here
+# ---------------------------------------------------------------- present device
 
 
-def hardware(name, memory, capability, reserved=0, allocated=0):
+def simulate_gpu(name, memory, capability, reserved=0, allocated=0):
     """Replace torch.cuda's functions by those of a simulated GPU."""
     module = SimpleNamespace(
         get_device_name=lambda _: name,
@@ -314,9 +316,9 @@ def hardware(name, memory, capability, reserved=0, allocated=0):
         ("NVIDIA RTX 6000 Ada Generation", 47.5, (8, 9), None),
     ],
 )
-def test_a_card_is_found_by_its_name_and_memory(name, gib, capability, entry):
+def test_gpu_is_found_by_its_name_and_memory(name, gib, capability, entry):
     memory = int(gib * GIB)
-    found = describe_present_device(hardware(name, memory, capability), torch.device("cuda:0"))
+    found = describe_present_device(simulate_gpu(name, memory, capability), torch.device("cuda:0"))
     assert (found.memory, found.capability) == (memory, capability)
     assert found.name == (entry or name)
     assert ("is not in the table" in found.source) == (entry is None)
@@ -325,20 +327,20 @@ def test_a_card_is_found_by_its_name_and_memory(name, gib, capability, entry):
 
 
 @pytest.mark.parametrize(("product", "gib"), [("NVIDIA RTX 6000 Ada Generation", 47.5), ("NVIDIA L40S", 44.5)])
-def test_a_calibrated_card_is_what_was_measured(monkeypatch, tmp_path, product, gib):
-    """A record that was made up; the measurement is in tests/gpu."""
+def test_calibrated_gpu_uses_the_measured_values(monkeypatch, tmp_path, product, gib):
+    """The record is invented. tests/gpu contains the measurement."""
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
     memory, capability = int(gib * GIB), (8, 9)
     record = CalibrationRecord(product, memory, capability, 123 << 20, 16 << 20, "2.13.0", "2026-11-23")
     calibration.write_record(tmp_path / calibration.FILE_NAME, name_card(product, memory), record)
-    found = describe_present_device(hardware(product, memory, capability), torch.device("cuda:0"))
+    found = describe_present_device(simulate_gpu(product, memory, capability), torch.device("cuda:0"))
     assert found.overhead[1] == 123 << 20
     assert "2026-11-23" in found.source
 
 
-def test_what_is_left_of_a_card_leaves_out_what_others_hold(monkeypatch):
+def test_free_memory_excludes_that_of_other_programs(monkeypatch):
     monkeypatch.setattr(present, "read_free_bytes", lambda *_: 10 * GIB)
-    card = hardware("NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), reserved=6 * GIB, allocated=5 * GIB)
+    card = simulate_gpu("NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), reserved=6 * GIB, allocated=5 * GIB)
     target = describe_present_device(card, torch.device("cuda:0"))
     left = measure_budget(card, torch.device("cuda:0"), target, held=2 * GIB)
     assert left == 10 * GIB + (6 - 3) * GIB + target.overhead[0], "3 GiB belong to other models"
@@ -347,10 +349,10 @@ def test_what_is_left_of_a_card_leaves_out_what_others_hold(monkeypatch):
 
 
 @pytest.mark.slow
-def test_on_a_cpu_the_limit_of_the_address_space_is_the_budget(accelerator, monkeypatch):
+def test_limit_of_the_address_space_is_the_budget_on_a_cpu(accelerator, monkeypatch):
     monkeypatch.setattr(present, "read_free_address_space", lambda: 40 << 20)
-    model = net()
-    found = accelerator.forecast(model, batch(8), optimizer=torch.optim.AdamW(model.parameters()), loss=MSE)
+    model = build_net()
+    found = accelerator.forecast(model, make_batch(8), optimizer=torch.optim.AdamW(model.parameters()), loss=MSE)
     weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     assert found.budget == (30 << 20) + weights
     assert found.largest_batch > 8

@@ -1,4 +1,4 @@
-"""Models on packed documents: those that separate them pass, all others are refused by name before an update."""
+"""Test models on packed documents: those that separate documents pass, and all others are refused before an update."""
 
 from typing import Any
 
@@ -16,12 +16,13 @@ WIDTH = 16
 
 
 class Attending(nn.Module):
-    """A small decoder with one block, written by hand.
+    """Small decoder with one block, written by hand.
 
     Args:
         is_masked: Whether documents are masked from each other.
-        starts_again: Whether positions are those of the batch.
-        routes: Whether tokens go through one of two experts, all tokens of an expert in one product.
+        starts_again: Whether positions start again at 0 in each document.
+        routes: Whether tokens pass through one of two experts, with all tokens of an expert in one product.
+
     """
 
     def __init__(self, is_masked: bool = True, starts_again: bool = True, routes: bool = False) -> None:
@@ -51,7 +52,7 @@ class Attending(nn.Module):
 
 
 class Scoring(Attending):
-    """The decoder, which gets labels and returns nothing but its loss."""
+    """Decoder that gets labels and returns only its loss."""
 
     def forward(self, input_ids: Any, position_ids: Any, labels: Any) -> Any:  # type: ignore[override]
         logits = super().forward(input_ids, position_ids)["logits"]
@@ -59,7 +60,7 @@ class Scoring(Attending):
 
 
 class Recurrent(nn.Module):
-    """A recurrence over all tokens, with `position_ids` among its keyword arguments, as state-space models have."""
+    """Recurrence over all tokens that accepts `position_ids` among its keyword arguments, as state-space models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class Recurrent(nn.Module):
 
 
 class Bare(nn.Module):
-    """A model that gets nothing but tokens."""
+    """Model that gets only tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ def test_models_written_by_hand(kind: type[Attending], routes: bool, dtype: torc
             check_document_boundaries(kind(starts_again=False, routes=routes).to(dtype), collate)
 
 
-def test_models_that_get_no_boundaries() -> None:
+def test_models_that_get_no_boundaries_are_refused() -> None:
     with pytest.raises(PrepareError, match="Recurrent ignores the boundaries"):
         check_document_boundaries(Recurrent(), PackingCollator())
     with pytest.raises(
@@ -108,7 +109,7 @@ def test_models_that_get_no_boundaries() -> None:
         check_document_boundaries(Bare(), PackingCollator())
 
 
-def test_a_model_whose_outputs_say_nothing_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_model_with_uninformative_outputs_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = Attending()
     nn.init.zeros_(model.head.weight)
     with caplog.at_level("WARNING"):
@@ -116,7 +117,7 @@ def test_a_model_whose_outputs_say_nothing_gives_a_warning(caplog: pytest.LogCap
     assert "it is unknown whether it separates packed documents" in caplog.text
 
 
-def test_rounding_is_no_leak_and_a_leak_is_no_rounding() -> None:
+def test_rounding_is_distinguished_from_a_leak() -> None:
     packed, other = torch.ones(4, 8), torch.full((4, 8), 1.5)
     noisy = packed + 1e-6
     assert judge_boundaries(ProbeOutputs(packed, noisy, other, control=noisy, alone=noisy), is_half=False) == ""
@@ -157,32 +158,32 @@ def make_model(name: str, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families_of_transformers(name: str) -> None:
+def test_model_families_of_transformers(name: str) -> None:
     for form in ("position_ids", "mask", "varlen"):
         model = make_model(name)
         if form in FAMILIES[name][1]:
             check_document_boundaries(model, PackingCollator(form))
-        elif (name, form) != ("MambaForCausalLM", "mask"):  # it fails with torch's own error
+        elif (name, form) != ("MambaForCausalLM", "mask"):  # fails with torch's error
             with pytest.raises(PrepareError, match=f"{name} ignores the boundaries"):
                 check_document_boundaries(model, PackingCollator(form))
 
 
-class Masked(PackingCollator):
-    """Adds the mask that tokenizers return."""
+class MaskingCollator(PackingCollator):
+    """Collator that adds the mask that tokenizers return."""
 
     def __call__(self, sequences: Any) -> dict[str, Any]:
         batch = super().__call__(sequences)
         return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
 
 
-def test_what_makes_transformers_ignore_the_boundaries_is_refused() -> None:
+def test_settings_that_make_transformers_ignore_the_boundaries_are_refused() -> None:
     for implementation in ("sdpa", "eager"):
         check_document_boundaries(make_model("LlamaForCausalLM", attn_implementation=implementation), PackingCollator())
     with pytest.raises(PrepareError, match="LlamaForCausalLM ignores"):
         check_document_boundaries(make_model("LlamaForCausalLM", use_cache=True), PackingCollator())
     with pytest.raises(PrepareError, match="LlamaForCausalLM ignores"):
-        check_document_boundaries(make_model("LlamaForCausalLM"), Masked())
-    eager = make_model("LlamaForCausalLM", attn_implementation="eager")  # adds a boolean mask as a number
+        check_document_boundaries(make_model("LlamaForCausalLM"), MaskingCollator())
+    eager = make_model("LlamaForCausalLM", attn_implementation="eager")  # adds a boolean mask to the scores as a number
     with pytest.raises(PrepareError, match="LlamaForCausalLM"):
         check_document_boundaries(eager, PackingCollator("mask"))
 
@@ -197,7 +198,7 @@ def test_encoders_need_a_mask_in_both_directions() -> None:
             check_document_boundaries(model, collate)
 
 
-def test_the_losses_of_other_documents_are_bit_equal_when_one_changes() -> None:
+def test_changed_document_leaves_the_losses_of_others_equal_bit_for_bit() -> None:
     documents = [[5, 9, 7, 6], [8, 4, 4, 10, 11], [20, 21, 22]]
     changed = [[15, 19, 17, 16], *documents[1:]]
     for name in ("LlamaForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel"):

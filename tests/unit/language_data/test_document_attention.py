@@ -1,4 +1,4 @@
-"""Boundaries of documents in the forms of each attention: equal to documents one by one, and to transformers' own."""
+"""Test boundaries of documents for each kind of attention against single documents and against transformers."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def test_documents_are_counted_in_each_row() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_masked_attention_is_that_of_each_document_by_itself(is_causal: bool) -> None:
+def test_masked_attention_equals_that_of_single_documents(is_causal: bool) -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 3, 2, 8, 4, dtype=torch.float64)
     found = scaled_dot_product_attention(query, key, value, attn_mask=make_document_mask(POSITIONS, is_causal))
@@ -38,7 +38,7 @@ def test_masked_attention_is_that_of_each_document_by_itself(is_causal: bool) ->
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_the_block_mask_of_flex_attention_allows_the_same_tokens(is_causal: bool) -> None:
+def test_block_mask_of_flex_attention_allows_the_same_tokens(is_causal: bool) -> None:
     found = make_block_mask(POSITIONS, is_causal)
     places = torch.arange(8)
     rows = torch.arange(3)
@@ -47,7 +47,7 @@ def test_the_block_mask_of_flex_attention_allows_the_same_tokens(is_causal: bool
     assert found.shape == (3, 1, 8, 8)
 
 
-def test_varlen_arguments_are_those_of_transformers() -> None:
+def test_varlen_arguments_equal_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     documents = [[4] * size for row in SIZES for size in row]
     collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
@@ -63,7 +63,7 @@ def test_varlen_arguments_are_those_of_transformers() -> None:
 
 
 def attend_varlen(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **given: Any) -> Any:
-    """What flash_attn_varlen_func computes: causal attention within each document."""
+    """Compute causal attention within each document, like flash_attn_varlen_func."""
     assert given["causal"]
     assert given["max_seqlen_q"] == given["max_seqlen_k"] == int(cu_seqlens_q.diff().max())
     parts = []
@@ -74,7 +74,7 @@ def attend_varlen(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlen
 
 
 def test_flash_attention_of_transformers_gets_the_boundaries_of_joined_rows_only(monkeypatch: Any) -> None:
-    """The kernels need a GPU. transformers' own choice between them runs here, on a stand-in for the kernel."""
+    """The kernels need a GPU, so transformers chooses among stand-ins for them."""
     pytest.importorskip("transformers")
     from transformers import modeling_flash_attention_utils as flash
 
@@ -98,7 +98,9 @@ def test_flash_attention_of_transformers_gets_the_boundaries_of_joined_rows_only
     query, key, value = torch.randn(3, 3, 8, 2, 4)  # (rows, tokens, heads, width)
     attend = flash._flash_attention_forward
     attend(query, key, value, None, 8, True, position_ids=POSITIONS)
-    assert calls == ["whole rows"]  # several rows: the boundaries are ignored, so the collator joins them
+    assert calls == [
+        "whole rows"
+    ]  # transformers ignores the boundaries of several rows, so the collator joins the rows
     arguments = make_varlen_arguments(POSITIONS)
     joined = (each.reshape(1, 24, 2, 4) for each in (query, key, value))
     found = attend(

@@ -1,4 +1,4 @@
-"""Mixtures of map-style sources: shares, passes, ends, order on any number of ranks and workers, and wrong use."""
+"""Test mixtures of map-style sources: shares, repetition, ends, order on any number of ranks and workers, and invalid use."""
 
 import itertools
 import pickle
@@ -15,14 +15,14 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 from headway import Mixture, TrainingArguments
 from headway.errors import ConfigError, DataError
 from headway.trainer.data import make_train_sampler
-from tests.unit.core.data.fakes import on_ranks, prepare
+from tests.unit.core.data.fakes import prepare, run_on_ranks
 
 LENGTHS = {"web": 120, "code": 45, "math": 20}
 WEIGHTS = {"web": 0.5, "code": 0.3, "math": 0.2}
 
 
-class Rows(Dataset):
-    """Rows that know their source and number."""
+class SourceRows(Dataset):
+    """Rows that contain their source and number."""
 
     def __init__(self, name, length):
         self.name = name
@@ -35,8 +35,10 @@ class Rows(Dataset):
         return {"number": index, "name": self.name}
 
 
-def build(lengths=LENGTHS, **options):
-    return Mixture({name: Rows(name, length) for name, length in lengths.items()}, **{"weights": WEIGHTS, **options})
+def build_mixture(lengths=LENGTHS, **options):
+    return Mixture(
+        {name: SourceRows(name, length) for name, length in lengths.items()}, **{"weights": WEIGHTS, **options}
+    )
 
 
 def read_all(mixture):
@@ -51,7 +53,7 @@ def collate(samples):
 
 
 def test_each_sample_names_its_source():
-    mixture = build(seed=1)
+    mixture = build_mixture(seed=1)
     assert mixture.names == ("web", "code", "math")
     for position in range(len(mixture)):
         sample = mixture[position]
@@ -67,12 +69,12 @@ def test_tuples_and_other_samples_get_their_source_on_request():
     assert {sample[2] for sample in map(Mixture(sources, adds_source=True).__getitem__, range(3))} == {0, 1}
     numbers = Mixture({"one": [7]}, adds_source=True)
     assert numbers[0] == (7, 0)
-    assert "source" not in build(adds_source=False)[0]
+    assert "source" not in build_mixture(adds_source=False)[0]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_each_pass_over_a_source_has_each_sample_once_in_another_order(seed):
-    mixture = build(seed=seed, num_samples=400)
+    mixture = build_mixture(seed=seed, num_samples=400)
     orders = {name: [number for source, number in read_all(mixture) if source == name] for name in LENGTHS}
     for name, length in LENGTHS.items():
         passes = [orders[name][start : start + length] for start in range(0, len(orders[name]), length)]
@@ -80,11 +82,15 @@ def test_each_pass_over_a_source_has_each_sample_once_in_another_order(seed):
             assert len(set(each)) == len(each)
         assert sorted(passes[0]) == list(range(length))
         assert len(passes) < 2 or passes[0][: len(passes[1])] != passes[1]
-    assert read_all(build(seed=seed, num_samples=400)) == read_all(mixture) != read_all(build(seed=9, num_samples=400))
+    assert (
+        read_all(build_mixture(seed=seed, num_samples=400))
+        == read_all(mixture)
+        != read_all(build_mixture(seed=9, num_samples=400))
+    )
 
 
 def test_shares_hold_at_every_prefix():
-    mixture = build(num_samples=1000)
+    mixture = build_mixture(num_samples=1000)
     counts = Counter()
     for position, (name, _) in enumerate(read_all(mixture), start=1):
         counts[name] += 1
@@ -104,12 +110,12 @@ def test_large_sources_are_shuffled_without_a_permutation_in_memory():
 
 
 def test_without_shuffling_sources_keep_their_order():
-    mixture = build(shuffle=False)
+    mixture = build_mixture(shuffle=False)
     numbers = [number for name, number in read_all(mixture) if name == "code"]
     assert numbers == [at % 45 for at in range(len(numbers))]
 
 
-def test_a_mixture_in_a_mixture_keeps_its_own_shares():
+def test_nested_mixture_keeps_its_shares():
     inner = Mixture({"a": range(10), "b": range(100, 110)}, weights=[0.5, 0.5], shuffle=False)
     outer = Mixture({"inner": inner, "c": range(1000, 1010)}, weights=[0.8, 0.2], num_samples=25)
     found = [outer[position] for position in range(25)]
@@ -119,9 +125,9 @@ def test_a_mixture_in_a_mixture_keeps_its_own_shares():
 # -------------------------------------------------------------------- epochs and ends
 
 
-def test_epochs_continue_one_another_if_all_sources_repeat():
-    whole = read_all(build(num_samples=300))
-    parts = build(num_samples=100)
+def test_epochs_continue_if_all_sources_repeat():
+    whole = read_all(build_mixture(num_samples=300))
+    parts = build_mixture(num_samples=100)
     found = []
     for epoch in range(3):
         parts.set_epoch(epoch)
@@ -130,8 +136,8 @@ def test_epochs_continue_one_another_if_all_sources_repeat():
 
 
 @pytest.mark.parametrize("epoch", [0, 3])
-def test_sources_that_drop_out_give_each_sample_once_an_epoch(epoch):
-    mixture = build(when_source_ends="drop")
+def test_dropped_sources_give_each_sample_once_per_epoch(epoch):
+    mixture = build_mixture(when_source_ends="drop")
     first = read_all(mixture)
     mixture.set_epoch(epoch)
     found = read_all(mixture)
@@ -139,28 +145,28 @@ def test_sources_that_drop_out_give_each_sample_once_an_epoch(epoch):
     assert (found == first) == (epoch == 0)
 
 
-def test_an_epoch_stops_at_the_sample_that_an_ended_source_lacks():
-    mixture = build(when_source_ends="stop")
+def test_epoch_stops_at_the_sample_that_an_ended_source_lacks():
+    mixture = build_mixture(when_source_ends="stop")
     found = read_all(mixture)
     assert len(set(found)) == len(found)
-    longer = read_all(build(num_samples=len(found) + 1))
+    longer = read_all(build_mixture(num_samples=len(found) + 1))
     assert longer[: len(found)] == found
-    assert max(Counter(longer).values()) == 2  # one sample more would have come a second time
+    assert max(Counter(longer).values()) == 2  # one more sample would have been a repeated one
 
 
-def test_each_source_may_end_in_its_own_way():
-    mixture = build(when_source_ends={"web": "stop", "code": "drop", "math": "repeat"})
+def test_each_source_may_end_differently():
+    mixture = build_mixture(when_source_ends={"web": "stop", "code": "drop", "math": "repeat"})
     counts = Counter(name for name, _ in read_all(mixture))
     assert counts["web"] == 120
     assert counts["code"] == 45
     assert counts["math"] > 20
     with pytest.raises(ConfigError, match="num_samples"):
-        build(when_source_ends={"web": "repeat", "code": "drop", "math": "drop"})
+        build_mixture(when_source_ends={"web": "repeat", "code": "drop", "math": "drop"})
 
 
 def test_weights_change_at_the_updates_of_the_schedule():
     schedule = {0: [1, 0, 0], 5: {"web": 0, "code": 0.5, "math": 0.5}, 20: [0.2, 0.3, 0.5]}
-    mixture = build(weights=schedule, samples_per_update=6, num_samples=200)
+    mixture = build_mixture(weights=schedule, samples_per_update=6, num_samples=200)
     names = [name for name, _ in read_all(mixture)]
     assert set(names[:30]) == {"web"}
     assert set(names[30:120]) == {"code", "math"}
@@ -176,10 +182,12 @@ def test_weights_change_at_the_updates_of_the_schedule():
 
 
 def read_on(count, num_workers, batch_size, state=None, num_batches=None, epoch=None, **options):
-    """The samples that `count` ranks read, in the order of the epoch, and the state of each loader afterwards."""
+    """Return the samples that `count` ranks read, in the order of the epoch, and the final state of a loader."""
 
     def read_rank(rank, collectives):
-        loader = DataLoader(build(**options), batch_size=batch_size, num_workers=num_workers, collate_fn=collate)
+        loader = DataLoader(
+            build_mixture(**options), batch_size=batch_size, num_workers=num_workers, collate_fn=collate
+        )
         loader = prepare(loader, rank, count, collectives if count > 1 else None)
         if state is not None:
             loader.load_state_dict(state)
@@ -192,15 +200,15 @@ def read_on(count, num_workers, batch_size, state=None, num_batches=None, epoch=
                 return rounds, loader.state_dict()
         return rounds, loader.state_dict()
 
-    ranks = on_ranks(count, read_rank)
+    ranks = run_on_ranks(count, read_rank)
     samples = [sample for parts in zip(*(rounds for rounds, _ in ranks)) for part in parts for sample in part]
     assert all(state == ranks[0][1] for _, state in ranks)
     return samples, ranks[0][1]
 
 
 @pytest.mark.parametrize(("count", "num_workers"), [(1, 0), (2, 0), (4, 0), (1, 1), (1, 3), (2, 1), (2, 3)])
-def test_ranks_and_workers_see_one_order(count, num_workers):
-    mixture = build(seed=4)
+def test_ranks_and_workers_read_one_order(count, num_workers):
+    mixture = build_mixture(seed=4)
     for epoch in (0, 2):
         mixture.set_epoch(epoch)
         samples, _ = read_on(count, num_workers, 3, epoch=epoch, seed=4)
@@ -209,14 +217,14 @@ def test_ranks_and_workers_see_one_order(count, num_workers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["repeat", "drop", "stop"])
-def test_fifty_resumes_twice_in_a_row_onto_other_ranks_and_workers(ends):
+def test_fifty_double_resumes_on_other_ranks_and_workers(ends):
     draw = random.Random(ends)
     options = {"seed": 11, "when_source_ends": ends}
-    whole = read_all(build(**options))
+    whole = read_all(build_mixture(**options))
     for number in range(50):
         found, state = [], None
         for part in range(3):
-            # Worker processes cost a tenth of a second each, so one in ten runs has them.
+            # Worker processes take a tenth of a second each, so only one in ten runs uses them.
             num_workers = draw.choice([1, 3]) if number % 10 == 0 else 0
             count, size = draw.choice([1, 2, 4]), draw.randint(1, 4)
             num_batches = draw.randint(1, 5) if part < 2 else None
@@ -225,31 +233,31 @@ def test_fifty_resumes_twice_in_a_row_onto_other_ranks_and_workers(ends):
         assert found == whole
 
 
-def test_persistent_workers_see_each_epoch():
+def test_persistent_workers_read_each_epoch():
     loader = DataLoader(
-        build(when_source_ends="drop"), batch_size=5, num_workers=2, persistent_workers=True, collate_fn=collate
+        build_mixture(when_source_ends="drop"), batch_size=5, num_workers=2, persistent_workers=True, collate_fn=collate
     )
     loader = prepare(loader)
     epochs = [[sample for batch in loader for sample in batch] for _ in range(3)]
-    mixture = build(when_source_ends="drop")
+    mixture = build_mixture(when_source_ends="drop")
     for epoch, found in enumerate(epochs):
         mixture.set_epoch(epoch)
         assert found == read_all(mixture)
 
 
-def test_a_copy_by_pickle_has_the_same_order():
-    mixture = build(seed=3)
+def test_pickled_copy_has_the_same_order():
+    mixture = build_mixture(seed=3)
     mixture.set_epoch(2)
     assert read_all(pickle.loads(pickle.dumps(mixture))) == read_all(mixture)
 
 
-def test_a_resume_with_another_order_warns():
+def test_resume_with_another_order_warns():
     _, state = read_on(1, 0, 4, num_batches=3)
     with pytest.warns(UserWarning, match="in the order of a Mixture of web, code, math"):
         read_on(1, 0, 4, state=state, seed=1)
 
 
-class Table(Rows):
+class Table(SourceRows):
     """Source that reads several rows at once, as `datasets.Dataset` does, and counts its reads."""
 
     num_reads = 0
@@ -259,8 +267,8 @@ class Table(Rows):
         return [self[index] for index in indices]
 
 
-def test_a_batch_reads_each_source_once_and_is_equal():
-    sources = {"web": Table("web", 40), "code": Rows("code", 30), "math": Table("math", 20)}
+def test_batch_reads_each_source_once():
+    sources = {"web": Table("web", 40), "code": SourceRows("code", 30), "math": Table("math", 20)}
     mixture = Mixture(sources, weights=[0.5, 0.3, 0.2], seed=2)
     positions = [7, 3, 3, 60, 0, 12, 89, 31]
     assert mixture.__getitems__(positions) == [mixture[position] for position in positions]
@@ -269,7 +277,7 @@ def test_a_batch_reads_each_source_once_and_is_equal():
     assert mixture.__getitems__(positions) == [mixture[position] for position in positions]
 
 
-# -------------------------------------------------------------------- wrong use
+# -------------------------------------------------------------------- invalid use
 
 
 @pytest.mark.parametrize(
@@ -294,12 +302,12 @@ def test_a_batch_reads_each_source_once_and_is_equal():
         ({"seed": -1}, "seed=-1"),
     ],
 )
-def test_wrong_arguments_are_refused(options, words):
+def test_invalid_arguments_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
-        build(**options)
+        build_mixture(**options)
 
 
-def test_wrong_sources_are_refused():
+def test_invalid_sources_are_refused():
     with pytest.raises(ConfigError, match="give datasets by name"):
         Mixture([[1, 2], [3]])
     with pytest.raises(ConfigError, match="give datasets by name"):
@@ -313,18 +321,18 @@ def test_wrong_sources_are_refused():
     with pytest.raises(DataError, match="already has the entry 'source'"):
         Mixture({"one": [{"source": 3}]})[0]
     with pytest.raises(IndexError):
-        build()[len(build())]
+        build_mixture()[len(build_mixture())]
 
 
-def test_a_loader_that_shuffles_a_mixture_is_refused():
+def test_loader_that_shuffles_a_mixture_is_refused():
     with pytest.raises(DataError, match="leave shuffle=True out"):
-        prepare(DataLoader(build(), batch_size=4, shuffle=True))
+        prepare(DataLoader(build_mixture(), batch_size=4, shuffle=True))
 
 
-def test_the_trainer_reads_a_mixture_in_its_own_order():
+def test_trainer_reads_a_mixture_in_its_order():
     arguments = TrainingArguments(output_dir="unused")
-    assert type(make_train_sampler(build(), arguments, batch_size=4)) is SequentialSampler
-    assert type(make_train_sampler(Rows("web", 3), arguments, batch_size=4)) is RandomSampler
+    assert type(make_train_sampler(build_mixture(), arguments, batch_size=4)) is SequentialSampler
+    assert type(make_train_sampler(SourceRows("web", 3), arguments, batch_size=4)) is RandomSampler
 
 
 @pytest.mark.parametrize("kind", ["joined", "indices", "columns", "formats"])

@@ -1,4 +1,4 @@
-"""Packed datasets and their batches: entries, labels, positions, sources, and samples that cannot be packed."""
+"""Test packed datasets and their batches: entries, labels, positions, sources, and samples that cannot be packed."""
 
 import random
 from typing import Any
@@ -19,12 +19,12 @@ def make_samples(**more: Any) -> list[dict[str, Any]]:
     return [{"input_ids": document, **{name: make(document) for name, make in more.items()}} for document in DOCUMENTS]
 
 
-def pack(samples: Any, length: int = 8, **given: Any) -> PackedDataset:
+def pack_samples(samples: Any, length: int = 8, **given: Any) -> PackedDataset:
     return PackedDataset(samples, length, **{"strategy": "in_order", **given})
 
 
-def test_documents_are_joined_with_positions_and_labels_of_their_own() -> None:
-    packed = pack(make_samples(), pad_token_id=1)
+def test_documents_are_joined_with_their_own_positions_and_labels() -> None:
+    packed = pack_samples(make_samples(), pad_token_id=1)
     assert len(packed) == 2
     assert {name: value.tolist() for name, value in packed[0].items()} == {
         "input_ids": [5, 6, 7, 8, 9, 1, 1, 1],
@@ -40,7 +40,7 @@ def test_documents_are_joined_with_positions_and_labels_of_their_own() -> None:
     "convert", [list, tuple, torch.tensor, lambda ids: torch.tensor(ids).numpy(), lambda ids: {"input_ids": ids}]
 )
 def test_samples_may_be_sequences_of_tokens(convert: Any) -> None:
-    packed = pack([convert(document) for document in DOCUMENTS])
+    packed = pack_samples([convert(document) for document in DOCUMENTS])
     assert packed[0]["input_ids"].tolist() == [5, 6, 7, 8, 9, 0, 0, 0]
 
 
@@ -53,12 +53,12 @@ def test_entries_with_one_number_per_token_are_joined() -> None:
         text=lambda ids: "a" * len(ids),
         length=len,
     )
-    found = pack(samples)[0]
+    found = pack_samples(samples)[0]
     assert set(found) == {"input_ids", "labels", "position_ids", "shift_labels", "loss_scale"}
     assert found["labels"].tolist() == [-100, 6, -100, -100, -100, -100, -100, -100]
     assert found["shift_labels"].tolist() == [6, 7, -100, 9, -100, -100, -100, -100]
     assert found["loss_scale"].tolist() == [0.5] * 5 + [0.0] * 3
-    assert samples[0]["labels"] == [-100, 6, -100]  # the samples are not changed
+    assert samples[0]["labels"] == [-100, 6, -100]  # samples are unchanged
 
 
 def test_pieces_of_a_long_sample_are_documents() -> None:
@@ -70,20 +70,20 @@ def test_pieces_of_a_long_sample_are_documents() -> None:
 
 def test_sources_of_documents_are_kept() -> None:
     samples = [{"input_ids": document, "source": name} for document, name in zip(DOCUMENTS, ("web", "code", "web"))]
-    packed = pack(samples)
+    packed = pack_samples(samples)
     assert packed[0]["source"] == ["web", "code"]
     batch = next(iter(DataLoader(packed, batch_size=2, collate_fn=PackingCollator())))
     assert batch["source"] == [["web", "code"], ["web"]]
     assert batch["input_ids"].shape == (2, 8)
 
 
-def test_lengths_of_a_function_are_read_again_in_each_epoch() -> None:
+def test_lengths_function_is_called_again_in_each_epoch() -> None:
     class Growing(list):
         def set_epoch(self, epoch: int) -> None:
             self[:] = DOCUMENTS[: epoch + 1]
 
     samples = Growing(DOCUMENTS[:1])
-    packed = pack(samples, lengths=lambda: [len(sample) for sample in samples])
+    packed = pack_samples(samples, lengths=lambda: [len(sample) for sample in samples])
     assert len(packed) == 1
     packed.set_epoch(2)
     assert len(packed) == 2
@@ -93,7 +93,7 @@ def test_tables_are_measured_without_reading_rows() -> None:
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_list(make_samples(text=str))
     assert measure_lengths(table.select([2, 0])).tolist() == [5, 3]
-    assert pack(table.shuffle(seed=0)).plan.num_tokens == 10
+    assert pack_samples(table.shuffle(seed=0)).plan.num_tokens == 10
 
 
 class Stream(IterableDataset):
@@ -116,12 +116,12 @@ class Stream(IterableDataset):
 )
 def test_samples_that_cannot_be_packed_are_errors(samples: Any, given: dict, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
-        pack(samples, **given)[0]
+        pack_samples(samples, **given)[0]
 
 
-def test_a_sample_that_is_longer_than_its_given_length_is_an_error() -> None:
+def test_sample_longer_than_its_given_length_is_an_error() -> None:
     with pytest.raises(DataError, match="its length was given as 2;"):
-        pack(DOCUMENTS, lengths=[2, 2, 5])[0]
+        pack_samples(DOCUMENTS, lengths=[2, 2, 5])[0]
 
 
 def test_no_order_of_epochs_or_workers_loses_a_token() -> None:
@@ -143,7 +143,7 @@ def test_other_samples_are_not_collated() -> None:
         PackingCollator("flash")
 
 
-def test_a_packed_mixture_is_planned_anew_in_each_epoch():
+def test_packed_mixture_is_planned_again_in_each_epoch():
     sources = {
         name: [{"input_ids": [n] * (1 + (3 * n + first) % 7)} for n in range(9)] for first, name in enumerate("ab")
     }
@@ -162,12 +162,12 @@ def test_a_packed_mixture_is_planned_anew_in_each_epoch():
 
 
 def make_curriculum() -> Mixture:
-    """Return 600 samples, of which the source "code" has none among the first 400."""
+    """Return 600 samples. None of the first 400 is from the source "code"."""
     sources = {name: [{"input_ids": [at] * (1 + n % 5)} for n in range(300)] for at, name in enumerate(("web", "code"))}
     return Mixture(sources, weights={0: [1, 0], 100: [1, 1]}, samples_per_update=4, num_samples=600, seed=1)
 
 
-def test_a_packed_mixture_keeps_the_changes_of_its_weights() -> None:
+def test_packed_mixture_keeps_the_changes_of_its_weights() -> None:
     packed = PackedDataset(make_curriculum(), 16)
     first = next(
         number for number, sequence in enumerate(packed) if (PackingCollator()([sequence])["source"] == 1).any()
@@ -176,7 +176,7 @@ def test_a_packed_mixture_keeps_the_changes_of_its_weights() -> None:
     assert isinstance(make_train_sampler(packed, TrainingArguments(use_cpu=True), 4), SequentialSampler)
 
 
-def test_a_seed_that_would_shuffle_a_curriculum_is_refused() -> None:
+def test_seed_that_would_shuffle_a_curriculum_is_refused() -> None:
     with pytest.raises(ConfigError, match="whose weights change, so the changes would be lost"):
         PackedDataset(make_curriculum(), 16, seed=1)
     PackedDataset(Mixture({"a": DOCUMENTS, "b": DOCUMENTS}, weights=[1, 1]), 64, seed=1)

@@ -1,4 +1,4 @@
-"""Packing plans: no token is lost or doubled, no sequence is overfull, and best fit equals the textbook algorithm."""
+"""Test packing plans: each token occurs once, no sequence is too long, and best fit equals the textbook algorithm."""
 
 import random
 from itertools import pairwise
@@ -17,7 +17,7 @@ def draw_lengths(chooser: random.Random, capacity: int) -> list[int]:
 
 
 def list_tokens(plan: PackingPlan) -> list[tuple[int, int]]:
-    """(sample, place in the sample) of every token in the plan."""
+    """Return (sample, place in the sample) of every token in the plan."""
     return [
         (piece.sample, place)
         for sequence in range(len(plan))
@@ -52,7 +52,7 @@ def test_truncated_samples_keep_their_beginning(strategy: str) -> None:
 
 
 def place_by_hand(sizes: list[int], capacity: int) -> list[int]:
-    """Rooms that are left in the bins, each size put where the least room is left."""
+    """Put each size into the fullest bin in which it fits. Return the free room of all bins."""
     rooms: list[int] = []
     for size in sizes:
         fitting = [number for number, room in enumerate(rooms) if room >= size]
@@ -63,7 +63,7 @@ def place_by_hand(sizes: list[int], capacity: int) -> list[int]:
     return sorted(rooms)
 
 
-def test_best_fit_fills_bins_as_the_textbook_algorithm_does() -> None:
+def test_best_fit_equals_the_textbook_algorithm() -> None:
     chooser = random.Random(2)
     for _ in range(300):
         capacity = chooser.randint(1, 60)
@@ -72,7 +72,7 @@ def test_best_fit_fills_bins_as_the_textbook_algorithm_does() -> None:
         assert sorted((capacity - loads).tolist()) == place_by_hand(sizes, capacity)
 
 
-def test_in_order_keeps_the_order_and_closes_a_sequence_at_the_first_sample_that_does_not_fit() -> None:
+def test_in_order_closes_a_sequence_at_the_first_sample_that_does_not_fit() -> None:
     lengths = [3, 4, 4, 1, 10, 2, 9]
     plan = make_packing_plan(lengths, 10, strategy="in_order")
     assert [[piece.sample for piece in plan.list_pieces(number)] for number in range(len(plan))] == [
@@ -87,14 +87,14 @@ def test_split_cuts_the_joined_samples() -> None:
     ]  # fmt: skip
 
 
-def test_the_order_of_samples_is_kept_from_window_to_window() -> None:
+def test_order_of_samples_is_kept_between_windows() -> None:
     lengths = draw_lengths(random.Random(3), 20) * 5
     plan = make_packing_plan(lengths, 20, long_samples="split", window=32)
     windows = [sorted({piece.sample // 64 for piece in plan.list_pieces(number)}) for number in range(len(plan))]
     assert all(after[0] >= before[-1] - 1 for before, after in pairwise(windows))
 
 
-def test_the_plan_follows_from_the_seed() -> None:
+def test_plan_depends_on_the_seed_only() -> None:
     lengths = draw_lengths(random.Random(4), 20)
     first, same, other = (
         list_tokens(make_packing_plan(lengths, 20, long_samples="split", seed=seed)) for seed in (5, 5, 6)
@@ -102,7 +102,7 @@ def test_the_plan_follows_from_the_seed() -> None:
     assert first == same != other
 
 
-def test_a_million_samples_are_planned() -> None:
+def test_million_samples_are_planned() -> None:
     lengths = numpy.clip(numpy.random.default_rng(0).lognormal(6, 1, 1_000_000).astype(int), 1, 4096)
     plan = make_packing_plan(lengths, 4096, seed=1, window=1_000_000)
     assert plan.num_tokens == lengths.sum()
@@ -124,6 +124,6 @@ def test_a_million_samples_are_planned() -> None:
         ([3], {"sequence_length": 0}, ConfigError, "sequence_length=0"),
     ],
 )
-def test_wrong_arguments_are_errors(lengths: list[int], given: dict, kind: type[Exception], text: str) -> None:
+def test_invalid_arguments_are_errors(lengths: list[int], given: dict, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         make_packing_plan(lengths, **{"sequence_length": 8, **given})

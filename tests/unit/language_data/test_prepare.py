@@ -1,4 +1,4 @@
-"""Models that are prepared with a loader of packed sequences are checked before the first update."""
+"""Test that a model prepared with a loader of packed sequences is checked before the first update."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def make_loader(**given: Any) -> DataLoader[Any]:
     return DataLoader(PackedDataset(DOCUMENTS, 8), batch_size=1, collate_fn=PackingCollator(**given))
 
 
-def test_a_model_that_ignores_the_boundaries_is_not_prepared() -> None:
+def test_model_that_ignores_the_boundaries_is_not_prepared() -> None:
     for prepare in (
         lambda run: run.prepare(Recurrent(), make_loader()),
         lambda run: (run.prepare_model(Recurrent()), run.prepare_data_loader(make_loader())),
@@ -30,7 +30,7 @@ def test_a_model_that_ignores_the_boundaries_is_not_prepared() -> None:
     Accelerator(cpu=True).prepare(Attending(), make_loader())
 
 
-def test_a_cache_of_keys_and_values_is_switched_off() -> None:
+def test_cache_of_keys_and_values_is_disabled() -> None:
     pytest.importorskip("transformers")
     model = make_model("LlamaForCausalLM", use_cache=True)
     accelerator = Accelerator(cpu=True)
@@ -44,14 +44,14 @@ def test_a_cache_of_keys_and_values_is_switched_off() -> None:
         assert torch.equal(model(**batch).logits[:, 3:], model(**changed).logits[:, 3:])
 
 
-def test_models_that_do_not_read_tokens_are_left_alone() -> None:
+def test_models_that_do_not_read_tokens_are_not_checked() -> None:
     Accelerator(cpu=True).prepare(nn.Linear(2, 2), make_loader())
     teacher = Accelerator(cpu=True)
     teacher.prepare_model(Recurrent(), evaluation_mode=True)
     teacher.prepare(Attending(), make_loader())
 
 
-def test_a_model_that_is_prepared_again_is_checked_again() -> None:
+def test_model_prepared_again_is_checked_again() -> None:
     accelerator = Accelerator(cpu=True)
     model, _ = accelerator.prepare(Attending(), make_loader())
     accelerator.free_memory()

@@ -1,4 +1,4 @@
-"""Order of a mixture's sources: each share to within one sample at every prefix, and any position directly."""
+"""Test the order of a mixture's sources: each share within one sample at every prefix, and access to any position."""
 
 import random
 from fractions import Fraction
@@ -8,13 +8,13 @@ import pytest
 from headway.language_data.quotas import QuotaOrder, build_pieces, limit_pieces
 
 
-def scaled(values):
+def scale_to_shares(values):
     values = [Fraction(repr(value)) for value in values]
     return [value / sum(values) for value in values]
 
 
-def ideal_shares(starts, rows, position):
-    """The weights of all positions before this one, added up piece by piece."""
+def sum_shares(starts, rows, position):
+    """Sum the weights of all positions before this one, piece by piece."""
     ends = [*starts[1:], None]
     shares = [Fraction(0)] * len(rows[0])
     for start, end, row in zip(starts, ends, rows):
@@ -33,8 +33,8 @@ def read_order(order, length):
     return sources[:length]
 
 
-def largest_error(sources, starts, rows):
-    """The largest distance of a source's count from its share, at any prefix."""
+def measure_largest_error(sources, starts, rows):
+    """Return the largest difference between a source's count and its share at any prefix."""
     counts = [0] * len(rows[0])
     shares = [Fraction(0)] * len(rows[0])
     largest = Fraction(0)
@@ -58,16 +58,16 @@ def draw_weights(draw, number):
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 8, 17, 60])
-def test_every_prefix_holds_each_share_to_within_one_sample(number):
+def test_every_prefix_holds_each_share_within_one_sample(number):
     draw = random.Random(number)
     for _ in range(2):
-        row = scaled(draw_weights(draw, number))
+        row = scale_to_shares(draw_weights(draw, number))
         sources = read_order(QuotaOrder(build_pieces([0], [row])), 2500 if number < 10 else 1200)
-        assert largest_error(sources, [0], [row]) < 1
+        assert measure_largest_error(sources, [0], [row]) < 1
 
 
 @pytest.mark.parametrize("seed", [3, 8, pytest.param(range(20, 60), marks=pytest.mark.matrix)])
-def test_weights_by_update_hold_the_sum_of_the_shares_to_within_one_sample(seed):
+def test_changing_weights_hold_the_sum_of_the_shares_within_one_sample(seed):
     for each in [seed] if isinstance(seed, int) else seed:
         check_schedule(random.Random(each))
 
@@ -79,31 +79,31 @@ def check_schedule(draw):
         values = draw_weights(draw, number)
         for source in draw.sample(range(number), draw.randrange(number)):
             values[source] = 0
-        rows.append(scaled(values))
+        rows.append(scale_to_shares(values))
         starts.append(starts[-1] + draw.randint(1, 1200))
     starts = starts[: len(rows)]
     pieces = build_pieces(starts, rows)
-    assert largest_error(read_order(QuotaOrder(pieces), 4000), starts, rows) < 1
+    assert measure_largest_error(read_order(QuotaOrder(pieces), 4000), starts, rows) < 1
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_sources_that_drop_out_give_each_sample_once(seed):
+def test_dropped_sources_give_each_sample_once(seed):
     draw = random.Random(seed)
     number = draw.choice([1, 2, 3, 7, 20])
-    row = scaled(draw_weights(draw, number))
+    row = scale_to_shares(draw_weights(draw, number))
     limits = [draw.randint(1, 700) for _ in range(number)]
     pieces, end = limit_pieces(build_pieces([0], [row]), limits)
     assert end == sum(limits)
     sources = read_order(QuotaOrder(pieces, end), end)
     assert [sources.count(source) for source in range(number)] == limits
-    # Until the first source ends, the weights are those that were given.
+    # Until the first source ends, the given weights hold.
     first = min(int(limit / weight) for limit, weight in zip(limits, row))
     if first:
-        assert largest_error(sources[:first], [0], [row]) < 1
+        assert measure_largest_error(sources[:first], [0], [row]) < 1
 
 
-def test_a_source_without_a_limit_takes_the_place_of_one_that_ends():
-    pieces, end = limit_pieces(build_pieces([0], [scaled([0.5, 0.5])]), [10, None])
+def test_source_without_a_limit_replaces_one_that_ends():
+    pieces, end = limit_pieces(build_pieces([0], [scale_to_shares([0.5, 0.5])]), [10, None])
     assert end is None
     sources = read_order(QuotaOrder(pieces), 100)
     assert (sources.count(0), sources.count(1)) == (10, 90)
@@ -111,8 +111,8 @@ def test_a_source_without_a_limit_takes_the_place_of_one_that_ends():
 
 
 @pytest.mark.parametrize("weights", [[0.5, 0.3, 0.2], [0.123456, 0.654321, 0.3], [0.002, 0.4, 0.598]])
-def test_a_position_far_away_is_that_of_an_order_read_from_the_start(weights):
-    row = scaled(weights)
+def test_distant_position_equals_that_of_an_order_read_from_the_start(weights):
+    row = scale_to_shares(weights)
     whole = read_order(QuotaOrder(build_pieces([0], [row])), 20_000)
     fresh = QuotaOrder(build_pieces([0], [row]))
     for position in (19_000, 7, 12_345):
@@ -122,6 +122,6 @@ def test_a_position_far_away_is_that_of_an_order_read_from_the_start(weights):
         number = whole[:position].count(1)
         assert fresh.find_occurrence(1, number) == next(at for at in range(position, 20_000) if whole[at] == 1)
     far = fresh.read_block(10**9 // fresh.block_size)
-    shares = ideal_shares([0], [row], far.start)
+    shares = sum_shares([0], [row], far.start)
     assert sum(far.counts) == far.start
     assert max(abs(count - share) for count, share in zip(far.counts, shares)) < 1

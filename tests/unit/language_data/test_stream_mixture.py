@@ -1,4 +1,4 @@
-"""Mixtures with sources that can only be iterated: order, ends, positions, and wrong use."""
+"""Test mixtures with sources that can only be iterated: order, ends, positions, and invalid use."""
 
 import random
 from collections import Counter
@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from headway import Mixture
 from headway.errors import DataError, StateError
-from tests.unit.core.data.fakes import on_ranks, prepare
+from tests.unit.core.data.fakes import prepare, run_on_ranks
 
 
 class Stream(IterableDataset):
-    """Numbers whose order depends on the epoch, with a position if `is_stateful`."""
+    """Numbers whose order depends on the epoch."""
 
     def __init__(self, name, length):
         self.name = name
@@ -53,13 +53,13 @@ class Positioned(Stream):
         self.position = state["position"]
 
 
-def build(kind=Stream, **options):
+def build_mixture(kind=Stream, **options):
     sources = {"web": kind("web", 60), "code": [("code", number) for number in range(25)], "math": kind("math", 11)}
     return Mixture(sources, **{"weights": [0.5, 0.3, 0.2], "seed": 2, **options})
 
 
 def test_shares_hold_at_every_prefix_and_each_pass_is_complete():
-    found = list(build(num_samples=300))
+    found = list(build_mixture(num_samples=300))
     counts = Counter()
     for position, (name, _) in enumerate(found, start=1):
         counts[name] += 1
@@ -71,7 +71,7 @@ def test_shares_hold_at_every_prefix_and_each_pass_is_complete():
         assert numbers[:length] != numbers[length : 2 * length]
 
 
-def test_iterables_take_turns_like_sources_with_indices():
+def test_iterables_alternate_like_sources_with_indices():
     indexed = Mixture(
         {name: [(name, at) for at in range(60)] for name in ("a", "b")}, weights=[0.7, 0.3], shuffle=False
     )
@@ -89,21 +89,21 @@ class Unshuffled(Stream):
         return range(self.length)
 
 
-def test_sources_that_drop_out_give_each_sample_once():
-    found = list(build(when_source_ends="drop"))
+def test_dropped_sources_give_each_sample_once():
+    found = list(build_mixture(when_source_ends="drop"))
     assert Counter(found) == Counter(
         [("web", at) for at in range(60)] + [("code", at) for at in range(25)] + [("math", at) for at in range(11)]
     )
 
 
-def test_a_source_that_ends_stops_the_epoch():
-    found = list(build(when_source_ends="stop"))
+def test_ended_source_stops_the_epoch():
+    found = list(build_mixture(when_source_ends="stop"))
     assert len(set(found)) == len(found)
     assert Counter(name for name, _ in found)["math"] == 11
 
 
 def test_each_epoch_begins_its_sources_again():
-    mixture = build(when_source_ends="drop")
+    mixture = build_mixture(when_source_ends="drop")
     epochs = []
     for epoch in (0, 1, 0):
         mixture.set_epoch(epoch)
@@ -113,14 +113,14 @@ def test_each_epoch_begins_its_sources_again():
 
 @pytest.mark.parametrize("kind", [Stream, Positioned])
 @pytest.mark.parametrize("ends", ["repeat", "drop", "stop"])
-def test_a_position_continues_the_order(kind, ends):
+def test_saved_position_continues_the_order(kind, ends):
     draw = random.Random(ends)
     options = {"when_source_ends": ends, "num_samples": 200}
-    whole = list(build(kind, **options))
+    whole = list(build_mixture(kind, **options))
     for _ in range(20):
         found, state = [], None
         for stop in (draw.randint(1, 90), draw.randint(1, 90), None):
-            mixture = build(kind, **options)
+            mixture = build_mixture(kind, **options)
             if state is not None:
                 mixture.load_state_dict(state)
             for sample in mixture:
@@ -129,26 +129,28 @@ def test_a_position_continues_the_order(kind, ends):
                 if stop == 0:
                     break
             state = mixture.state_dict()
-        # An order that was read to its end, and is continued, begins again.
+        # An order that was read to its end begins again when it is continued.
         assert found[: len(whole)] == whole
 
 
-def test_a_source_with_a_position_is_not_read_again():
-    mixture = build(Positioned, num_samples=200)
+def test_source_with_a_position_is_not_read_again():
+    mixture = build_mixture(Positioned, num_samples=200)
     for _ in zip(range(50), mixture):
         pass
-    again = build(Positioned, num_samples=200)
+    again = build_mixture(Positioned, num_samples=200)
     again.load_state_dict(mixture.state_dict())
     rest = list(again)
     assert again.sources[0].num_read == sum(name == "web" for name, _ in rest)
 
 
 @pytest.mark.parametrize(("count", "num_workers"), [(1, 0), (2, 0), (4, 0), (1, 1), (2, 1)])
-def test_ranks_see_one_order_and_resume_on_other_numbers(count, num_workers):
-    whole = list(build(when_source_ends="drop"))
+def test_ranks_read_one_order_and_resume_on_other_numbers(count, num_workers):
+    whole = list(build_mixture(when_source_ends="drop"))
 
     def read_rank(rank, collectives, count, num_workers, state, num_batches):
-        loader = DataLoader(build(when_source_ends="drop"), batch_size=3, num_workers=num_workers, collate_fn=list)
+        loader = DataLoader(
+            build_mixture(when_source_ends="drop"), batch_size=3, num_workers=num_workers, collate_fn=list
+        )
         loader = prepare(loader, rank, count, collectives if count > 1 else None)
         if state is not None:
             loader.load_state_dict(state)
@@ -159,28 +161,28 @@ def test_ranks_see_one_order_and_resume_on_other_numbers(count, num_workers):
                 break
         return rounds, loader.state_dict()
 
-    def read(count, num_workers, state=None, num_batches=None):
-        ranks = on_ranks(count, lambda *on: read_rank(*on, count, num_workers, state, num_batches))
+    def read_on(count, num_workers, state=None, num_batches=None):
+        ranks = run_on_ranks(count, lambda *on: read_rank(*on, count, num_workers, state, num_batches))
         rounds = zip(*(rounds for rounds, _ in ranks))
         return [sample for parts in rounds for part in parts for sample in part], ranks[0][1]
 
-    assert read(count, num_workers)[0] == whole
-    first, state = read(count, num_workers, num_batches=2)
-    second, state = read(2, 0, state, 3)
-    third, _ = read(1, 1, state)
+    assert read_on(count, num_workers)[0] == whole
+    first, state = read_on(count, num_workers, num_batches=2)
+    second, state = read_on(2, 0, state, 3)
+    third, _ = read_on(1, 1, state)
     assert first + second + third == whole
 
 
-def test_wrong_use_is_refused():
+def test_invalid_use_is_refused():
     with pytest.raises(DataError, match="num_workers=0 or 1"):
-        list(DataLoader(build(num_samples=20), batch_size=2, num_workers=2))
+        list(DataLoader(build_mixture(num_samples=20), batch_size=2, num_workers=2))
     with pytest.raises(DataError, match="has no positions"):
-        build()[0]
+        build_mixture()[0]
     with pytest.raises(DataError, match="'empty' gave no sample"):
         list(Mixture({"empty": Stream("empty", 0), "some": [1]}, weights=[1, 1]))
     with pytest.raises(TypeError):
-        len(build(when_source_ends="drop"))
-    mixture = build()
+        len(build_mixture(when_source_ends="drop"))
+    mixture = build_mixture()
     next(iter(mixture))
     with pytest.raises(StateError, match="was saved by a Mixture"):
-        build(seed=7).load_state_dict(mixture.state_dict())
+        build_mixture(seed=7).load_state_dict(mixture.state_dict())

@@ -1,4 +1,4 @@
-"""Batches by tokens: sizes, padding, the same plan everywhere, and wrong use."""
+"""Test batches by tokens: sizes, padding, the same plan on all ranks, and invalid use."""
 
 import numpy
 import pytest
@@ -6,18 +6,18 @@ from torch.utils.data import DataLoader
 
 from headway import TokenBatchSampler
 from headway.errors import ConfigError, DataError
-from tests.unit.core.data.fakes import on_ranks, prepare
+from tests.unit.core.data.fakes import prepare, run_on_ranks
 
 
-def log_normal(number, seed=0, sigma=1.0):
+def draw_lengths(number, seed=0, sigma=1.0):
     draw = numpy.random.default_rng(seed)
     return numpy.clip(draw.lognormal(5, sigma, number), 1, 4000).astype(int)
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1.3])
 @pytest.mark.parametrize("tokens", [4096, 16384])
-def test_batches_are_about_equal_and_padding_is_small(sigma, tokens):
-    lengths = log_normal(20_000, sigma=sigma)
+def test_batches_are_nearly_equal_and_padding_is_small(sigma, tokens):
+    lengths = draw_lengths(20_000, sigma=sigma)
     plan = TokenBatchSampler(lengths, tokens, seed=1).plan_epoch()
     assert sorted(index for batch in plan for index in batch) == list(range(20_000))
     padded = [len(batch) * max(lengths[batch]) for batch in plan]
@@ -26,8 +26,8 @@ def test_batches_are_about_equal_and_padding_is_small(sigma, tokens):
     assert lengths.sum() / len(plan) >= 0.85 * tokens
 
 
-def test_the_plan_is_a_function_of_seed_and_epoch():
-    lengths = log_normal(3000)
+def test_plan_depends_on_seed_and_epoch_only():
+    lengths = draw_lengths(3000)
     sampler = TokenBatchSampler(lengths, 4096, seed=1)
     first = sampler.plan_epoch()
     sampler.set_epoch(1)
@@ -39,7 +39,7 @@ def test_the_plan_is_a_function_of_seed_and_epoch():
 
 
 def test_updates_have_a_fixed_number_of_batches():
-    lengths = log_normal(1000)
+    lengths = draw_lengths(1000)
     sampler = TokenBatchSampler(lengths, 4096, global_batch_tokens=8 * 4096)
     assert sampler.batches_per_update == 8
     assert len(sampler) % 8 == 0
@@ -50,7 +50,7 @@ def test_updates_have_a_fixed_number_of_batches():
 
 
 def read_on(count, state=None, num_rounds=None):
-    lengths = log_normal(400)
+    lengths = draw_lengths(400)
 
     def read_rank(rank, collectives):
         sampler = TokenBatchSampler(lengths, 4096, global_batch_tokens=4 * 4096, seed=3)
@@ -65,13 +65,13 @@ def read_on(count, state=None, num_rounds=None):
                 break
         return batches, loader.state_dict()
 
-    ranks = on_ranks(count, read_rank)
+    ranks = run_on_ranks(count, read_rank)
     assert len({len(batches) for batches, _ in ranks}) == 1
     return [batch for batches in zip(*(batches for batches, _ in ranks)) for batch in batches], ranks[0][1]
 
 
 def test_ranks_share_one_plan_and_resume_on_other_numbers():
-    plan = TokenBatchSampler(log_normal(400), 4096, global_batch_tokens=4 * 4096, seed=3).plan_epoch()
+    plan = TokenBatchSampler(draw_lengths(400), 4096, global_batch_tokens=4 * 4096, seed=3).plan_epoch()
     for count in (1, 2, 4):
         assert read_on(count)[0] == plan
     first, state = read_on(4, num_rounds=2)
@@ -92,7 +92,7 @@ def test_samples_longer_than_a_batch_are_refused_left_out_or_alone():
     assert sorted(index for batch in alone for index in batch) == [0, 1, 2, 3]
 
 
-def test_the_number_of_samples_can_be_limited():
+def test_number_of_samples_can_be_limited():
     assert max(map(len, TokenBatchSampler([1] * 100, 50, max_samples=7))) == 7
 
 
@@ -113,6 +113,6 @@ def test_the_number_of_samples_can_be_limited():
         ([30], {"too_long": "drop"}, DataError, "all 1 samples"),
     ],
 )
-def test_wrong_arguments_are_refused(lengths, options, error, words):
+def test_invalid_arguments_are_refused(lengths, options, error, words):
     with pytest.raises(error, match=words):
         TokenBatchSampler(lengths, **{"tokens_per_batch": 10, **options}).plan_epoch()

@@ -1,4 +1,4 @@
-"""Variables of SLURM, Open MPI and Kubernetes, and how they combine with other settings."""
+"""Test variables of SLURM, Open MPI and Kubernetes, and how they combine with other settings."""
 
 import json
 from dataclasses import replace
@@ -14,18 +14,18 @@ from headway.launch.plan import AgentOrder, Program, format_commands, make_plan
 CPU = Machine("box", "/venv/bin/python", 8, loopback="lo")
 GPUS = Machine("gpubox", "/venv/bin/python", 8, "cuda", ("0", "1", "2", "3"), "lo")
 
-# srun on two nodes, one task each.
+# srun on two nodes with one task each
 SLURM = {
     "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
     "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu[07-08]",
 }  # fmt: skip
 
 
-def values(environment):
+def list_values(environment):
     return {name: entry.value for name, entry in detect_cluster(environment).layer.items()}
 
 
-def planned(environment, machine=CPU, **settings):
+def make_cluster_plan(environment, machine=CPU, **settings):
     cluster = detect_cluster(environment)
     layer = {name: Value(value, f"command line: --{name}") for name, value in settings.items()}
     return make_plan(resolve([layer, cluster.layer]), Program("train.py"), machine, environment, cluster)
@@ -36,78 +36,78 @@ def test_no_cluster():
 
 
 class TestSlurm:
-    def test_one_task_a_machine(self):
-        assert values(SLURM) == {
+    def test_one_task_per_machine(self):
+        assert list_values(SLURM) == {
             "num_machines": 2, "machine_rank": 1, "main_process_ip": "gpu07", "main_process_port": 24711,
         }  # fmt: skip
         assert detect_cluster(SLURM).layer["num_machines"].origin == "SLURM: SLURM_STEP_NUM_NODES"
-        order = AgentOrder.decode(planned(SLURM, GPUS).argv[-1])
+        order = AgentOrder.decode(make_cluster_plan(SLURM, GPUS).argv[-1])
         assert (order.num_local, order.machine_rank, order.endpoint) == (4, 1, "gpu07:24711")
 
-    def test_several_tasks_a_machine_are_the_processes(self):
+    def test_several_tasks_per_machine_are_the_processes(self):
         environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2"}
         assert detect_cluster(environment).task == ClusterTask(6, 8, 2, 4)
-        made = planned(environment, GPUS)
+        made = make_cluster_plan(environment, GPUS)
         order = AgentOrder.decode(made.argv[-1])
         assert (order.num_local, order.num_machines, order.machine_rank, order.unit) == (1, 8, 6, "task")
         assert order.endpoint == "gpu07:24711"
         assert order.variables == {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
-        assert made.banner == ""  # rank 0 says it for all
+        assert made.banner == ""  # only rank 0 prints it
         assert json.loads(made.additions["HEADWAY_RUN"])["num_processes"] == 8
 
     def test_several_tasks_on_one_machine(self):
         environment = {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}
-        made = planned(environment)
+        made = make_cluster_plan(environment)
         assert AgentOrder.decode(made.argv[-1]).endpoint == "127.0.0.1:24711"
         assert made.additions["GLOO_SOCKET_IFNAME"] == "lo"
         assert made.banner.startswith("headway: 2 processes on cpu")
 
     def test_one_task_on_one_machine_is_an_ordinary_launch(self):
         environment = {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"}
-        assert values(environment) == {}
-        assert planned(environment, GPUS).world_size == 4
+        assert list_values(environment) == {}
+        assert make_cluster_plan(environment, GPUS).world_size == 4
 
     @pytest.mark.parametrize(
         ("said", "visible", "local"),
         [
             ({}, ("0", "1", "2", "3"), "2"),
             ({"SLURM_GPUS_PER_TASK": "1"}, ("0",), "0"),
-            ({}, ("0",), "0"),  # by --gpu-bind
+            ({}, ("0",), "0"),  # set by --gpu-bind
             ({"SLURM_GPUS_PER_TASK": "h100:4"}, ("0", "1", "2", "3"), "0"),
-            ({"SLURM_GPUS_PER_TASK": "1"}, ("0", "1", "2", "3"), "2"),  # --gpu-bind=none shows each task all of them
+            ({"SLURM_GPUS_PER_TASK": "1"}, ("0", "1", "2", "3"), "2"),  # with --gpu-bind=none each task sees all GPUs
         ],
     )
-    def test_a_task_with_accelerators_of_its_own_counts_them_from_0(self, said, visible, local):
+    def test_task_with_its_own_accelerators_counts_them_from_0(self, said, visible, local):
         environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2", **said}
-        order = AgentOrder.decode(planned(environment, replace(GPUS, device_ids=visible)).argv[-1])
+        order = AgentOrder.decode(make_cluster_plan(environment, replace(GPUS, device_ids=visible)).argv[-1])
         assert order.variables["LOCAL_RANK"] == local
         assert order.variables["LOCAL_WORLD_SIZE"] == ("1" if local == "0" else "4")
 
-    def test_a_tasks_cores_are_its_own(self):
+    def test_cores_of_a_task_are_used(self):
         environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_CPUS_PER_TASK": "6"}
-        assert planned(environment, GPUS).additions["OMP_NUM_THREADS"] == "6"
-        assert "OMP_NUM_THREADS" not in planned({**environment, "OMP_NUM_THREADS": "3"}, GPUS).additions
+        assert make_cluster_plan(environment, GPUS).additions["OMP_NUM_THREADS"] == "6"
+        assert "OMP_NUM_THREADS" not in make_cluster_plan({**environment, "OMP_NUM_THREADS": "3"}, GPUS).additions
 
-    def test_an_allocation_without_a_task_is_no_task(self):
+    def test_allocation_without_a_task_is_no_task(self):
         assert detect_cluster({"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a,b"}) is None
-        # The top of an sbatch script has a rank but no step.
+        # The body of an sbatch script has a rank but no step.
         assert detect_cluster({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NNODES": "2"}) is None
 
-    def test_uneven_tasks(self):
+    def test_uneven_tasks_are_refused(self):
         with pytest.raises(ConfigError, match="SLURM started 3 tasks on 2 machines"):
             detect_cluster({**SLURM, "SLURM_STEP_NUM_TASKS": "3"})
 
-    def test_the_tasks_and_the_processes_must_agree(self):
+    def test_number_of_tasks_and_processes_must_agree(self):
         environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2"}
         with pytest.raises(ConfigError, match=r"4 processes .*the cluster has started 8 tasks, 4 on each machine"):
-            planned(environment, GPUS, num_processes=4)
+            make_cluster_plan(environment, GPUS, num_processes=4)
 
-    def test_tasks_do_not_become_fewer(self):
+    def test_tasks_cannot_become_fewer(self):
         environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2"}
         with pytest.raises(ConfigError, match=r"min_machines .* needs one launcher a machine"):
-            planned(environment, GPUS, min_machines=1, max_restarts=1)
+            make_cluster_plan(environment, GPUS, min_machines=1, max_restarts=1)
 
-    def test_garbage_is_named(self):
+    def test_invalid_value_is_named(self):
         with pytest.raises(ConfigError, match="SLURM says SLURM_NODEID='one'"):
             detect_cluster({**SLURM, "SLURM_NODEID": "one"})
         for name in ("SLURM_NODEID", "SLURM_PROCID", "SLURM_JOB_ID"):
@@ -125,7 +125,7 @@ class TestSlurm:
             ("", None),
         ],
     )
-    def test_node_lists(self, nodes, first):
+    def test_first_host_of_a_node_list(self, nodes, first):
         assert parse_first_host(nodes) == first
 
 
@@ -135,34 +135,34 @@ class TestOpenMpi:
         "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_MCA_orte_hnp_uri": "314900480.0;tcp://10.0.0.5,172.17.0.1:40001",
     }  # fmt: skip
 
-    def test_two_a_machine(self):
+    def test_two_tasks_per_machine(self):
         cluster = detect_cluster(self.environment)
         assert cluster.task == ClusterTask(3, 4, 1, 2)
-        made = planned(self.environment)
+        made = make_cluster_plan(self.environment)
         assert AgentOrder.decode(made.argv[-1]).endpoint == f"10.0.0.5:{20000 + 314900480 % 12000}"
 
-    def test_one_a_machine(self):
+    def test_one_task_for_each_machine(self):
         environment = {**self.environment, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-        order = AgentOrder.decode(planned(environment).argv[-1])
+        order = AgentOrder.decode(make_cluster_plan(environment).argv[-1])
         assert (order.num_machines, order.machine_rank, order.num_local) == (4, 3, 1)
 
-    def test_where_they_meet_can_be_said(self):
+    def test_rendezvous_address_can_be_given(self):
         environment = {name: value for name, value in self.environment.items() if "uri" not in name}
         with pytest.raises(ConfigError, match="--main_process_ip ADDRESS"):
-            planned(environment)
-        assert planned(environment, main_process_ip="h", main_process_port=5).argv[-1].count('"h:5"') == 1
+            make_cluster_plan(environment)
+        assert make_cluster_plan(environment, main_process_ip="h", main_process_port=5).argv[-1].count('"h:5"') == 1
 
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
 
 
 class TestKubernetes:
-    def test_a_pytorch_job(self):
+    def test_pytorch_job(self):
         environment = {
             **POD, "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4",
             "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456",
         }  # fmt: skip
-        order = AgentOrder.decode(planned(environment, GPUS).argv[-1])
+        order = AgentOrder.decode(make_cluster_plan(environment, GPUS).argv[-1])
         assert (order.num_machines, order.machine_rank, order.num_local, order.endpoint) == (
             2,
             1,
@@ -170,23 +170,23 @@ class TestKubernetes:
             "job-master-0:23456",
         )
 
-    def test_an_older_operator_that_sets_torchs_variables(self):
+    def test_older_operator_that_sets_torchs_variables(self):
         environment = {
             **POD, "WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "m", "MASTER_PORT": "23456",
         }  # fmt: skip
-        made = planned(environment, GPUS)
+        made = make_cluster_plan(environment, GPUS)
         assert made.world_size == 8
         assert made.removals == ("RANK", "WORLD_SIZE")
 
-    def test_an_indexed_job(self):
+    def test_indexed_job(self):
         environment = {**POD, "JOB_COMPLETION_INDEX": "3"}
-        assert values(environment) == {"machine_rank": 3}
+        assert list_values(environment) == {"machine_rank": 3}
 
-    def test_an_ordinary_pod_is_an_ordinary_machine(self):
+    def test_ordinary_pod_is_an_ordinary_machine(self):
         assert detect_cluster(POD) is None
 
 
-def test_a_file_against_the_cluster_names_both():
+def test_file_that_contradicts_the_cluster_names_both():
     cluster = detect_cluster(SLURM)
     file = {"machine_rank": Value(0, "file: c.yaml key machine_rank")}
     with pytest.raises(ConfigError, match=r"machine_rank=0 \(file: c.yaml .*against 1 \(SLURM: SLURM_NODEID\)"):

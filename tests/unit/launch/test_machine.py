@@ -1,4 +1,4 @@
-"""Hardware of a machine, read from a fake /dev, /proc and /sys."""
+"""Test reading the hardware of a machine from a fake /dev, /proc and /sys."""
 
 import pytest
 
@@ -9,6 +9,7 @@ from headway.launch.visible_devices import list_visible_ids
 
 @pytest.fixture
 def root(tmp_path):
+    """Folder that stands in for the root of the file system."""
     (tmp_path / "dev").mkdir()
     (tmp_path / "sys/class/net/lo").mkdir(parents=True)
     return tmp_path
@@ -16,6 +17,8 @@ def root(tmp_path):
 
 @pytest.fixture
 def torch_build(monkeypatch):
+    """Function that chooses the build of torch."""
+
     def choose(build):
         monkeypatch.setattr(machine, "_read_torch_build", lambda: build)
 
@@ -23,47 +26,47 @@ def torch_build(monkeypatch):
     return choose
 
 
-def _nvidia(root, count):
+def add_nvidia_devices(root, count):
     for name in ["nvidiactl", "nvidia-uvm", *(f"nvidia{index}" for index in range(count))]:
         (root / "dev" / name).touch()
 
 
-def test_no_accelerator(root):
+def test_machine_without_accelerators(root):
     here = inspect_machine({}, root)
     assert (here.accelerator, here.device_ids, here.torch_device) == (None, (), "cpu")
     assert here.loopback == "lo"
     assert here.num_cores >= 1
 
 
-def test_nvidia(root, torch_build):
-    _nvidia(root, 2)
+def test_nvidia_devices_are_found(root, torch_build):
+    add_nvidia_devices(root, 2)
     here = inspect_machine({}, root)
     assert (here.accelerator, here.device_ids, here.torch_device) == ("cuda", ("0", "1"), "cuda")
     assert inspect_machine({"CUDA_VISIBLE_DEVICES": ""}, root).accelerator is None
 
 
 @pytest.mark.parametrize("node", ["nvhost-gpu", "nvgpu"])
-def test_jetson(root, torch_build, node):
+def test_jetson_device_is_found(root, torch_build, node):
     (root / "dev" / node).touch()
     here = inspect_machine({}, root)
     assert (here.accelerator, here.device_ids) == ("cuda", ("0",))
 
 
 def test_variables_that_name_only_missing_devices_are_reported(root, torch_build):
-    _nvidia(root, 2)
+    add_nvidia_devices(root, 2)
     assert inspect_machine({"CUDA_VISIBLE_DEVICES": "7"}, root).hidden_by == "CUDA_VISIBLE_DEVICES='7'"
     for meant in ("", "-1", "NoDevFiles"):
         assert inspect_machine({"CUDA_VISIBLE_DEVICES": meant}, root).hidden_by == ""
     assert inspect_machine({"CUDA_VISIBLE_DEVICES": "1"}, root).hidden_by == ""
 
 
-def test_a_torch_for_cpus_uses_no_accelerator(root, torch_build):
-    _nvidia(root, 2)
+def test_torch_for_cpus_uses_no_accelerator(root, torch_build):
+    add_nvidia_devices(root, 2)
     torch_build("cpu")
     assert inspect_machine({}, root).accelerator is None
 
 
-def test_amd(root, torch_build):
+def test_amd_devices_are_found(root, torch_build):
     (root / "dev/kfd").touch()
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
     for index, count in enumerate([0, 304, 304]):  # node 0 is the CPU
@@ -78,7 +81,7 @@ def test_amd(root, torch_build):
 @pytest.mark.parametrize(
     ("variables", "ids"),
     [
-        ({"ROCR_VISIBLE_DEVICES": "2,3"}, ("0", "1")),  # HIP counts what the layer below leaves
+        ({"ROCR_VISIBLE_DEVICES": "2,3"}, ("0", "1")),  # HIP counts the devices that remain after ROCR
         ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}, ("1",)),
         ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2"}, ()),
         ({"ROCR_VISIBLE_DEVICES": "GPU-1a,GPU-2b,GPU-3c"}, ("0", "1", "2")),
@@ -87,11 +90,11 @@ def test_amd(root, torch_build):
         ({"ROCR_VISIBLE_DEVICES": ""}, ()),
     ],
 )
-def test_amd_reads_two_variables_one_after_the_other(variables, ids):
+def test_amd_variables_are_applied_in_order(variables, ids):
     assert list_visible_ids("rocm", 4, variables) == ids
 
 
-def test_intel_counts_only_with_a_torch_for_it(root, torch_build):
+def test_intel_device_counts_only_with_a_torch_for_it(root, torch_build):
     device = root / "sys/class/drm/renderD128/device"
     device.mkdir(parents=True)
     (device / "vendor").write_text("0x8086\n")
@@ -107,7 +110,7 @@ def test_intel_counts_only_with_a_torch_for_it(root, torch_build):
         ("3, 1", ("3", "1")),
         ("-1", ()),
         ("", ()),
-        ("0,-1,2", ("0",)),  # as the driver does: the first unknown one ends the list
+        ("0,-1,2", ("0",)),  # like the driver, which ends the list at the first unknown device
         ("0,9,1", ("0",)),
         ("GPU-1a2b,GPU-3c4d", ("GPU-1a2b", "GPU-3c4d")),
         ("MIG-1a2b", ("MIG-1a2b",)),

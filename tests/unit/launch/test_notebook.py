@@ -1,4 +1,4 @@
-"""Arguments of notebook_launcher: Accelerate's, in its order; useless ones are reported, invalid ones are refused."""
+"""Test the arguments of notebook_launcher: Accelerate's, in its order. Useless ones are reported, and invalid ones refused."""
 
 import inspect
 
@@ -12,17 +12,17 @@ from headway.launch import notebook
 
 
 @pytest.fixture
-def resolved(monkeypatch):
-    """Return the settings that the arguments result in, without starting processes."""
+def resolve_arguments(monkeypatch):
+    """Function that returns the resolved settings for arguments, without starting processes."""
 
     class Reached(Exception):
         pass
 
-    def go(*args, **arguments):
+    def resolve_settings(*args, **arguments):
         found = []
 
-        def stop(resolved, *rest):
-            found.append(resolved)
+        def stop(resolve_arguments, *rest):
+            found.append(resolve_arguments)
             raise Reached
 
         monkeypatch.setattr(notebook.plan, "make_plan", stop)
@@ -30,10 +30,10 @@ def resolved(monkeypatch):
             notebook_launcher(print, (), *args, **arguments)
         return found[0].config
 
-    return go
+    return resolve_settings
 
 
-def test_the_signature_is_accelerates():
+def test_signature_equals_accelerates():
     accelerate = pytest.importorskip("accelerate")
     for ours, theirs in (
         (notebook_launcher, accelerate.notebook_launcher),
@@ -45,8 +45,8 @@ def test_the_signature_is_accelerates():
         assert {one.name for one, other in zip(own, others) if one.default != other.default} <= {"mixed_precision"}
 
 
-def test_one_machine_needs_no_rendezvous(resolved, caplog):
-    config = resolved(2, "bf16", max_restarts=3, monitor_interval=0.5)
+def test_one_machine_needs_no_rendezvous(resolve_arguments, caplog):
+    config = resolve_arguments(2, "bf16", max_restarts=3, monitor_interval=0.5)
     assert (config.num_processes, config.mixed_precision, config.max_restarts, config.monitor_interval) == (
         2,
         "bf16",
@@ -55,19 +55,19 @@ def test_one_machine_needs_no_rendezvous(resolved, caplog):
     )
     assert config.num_machines is UNSET
     assert caplog.text == ""
-    config = resolved(2, use_port="29501", rdzv_backend="c10d", log_line_prefix_template="[${rank}]")
+    config = resolve_arguments(2, use_port="29501", rdzv_backend="c10d", log_line_prefix_template="[${rank}]")
     assert config.main_process_port is UNSET
     assert "use_port='29501', rdzv_backend='c10d': not needed" in caplog.text
     assert "log_line_prefix_template has no effect" in caplog.text
 
 
-def test_several_machines_meet_at_the_given_address(resolved):
-    config = resolved(numpy.int64(4), use_port="29501", master_addr="10.0.0.1", node_rank=1, num_nodes=2,
+def test_several_machines_meet_at_the_given_address(resolve_arguments):
+    config = resolve_arguments(numpy.int64(4), use_port="29501", master_addr="10.0.0.1", node_rank=1, num_nodes=2,
                       rdzv_conf={"timeout": 60}, rdzv_id="run7")  # fmt: skip
     assert (config.num_processes, config.num_machines, config.machine_rank) == (8, 2, 1)
     assert (config.main_process_ip, config.main_process_port) == ("10.0.0.1", 29501)
     assert (config.rdzv_conf, config.rdzv_id, config.rdzv_backend) == ("timeout=60", "run7", UNSET)
-    config = resolved(1, num_nodes=2, rdzv_endpoint="10.0.0.2:4711", rdzv_backend="c10d")
+    config = resolve_arguments(1, num_nodes=2, rdzv_endpoint="10.0.0.2:4711", rdzv_backend="c10d")
     assert (config.main_process_ip, config.main_process_port, config.rdzv_backend) == ("10.0.0.2", 4711, "c10d")
 
 
@@ -88,11 +88,11 @@ def test_several_machines_meet_at_the_given_address(resolved):
         ({"function": None}, "give the function itself"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(arguments, message):
+def test_invalid_arguments_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         notebook_launcher(**{"function": print, **arguments})
 
 
-def test_the_debug_launcher_takes_a_number():
+def test_debug_launcher_requires_a_number():
     with pytest.raises(ConfigError, match=r"num_processes='2' .* must be a whole number"):
         debug_launcher(print, (), "2")

@@ -1,4 +1,4 @@
-"""From settings to commands: counts, devices, threads, networks, and an error for every contradiction."""
+"""Test the plan that settings result in: counts, devices, threads, networks, and an error for every contradiction."""
 
 import json
 import subprocess
@@ -15,18 +15,18 @@ GPUS = Machine("gpubox", "/venv/bin/python", 8, "cuda", ("0", "1", "2", "3"), "l
 SCRIPT = Program("train.py", ("--lr", "3e-4", "a b"))
 
 
-def plan(machine=CPU, program=SCRIPT, environment=None, force=False, **settings):
+def build_plan(machine=CPU, program=SCRIPT, environment=None, force=False, **settings):
     layer = {name: Value(value, f"command line: --{name}") for name, value in settings.items()}
     return make_plan(resolve([layer], force=force), program, machine, environment or {})
 
 
-def order(made):
+def decode_order(made):
     assert made.argv[:4] == ("/venv/bin/python", "-m", "headway.launch", "agent")
     return AgentOrder.decode(made.argv[4])
 
 
 def test_one_process_is_the_plain_script():
-    made = plan()
+    made = build_plan()
     assert made.argv == ("/venv/bin/python", "train.py", "--lr", "3e-4", "a b")
     assert set(made.additions) == {"HEADWAY_RUN"}
     assert made.world_size == made.num_local == 1
@@ -34,13 +34,18 @@ def test_one_process_is_the_plain_script():
 
 
 def test_modules_and_programs():
-    assert plan(program=Program("pkg.train", ("-x",), "module")).argv == ("/venv/bin/python", "-m", "pkg.train", "-x")
-    assert plan(program=Program("./run.sh", ("-x",), "program")).argv == ("./run.sh", "-x")
+    assert build_plan(program=Program("pkg.train", ("-x",), "module")).argv == (
+        "/venv/bin/python",
+        "-m",
+        "pkg.train",
+        "-x",
+    )
+    assert build_plan(program=Program("./run.sh", ("-x",), "program")).argv == ("./run.sh", "-x")
 
 
-def test_several_processes_go_to_an_agent():
-    made = plan(num_processes=2)
-    sent = order(made)
+def test_several_processes_are_started_by_an_agent():
+    made = build_plan(num_processes=2)
+    sent = decode_order(made)
     assert (sent.num_local, sent.num_machines, sent.backend, sent.endpoint) == (2, 1, "local", "")
     assert sent.program == SCRIPT
     assert made.additions["OMP_NUM_THREADS"] == "4"
@@ -49,111 +54,111 @@ def test_several_processes_go_to_an_agent():
     assert "4 CPU threads each of 8 cores" in made.banner
 
 
-def test_the_users_own_variables_stay():
-    made = plan(num_processes=2, environment={"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0"})
+def test_variables_of_the_user_are_kept():
+    made = build_plan(num_processes=2, environment={"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0"})
     assert "OMP_NUM_THREADS" not in made.additions
     assert "GLOO_SOCKET_IFNAME" not in made.additions
     assert "3 CPU threads" in made.banner
-    made = plan(num_processes=2, num_cpu_threads_per_process=5, environment={"OMP_NUM_THREADS": "3"})
+    made = build_plan(num_processes=2, num_cpu_threads_per_process=5, environment={"OMP_NUM_THREADS": "3"})
     assert made.additions["OMP_NUM_THREADS"] == "5"
 
 
 def test_threads_of_one_process_are_not_set_by_default():
-    assert "OMP_NUM_THREADS" not in plan().additions
-    assert plan(num_cpu_threads_per_process=2).additions["OMP_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS" not in build_plan().additions
+    assert build_plan(num_cpu_threads_per_process=2).additions["OMP_NUM_THREADS"] == "2"
 
 
-def test_more_processes_than_cores_get_a_thread_each():
-    assert plan(num_processes=20).additions["OMP_NUM_THREADS"] == "1"
+def test_more_processes_than_cores_get_one_thread_each():
+    assert build_plan(num_processes=20).additions["OMP_NUM_THREADS"] == "1"
 
 
-def test_every_accelerator_by_default():
-    made = plan(GPUS)
-    assert order(made).num_local == 4
+def test_all_accelerators_are_used_by_default():
+    made = build_plan(GPUS)
+    assert decode_order(made).num_local == 4
     assert "4 processes on cuda" in made.banner
     assert "CUDA_VISIBLE_DEVICES" not in made.additions
 
 
-def test_chosen_accelerators():
-    made = plan(GPUS, gpu_ids="0, 3")
-    assert order(made).num_local == 2
+def test_accelerators_may_be_chosen():
+    made = build_plan(GPUS, gpu_ids="0, 3")
+    assert decode_order(made).num_local == 2
     assert made.additions["CUDA_VISIBLE_DEVICES"] == "0,3"
-    assert plan(GPUS, gpu_ids="all").num_local == 4
-    assert plan(GPUS, gpu_ids="2").additions["CUDA_VISIBLE_DEVICES"] == "2"
+    assert build_plan(GPUS, gpu_ids="all").num_local == 4
+    assert build_plan(GPUS, gpu_ids="2").additions["CUDA_VISIBLE_DEVICES"] == "2"
 
 
 @pytest.mark.parametrize("kind", ["mps", "npu"])
-def test_all_of_a_kind_without_a_known_variable(kind):
-    """Accelerate's own config file says `gpu_ids: all`."""
+def test_all_devices_of_a_kind_without_a_known_variable(kind):
+    """Accelerate's config file contains `gpu_ids: all`."""
     machine = Machine("box", "/venv/bin/python", 8, kind, ("0",), "lo")
     for text in ("all", "0"):
-        assert not [name for name in plan(machine, gpu_ids=text).additions if "VISIBLE" in name]
+        assert not [name for name in build_plan(machine, gpu_ids=text).additions if "VISIBLE" in name]
     pair = Machine("box", "/venv/bin/python", 8, kind, ("0", "1"), "lo")
     with pytest.raises(ConfigError, match=rf"does not know which variable hides {kind} devices"):
-        plan(pair, gpu_ids="1")
+        build_plan(pair, gpu_ids="1")
 
 
-def test_amds_variable_numbers_the_devices_that_the_lower_layer_leaves():
+def test_amds_variable_numbers_the_devices_that_remain_after_rocr():
     left = Machine("amdbox", "/venv/bin/python", 8, "rocm", ("0", "1"), "lo")  # ROCR_VISIBLE_DEVICES=2,3
-    assert plan(left, gpu_ids="1").additions["HIP_VISIBLE_DEVICES"] == "1"
+    assert build_plan(left, gpu_ids="1").additions["HIP_VISIBLE_DEVICES"] == "1"
 
 
-def test_devices_that_variables_hide_by_mistake_are_no_run_on_the_cpu():
+def test_devices_hidden_by_mistake_cause_no_run_on_the_cpu():
     hidden = Machine("amdbox", "/venv/bin/python", 8, hidden_by="ROCR_VISIBLE_DEVICES='2,3', HIP_VISIBLE_DEVICES='2'")
     with pytest.raises(
         ConfigError, match=r"amdbox has accelerators, but all are hidden by ROCR.*HIP_VISIBLE_DEVICES='2': .*--cpu"
     ):
-        plan(hidden)
-    assert plan(hidden, cpu=True).world_size == 1
+        build_plan(hidden)
+    assert build_plan(hidden, cpu=True).world_size == 1
 
 
-def test_ranks_get_the_device_type_that_was_counted():
-    assert json.loads(plan(GPUS).additions["HEADWAY_RUN"])["device"] == "cuda"
-    assert "device" not in json.loads(plan(GPUS, cpu=True).additions["HEADWAY_RUN"])
-    assert json.loads(plan().additions["HEADWAY_RUN"])["device"] == "cpu"
+def test_ranks_get_the_counted_device_type():
+    assert json.loads(build_plan(GPUS).additions["HEADWAY_RUN"])["device"] == "cuda"
+    assert "device" not in json.loads(build_plan(GPUS, cpu=True).additions["HEADWAY_RUN"])
+    assert json.loads(build_plan().additions["HEADWAY_RUN"])["device"] == "cpu"
 
 
 @pytest.mark.parametrize("text", ["4", "0,0", "0,,1", "x", ","])
 def test_missing_accelerators_are_refused(text):
     with pytest.raises(ConfigError, match=r"gpu_ids=.*--gpu_ids.*0, 1, 2, 3"):
-        plan(GPUS, gpu_ids=text)
+        build_plan(GPUS, gpu_ids=text)
 
 
-def test_accelerators_of_a_machine_that_has_none():
+def test_gpu_ids_on_a_machine_without_accelerators_are_refused():
     with pytest.raises(ConfigError, match=r"gpu_ids='0,1' .*, but box has no accelerator .*, or take gpu_ids out"):
-        plan(gpu_ids="0,1")
-    assert plan(cpu=True, gpu_ids="0,1").world_size == 1
+        build_plan(gpu_ids="0,1")
+    assert build_plan(cpu=True, gpu_ids="0,1").world_size == 1
 
 
-def test_cpu_on_a_machine_with_accelerators():
-    made = plan(GPUS, cpu=True)
+def test_cpu_run_on_a_machine_with_accelerators():
+    made = build_plan(GPUS, cpu=True)
     assert made.world_size == 1
     assert json.loads(made.additions["HEADWAY_RUN"])["settings"]["cpu"]["value"] is True
-    assert plan(GPUS, cpu=True, num_processes=6).num_local == 6
+    assert build_plan(GPUS, cpu=True, num_processes=6).num_local == 6
 
 
-def test_multi_gpu_insists():
-    assert plan(GPUS, multi_gpu=True).num_local == 4
+def test_multi_gpu_requires_gpus():
+    assert build_plan(GPUS, multi_gpu=True).num_local == 4
     with pytest.raises(ConfigError, match=r"multi_gpu .*box has no accelerator"):
-        plan(multi_gpu=True)
+        build_plan(multi_gpu=True)
     with pytest.raises(ConfigError, match=r"multi_gpu \(command line: --multi_gpu\) against cpu"):
-        plan(GPUS, multi_gpu=True, cpu=True)
+        build_plan(GPUS, multi_gpu=True, cpu=True)
 
 
-def test_affinity_is_for_gpus():
-    assert order(plan(GPUS, enable_cpu_affinity=True)).is_bound_to_cores
-    assert "enable_cpu_affinity (command line" in plan(GPUS, enable_cpu_affinity=True, num_processes=1).notes[0]
+def test_affinity_requires_gpus():
+    assert decode_order(build_plan(GPUS, enable_cpu_affinity=True)).is_bound_to_cores
+    assert "enable_cpu_affinity (command line" in build_plan(GPUS, enable_cpu_affinity=True, num_processes=1).notes[0]
     with pytest.raises(ConfigError, match=r"enable_cpu_affinity .* this run uses none"):
-        plan(enable_cpu_affinity=True)
+        build_plan(enable_cpu_affinity=True)
 
 
-def test_more_processes_than_accelerators():
+def test_more_processes_than_accelerators_are_refused():
     with pytest.raises(ConfigError, match=r"5 processes .*gpubox shows 4 \(cuda\); ask for 4 or fewer, or add --cpu"):
-        plan(GPUS, num_processes=5)
+        build_plan(GPUS, num_processes=5)
 
 
-def test_the_banner_contains_precision_and_accumulation():
-    banner = plan(num_processes=2, mixed_precision="bf16", gradient_accumulation_steps=4).banner
+def test_banner_contains_precision_and_accumulation():
+    banner = build_plan(num_processes=2, mixed_precision="bf16", gradient_accumulation_steps=4).banner
     assert "precision bf16 (command line: --mixed_precision)" in banner
     assert "global batch = micro-batch x 2 processes x 4 accumulated" in banner
 
@@ -163,27 +168,30 @@ WHERE = {"main_process_ip": "10.0.0.1", "main_process_port": 29400}
 
 class TestMachines:
     def test_processes_are_counted_over_all_machines(self):
-        made = plan(num_processes=6, num_machines=2, machine_rank=1, **WHERE)
-        sent = order(made)
+        made = build_plan(num_processes=6, num_machines=2, machine_rank=1, **WHERE)
+        sent = decode_order(made)
         assert (sent.num_local, sent.num_machines, sent.machine_rank) == (3, 2, 1)
         assert (sent.backend, sent.endpoint) == ("static", "10.0.0.1:29400")
         assert made.world_size == 6
         assert "GLOO_SOCKET_IFNAME" not in made.additions
         assert "3 on each of 2 machines (this is machine 1)" in made.banner
 
-    def test_accelerators_of_all_machines_by_default(self):
-        assert plan(GPUS, num_machines=2, **WHERE).world_size == 8
-        assert plan(CPU, num_machines=2, **WHERE).world_size == 2
+    def test_accelerators_of_all_machines_are_used_by_default(self):
+        assert build_plan(GPUS, num_machines=2, **WHERE).world_size == 8
+        assert build_plan(CPU, num_machines=2, **WHERE).world_size == 2
 
-    def test_restarts_need_a_meeting_that_can_be_repeated(self):
-        made = plan(num_machines=2, max_restarts=1, **WHERE)
-        assert order(made).backend == "c10d"
+    def test_restarts_need_a_repeatable_rendezvous(self):
+        made = build_plan(num_machines=2, max_restarts=1, **WHERE)
+        assert decode_order(made).backend == "c10d"
         assert made.additions["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
         with pytest.raises(ConfigError, match=r"rdzv_backend=static .*use --rdzv_backend c10d"):
-            plan(num_machines=2, max_restarts=1, rdzv_backend="static", **WHERE)
+            build_plan(num_machines=2, max_restarts=1, rdzv_backend="static", **WHERE)
 
-    def test_ipv6(self):
-        assert order(plan(num_machines=2, main_process_ip="fe80::1", main_process_port=1)).endpoint == "[fe80::1]:1"
+    def test_ipv6_address(self):
+        assert (
+            decode_order(build_plan(num_machines=2, main_process_ip="fe80::1", main_process_port=1)).endpoint
+            == "[fe80::1]:1"
+        )
 
     @pytest.mark.parametrize(
         ("settings", "message"),
@@ -194,60 +202,66 @@ class TestMachines:
             ({"rdzv_conf": "timeout"}, "rdzv_conf='timeout' .* key=value"),
         ],
     )
-    def test_contradictions(self, settings, message):
+    def test_contradictions_are_refused(self, settings, message):
         with pytest.raises(ConfigError, match=message):
-            plan(num_machines=2, **{**WHERE, **settings})
+            build_plan(num_machines=2, **{**WHERE, **settings})
 
-    def test_where_they_meet_must_be_said(self):
+    def test_rendezvous_address_is_required(self):
         with pytest.raises(ConfigError, match="--main_process_ip ADDRESS --main_process_port PORT"):
-            plan(num_machines=2, machine_rank=0)
+            build_plan(num_machines=2, machine_rank=0)
 
 
-def test_a_run_that_continues_with_fewer_machines():
+def test_run_may_continue_with_fewer_machines():
     where = {"num_machines": 3, "main_process_ip": "10.0.0.1", "main_process_port": 29400, "num_processes": 6}
-    made = plan(**where, min_machines=2, max_restarts=1)
-    assert (order(made).min_machines, order(made).num_machines, order(made).backend) == (2, 3, "c10d")
+    made = build_plan(**where, min_machines=2, max_restarts=1)
+    assert (decode_order(made).min_machines, decode_order(made).num_machines, decode_order(made).backend) == (
+        2,
+        3,
+        "c10d",
+    )
     told = json.loads(made.additions["HEADWAY_RUN"])
     assert (told["min_processes"], told["num_processes"]) == (4, 6)
-    made = plan(**where, max_restarts=1)
-    assert order(made).min_machines == 3
+    made = build_plan(**where, max_restarts=1)
+    assert decode_order(made).min_machines == 3
     assert "min_processes" not in json.loads(made.additions["HEADWAY_RUN"])
     with pytest.raises(ConfigError, match="add --max_restarts N"):
-        plan(**where, min_machines=2)
+        build_plan(**where, min_machines=2)
     with pytest.raises(ConfigError, match="must be at most num_machines=3"):
-        plan(**where, min_machines=4, max_restarts=1)
+        build_plan(**where, min_machines=4, max_restarts=1)
 
 
-def test_the_grace_travels():
-    assert order(plan(num_processes=2)).grace == 300
-    assert order(plan(num_processes=2, grace=30.0)).grace == 30
+def test_grace_is_passed_to_the_agent():
+    assert decode_order(build_plan(num_processes=2)).grace == 300
+    assert decode_order(build_plan(num_processes=2, grace=30.0)).grace == 30
 
 
-def test_a_launch_inside_a_launch_is_refused():
+def test_launch_inside_a_launch_is_refused():
     inside = {"RANK": "1", "WORLD_SIZE": "4"}
     with pytest.raises(ConfigError, match=r"RANK=1, WORLD_SIZE=4 .*python train.py"):
-        plan(environment=inside)
-    made = plan(environment=inside, force=True)
+        build_plan(environment=inside)
+    made = build_plan(environment=inside, force=True)
     assert made.removals == ("RANK", "WORLD_SIZE")
     assert "RANK" not in made.make_environment(inside)
 
 
 def test_log_files():
-    assert order(plan(num_processes=2, log_dir="logs")).tee == "3"
-    assert order(plan(num_processes=2)).tee == "0"
+    assert decode_order(build_plan(num_processes=2, log_dir="logs")).tee == "3"
+    assert decode_order(build_plan(num_processes=2)).tee == "0"
     with pytest.raises(ConfigError, match=r"tee=1 .*--log_dir"):
-        plan(num_processes=2, tee="1")
+        build_plan(num_processes=2, tee="1")
 
 
-def test_an_order_travels_unchanged():
-    sent = order(plan(num_processes=2, num_machines=2, main_process_ip="h", main_process_port=5, rdzv_conf="a=1,b=2"))
+def test_order_is_encoded_and_decoded_unchanged():
+    sent = decode_order(
+        build_plan(num_processes=2, num_machines=2, main_process_ip="h", main_process_port=5, rdzv_conf="a=1,b=2")
+    )
     assert AgentOrder.decode(sent.encode()) == sent
     assert sent.conf == {"a": "1", "b": "2"}
 
 
-def test_the_printed_plan_is_a_command_that_a_shell_runs():
+def test_printed_plan_is_a_command_that_a_shell_runs():
     program = Program("printenv", ("HEADWAY_RUN", "it's $HOME"), "program")
-    made = plan(program=program, environment={"RANK": "0"})
+    made = build_plan(program=program, environment={"RANK": "0"})
     shown = subprocess.run(
         ["sh", "-c", made.format_shell()], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "RANK": "0"}
     )

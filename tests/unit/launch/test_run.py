@@ -1,4 +1,4 @@
-"""The program of a launch is checked before any process starts, without running it."""
+"""Test that the program of a launch is checked before any process starts, without running it."""
 
 import os
 import zipfile
@@ -14,6 +14,7 @@ RUNS = "raise AssertionError('the launcher has run it')\n"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
+    """Working directory with modules and scripts that must not run."""
     for name in (
         "train.py",
         "pkg/__init__.py",
@@ -44,7 +45,7 @@ def folder(tmp_path, monkeypatch):
         "pkg.left_to_python",
     ],
 )
-def test_an_existing_module_is_not_run(folder, name):
+def test_existing_module_is_not_run(folder, name):
     check_program(Program(name, (), "module"))
 
 
@@ -58,12 +59,12 @@ def test_an_existing_module_is_not_run(folder, name):
         ("two words", "'two words' is not one"),
     ],
 )
-def test_a_missing_module_is_refused(folder, name, message):
+def test_missing_module_is_refused(folder, name, message):
     with pytest.raises(ConfigError, match=message):
         check_program(Program(name, (), "module"))
 
 
-def test_folders_and_archives(folder):
+def test_folders_and_archives_need_a_main_module(folder):
     check_program(Program("app"))
     with pytest.raises(
         ConfigError, match=r"'pkg' is a folder without a __main__.py; give the script in it, such as pkg/__init__"
@@ -78,7 +79,7 @@ def test_folders_and_archives(folder):
         check_program(Program("empty.zip"))
 
 
-def test_a_script_that_this_user_may_not_read(folder):
+def test_unreadable_script_is_refused(folder):
     os.chmod("train.py", 0)
     is_root = os.geteuid() == 0
     if is_root:
@@ -91,10 +92,10 @@ def test_a_script_that_this_user_may_not_read(folder):
             os.seteuid(0)
 
 
-def test_a_program_is_left_to_the_path(folder):
+def test_program_is_left_to_the_path(folder):
     check_program(Program("sh", ("-c", "true"), "program"))
 
 
-def test_a_pipe_is_left_to_python(folder):
+def test_pipe_is_left_to_python(folder):
     os.mkfifo(folder / "pipe")
-    check_program(Program("pipe"))  # opened, it would wait for who writes into it
+    check_program(Program("pipe"))  # opening it would wait for a writer

@@ -1,8 +1,8 @@
-"""A simulated accelerator: two queues that run only when they are waited for, and an allocator that hands memory on in the
-computation's order, as torch's does on a card. In place of the lane to a real one, which this machine does not have.
+"""Simulated accelerator with two queues that run only when they are waited for.
 
-What is queued runs in any order that the events allow, drawn by a seed: a copy that does not wait for those who
-still read its memory, or a computation that does not wait for its copy, gives wrong values here.
+Its allocator reuses memory in the order of the computation, as torch's does on a GPU. It replaces the copy stream to a real
+device. Queued work runs in any order that the events allow, drawn from a seed. A copy that does not wait for work that still
+reads its memory, or a computation that does not wait for its copy, gives wrong values here.
 """
 
 import random
@@ -14,6 +14,8 @@ import torch
 
 
 class SimulatedPoint:
+    """Point in one of the two queues."""
+
     def __init__(self, lane, queue):
         self.lane, self.queue, self.time = lane, queue, None
 
@@ -31,9 +33,10 @@ class SimulatedLane:
     """`headway.core.runtime.copy_stream.CopyStream` without a device.
 
     Args:
-        seed: of the order in which the queues run.
-        bandwidth: bytes a second that copies reach; computing takes no time.
-        can_pin: False stands for a system that gives no pinned memory.
+        seed: Seed for the order in which the queues run.
+        bandwidth: Bytes per second of copies. Computing takes no time.
+        can_pin: False simulates a system without pinned memory.
+
     """
 
     def __init__(self, seed=0, bandwidth=1e9, can_pin=True):
@@ -41,10 +44,10 @@ class SimulatedLane:
         self.random, self.lock = random.Random(seed), threading.RLock()
         self.bandwidth, self.can_pin, self.clock = bandwidth, can_pin, 0.0
         self.free, self.blocks, self.pinned_at, self.bound = {}, {}, set(), set()
-        self.num_bytes = 0  # of device memory that was ever needed at once
+        self.num_bytes = 0  # largest device memory needed at once
         self.num_copied = self.num_computed = self.most_ahead = 0
 
-    # ------------------------------------------------ what a device does
+    # ------------------------------------------------ device
 
     def put(self, queue, condition, act):
         with self.lock:
@@ -65,12 +68,12 @@ class SimulatedLane:
             while until is None or not until.is_reached():
                 ready = [q for q in self.queues.values() if q and (q[0][0] is None or q[0][0].is_reached())]
                 if not ready:
-                    assert not any(self.queues.values()), "the device waits for ever"
+                    assert not any(self.queues.values()), "the device waits forever"
                     return
                 self.random.choice(ready).popleft()[1]()
 
     def compute(self, tensor, act):
-        """Queue `act(values)` for the memory of a tensor: work in flight does not keep a tensor alive."""
+        """Queue `act(values)` for the memory of a tensor. Queued work does not keep a tensor alive."""
         block = self.blocks[tensor.data_ptr()]
 
         def run():
@@ -79,7 +82,7 @@ class SimulatedLane:
 
         self.put("compute", None, run)
 
-    # ------------------------------------------------ what a lane does
+    # ------------------------------------------------ interface of a copy stream
 
     def bind_device(self):
         self.bound.add(threading.get_ident())
@@ -109,7 +112,7 @@ class SimulatedLane:
 
     def copy(self, target, source):
         assert threading.get_ident() in self.bound
-        memory = target.detach()  # not the tensor itself: work in flight does not keep it alive
+        memory = target.detach()  # not the tensor itself, because queued work does not keep it alive
 
         def run():
             memory.copy_(source)
@@ -119,7 +122,7 @@ class SimulatedLane:
 
         self.put("copies", None, run)
         if not self.is_pinned(source):
-            self.end_copies().wait()  # as torch does with ordinary memory
+            self.end_copies().wait()  # like torch with ordinary memory
 
     def end_copies(self):
         return self.point("copies")

@@ -1,4 +1,4 @@
-"""Simulation of a host that runs ahead of its device: memory stays within the window, values are correct."""
+"""Test with a simulated device that runs behind its host that memory stays within the window and values are correct."""
 
 import gc
 import random
@@ -16,8 +16,8 @@ from tests.unit.offload.simulated import SimulatedLane
 NUM_UNITS, ONE = 40, 16 * 4
 
 
-def build(lane, window=2, chunk=1 << 20, is_pinned=True):
-    """A stream over NUM_UNITS weights of ONE bytes each, with their number as value."""
+def build_stream(lane, window=2, chunk=1 << 20, is_pinned=True):
+    """Return a stream over NUM_UNITS weights of ONE bytes each, with their number as value, and its units."""
     units = []
     for number in range(NUM_UNITS):
         module = nn.Linear(4, 4, bias=False)
@@ -27,8 +27,8 @@ def build(lane, window=2, chunk=1 << 20, is_pinned=True):
     return units, DeviceStream(units, torch.device("cpu"), window * ONE, RingTransport(lane, chunk))
 
 
-def use(stream, units, lane, order, wanted=None):
-    """Queue a use of the units in `order`, none of which the device has come to; returns what it will have read."""
+def use_units(stream, units, lane, order, wanted=None):
+    """Queue a use of the units in `order`. Return the list of values that the device will read."""
     read = []
     for number in order:
         stream.enter_unit(number)
@@ -38,7 +38,7 @@ def use(stream, units, lane, order, wanted=None):
     return read
 
 
-def assert_right(read, num):
+def assert_values(read, num):
     assert len(read) == num
     assert all((found == value).all() for value, found in read)
 
@@ -46,50 +46,50 @@ def assert_right(read, num):
 @pytest.mark.parametrize("seed", range(8))
 def test_copies_wait_for_the_unit_that_leaves_the_window(seed):
     lane = SimulatedLane(seed)
-    units, stream = build(lane, window=2)
-    read = use(stream, units, lane, [*range(NUM_UNITS)] * 3)
-    assert read == []  # the host has queued three passes, and the device has not begun
+    units, stream = build_stream(lane, window=2)
+    read = use_units(stream, units, lane, [*range(NUM_UNITS)] * 3)
+    assert read == []  # the host has queued three passes, and the device has not started
     assert stream.peak_bytes <= 3 * ONE
     lane.run()
-    assert_right(read, 3 * NUM_UNITS)
-    assert lane.num_bytes <= 3 * ONE  # the window and the unit in use
-    assert 1 < lane.most_ahead <= 3  # copied beside the computation, and not further ahead
+    assert_values(read, 3 * NUM_UNITS)
+    assert lane.num_bytes <= 3 * ONE  # window, and the unit in use
+    assert 1 < lane.most_ahead <= 3  # copied during the computation, and not further ahead
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 24], ids=["whole", "in pieces"])
-def test_pageable_weights_go_through_the_ring(chunk):
+def test_pageable_weights_are_copied_through_the_ring(chunk):
     lane = SimulatedLane(1)
-    units, stream = build(lane, window=2, chunk=chunk, is_pinned=False)
-    read = use(stream, units, lane, [*range(NUM_UNITS)] * 2)
+    units, stream = build_stream(lane, window=2, chunk=chunk, is_pinned=False)
+    read = use_units(stream, units, lane, [*range(NUM_UNITS)] * 2)
     lane.run()
-    assert_right(read, 2 * NUM_UNITS)
+    assert_values(read, 2 * NUM_UNITS)
     assert lane.num_bytes <= 3 * ONE
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_change_of_order_drops_copies_that_are_under_way(seed):
+def test_changed_order_discards_pending_copies(seed):
     lane, draws = SimulatedLane(seed), random.Random(seed)
-    units, stream = build(lane, window=4)
+    units, stream = build_stream(lane, window=4)
     order = [draws.randrange(NUM_UNITS) for _ in range(200)]
-    read = use(stream, units, lane, order)
+    read = use_units(stream, units, lane, order)
     lane.run()
-    assert_right(read, len(order))
+    assert_values(read, len(order))
     assert stream.active_bytes <= 5 * ONE
-    assert lane.num_bytes <= 10 * ONE  # those under way that are no longer wanted come on top
+    assert lane.num_bytes <= 10 * ONE  # plus pending copies that are no longer needed
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_stream_that_is_gone_leaves_nothing_that_writes(seed):
+def test_deleted_stream_writes_nothing_more(seed):
     lane = SimulatedLane(seed)
-    units, stream = build(lane, window=6)
-    use(stream, units, lane, range(3))
-    del stream  # copies for the next units are under way
+    units, stream = build_stream(lane, window=6)
+    use_units(stream, units, lane, range(3))
+    del stream  # copies for the next units are pending
     gc.collect()
-    for _ in range(200):  # the thread that copies may be at it
+    for _ in range(200):  # the copying thread may still be running
         if not lane.queues["copies"]:
             break
         time.sleep(0.01)
-    # Memory that others have now keeps what they write.
+    # Memory that is reused now keeps its new values.
     others = [lane.allocate(torch.zeros(4, 4)) for _ in range(8)]
     for other in others:
         lane.put("compute", None, lambda other=other: other.fill_(-1))
@@ -99,90 +99,90 @@ def test_a_stream_that_is_gone_leaves_nothing_that_writes(seed):
 
 def test_changed_values_are_copied_again():
     lane = SimulatedLane(2)
-    units, stream = build(lane, window=NUM_UNITS)
+    units, stream = build_stream(lane, window=NUM_UNITS)
     wanted = {number: number for number in range(NUM_UNITS)}
     for _ in range(3):
-        read = use(stream, units, lane, range(NUM_UNITS), wanted)
+        read = use_units(stream, units, lane, range(NUM_UNITS), wanted)
         lane.run()
-        assert_right(read, NUM_UNITS)
+        assert_values(read, NUM_UNITS)
         with torch.no_grad():
             for number, places in enumerate(units):
                 places[0].tensor.add_(100)
                 wanted[number] += 100
 
 
-def test_memory_that_follows_the_copies_holds_the_whole_model():
-    """Transport that allocates on the copy stream and frees by `record_stream`, for comparison."""
+def test_memory_freed_after_the_copies_holds_the_whole_model():
+    """For comparison, the transport allocates on the copy stream and frees by `record_stream`."""
 
-    class Following(SimulatedLane):
+    class FollowingLane(SimulatedLane):
         def give_back(self, kind, block):
             self.put("compute", None, lambda: self.free.setdefault(kind, []).append(block))
 
         def begin_copies(self, after):
             return self.point("copies")
 
-    lane = Following(0)
-    units, stream = build(lane, window=2)
-    read = use(stream, units, lane, range(NUM_UNITS))
+    lane = FollowingLane(0)
+    units, stream = build_stream(lane, window=2)
+    read = use_units(stream, units, lane, range(NUM_UNITS))
     lane.run()
-    assert_right(read, NUM_UNITS)
-    assert lane.num_bytes >= NUM_UNITS * ONE  # though the stream knew of three at any time
+    assert_values(read, NUM_UNITS)
+    assert lane.num_bytes >= NUM_UNITS * ONE  # although the stream counted three at any time
     assert stream.peak_bytes <= 3 * ONE
 
 
-def test_the_simulation_sees_a_copy_that_does_not_wait():
-    class Hasty(SimulatedLane):
+def test_simulation_detects_a_copy_that_does_not_wait():
+    class HastyLane(SimulatedLane):
         def begin_copies(self, after):
             return self.point("copies")
 
     wrong = 0
     for seed in range(8):
-        lane = Hasty(seed)
-        units, stream = build(lane)
-        read = use(stream, units, lane, range(NUM_UNITS))
+        lane = HastyLane(seed)
+        units, stream = build_stream(lane)
+        read = use_units(stream, units, lane, range(NUM_UNITS))
         lane.run()
         wrong += sum(not bool((found == value).all()) for value, found in read)
     assert wrong > 0
 
 
-def test_the_copying_thread_takes_the_device_for_its_own():
+def test_copying_thread_binds_the_device():
     lane = SimulatedLane()
-    units, stream = build(lane)
-    use(stream, units, lane, [0, 1])
+    units, stream = build_stream(lane)
+    use_units(stream, units, lane, [0, 1])
     stream._worker.shutdown()
-    assert len(lane.bound) == 1  # SimulatedLane refuses copies from a thread that has not
+    assert len(lane.bound) == 1  # SimulatedLane refuses copies from an unbound thread
 
 
-def test_without_pinned_memory_there_is_one_warning_and_the_right_values(caplog):
+def test_without_pinned_memory_there_is_one_warning_and_correct_values(caplog):
     lane = SimulatedLane(can_pin=False)
-    units, stream = build(lane, is_pinned=False)
-    read = use(stream, units, lane, [*range(NUM_UNITS)] * 2)
+    units, stream = build_stream(lane, is_pinned=False)
+    read = use_units(stream, units, lane, [*range(NUM_UNITS)] * 2)
     lane.run()
-    assert_right(read, 2 * NUM_UNITS)
+    assert_values(read, 2 * NUM_UNITS)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "could not be pinned (CUDA error: out of memory)" in caplog.text
 
 
-def test_memory_that_runs_out_ahead_of_use_ends_the_looking_ahead_and_not_the_forward():
-    class Small(SimulatedLane):
+def test_out_of_memory_ahead_of_use_ends_prefetching_only():
+    class SmallLane(SimulatedLane):
         def allocate(self, like):
             if self.num_bytes >= 2 * ONE and not self.free.get((like.dtype, like.numel())):
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return super().allocate(like)
 
-    lane = Small()
-    units, stream = build(lane, window=8)
-    read = use(stream, units, lane, [*range(NUM_UNITS)] * 2)
+    lane = SmallLane()
+    units, stream = build_stream(lane, window=8)
+    read = use_units(stream, units, lane, [*range(NUM_UNITS)] * 2)
     lane.run()
-    assert_right(read, 2 * NUM_UNITS)
+    assert_values(read, 2 * NUM_UNITS)
     assert lane.num_bytes == 2 * ONE
 
 
-def test_bandwidth_is_that_of_the_copies_and_not_of_their_queueing():
+def test_bandwidth_is_that_of_the_copies():
     lane = SimulatedLane(bandwidth=12345.0)
-    units, stream = build(lane)
+    units, stream = build_stream(lane)
     for _ in range(2):
-        use(stream, units, lane, range(NUM_UNITS))
+        use_units(stream, units, lane, range(NUM_UNITS))
         lane.run()
     assert stream.traffic.bandwidth == pytest.approx(12345.0)
     assert stream.traffic.num_bytes >= 2 * NUM_UNITS * ONE

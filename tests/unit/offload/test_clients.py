@@ -1,4 +1,4 @@
-"""transformers' models, small and random, saved in shards: every placement computes what the undivided model does."""
+"""Test small random transformers models, saved in shards: every placement computes the results of the whole model."""
 
 import copy
 
@@ -33,18 +33,18 @@ MODELS = {
 }  # fmt: skip
 
 
-def run(name, model):
+def run_model(name, model):
     ids = torch.arange(2, 8)[None]
     if name == "vit":
         return model(torch.linspace(-1, 1, 3 * 64).view(1, 3, 8, 8)).logits
     return model(ids, **({"decoder_input_ids": ids} if name == "t5" else {})).logits
 
 
-def tokens(model):
+def generate_tokens(model):
     return model.generate(torch.arange(2, 8)[None], max_new_tokens=5, do_sample=False)
 
 
-def saved(name, folder):
+def save_model(name, folder):
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     model.save_pretrained(folder, max_shard_size="8kB")
@@ -56,55 +56,56 @@ def saved(name, folder):
 
 @pytest.fixture(scope="module", params=MODELS)
 def client(request, tmp_path_factory):
-    return saved(request.param, tmp_path_factory.mktemp(request.param))
+    """Name, whole model, empty model and folder."""
+    return save_model(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def alternating(model):
-    """cpu, disk, cpu, disk ... as deep as modules go."""
+def alternate_devices(model):
+    """Map modules to cpu, disk, cpu, disk and so on, as deep as modules are nested."""
     leaves = [name for name, module in model.named_modules() if next(module.children(), None) is None]
     owned = [n for n, _ in model.named_parameters(remove_duplicate=False) if n.rpartition(".")[0] not in leaves]
     owned += [n for n, _ in model.named_buffers() if n.rpartition(".")[0] not in leaves]
     return {name: ("cpu", "disk")[number % 2] for number, name in enumerate([*leaves, *owned])}
 
 
-def test_every_placement_computes_what_the_undivided_model_does(client, tmp_path):
+def test_every_placement_equals_the_whole_model(client, tmp_path):
     name, whole, empty, folder = client
-    wanted = run(name, whole)
+    wanted = run_model(name, whole)
     with torch.no_grad():
-        wanted_without_gradients = run(name, whole)
-    wanted_tokens = None if name == "vit" else tokens(whole)
-    for device_map in ("auto", {"": "cpu"}, {"": "disk"}, alternating(empty)):
+        wanted_without_gradients = run_model(name, whole)
+    wanted_tokens = None if name == "vit" else generate_tokens(whole)
+    for device_map in ("auto", {"": "cpu"}, {"": "disk"}, alternate_devices(empty)):
         model = load_checkpoint_and_dispatch(
             copy.deepcopy(empty), folder, device_map, offload_folder=tmp_path / str(len(device_map))
         )
-        assert torch.equal(run(name, model), wanted)
+        assert torch.equal(run_model(name, model), wanted)
         with torch.no_grad():
-            assert torch.equal(run(name, model), wanted_without_gradients)
+            assert torch.equal(run_model(name, model), wanted_without_gradients)
         if wanted_tokens is not None:
-            assert torch.equal(tokens(model), wanted_tokens)
-            assert torch.equal(tokens(model), wanted_tokens)
+            assert torch.equal(generate_tokens(model), wanted_tokens)
+            assert torch.equal(generate_tokens(model), wanted_tokens)
         state = model.state_dict()
         assert all(torch.equal(state[key], tensor) for key, tensor in whole.state_dict().items())
 
 
-def test_streamed_copies_compute_what_the_undivided_model_does(client):
+def test_streamed_copies_equal_the_whole_model(client):
     name, whole, _, _ = client
     model = copy.deepcopy(whole)
     homes = {key: "disk" for key, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
     Execution(
         model, Placement(DeviceMap({"": "disk"}), torch.device("cpu"), homes), [], [], HostTransport()
     ).attach_hooks()
-    assert torch.equal(run(name, model), run(name, whole))
+    assert torch.equal(run_model(name, model), run_model(name, whole))
     with torch.no_grad():
-        assert torch.equal(run(name, model), run(name, whole))
+        assert torch.equal(run_model(name, model), run_model(name, whole))
     if name != "vit":
-        assert torch.equal(tokens(model), tokens(whole))
+        assert torch.equal(generate_tokens(model), generate_tokens(whole))
     undispatch_model(model)
-    assert torch.equal(run(name, dispatch_model(model, {"": "cpu"})), run(name, whole))
+    assert torch.equal(run_model(name, dispatch_model(model, {"": "cpu"})), run_model(name, whole))
 
 
-def test_experts_that_are_stored_apart_are_converted_by_transformers_own_rules(tmp_path):
-    _, _, empty, folder = saved("mixtral", tmp_path / "checkpoint")
+def test_separately_stored_experts_are_converted_by_rules_of_transformers(tmp_path):
+    _, _, empty, folder = save_model("mixtral", tmp_path / "checkpoint")
     with pytest.raises(ConfigError, match="give offload_folder="):
         load_checkpoint_and_dispatch(copy.deepcopy(empty), folder, {"": "disk"})
     with init_empty_weights():
@@ -115,8 +116,8 @@ def test_experts_that_are_stored_apart_are_converted_by_transformers_own_rules(t
         load_checkpoint_and_dispatch(fewer, folder, {"": "cpu"})
 
 
-def test_a_base_model_takes_the_weights_of_one_with_a_head(tmp_path):
-    _, whole, _, folder = saved("llama", tmp_path)
+def test_base_model_loads_the_weights_of_one_with_a_head(tmp_path):
+    _, whole, _, folder = save_model("llama", tmp_path)
     with init_empty_weights():
         base = transformers.LlamaModel(whole.config).eval()
     load_checkpoint_and_dispatch(base, folder, {"": "disk"})
@@ -124,8 +125,8 @@ def test_a_base_model_takes_the_weights_of_one_with_a_head(tmp_path):
     assert torch.equal(base(ids).last_hidden_state, whole.model(ids).last_hidden_state)
 
 
-def test_the_documents_own_lines_with_a_local_folder(tmp_path):
-    _, whole, _, _ = saved("mixtral", tmp_path)
+def test_code_of_the_documentation_runs_with_a_local_folder(tmp_path):
+    _, whole, _, _ = save_model("mixtral", tmp_path)
     # fmt: off
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -139,4 +140,4 @@ def test_the_documents_own_lines_with_a_local_folder(tmp_path):
         model, checkpoint=str(tmp_path), device_map="auto", no_split_module_classes=["Block"]
     )
     # fmt: on
-    assert torch.equal(run("mixtral", model.eval()), run("mixtral", whole))
+    assert torch.equal(run_model("mixtral", model.eval()), run_model("mixtral", whole))

@@ -1,4 +1,4 @@
-"""Loading weights: names are checked first, loads are all or nothing, and mapped files never change."""
+"""Test loading weights: names are checked first, a load is all or nothing, and mapped files never change."""
 
 import json
 import pickle
@@ -26,7 +26,7 @@ class Net(nn.Module):
         return self.head(self.body(self.embed(ids))) * self.scale
 
 
-def saved(folder, model=None, **changes):
+def save_net(folder, model=None, **changes):
     torch.manual_seed(1)
     model = model or Net().eval()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "head.weight"}
@@ -35,7 +35,7 @@ def saved(folder, model=None, **changes):
     return model
 
 
-def empty(width=4):
+def build_empty_net(width=4):
     with init_empty_weights():
         return Net(width).eval()
 
@@ -43,8 +43,8 @@ def empty(width=4):
 IDS = torch.tensor([0, 3, 5])
 
 
-def test_an_empty_model_takes_the_file_as_its_memory(tmp_path):
-    whole, model = saved(tmp_path), empty()
+def test_empty_model_uses_the_file_as_its_memory(tmp_path):
+    whole, model = save_net(tmp_path), build_empty_net()
     load_checkpoint_in_model(model, tmp_path)
     assert torch.equal(model(IDS), whole(IDS))
     assert all(is_mapped(parameter) for parameter in model.parameters())
@@ -54,7 +54,7 @@ def test_an_empty_model_takes_the_file_as_its_memory(tmp_path):
 
 
 def test_training_changes_memory_and_never_the_file(tmp_path):
-    whole, model = saved(tmp_path), empty()
+    whole, model = save_net(tmp_path), build_empty_net()
     content = (tmp_path / "model.safetensors").read_bytes()
     load_checkpoint_in_model(model, tmp_path)
     for each in (whole, model):
@@ -66,17 +66,17 @@ def test_training_changes_memory_and_never_the_file(tmp_path):
         each.eval()
     assert torch.equal(model(IDS), whole(IDS))
     assert (tmp_path / "model.safetensors").read_bytes() == content
-    assert torch.equal(empty_loaded(tmp_path).embed.weight, load_file(tmp_path / "model.safetensors")["embed.weight"])
+    assert torch.equal(load_empty_net(tmp_path).embed.weight, load_file(tmp_path / "model.safetensors")["embed.weight"])
 
 
-def empty_loaded(folder):
-    model = empty()
+def load_empty_net(folder):
+    model = build_empty_net()
     load_checkpoint_in_model(model, folder)
     return model
 
 
-def test_a_model_with_values_keeps_its_parameters(tmp_path):
-    whole, model = saved(tmp_path), Net().eval()
+def test_model_with_values_keeps_its_parameters(tmp_path):
+    whole, model = save_net(tmp_path), Net().eval()
     before = list(model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     load_checkpoint_in_model(model, tmp_path)
@@ -87,14 +87,14 @@ def test_a_model_with_values_keeps_its_parameters(tmp_path):
     assert not torch.equal(model(IDS), whole(IDS))
 
 
-def test_dtypes(tmp_path):
-    whole, model = saved(tmp_path), empty()
+def test_dtypes_are_converted(tmp_path):
+    whole, model = save_net(tmp_path), build_empty_net()
     load_checkpoint_in_model(model, tmp_path, dtype="bfloat16", keep_in_fp32_modules=["embed"])
     assert model.embed.weight.dtype == torch.float32
     assert model.body[0].weight.dtype == torch.bfloat16
     assert model.body[1].num_batches_tracked.dtype == torch.int64
     assert torch.equal(model.body[0].weight, whole.body[0].weight.to(torch.bfloat16))
-    half = empty().half()
+    half = build_empty_net().half()
     load_checkpoint_in_model(half, tmp_path)
     assert half.body[0].weight.dtype == torch.float16
     with pytest.raises(ConfigError, match="estimates only"):
@@ -103,7 +103,7 @@ def test_dtypes(tmp_path):
         load_checkpoint_in_model(model, tmp_path, offload_8bit_bnb=True)
 
 
-def refused(model, folder, words, **more):
+def assert_refused(model, folder, words, **more):
     before = {name: (id(tensor), tensor.device) for name, tensor in model.state_dict(keep_vars=True).items()}
     with pytest.raises(CheckpointError, match=words) as caught:
         load_checkpoint_in_model(model, folder, **more)
@@ -112,40 +112,42 @@ def refused(model, folder, words, **more):
 
 
 def test_everything_that_does_not_fit_is_reported_at_once_and_nothing_is_loaded(tmp_path):
-    saved(tmp_path, **{"body.0.weight": None, "body.0.wieght": torch.zeros(4, 4), "body.2.weight": torch.zeros(4, 5)})
-    told = refused(empty(), tmp_path, "nothing was loaded")
+    save_net(
+        tmp_path, **{"body.0.weight": None, "body.0.wieght": torch.zeros(4, 4), "body.2.weight": torch.zeros(4, 5)}
+    )
+    told = assert_refused(build_empty_net(), tmp_path, "nothing was loaded")
     assert r"Missing from the checkpoint (1): body.0.weight (nearest: body.0.wieght)" in told
     assert "Mismatched (1): body.2.weight: [4, 5] float32 in the checkpoint, [4, 4] float32 in the model" in told
     assert "Without a place in the model (1): body.0.wieght (nearest: body.0.weight)" in told
-    # The same with a device map, and for a model that has values: nothing is left as it happened to be.
-    refused(empty(), tmp_path, "body.0.weight", device_map={"": "cpu"})
-    refused(Net(), tmp_path, "body.0.weight")
+    # The same with a device map, and for a model with values, so that no value stays by accident.
+    assert_refused(build_empty_net(), tmp_path, "body.0.weight", device_map={"": "cpu"})
+    assert_refused(Net(), tmp_path, "body.0.weight")
 
 
-def test_strict(tmp_path):
-    saved(tmp_path, **{"body.1.running_mean": None, "other": torch.zeros(1)})
+def test_strict_refuses_missing_and_unknown_tensors(tmp_path):
+    save_net(tmp_path, **{"body.1.running_mean": None, "other": torch.zeros(1)})
     for device_map in (None, {"": "cpu"}):
-        model = empty()
+        model = build_empty_net()
         load_checkpoint_in_model(model, tmp_path, device_map=device_map)
         assert torch.equal(model.body[1].running_mean, torch.zeros(4))
-        told = refused(empty(), tmp_path, "nothing was loaded", device_map=device_map, strict=True)
+        told = assert_refused(build_empty_net(), tmp_path, "nothing was loaded", device_map=device_map, strict=True)
         assert "body.1.running_mean" in told
         assert "other" in told
 
 
-def test_buffers_that_no_checkpoint_holds(tmp_path):
-    saved(tmp_path)
+def test_buffers_that_no_checkpoint_contains_are_reported(tmp_path):
+    save_net(tmp_path)
     with torch.device("meta"):
         model = Net()
-    assert "init_empty_weights()" in refused(model, tmp_path, "scale")
+    assert "init_empty_weights()" in assert_refused(model, tmp_path, "scale")
 
 
-def test_a_tie_may_be_stored_under_either_name_or_only_said(tmp_path):
-    whole = saved(tmp_path)
+def test_tied_weight_may_be_stored_under_either_name_or_in_the_metadata(tmp_path):
+    whole = save_net(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     state["head.weight"] = state.pop("embed.weight")
     save_file(state, tmp_path / "model.safetensors")
-    assert torch.equal(empty_loaded(tmp_path)(IDS), whole(IDS))
+    assert torch.equal(load_empty_net(tmp_path)(IDS), whole(IDS))
     save_file(state, tmp_path / "model.safetensors", metadata={"embed.weight": "head.weight", "format": "pt"})
     apart = Net().eval()
     apart.head.weight = nn.Parameter(torch.zeros(6, 4))
@@ -154,8 +156,8 @@ def test_a_tie_may_be_stored_under_either_name_or_only_said(tmp_path):
 
 
 def test_device_maps_are_checked_before_anything_moves(tmp_path):
-    saved(tmp_path)
-    model = empty()
+    save_net(tmp_path)
+    model = build_empty_net()
     with pytest.raises(DeviceMapError, match=r"body\.0"):
         load_checkpoint_in_model(model, tmp_path, device_map={"embed": "cpu"})
     with pytest.raises(ConfigError, match="meta"):
@@ -164,29 +166,29 @@ def test_device_maps_are_checked_before_anything_moves(tmp_path):
 
 
 def test_disk_uses_the_checkpoint_itself_and_the_folder_only_for_conversions(tmp_path):
-    whole, folder = saved(tmp_path), tmp_path / "offload"
-    model = empty()
+    whole, folder = save_net(tmp_path), tmp_path / "offload"
+    model = build_empty_net()
     load_checkpoint_in_model(model, tmp_path, {"": "disk"}, folder)
     assert not folder.exists()
     assert all(is_mapped(parameter) for parameter in model.parameters())
     with pytest.raises(ConfigError, match="give offload_folder="):
-        load_checkpoint_in_model(empty(), tmp_path, {"": "disk"}, dtype=torch.float16)
-    half = empty()
+        load_checkpoint_in_model(build_empty_net(), tmp_path, {"": "disk"}, dtype=torch.float16)
+    half = build_empty_net()
     load_checkpoint_in_model(half, tmp_path, {"": "disk"}, folder, dtype=torch.float16)
     assert all(is_mapped(parameter) for parameter in half.parameters())
     assert torch.equal(half.embed.weight, whole.embed.weight.half())
     first = (folder / "offloaded.safetensors").stat().st_mtime_ns
-    load_checkpoint_in_model(empty(), tmp_path, {"": "disk"}, folder, dtype=torch.float16)
+    load_checkpoint_in_model(build_empty_net(), tmp_path, {"": "disk"}, folder, dtype=torch.float16)
     assert (folder / "offloaded.safetensors").stat().st_mtime_ns == first
     other = tmp_path / "other"
     other.mkdir()
-    saved(other, Net())
+    save_net(other, Net())
     with pytest.raises(ConfigError, match="weights of another model"):
-        load_checkpoint_in_model(empty(), other, {"": "disk"}, folder, dtype=torch.float16)
+        load_checkpoint_in_model(build_empty_net(), other, {"": "disk"}, folder, dtype=torch.float16)
 
 
-def test_faults_of_shards_leave_the_model_untouched(tmp_path):
-    whole = saved(tmp_path)
+def test_damaged_shards_leave_the_model_unchanged(tmp_path):
+    whole = save_net(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     names = sorted(state)
@@ -194,16 +196,16 @@ def test_faults_of_shards_leave_the_model_untouched(tmp_path):
         save_file({name: state[name] for name in part}, tmp_path / f"m-{number}.safetensors")
     weight_map = {name: f"m-{int(name in names[4:])}.safetensors" for name in names}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert torch.equal(empty_loaded(tmp_path)(IDS), whole(IDS))
+    assert torch.equal(load_empty_net(tmp_path)(IDS), whole(IDS))
     shard = tmp_path / "m-1.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
-    assert "m-1.safetensors" in refused(empty(), tmp_path, "truncated: 1 bytes")
+    assert "m-1.safetensors" in assert_refused(build_empty_net(), tmp_path, "truncated: 1 bytes")
     shard.write_bytes(pickle.dumps({}))
-    assert "m-1.safetensors" in refused(empty(), tmp_path, "no safetensors file")
+    assert "m-1.safetensors" in assert_refused(build_empty_net(), tmp_path, "no safetensors file")
 
 
-def test_recurrent_layers_compute_with_what_was_loaded(tmp_path):
+def test_recurrent_layers_use_the_loaded_weights(tmp_path):
     torch.manual_seed(0)
     whole = nn.LSTM(3, 5)
     save_file(whole.state_dict(), tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Offload folders: exchange with Accelerate, foreign folders, truncated files and bad names."""
+"""Test offload folders: exchange with Accelerate, folders of other models, truncated files and invalid names."""
 
 import importlib.util
 import json
@@ -26,7 +26,7 @@ from headway import (
 )
 from headway.core.weights.names import is_mapped
 from headway.errors import CheckpointError, ConfigError
-from tests.unit.offload.placement.models import Chain, build
+from tests.unit.offload.placement.models import Chain, build_model
 
 needs_peer = pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="the peer is not installed")
 
@@ -43,65 +43,65 @@ TENSORS = {
 }
 
 
-def same(one, other):
+def are_same(one, other):
     return one.dtype == other.dtype and torch.equal(
         one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8)
     )
 
 
-def test_written_and_mapped_back(tmp_path):
+def test_written_tensors_are_mapped(tmp_path):
     offload_state_dict(tmp_path / "new", TENSORS)
     loaded = OffloadedWeightsLoader(save_folder=tmp_path / "new")
     assert list(loaded) == list(TENSORS)
     assert len(loaded) == len(TENSORS)
     for name, tensor in TENSORS.items():
         assert loaded[name].shape == tensor.shape
-        assert same(loaded[name], tensor), name
+        assert are_same(loaded[name], tensor), name
     assert not list((tmp_path / "new").glob(".*"))
 
 
 @needs_peer
-def test_the_peer_reads_what_headway_writes(tmp_path):
+def test_accelerate_reads_headways_folder(tmp_path):
     from accelerate.utils import OffloadedWeightsLoader as TheirLoader
 
     offload_state_dict(tmp_path, TENSORS)
     theirs = TheirLoader(save_folder=str(tmp_path))
     for name, tensor in TENSORS.items():
         assert theirs[name].shape == tensor.shape
-        assert same(theirs[name], tensor), name
+        assert are_same(theirs[name], tensor), name
 
 
 @needs_peer
-def test_headway_reads_what_the_peer_writes(tmp_path):
+def test_headway_reads_accelerates_folder(tmp_path):
     from accelerate.utils import offload_state_dict as their_offload
 
     their_offload(str(tmp_path), TENSORS)
     ours = OffloadedWeightsLoader(save_folder=tmp_path)
     for name, tensor in TENSORS.items():
         assert ours[name].shape == tensor.shape
-        assert same(ours[name], tensor), name
+        assert are_same(ours[name], tensor), name
 
 
 @settings(max_examples=30, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 4), max_size=3), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
 )
-def test_any_shape_comes_back(tmp_path_factory, shape, dtype):
+def test_any_shape_is_restored(tmp_path_factory, shape, dtype):
     folder = tmp_path_factory.mktemp("dat")
     tensor = torch.randint(-9, 9, shape).to(dtype)
     index = offload_weight(tensor, "w", folder, {})
     found = load_offloaded_weight(folder / "w.dat", index["w"])
     assert found.shape == tensor.shape
-    assert same(found, tensor)
+    assert are_same(found, tensor)
 
 
-def test_what_is_written_to_a_mapped_tensor_never_reaches_the_file(tmp_path):
+def test_write_to_a_mapped_tensor_never_reaches_the_file(tmp_path):
     offload_state_dict(tmp_path, {"w": torch.ones(4)})
     OffloadedWeightsLoader(save_folder=tmp_path)["w"].fill_(5.0)
     assert OffloadedWeightsLoader(save_folder=tmp_path)["w"].tolist() == [1.0] * 4
 
 
-def test_a_folder_of_another_model_is_refused_and_parts_of_one_are_not(tmp_path):
+def test_folder_of_another_model_is_refused_and_a_part_is_added(tmp_path):
     offload_state_dict(tmp_path, {"a": torch.ones(2)})
     offload_state_dict(tmp_path, {"b": torch.ones(3)})
     with pytest.raises(ConfigError, match=r"already contains another a: .*\[2\].*, not \[3\]"):
@@ -113,7 +113,7 @@ def test_a_folder_of_another_model_is_refused_and_parts_of_one_are_not(tmp_path)
 
 
 @pytest.mark.parametrize("content", [None, b"\0" * 7, b"\0" * 9])
-def test_a_missing_or_cut_file(tmp_path, content):
+def test_missing_or_truncated_file_is_named(tmp_path, content):
     offload_state_dict(tmp_path, {"w": torch.ones(2)})
     (tmp_path / "w.dat").unlink()
     if content is not None:
@@ -126,13 +126,13 @@ def test_a_missing_or_cut_file(tmp_path, content):
     "entry",
     [{"dtype": "load", "shape": [2]}, {"dtype": "float32"}, {"dtype": "float32", "shape": [-2]}, {"shape": [2]}],
 )
-def test_an_invalid_index_entry(tmp_path, entry):
+def test_invalid_index_entry_is_refused(tmp_path, entry):
     (tmp_path / "w.dat").write_bytes(b"\0" * 8)
     with pytest.raises(CheckpointError, match="needs a dtype of torch and a shape"):
         load_offloaded_weight(tmp_path / "w.dat", entry)
 
 
-def test_an_index_that_is_none_and_names_that_leave_the_folder(tmp_path):
+def test_invalid_index_and_names_outside_the_folder_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="cannot be read as an offload index"):
         read_offload_index(tmp_path)
     (tmp_path / "index.json").write_text("[1]")
@@ -152,33 +152,33 @@ def test_an_index_that_is_none_and_names_that_leave_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"w": ' * 100_000, '{"w": {"shape": [' + "9" * 5000 + "]}}"])
-def test_an_index_that_would_end_the_stack_is_one_error(tmp_path, text):
+def test_deeply_nested_index_is_one_error(tmp_path, text):
     (tmp_path / "index.json").write_text(text)
     with pytest.raises(CheckpointError, match="cannot be read as an offload index"):
         OffloadedWeightsLoader(save_folder=tmp_path)
 
 
-def test_an_index_that_is_a_pipe_is_not_waited_for(tmp_path):
+def test_index_that_is_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "index.json")
     with pytest.raises(CheckpointError, match="is a pipe, not a regular file"):
         OffloadedWeightsLoader(save_folder=tmp_path)
 
 
 @pytest.mark.parametrize("shape", [[10**4000, 10**4000], [0, 10**100], [1] * 100_000 + [2**60], [2**40, 2**40]])
-def test_a_shape_that_nothing_has_is_one_short_error(tmp_path, shape):
+def test_impossible_shape_is_one_short_error(tmp_path, shape):
     (tmp_path / "w.dat").write_bytes(b"")
     with pytest.raises(CheckpointError, match="needs a dtype of torch and a shape") as told:
         load_offloaded_weight(tmp_path / "w.dat", {"dtype": "float32", "shape": shape})
     assert len(str(told.value)) < 500
 
 
-def test_an_index_names_no_model_of_the_hub(tmp_path):
+def test_index_names_no_model_of_the_hub(tmp_path):
     index = {"a": {"safetensors_file": "owner/name", "weight_name": "x"}}
     with pytest.raises(CheckpointError, match="owner/name, which the offload index names for a, is no file"):
         OffloadedWeightsLoader(save_folder=tmp_path, index=index)["a"]
 
 
-def test_memory_comes_before_files_and_safetensors_are_read_in_place(tmp_path):
+def test_memory_takes_precedence_over_files_and_safetensors_are_mapped(tmp_path):
     offload_state_dict(tmp_path, {"a": torch.ones(2), "b": torch.ones(2)})
     save_file({"inner": torch.full((2,), 3.0)}, tmp_path / "more.safetensors")
     index = {
@@ -210,7 +210,7 @@ def test_prefixes_and_submodules():
     assert list(extract_submodules_state_dict(state, ["x", "h.10"])) == ["h.10.a", "x"]
 
 
-def test_load_offloaded_weights_gives_a_meta_model_its_values(tmp_path):
+def test_load_offloaded_weights_fills_a_meta_model(tmp_path):
     model = Chain(2)
     offload_state_dict(tmp_path, model.state_dict())
     with init_empty_weights():
@@ -231,18 +231,18 @@ def test_load_offloaded_weights_gives_a_meta_model_its_values(tmp_path):
 
 
 @needs_peer
-def test_a_model_that_the_peer_offloaded_runs_from_its_folder(tmp_path):
+def test_model_offloaded_by_accelerate_runs_from_its_folder(tmp_path):
     """Accelerate's disk_offload writes the folder, and Headway uses its files in place."""
     from accelerate import disk_offload
 
     torch.manual_seed(0)
-    model = build("llama").eval()
+    model = build_model("llama").eval()
     ids = torch.arange(8)[None]
     expected = model(ids).logits
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     disk_offload(model, str(tmp_path), "cpu")
     with init_empty_weights(include_buffers=False):
-        ours = build("llama").eval()
+        ours = build_model("llama").eval()
     dispatch_model(ours, {"": "disk"}, offload_dir=tmp_path, offload_index=read_offload_index(tmp_path))
     assert torch.equal(ours(ids).logits, expected)
     assert all(torch.equal(tensor, state[name]) for name, tensor in ours.state_dict().items())

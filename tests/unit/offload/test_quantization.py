@@ -1,4 +1,4 @@
-"""load_and_quantize_model: torchao's and bitsandbytes' layers, loaded from a checkpoint or made in place."""
+"""Test load_and_quantize_model: layers of torchao and bitsandbytes, loaded from a checkpoint or quantized in place."""
 
 import pytest
 import torch
@@ -36,6 +36,7 @@ def model():
 
 @pytest.fixture
 def checkpoint(model, tmp_path):
+    """Path of a file with the model's weights."""
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
@@ -45,7 +46,7 @@ def inputs():
     return torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
 
 
-def empty():
+def build_empty_net():
     with headway.init_empty_weights():
         return Net().eval()
 
@@ -59,18 +60,18 @@ def is_quantized(layer):
 
 
 @pytest.mark.parametrize(("weights", "bound"), [("int8", 0.02), ("int4", 0.25)])
-def test_torchao_from_a_checkpoint(model, checkpoint, inputs, weights, bound):
-    found = load_and_quantize_model(empty(), QuantizationOptions(weights), checkpoint, device_map="cpu")
+def test_torchao_quantizes_a_checkpoint(model, checkpoint, inputs, weights, bound):
+    found = load_and_quantize_model(build_empty_net(), QuantizationOptions(weights), checkpoint, device_map="cpu")
     assert list_quantized(found) == {"first", "second.0"}
     assert torch.equal(found.head.weight, model.head.weight)
     difference = (found(inputs) - model(inputs)).norm() / model(inputs).norm()
     assert 0 < difference < bound
 
 
-def test_torchao_gives_what_torchao_gives(model, checkpoint, inputs):
+def test_results_equal_torchaos(model, checkpoint, inputs):
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    found = load_and_quantize_model(empty(), QuantizationOptions(), checkpoint)
+    found = load_and_quantize_model(build_empty_net(), QuantizationOptions(), checkpoint)
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name in ("first", "second.0"))
     assert torch.equal(found(inputs), model(inputs))
 
@@ -88,10 +89,10 @@ BNB = [
 
 
 @pytest.mark.parametrize("settings", BNB)
-def test_bitsandbytes_gives_what_its_own_layers_give(model, checkpoint, inputs, settings):
+def test_results_equal_those_of_bitsandbytes_layers(model, checkpoint, inputs, settings):
     bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     config = BnbQuantizationConfig(**settings)
-    found = load_and_quantize_model(empty(), config, checkpoint, device_map={"": "cpu"})
+    found = load_and_quantize_model(build_empty_net(), config, checkpoint, device_map={"": "cpu"})
     for name in ("first", "second.0"):
         old = model.get_submodule(name)
         if config.load_in_8bit:
@@ -105,7 +106,7 @@ def test_bitsandbytes_gives_what_its_own_layers_give(model, checkpoint, inputs, 
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, new.to("cpu").requires_grad_(False))
         assert torch.equal(found.get_submodule(name).weight, new.weight)
-    model.eval()  # bitsandbytes has other kernels for training
+    model.eval()  # bitsandbytes uses other kernels for training
     with torch.no_grad():
         assert torch.equal(found(inputs), model(inputs))
     assert has_4bit_bnb_layers(found) == config.load_in_4bit
@@ -113,7 +114,7 @@ def test_bitsandbytes_gives_what_its_own_layers_give(model, checkpoint, inputs, 
 
 
 @pytest.mark.parametrize("config", [QuantizationOptions(), BnbQuantizationConfig(load_in_8bit=True)])
-def test_in_place(model, inputs, config):
+def test_model_is_quantized_in_place(model, inputs, config):
     if isinstance(config, BnbQuantizationConfig):
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     expected = model(inputs)
@@ -122,11 +123,11 @@ def test_in_place(model, inputs, config):
     assert (found(inputs) - expected).norm() / expected.norm() < 0.02
 
 
-def test_dtypes_and_what_is_left_out(checkpoint, inputs):
+def test_dtypes_and_skipped_modules(checkpoint, inputs):
     options = QuantizationOptions(
         dtype=torch.bfloat16, skip_modules=("second",), keep_in_fp32_modules=("norm",), group_size=64
     )
-    found = load_and_quantize_model(empty(), options, checkpoint)
+    found = load_and_quantize_model(build_empty_net(), options, checkpoint)
     assert list_quantized(found) == {"first", "head"}
     assert found.second[0].weight.dtype == torch.bfloat16
     assert found.norm.weight.dtype == torch.float32
@@ -134,16 +135,18 @@ def test_dtypes_and_what_is_left_out(checkpoint, inputs):
 
 def test_layers_on_disk_are_not_quantized(model, checkpoint, inputs, tmp_path):
     places = {"first": "cpu", "norm": "cpu", "second": "disk", "head": "cpu"}
-    found = load_and_quantize_model(empty(), QuantizationOptions(), checkpoint, places, offload_folder=tmp_path / "off")
+    found = load_and_quantize_model(
+        build_empty_net(), QuantizationOptions(), checkpoint, places, offload_folder=tmp_path / "off"
+    )
     assert list_quantized(found) == {"first"}
     assert torch.equal(found.second[0].weight, model.second[0].weight)
     assert found(inputs).shape == (5, 8)
 
 
-def test_a_map_that_would_offload_quantized_layers_is_refused(checkpoint, tmp_path):
+def test_map_that_would_offload_quantized_layers_is_refused(checkpoint, tmp_path):
     with pytest.raises(errors.UnsupportedError, match="not quantized"):
         load_and_quantize_model(
-            empty(),
+            build_empty_net(),
             QuantizationOptions(),
             checkpoint,
             "auto",
@@ -152,9 +155,9 @@ def test_a_map_that_would_offload_quantized_layers_is_refused(checkpoint, tmp_pa
         )
 
 
-def test_errors(model):
+def test_invalid_arguments_are_refused(model):
     with pytest.raises(errors.ConfigError, match="weights_location"):
-        load_and_quantize_model(empty(), QuantizationOptions())
+        load_and_quantize_model(build_empty_net(), QuantizationOptions())
     with pytest.raises(errors.ConfigError, match="no linear layer"):
         load_and_quantize_model(nn.Sequential(nn.LayerNorm(4)), QuantizationOptions())
     with pytest.raises(errors.ConfigError, match="'int8' or 'int4'"):
@@ -173,7 +176,7 @@ def test_errors(model):
             BnbQuantizationConfig(**settings)
 
 
-def test_what_is_left_out_by_default():
+def test_modules_skipped_by_default():
     tied = Net()
     tied.second[0].weight = tied.first.weight
     assert get_keys_to_not_convert(Net()) == ["head"]

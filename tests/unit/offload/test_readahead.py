@@ -1,4 +1,4 @@
-"""Reading ahead: the learned order, and pages that are read and released in time."""
+"""Test reading ahead: the learned order, and pages that are read and released in time."""
 
 import gc
 import itertools
@@ -23,46 +23,46 @@ from headway.offload.readahead import (
 )
 
 
-def ahead(order, num, after=()):
+def predict(order, num, after=()):
     return list(islice(order.predict_next(after), num))
 
 
-def test_before_anything_was_seen_the_order_of_registration_is_the_guess():
+def test_order_of_registration_is_the_first_guess():
     order = ReadOrder(4)
-    assert ahead(order, 3) == []
+    assert predict(order, 3) == []
     order.note_use(1)
-    assert ahead(order, 4) == [2, 3, 0, 1]
-    assert ahead(order, 2, [2]) == [3, 0]
+    assert predict(order, 4) == [2, 3, 0, 1]
+    assert predict(order, 2, [2]) == [3, 0]
 
 
-def test_loops_skips_and_second_uses():
+def test_loops_skipped_units_and_second_uses():
     order = ReadOrder(5)
-    steps = [0, 3, 1, 3, 4]  # 3 is used twice, 2 never
+    steps = [0, 3, 1, 3, 4]  # 3 is used twice, and 2 never
     for unit in steps * 2:
         order.note_use(unit)
-    assert ahead(order, 10) == steps * 2
+    assert predict(order, 10) == steps * 2
     order.note_use(0)
     order.note_use(3)
-    assert ahead(order, 3) == [1, 3, 4]
-    assert ahead(order, 2, [1]) == [3, 4]
-    assert ahead(order, 2, [1, 3]) == [4, 0]
+    assert predict(order, 3) == [1, 3, 4]
+    assert predict(order, 2, [1]) == [3, 4]
+    assert predict(order, 2, [1, 3]) == [4, 0]
 
 
-def test_an_encoder_and_then_a_decoding_loop():
+def test_encoder_followed_by_a_decoding_loop():
     order = ReadOrder(4)
     for unit in [0, 1, *[2, 3] * 5]:
         order.note_use(unit)
-    assert ahead(order, 4) == [2, 3, 2, 3]
+    assert predict(order, 4) == [2, 3, 2, 3]
     for unit in [0, 1]:
         order.note_use(unit)
-    # What came last after (2, 3) was a new prompt.
-    assert ahead(order, 4) == [2, 3, 0, 1]
+    # A new prompt followed the last (2, 3).
+    assert predict(order, 4) == [2, 3, 0, 1]
 
 
-def test_one_unit():
+def test_single_unit():
     order = ReadOrder(1)
     order.note_use(0)
-    assert ahead(order, 2) == [0, 0]
+    assert predict(order, 2) == [0, 0]
 
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="page residency is Linux's")
@@ -71,27 +71,28 @@ WIDTH = 512  # a layer is 1 MiB: 256 pages
 NUM_LAYERS = 8
 
 
-def build():
+def build_layers():
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
 
 
 @pytest.fixture
 def placed(tmp_path):
-    return place(tmp_path)
+    """Whole model, model on disk, and its file."""
+    return dispatch_to_disk(tmp_path)
 
 
-def place(tmp_path):
+def dispatch_to_disk(tmp_path):
     torch.manual_seed(0)
-    whole = build()
+    whole = build_layers()
     save_file(whole.state_dict(), tmp_path / "model.safetensors")
     with init_empty_weights():
-        model = build()
+        model = build_layers()
     load_checkpoint_and_dispatch(model, tmp_path, {"": "disk"})
     return whole, model, tmp_path / "model.safetensors"
 
 
-def drop(model, file):
-    """Drop the file from the page cache. Return whether the file system supports it."""
+def drop_pages(model, file):
+    """Remove the file from the page cache. Skip the test if the file system does not support it."""
     for parameter in model.parameters():
         release_pages(parameter)
     with file.open("rb") as opened:
@@ -102,40 +103,40 @@ def drop(model, file):
         pytest.skip("this file system keeps pages that are not wanted (tmpfs does)")
 
 
-def anonymous():
+def measure_anonymous_memory():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
 
-def test_pages(placed):
+def test_pages_are_read_and_released(placed):
     _, model, file = placed
-    drop(model, file)
+    drop_pages(model, file)
     weight = model[3].weight
     assert not is_resident(weight)
     read_pages(weight)
     assert is_resident(weight)
     wanted = weight.detach().clone()
     with torch.no_grad():
-        weight[0, 0] = 7.0  # this page is no longer the file's
+        weight[0, 0] = 7.0  # this page no longer belongs to the file
     release_pages(weight)
     assert weight[0, 0] == 7.0
     assert torch.equal(weight[1:], wanted[1:])
     assert is_resident(torch.empty(0))
 
 
-def test_a_cold_forward_gives_the_same_and_reads_ahead(placed):
+def test_cold_forward_is_equal_and_reads_ahead(placed):
     whole, model, file = placed
     inputs = torch.randn(2, WIDTH)
     for _ in range(2):
-        drop(model, file)
+        drop_pages(model, file)
         with torch.no_grad():
             assert torch.equal(model(inputs), whole(inputs))
     stream = model.headway_execution.stream
-    # The kernel reads on by itself as well, so that not all of it is counted for so small a model.
+    # The kernel also reads ahead, so not all bytes of such a small model are counted.
     assert stream.traffic.num_bytes > 0
-    drop(model, file)
+    drop_pages(model, file)
     stream.enter_unit(0)
-    # All of the model is within the window: the reader fetches what was not asked for yet.
+    # The whole model is within the window, so the reader fetches the other units, too.
     deadline = time.monotonic() + 60
     while not all(is_resident(parameter) for parameter in model.parameters()):
         assert time.monotonic() < deadline
@@ -148,20 +149,20 @@ def test_nothing_is_copied(placed):
     inputs = torch.randn(2, WIDTH)
     with torch.no_grad():
         model(inputs)
-        drop(model, file)
-        before = anonymous()
+        drop_pages(model, file)
+        before = measure_anonymous_memory()
         model(inputs)
-    assert anonymous() - before < NUM_LAYERS / 2 * 4 * WIDTH * WIDTH  # half of the model
+    assert measure_anonymous_memory() - before < NUM_LAYERS / 2 * 4 * WIDTH * WIDTH  # less than half of the model
 
 
-def test_beyond_the_budget_the_first_stay_and_the_others_go_back(placed):
+def test_first_units_stay_and_others_are_released_beyond_the_budget(placed):
     whole, model, file = placed
     one = WIDTH * WIDTH * 4
     old = model.headway_execution.stream
     stream = ReadAhead(old._units, window=one, budget=4 * one)
-    drop(model, file)
+    drop_pages(model, file)
     deadline = time.monotonic() + 60
-    # Giving back is advice, which a kernel may pass over now and then; each pass over the units gives it again.
+    # Releasing is advice that a kernel may ignore. Each pass over the units repeats it.
     for number in itertools.count():
         for unit in range(NUM_LAYERS):
             stream.enter_unit(unit)
@@ -170,17 +171,17 @@ def test_beyond_the_budget_the_first_stay_and_the_others_go_back(placed):
         if number >= 2 and sum(measure_resident_share(p) for p in model.parameters()) <= 5:
             break
         if time.monotonic() > deadline:
-            drop(model, file)  # skips where nothing of this file ever goes
-            pytest.fail("what was used is still in memory")
+            drop_pages(model, file)  # skips the test if pages of this file are never released
+            pytest.fail("used pages are still in memory")
     assert measure_resident_share(model[0].weight) == 1.0
     assert measure_resident_share(model[1].weight) == 1.0
     inputs = torch.randn(2, WIDTH)
     assert torch.equal(model(inputs), whole(inputs))
 
 
-def test_the_reader_ends_with_its_model(tmp_path):
-    _, model, file = place(tmp_path)
-    drop(model, file)
+def test_reader_ends_with_its_model(tmp_path):
+    _, model, file = dispatch_to_disk(tmp_path)
+    drop_pages(model, file)
     threads = {thread for thread in threading.enumerate() if thread.name == "headway-read-ahead"}
     model(torch.randn(1, WIDTH))
     stream = model.headway_execution.stream
@@ -190,19 +191,19 @@ def test_the_reader_ends_with_its_model(tmp_path):
     del model, stream, _
     deadline = time.monotonic() + 60
     while reader.is_alive() and time.monotonic() < deadline:
-        gc.collect()  # again where the reader was at work and held the stream
+        gc.collect()  # repeated because a working reader holds the stream
         with changed:
             changed.notify_all()
         reader.join(timeout=0.5)
     assert not reader.is_alive()
 
 
-def test_a_forked_child_reads_with_a_thread_of_its_own(placed):
+def test_forked_child_reads_with_its_own_thread(placed):
     _, model, file = placed
     inputs = torch.randn(1, WIDTH)
     with torch.no_grad():
         model(inputs)
-    drop(model, file)
+    drop_pages(model, file)
     child = os.fork()
     if child == 0:
         model.headway_execution.stream.enter_unit(0)
@@ -210,7 +211,7 @@ def test_a_forked_child_reads_with_a_thread_of_its_own(placed):
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_changed_weights_stay_changed_when_placed_again(placed):
+def test_changed_weights_stay_changed_when_dispatched_again(placed):
     _, model, _ = placed
     with torch.no_grad():
         model[0].weight.fill_(1.0)

@@ -1,4 +1,4 @@
-"""Streaming, with copies within host memory in place of those to a device: order, budget, ties, gradients, errors."""
+"""Test streaming with copies within host memory instead of to a device: order, budget, ties, gradients and errors."""
 
 import copy
 
@@ -17,8 +17,8 @@ from headway.offload.transport import HostTransport
 CPU = torch.device("cpu")
 
 
-def streamed(model, preload=(), transport=None):
-    """Every tensor of the model is copied for each use, as if the CPU's memory were a device's."""
+def stream_model(model, preload=(), transport=None):
+    """Let every tensor of the model be copied for each use, as if to a device. Return the stream."""
     undispatch_model(model)
     homes = {name: "disk" for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
     placement = Placement(DeviceMap({"": "disk"}), CPU, homes)
@@ -28,8 +28,8 @@ def streamed(model, preload=(), transport=None):
     return execution.stream
 
 
-class Twice(nn.Module):
-    """Blocks used twice, out of order, one shared, one tied, one within another."""
+class ReusedBlocks(nn.Module):
+    """Blocks used twice and out of order, one shared, one tied, and one within another."""
 
     def __init__(self):
         super().__init__()
@@ -52,17 +52,18 @@ class Twice(nn.Module):
 
 @pytest.fixture
 def pair():
+    """Whole model, and a copy to be streamed."""
     torch.manual_seed(0)
-    whole = Twice().eval()
+    whole = ReusedBlocks().eval()
     return whole, copy.deepcopy(whole)
 
 
 INPUTS = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 
 
-def test_outputs_are_those_of_the_whole_model_in_any_order_of_use(pair):
+def test_outputs_equal_the_whole_model_in_any_order_of_use(pair):
     whole, model = pair
-    stream = streamed(model)
+    stream = stream_model(model)
     with torch.no_grad():
         for swap in (False, False, True, False, True, True):
             assert torch.equal(model(INPUTS, swap), whole(INPUTS, swap))
@@ -72,11 +73,11 @@ def test_outputs_are_those_of_the_whole_model_in_any_order_of_use(pair):
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
 
 
-def test_copies_stay_within_the_window_and_shared_tensors_travel_once():
+def test_copies_stay_within_the_window_and_shared_tensors_are_copied_once():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(12)))
     model[9].weight = model[2].weight
-    stream = streamed(model)
+    stream = stream_model(model)
     one = 16 * 16 * 4
     stream.window = 2 * one
     seen = []
@@ -85,35 +86,35 @@ def test_copies_stay_within_the_window_and_shared_tensors_travel_once():
     with torch.no_grad():
         for _ in range(3):
             model(torch.randn(1, 16))
-    # The window, the module in use, and the tensor that two modules use.
+    # window, the module in use, and the tensor that two modules use
     assert max(seen) <= 4 * one
-    # 11 tensors, one of which is never copied again; each pass ends with its successor's copies under way.
+    # 11 tensors, one of which is never copied again. Each pass ends with pending copies for the next one.
     assert stream.traffic.num_bytes <= (1 + 10 * 3 + 2) * one
 
 
-def test_changed_weights_are_never_stale(pair):
+def test_changed_weights_are_used(pair):
     whole, model = pair
-    streamed(model)
+    stream_model(model)
     with torch.no_grad():
         model(INPUTS)
         for each in (whole, model):
             for parameter in each.parameters():
                 parameter.mul_(0.5)
         assert torch.equal(model(INPUTS), whole(INPUTS))
-    other = Twice().state_dict()
+    other = ReusedBlocks().state_dict()
     for each in (whole, model):
         each.load_state_dict(other)
     with torch.no_grad():
         assert torch.equal(model(INPUTS), whole(INPUTS))
 
 
-def test_a_frozen_model_with_a_trained_adapter(pair):
+def test_frozen_model_with_a_trained_adapter(pair):
     whole, model = pair
     for each in (whole, model):
         each.requires_grad_(False)
         each.adapter = nn.Linear(4, 4)
         each.adapter.load_state_dict({"weight": torch.eye(4), "bias": torch.ones(4)})
-    streamed(model)
+    stream_model(model)
     for each in (whole, model):
         optimizer = torch.optim.Adam(each.adapter.parameters(), lr=0.1)
         for _ in range(3):
@@ -124,10 +125,10 @@ def test_a_frozen_model_with_a_trained_adapter(pair):
     assert not torch.equal(model.adapter.weight, torch.eye(4))
 
 
-def test_backward_brings_weights_again_instead_of_keeping_them():
+def test_backward_copies_weights_again_instead_of_keeping_them():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8))).requires_grad_(False)
-    stream = streamed(model)
+    stream = stream_model(model)
     stream.window = 2 * 16 * 17 * 4
     inputs = torch.randn(2, 16, requires_grad=True)
     loss = model(inputs).sum()
@@ -137,18 +138,18 @@ def test_backward_brings_weights_again_instead_of_keeping_them():
     assert stream.traffic.num_bytes >= moved + 8 * 16 * 16 * 4
 
 
-def test_full_training_brings_gradients_home(pair):
+def test_full_training_accumulates_gradients_on_the_host(pair):
     whole, model = pair
-    streamed(model)
+    stream_model(model)
     for each in (whole, model):
         each(INPUTS).square().sum().backward()
     for (name, wanted), found in zip(whole.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(wanted.grad, found.grad), name
 
 
-def test_an_error_in_a_forward_leaves_real_weights_behind(pair):
+def test_error_in_forward_leaves_real_weights(pair):
     whole, model = pair
-    streamed(model)
+    stream_model(model)
     with pytest.raises(RuntimeError):
         model(torch.randn(3, 5))
     assert torch.equal(model(INPUTS), whole(INPUTS))
@@ -156,9 +157,9 @@ def test_an_error_in_a_forward_leaves_real_weights_behind(pair):
     assert all(torch.equal(state[name], tensor) for name, tensor in whole.state_dict().items())
 
 
-def test_a_copy_of_the_model_is_a_model_of_its_own(pair):
+def test_copy_of_the_model_is_independent(pair):
     whole, model = pair
-    streamed(model)
+    stream_model(model)
     model(INPUTS)
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -168,7 +169,7 @@ def test_a_copy_of_the_model_is_a_model_of_its_own(pair):
     assert torch.equal(model(INPUTS), whole(INPUTS))
 
 
-def test_modules_that_use_the_weights_of_others(pair):
+def test_modules_that_use_weights_of_others(pair):
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -179,15 +180,15 @@ def test_modules_that_use_the_weights_of_others(pair):
 
     whole = Outer()
     model = copy.deepcopy(whole)
-    stream = streamed(model, preload=["Outer"])
+    stream = stream_model(model, preload=["Outer"])
     with torch.no_grad():
         assert torch.equal(model(INPUTS), whole(INPUTS))
     assert stream.traffic.num_bytes == 20 * 4
 
 
-def test_removing_the_hooks(pair, tmp_path):
+def test_hooks_are_removed(pair, tmp_path):
     whole, model = pair
-    streamed(model)
+    stream_model(model)
     undispatch_model(model)
     assert not any(part._forward_pre_hooks or part._forward_hooks for part in model.modules())
     save_file({"w": torch.zeros(1)}, tmp_path / "x.safetensors")
@@ -195,7 +196,7 @@ def test_removing_the_hooks(pair, tmp_path):
     assert torch.equal(model(INPUTS), whole(INPUTS))
 
 
-class Failing(HostTransport):
+class FailingTransport(HostTransport):
     """Transport whose copies fail a given number of times, as with a full device or an unreadable page."""
 
     def __init__(self):
@@ -209,10 +210,10 @@ class Failing(HostTransport):
         return super().start_copy(home, copy, after)
 
 
-def test_a_copy_that_failed_is_made_again(pair):
+def test_failed_copy_is_repeated(pair):
     whole, model = pair
-    transport = Failing()
-    streamed(model, transport=transport)
+    transport = FailingTransport()
+    stream_model(model, transport=transport)
     with torch.no_grad():
         model(INPUTS)
         transport.num_failures = 1000
@@ -222,22 +223,22 @@ def test_a_copy_that_failed_is_made_again(pair):
         assert torch.equal(model(INPUTS), whole(INPUTS))
 
 
-def test_all_copies_of_a_unit_that_failed_are_made_again():
+def test_all_failed_copies_of_a_unit_are_repeated():
     whole = nn.Linear(4, 4)
-    model, transport = copy.deepcopy(whole), Failing()
-    streamed(model, transport=transport)
+    model, transport = copy.deepcopy(whole), FailingTransport()
+    stream_model(model, transport=transport)
     with torch.no_grad():
-        transport.num_failures = 2  # weight and bias
+        transport.num_failures = 2  # for weight and bias
         with pytest.raises(OSError):
             model(INPUTS)
-        model.headway_execution.stream._worker.submit(int).result()  # the second has failed too
+        model.headway_execution.stream._worker.submit(int).result()  # wait until the second one has failed, too
         assert torch.equal(model(INPUTS), whole(INPUTS))
 
 
-def test_a_copy_that_failed_ahead_of_its_use_is_made_again_when_it_is_wanted():
+def test_copy_that_failed_ahead_of_its_use_is_repeated():
     whole = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
-    model, transport = copy.deepcopy(whole), Failing()
-    streamed(model, transport=transport).window = 2 * 4 * 4 * 4
+    model, transport = copy.deepcopy(whole), FailingTransport()
+    stream_model(model, transport=transport).window = 2 * 4 * 4 * 4
     with torch.no_grad():
         for num_failures in (0, 1, 1, 1):
             transport.num_failures = num_failures

@@ -1,4 +1,4 @@
-"""Weights in pinned memory, which is replaced by ordinary memory, because pinning needs an accelerator."""
+"""Test weights in pinned memory. Ordinary memory replaces it, because pinning needs an accelerator."""
 
 import copy
 
@@ -13,44 +13,44 @@ from headway.offload.placement.device_map import DeviceMap
 from headway.offload.placement.homes import Placement
 from headway.offload.transport import RingTransport
 from tests.unit.offload.simulated import SimulatedLane
-from tests.unit.offload.test_stream import CPU, INPUTS, Twice
+from tests.unit.offload.test_stream import CPU, INPUTS, ReusedBlocks
 
 LIMIT = 1 << 40
 
 
-def ordinary(num_bytes):
+def allocate_ordinary(num_bytes):
     return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
-def test_tensors_stay_the_same_objects_with_the_same_values():
-    model = Twice().to(torch.bfloat16)
+def test_pinned_tensors_keep_identity_and_values():
+    model = ReusedBlocks().to(torch.bfloat16)
     model.register_buffer("count", torch.tensor(7))
     homes = [*model.parameters(), *model.buffers()]
     before, whole = [(id(home), home.detach().clone()) for home in homes], sum(home.nbytes for home in set(homes))
-    assert pin_tensors([*homes, homes[0]], LIMIT, ordinary) == whole
+    assert pin_tensors([*homes, homes[0]], LIMIT, allocate_ordinary) == whole
     for home, (key, value) in zip(homes, before, strict=True):
         assert id(home) == key
         assert torch.equal(home, value)
     assert len({home.untyped_storage().data_ptr() for home in homes}) < len(homes)
 
 
-def test_what_cannot_move_stays():
+def test_tensors_that_cannot_move_stay():
     base = torch.randn(4, 4)
     kept = [nn.Parameter(base), nn.Parameter(base[2:]), nn.Parameter(torch.randn(4, 6).t()), torch.zeros(0)]
     at = [home.data_ptr() for home in kept]
-    assert pin_tensors(kept, LIMIT, ordinary) == 0
+    assert pin_tensors(kept, LIMIT, allocate_ordinary) == 0
     assert [home.data_ptr() for home in kept] == at
 
 
-def test_the_limit_holds_and_the_first_ones_are_pinned():
+def test_limit_holds_and_the_first_tensors_are_pinned():
     homes = [torch.randn(64) for _ in range(10)]
-    assert pin_tensors(homes, 1100, ordinary) == 4 * 256
-    assert pin_tensors([torch.randn(64)], 100, ordinary) == 0
+    assert pin_tensors(homes, 1100, allocate_ordinary) == 4 * 256
+    assert pin_tensors([torch.randn(64)], 100, allocate_ordinary) == 0
 
 
-def test_where_pinning_fails_one_warning_says_so(caplog):
+def test_failure_to_pin_causes_one_warning(caplog):
     homes = [torch.randn(2048) for _ in range(5)]
-    given = iter([ordinary, None])
+    given = iter([allocate_ordinary, None])
 
     def allocate(num_bytes):
         if (make := next(given)) is None:
@@ -65,14 +65,16 @@ def test_where_pinning_fails_one_warning_says_so(caplog):
     )
 
 
-def test_homes_in_memory_are_pinned_and_those_on_disk_are_not(monkeypatch):
+def test_tensors_in_memory_are_pinned_and_those_on_disk_are_not(monkeypatch):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     names = dict(model.named_parameters())
     homes = {name: CPU if name.startswith("0") else "disk" for name in names}
     lane = SimulatedLane()
     asked = []
-    monkeypatch.setattr(pinning, "measure_available_memory", lambda: asked.append(1) or 1 << 30)  # any machine's
+    monkeypatch.setattr(
+        pinning, "measure_available_memory", lambda: asked.append(1) or 1 << 30
+    )  # the result must not depend on the machine
     Execution(model, Placement(DeviceMap({"0": "cpu", "1": "disk"}), CPU, homes), [], [], RingTransport(lane))
     assert asked
     assert {name: lane.is_pinned(tensor) for name, tensor in names.items()} == {
@@ -82,7 +84,7 @@ def test_homes_in_memory_are_pinned_and_those_on_disk_are_not(monkeypatch):
 
 
 @pytest.mark.parametrize(("num_local", "wanted"), [("1", 100 + 24), ("4", 25 + 24)])
-def test_the_limit_is_half_of_what_there_is_for_this_process(monkeypatch, num_local, wanted):
+def test_limit_is_half_of_the_memory_for_this_process(monkeypatch, num_local, wanted):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", num_local)
     monkeypatch.setattr(pinning, "measure_available_memory", lambda: 100 * 64)
     assert pinning.compute_pin_limit([torch.zeros(24, 16)]) == wanted * 64 // 2

@@ -1,4 +1,4 @@
-"""Small models to plan."""
+"""Small models for plans."""
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ SIZES = {
 }
 
 
-def config(**more):
+def llama_config(**more):
     from transformers import LlamaConfig
 
     return LlamaConfig(**(SIZES | {"vocab_size": 99, "max_position_embeddings": 64, "use_cache": False} | more))
@@ -25,16 +25,17 @@ def config(**more):
 def llama():
     from transformers import LlamaForCausalLM
 
-    return skip_causal_mask(LlamaForCausalLM(config()))
+    return skip_causal_mask(LlamaForCausalLM(llama_config()))
 
 
 def tied():
     from transformers import LlamaForCausalLM
 
-    return skip_causal_mask(LlamaForCausalLM(config(tie_word_embeddings=True)))
+    return skip_causal_mask(LlamaForCausalLM(llama_config(tie_word_embeddings=True)))
 
 
 def loss(model):
+    """Compute the loss of a language model on one sequence."""
     tokens = torch.zeros(1, LENGTH, dtype=torch.long)
     return model(input_ids=tokens, labels=tokens).loss
 
@@ -64,6 +65,6 @@ def chain_and_step():
     return Chain(), chain_loss
 
 
-def num_parameters(make):
+def count_parameters(make):
     with init_empty_weights():
         return sum(parameter.numel() for parameter in make().parameters())

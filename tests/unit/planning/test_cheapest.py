@@ -1,4 +1,4 @@
-"""`headway.cheapest`: ranked configurations, with the first one compared with a real run."""
+"""Test `headway.cheapest`: ranked configurations, the first one against a real run."""
 
 import json
 from functools import partial
@@ -27,59 +27,59 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def net():
+def build_net():
     return nn.Sequential(*[Block() for _ in range(4)])
 
 
-def batch(size):
+def make_batch(size):
     return torch.zeros(size, 64, 64), torch.zeros(size, 64, 64)
 
 
-def ranked(**options):
+def rank_configurations(**options):
     given = {"global_batch_size": 64, "device": "cpu", "loss": nn.functional.mse_loss, "precisions": ("no",), **options}
-    return headway.cheapest(net, batch, **given)
+    return headway.cheapest(build_net, make_batch, **given)
 
 
 @pytest.mark.slow
-def test_the_first_row_runs_within_its_forecast():
-    """25 MiB hold neither all 64 samples nor 32 of them, which keep 2 x 512 x 64 floats of each layer and sample."""
-    first = ranked(budget="25MiB", recompute=(False,))[0]
+def test_first_row_runs_within_its_forecast():
+    """25 MiB suffice neither for 64 samples nor for 32, which keep 2 x 512 x 64 floats for each layer and sample."""
+    first = rank_configurations(budget="25MiB", recompute=(False,))[0]
     assert (first.micro_batch, first.accumulation, first.fits) == (16, 4, True)
     recipe = StepRecipe(torch.optim.AdamW, nn.functional.mse_loss, accumulation=first.accumulation)
-    real = measure_peak(net(), recipe, partial(batch, first.micro_batch))
+    real = measure_peak(build_net(), recipe, partial(make_batch, first.micro_batch))
     assert real == pytest.approx(first.total, rel=0.03)
     assert real <= 25 << 20
     doubled = measure_peak(
-        net(), StepRecipe(torch.optim.AdamW, nn.functional.mse_loss, accumulation=2), partial(batch, 32)
+        build_net(), StepRecipe(torch.optim.AdamW, nn.functional.mse_loss, accumulation=2), partial(make_batch, 32)
     )
     assert doubled > 25 << 20
 
 
 @pytest.mark.slow
-def test_recomputation_comes_first_only_where_it_is_needed():
-    roomy = ranked(budget="1GiB")
+def test_recomputation_is_first_only_where_it_is_needed():
+    roomy = rank_configurations(budget="1GiB")
     assert [row.recompute for row in roomy] == [False, True]
     assert all(row.fits and row.accumulation == 1 for row in roomy)
     assert roomy[0].cost == 1.0
-    # The first product of each block is made again; what the second gives is kept by nothing.
+    # The first product of each block is computed again. Nothing keeps the result of the second one.
     assert roomy[1].work.flops - roomy[0].work.flops == 4 * PRODUCT
-    tight = ranked(budget="25MiB", micro_batches=(64, 32))
+    tight = rank_configurations(budget="25MiB", micro_batches=(64, 32))
     assert [(row.recompute, row.fits) for row in tight] == [(True, True), (False, False)]
     assert tight[0].cost == 1.0
 
 
 @pytest.mark.slow
-def test_the_flops_are_those_of_the_products():
-    """Two products of 64 x 512 for each token and block: forward, and two in backward but for the first layer's inputs."""
-    found = ranked(budget="1GiB", recompute=(False,))[0].work
+def test_flops_equal_those_of_the_products():
+    """Two products of 64 x 512 for each token and block in forward, and two in backward, except for the first layer's inputs."""
+    found = rank_configurations(budget="1GiB", recompute=(False,))[0].work
     assert found.flops == 4 * 2 * 3 * PRODUCT - PRODUCT
 
 
 @pytest.mark.slow
-def test_small_micro_batches_launch_more():
+def test_small_micro_batches_launch_more_kernels():
     large, small = (
-        ranked(budget="1GiB", recompute=(False,)),
-        ranked(budget="1GiB", recompute=(False,), micro_batches=(2,)),
+        rank_configurations(budget="1GiB", recompute=(False,)),
+        rank_configurations(budget="1GiB", recompute=(False,), micro_batches=(2,)),
     )
     assert (small[0].micro_batch, small[0].accumulation) == (2, 32)
     assert small[0].work.flops == large[0].work.flops
@@ -88,8 +88,8 @@ def test_small_micro_batches_launch_more():
 
 
 @pytest.mark.slow
-def test_half_precision_and_a_leaner_optimizer_are_cheaper_on_a_card():
-    rows = ranked(
+def test_half_precision_and_a_smaller_optimizer_are_cheaper_on_a_gpu():
+    rows = rank_configurations(
         device="a100-40gb",
         optimizers=("adamw", "sgd"),
         precisions=("no", "bf16"),
@@ -106,14 +106,14 @@ def test_half_precision_and_a_leaner_optimizer_are_cheaper_on_a_card():
 
 
 @pytest.mark.slow
-def test_nothing_fits():
-    rows = ranked(budget="2MiB")
+def test_no_configuration_fits():
+    rows = rank_configurations(budget="2MiB")
     assert [(row.fits, row.micro_batch, row.accumulation) for row in rows] == [(False, 1, 64)] * 2
     assert rows[0].cost == 1.0
 
 
 @pytest.mark.slow
-def test_a_combination_that_cannot_be_traced_says_why_in_its_row():
+def test_combination_that_cannot_be_traced_has_the_reason_in_its_row():
     def reading(parameters):
         class Reading(torch.optim.SGD):
             def step(self, closure=None):
@@ -122,27 +122,27 @@ def test_a_combination_that_cannot_be_traced_says_why_in_its_row():
 
         return Reading(parameters)
 
-    rows = ranked(budget="1GiB", optimizers=(reading, "sgd"), recompute=(False,))
+    rows = rank_configurations(budget="1GiB", optimizers=(reading, "sgd"), recompute=(False,))
     assert [(row.optimizer, row.fits) for row in rows] == [("sgd", True), ("reading", None)]
     assert "_local_scalar_dense" in rows[1].problem
     with pytest.raises(headway.errors.UnsupportedError, match="_local_scalar_dense"):
-        ranked(budget="1GiB", optimizers=(reading,))
+        rank_configurations(budget="1GiB", optimizers=(reading,))
 
 
-def test_a_model_without_blocks_is_tried_without_recomputation():
-    def plain():
+def test_model_without_blocks_is_tried_without_recomputation():
+    def build_plain():
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
 
-    def rows_of(size):
+    def make_rows(size):
         return torch.zeros(size, 8), torch.zeros(size, 8)
 
     asked = {"global_batch_size": 4, "loss": nn.functional.mse_loss, "device": "t4", "precisions": ("no",)}
-    first, last = headway.cheapest(plain, rows_of, **asked)
+    first, last = headway.cheapest(build_plain, make_rows, **asked)
     assert (first.recompute, first.fits, first.problem) == (False, True, "")
     assert last.recompute
     assert "no repeated blocks" in last.problem
     with pytest.raises(ConfigError, match="no repeated blocks"):
-        headway.cheapest(plain, rows_of, recompute=(True,), **asked)
+        headway.cheapest(build_plain, make_rows, recompute=(True,), **asked)
 
 
 @pytest.mark.parametrize(
@@ -157,31 +157,31 @@ def test_a_model_without_blocks_is_tried_without_recomputation():
         ({"attention": ("eager",)}, "Sequential has no set_attn_implementation"),
     ],
 )
-def test_wrong_arguments_are_reported(options, said):
+def test_invalid_arguments_are_reported(options, said):
     with pytest.raises(ConfigError, match=said):
-        ranked(**{"budget": "1GiB", **options})
+        rank_configurations(**{"budget": "1GiB", **options})
     with pytest.raises(LossError):
-        ranked(budget="1GiB", loss=None)
+        rank_configurations(budget="1GiB", loss=None)
 
 
 @pytest.mark.slow  # imports transformers
-def test_the_command_prints_a_table_and_json(tmp_path):
+def test_command_prints_a_table_and_json(tmp_path):
     transformers = pytest.importorskip("transformers")
     transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100, n_positions=64).save_pretrained(tmp_path)
 
-    def run(*more):
+    def run_command(*more):
         return CliRunner().invoke(command, [str(tmp_path), "--device", "t4", "--global_batch_size", "4", *more])
 
-    told = run("--attention", "eager", "--mixed_precision", "fp16")
+    told = run_command("--attention", "eager", "--mixed_precision", "fp16")
     assert told.exit_code == 0, told.output
     lines = [line for line in told.output.splitlines() if line.startswith("fits")]
     assert len(lines) == 2
     assert all("fp16" in line and "eager" in line for line in lines)
-    narrow = run("--json", "--activation_checkpointing", "--mixed_precision", "no", "--budget", "100MiB")
+    narrow = run_command("--json", "--activation_checkpointing", "--mixed_precision", "no", "--budget", "100MiB")
     assert narrow.exit_code == 1
     found = json.loads(narrow.stdout)
     assert [(row["micro_batch"], row["fits"], row["recompute"]) for row in found] == [(1, False, True)]
-    wrong = run("--accumulation", "2")
+    wrong = run_command("--accumulation", "2")
     assert isinstance(wrong.exception, ConfigError)
     assert "--gradient_accumulation_steps and --global_batch_size" in str(wrong.exception)
 
@@ -197,11 +197,11 @@ class Attention(nn.Module):
 
 
 def test_attention_is_counted_on_every_device():
-    def work(device):
+    def count_flops(device):
         given = {"loss": nn.functional.mse_loss, "precisions": ("no",), "recompute": (False,), "budget": "1GiB"}
         rows = headway.cheapest(
             Attention, lambda n: (torch.zeros(n, 16, 32),) * 2, global_batch_size=8, device=device, **given
         )
         return rows[0].work.flops
 
-    assert work("cpu") == work("t4") > 3 * 2 * 8 * 16 * 32 * 96
+    assert count_flops("cpu") == count_flops("t4") > 3 * 2 * 8 * 16 * 32 * 96

@@ -1,4 +1,4 @@
-"""Comparison of layouts: memory, cost, order and wrong use."""
+"""Test the comparison of layouts: memory, cost, order and invalid use."""
 
 from functools import partial
 
@@ -12,10 +12,10 @@ from headway.planning.compare import compare_layouts, list_candidates, plan
 from headway.planning.costs import ClusterRates, compute_cost
 from headway.planning.dry_run.meter import MeteredCollective, name_axes
 from headway.planning.optimizers import resolve_optimizer
-from tests.unit.planning.models import chain, chain_loss, llama, loss, num_parameters
+from tests.unit.planning.models import chain, chain_loss, count_parameters, llama, loss
 
 
-def of(make, num_ranks, **options):
+def bind_plan(make, num_ranks, **options):
     return partial(plan, make, num_ranks=num_ranks, **options)
 
 
@@ -27,7 +27,7 @@ def test_axes_of_ranks():
     assert name_axes(list(range(24)), layout) == "replicatexshardxtp"
 
 
-def test_what_a_ring_sends():
+def test_bytes_sent_in_a_ring():
     assert MeteredCollective("forward", "all_gather", "shard", 4).sent(400) == 300
     assert MeteredCollective("backward", "all_reduce", "replicate", 4).sent(400) == 600
 
@@ -35,21 +35,21 @@ def test_what_a_ring_sends():
 @pytest.mark.parametrize(
     ("strategy", "axis", "rate"),
     [
-        ("fsdp", "shard", 300),  # eight cards of a machine, up to what its own links carry
+        ("fsdp", "shard", 300),  # eight GPUs of a machine, limited by its own links
         ("hsdp=8", "shard", 300),
         ("hsdp=8", "replicate", 50),  # one rank of each machine
-        ("fsdp+tp=2", "shard", 200),  # four of each
+        ("fsdp+tp=2", "shard", 200),  # four ranks of each machine
         ("fsdp+tp=8", "tp", 300),
     ],
 )
-def test_side_by_side_ranks_of_a_machine_send_through_all_its_cards(strategy, axis, rate):
+def test_ranks_of_a_machine_send_through_all_its_network_cards(strategy, axis, rate):
     layout = parse_layout(strategy).resolve(64, 8)
     assert ClusterRates(intra=300, inter=50).get_rate(axis, layout) == rate
 
 
 def test_short_parameters_leave_ranks_empty():
     found = plan(chain, "fsdp", 100, step=chain_loss)
-    # 24 rows: one for each of 24 ranks, and none for the others, which have memory for one all the same.
+    # 24 rows: one for each of 24 ranks, and none for the others, which still allocate memory for one.
     assert found.shares.num_empty == 76
     assert found.shares.num_with_gaps == 3
     assert found.shares.thinnest[0] == 24
@@ -57,7 +57,7 @@ def test_short_parameters_leave_ranks_empty():
     assert (found.last_rank.weights, found.last_rank.padding) == (3 * 24 * 4, 3 * 24 * 4)
     assert (found.last_rank.optimizer_state, found.rank0.optimizer_state) == (3 * 4, 3 * 24 * 8 + 3 * 4)
     assert found.saved.num_files == 24
-    # 24 rows are gathered as 100, of which a rank sends all but its own.
+    # 24 rows are gathered as 100, of which each rank sends all but its own.
     assert found.sent()["shard", "all_gather"] >= 3 * 99 * 24 * 4
     assert "76 ranks hold no part of any parameter" in str(found)
 
@@ -65,7 +65,7 @@ def test_short_parameters_leave_ranks_empty():
 @pytest.mark.parametrize(
     ("optimizer", "factor"), [("sgd", 0), ("momentum", 1), ("adamw", 2), ("none", 0), (torch.optim.Adadelta, 2)]
 )
-def test_optimizers(optimizer, factor):
+def test_state_of_optimizers(optimizer, factor):
     found = plan(chain, "fsdp", 4, step=chain_loss, optimizer=optimizer)
     assert found.rank0.optimizer_state // (3 * 24 * 24) == factor
 
@@ -75,7 +75,7 @@ class Reading(torch.optim.SGD):
         raise RuntimeError("it reads its gradients")
 
 
-def test_an_optimizer_that_cannot_step_is_named():
+def test_optimizer_that_cannot_step_is_named():
     with pytest.raises(
         UnsupportedError, match=r"Reading .*reads its gradients.*give a function that makes another optimizer"
     ):
@@ -83,8 +83,8 @@ def test_an_optimizer_that_cannot_step_is_named():
 
 
 @pytest.mark.slow
-def test_a_compiled_optimizer_is_not_compiled_by_a_plan():
-    """Dynamo gives up on code that was refused once, and a later run in this process would fail."""
+def test_plan_does_not_compile_a_compiled_optimizer():
+    """Dynamo never retries code that it refused once, so a later run in this process would fail."""
     pytest.importorskip("torchao.optim", reason="torchao is not installed")
     found = plan(chain, "fsdp", 4, step=chain_loss, optimizer="adamw8bit")
     assert found.rank0.optimizer_state > 0
@@ -97,15 +97,15 @@ def test_a_compiled_optimizer_is_not_compiled_by_a_plan():
 
 
 @pytest.mark.slow
-def test_a_checkpoint_holds_each_element_once():
-    whole = num_parameters(llama)
+def test_checkpoint_contains_each_element_once():
+    whole = count_parameters(llama)
     for strategy in ("ddp", "fsdp", "hsdp=2", "fsdp+tp=2"):
         found = plan(llama, strategy, 4, step=loss)
         assert found.saved.num_bytes == pytest.approx(whole * 4 * 3, rel=1e-3)
         assert found.num_parameters == whole
 
 
-def test_whether_groups_are_within_a_machine():
+def test_groups_within_a_machine_are_recognized():
     cluster = ClusterRates(machine_ranks=8)
     assert cluster.is_within_machine("shard", parse_layout("hsdp=8").resolve(64))
     assert not cluster.is_within_machine("replicate", parse_layout("hsdp=8").resolve(64))
@@ -113,10 +113,10 @@ def test_whether_groups_are_within_a_machine():
     assert cluster.is_within_machine("shard", parse_layout("fsdp").resolve(6))
     assert not cluster.is_within_machine(
         "tp", parse_layout("fsdp+tp=6").resolve(24)
-    )  # ranks 6 to 11 lie on two machines
+    )  # ranks 6 to 11 are on two machines
 
 
-def test_costs_by_hand():
+def test_costs_equal_numbers_by_hand():
     found = plan(chain, "hsdp=2", 4, step=chain_loss, tokens=5)
     cluster = ClusterRates(machine_ranks=2, intra=1000.0, inter=10.0, flops=1000.0)
     spent = compute_cost(found, cluster)
@@ -129,20 +129,22 @@ def test_costs_by_hand():
 
 
 @pytest.mark.slow
-def test_computing_waits_for_tensor_parallelism():
+def test_computation_waits_for_tensor_parallelism():
     found = plan(llama, "fsdp+tp=2", 4, step=loss)
     spent = compute_cost(found, ClusterRates(machine_ranks=2, intra=1e3, inter=1e9, flops=1e4))
     assert spent.seconds == pytest.approx(spent.compute + spent.by_axis["tp"])
 
 
 @pytest.mark.slow
-def test_the_cheapest_that_fits_comes_first():
+def test_cheapest_layout_that_fits_is_first():
     cluster = ClusterRates(machine_ranks=2, intra=1e6, inter=1e3, flops=1e6, memory=300_000)
-    found = compare_layouts(of(llama, 12, step=loss, tokens=16), ["ddp", "hsdp=3", "fsdp", "hsdp=2", "hsdp=5"], cluster)
+    found = compare_layouts(
+        bind_plan(llama, 12, step=loss, tokens=16), ["ddp", "hsdp=3", "fsdp", "hsdp=2", "hsdp=5"], cluster
+    )
     order = [row.strategy for row in found.rows]
     fitting = [row for row in found.rows if not row.reason]
     assert [row.cost.per_unit for row in fitting] == sorted(row.cost.per_unit for row in fitting)
-    assert order[-1] == "hsdp=5"  # does not divide
+    assert order[-1] == "hsdp=5"  # does not divide 12
     assert "12" in found.rows[-1].reason
     assert order[-2] == "ddp"
     assert "more than available" in found.rows[-2].reason
@@ -152,8 +154,8 @@ def test_the_cheapest_that_fits_comes_first():
     assert "ddp: needs" in said
 
 
-def test_heads_that_do_not_divide_are_a_reason():
-    row = compare_layouts(of(llama, 8, step=loss), ["tp=8"]).rows[0]
+def test_heads_that_do_not_divide_are_reported():
+    row = compare_layouts(bind_plan(llama, 8, step=loss), ["tp=8"]).rows[0]
     assert row.plan is None
     assert "heads" in row.reason or "divide" in row.reason
 
@@ -162,10 +164,10 @@ def test_without_a_step_only_weights_are_known():
     found = plan(llama, "fsdp", 4)
     assert (found.exchanges, found.flops, found.activations) == (None, None, None)
     assert "not counted" in str(found)
-    assert str(compare_layouts(of(llama, 4), ["fsdp"]))
+    assert str(compare_layouts(bind_plan(llama, 4), ["fsdp"]))
 
 
-def test_candidates_divide():
+def test_candidates_divide_the_ranks():
     assert list_candidates(64, 8, has_plan=True) == ["ddp", "fsdp", "hsdp=8", "hsdp=16", "fsdp+tp=8"]
     assert list_candidates(6, 8) == ["ddp", "fsdp"]
 
@@ -180,25 +182,27 @@ def test_candidates_divide():
         ({"precision": "fp8"}, "allowed: no, bf16, fp16"),
     ],
 )
-def test_wrong_use(wrong, said):
+def test_invalid_use_is_refused(wrong, said):
     given = {"strategy": "fsdp", "num_ranks": 4, "optimizer": "adamw", "precision": "no"} | wrong
     with pytest.raises(ConfigError, match=said):
         plan(chain, given.pop("strategy"), given.pop("num_ranks"), **given)
 
 
 @pytest.mark.parametrize("engine", ["zero1", "zero3", "DeepSpeed"])
-def test_deepspeed_is_not_planned_as_something_else(engine):
+def test_deepspeed_is_not_planned_as_another_engine(engine):
     with pytest.raises(UnsupportedError, match=f"{engine} is DeepSpeed's engine, which cannot be planned"):
         plan(chain, engine, 4)
-    found = compare_layouts(of(chain, 4), [engine, "fsdp"])
+    found = compare_layouts(bind_plan(chain, 4), [engine, "fsdp"])
     assert [row.plan is None for row in found.rows] == [False, True]
 
 
 def test_shards_within_machines():
     assert plan(chain, "hsdp", 8, machine_ranks=4).layout == Layout(replicate=2, shard=4)
-    assert compare_layouts(of(chain, 8, machine_ranks=2), ["hsdp"]).rows[0].plan.layout == Layout(replicate=4, shard=2)
+    assert compare_layouts(bind_plan(chain, 8, machine_ranks=2), ["hsdp"]).rows[0].plan.layout == Layout(
+        replicate=4, shard=2
+    )
 
 
-def test_a_wrong_cluster():
+def test_invalid_cluster_is_refused():
     with pytest.raises(ConfigError, match="above 0"):
         ClusterRates(intra=0)

@@ -1,4 +1,4 @@
-"""`headway.forecast` and the published table."""
+"""Test `headway.forecast` and the published table."""
 
 import dataclasses
 
@@ -22,87 +22,91 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def net():
+def build_net():
     return nn.Sequential(*[Block() for _ in range(4)])
 
 
-def batch(size):
+def make_batch(size):
     return torch.zeros(size, 64, 512), torch.zeros(size, 64, 512)
 
 
-def forecast(**options):
-    return headway.forecast(net, batch, **{"loss": nn.functional.mse_loss, "largest": False, **options})
+def forecast_net(**options):
+    return headway.forecast(build_net, make_batch, **{"loss": nn.functional.mse_loss, "largest": False, **options})
 
 
-def test_a_forecast_adds_up():
-    found = forecast(batch_size=32, device="a100-40gb")
+def test_forecast_adds_up():
+    found = forecast_net(batch_size=32, device="a100-40gb")
     assert sum(found.split.values()) == pytest.approx(found.allocated, rel=0.01)
     assert found.allocated <= found.reserved < found.least < found.total < found.most
     assert found.fits is True
     assert found.peak.startswith("step 2")
     assert "a100-40gb, batch 32" in found.describe() == str(found)
-    assert len(repr(found)) < 2000  # without the timeline
+    assert len(repr(found)) < 2000  # does not contain the timeline
     assert found.as_dict()["allocated"] == found.allocated
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.allocated = 0
 
 
-def test_recomputing_takes_less_and_says_where():
-    plain, recomputed = forecast(batch_size=256), forecast(batch_size=256, recompute=True)
-    again = forecast(batch_size=256, recompute=ActivationCheckpointing())
+def test_recomputation_needs_less_memory():
+    plain, recomputed = forecast_net(batch_size=256), forecast_net(batch_size=256, recompute=True)
+    again = forecast_net(batch_size=256, recompute=ActivationCheckpointing())
     assert recomputed.allocated == again.allocated < 0.8 * plain.allocated
 
 
 @pytest.mark.slow
-def test_the_largest_batch_fits_and_the_next_does_not():
+def test_largest_batch_fits_and_the_next_does_not():
     options = {"device": "a100-40gb", "budget": "3GiB"}
-    found = forecast(batch_size=8, **{**options, "largest": True})
+    found = forecast_net(batch_size=8, **{**options, "largest": True})
     assert found.largest_batch > 8
     assert found.num_traces <= 4
-    at = forecast(batch_size=found.largest_batch, **options)
-    above = forecast(batch_size=found.largest_batch + 1, **options)
+    at = forecast_net(batch_size=found.largest_batch, **options)
+    above = forecast_net(batch_size=found.largest_batch + 1, **options)
     assert at.fits is True
     assert above.most > above.budget
 
 
 @pytest.mark.slow
-def test_the_longest_sequence_fits_and_a_longer_one_does_not():
-    def sized(size, length):
+def test_longest_sequence_fits_and_a_longer_one_does_not():
+    def make_sized_batch(size, length):
         return torch.zeros(size, length, 512), torch.zeros(size, length, 512)
 
     options = {"device": "a100-40gb", "budget": "3GiB", "batch_size": 16}
-    found = forecast(**options, longest=headway.LongestSequence(sized, multiple=8))
+    found = forecast_net(**options, longest=headway.LongestSequence(make_sized_batch, multiple=8))
     assert found.longest_sequence % 8 == 0
     assert f"longest sequence in a batch of 16: {found.longest_sequence:,}" in found.describe()
 
-    def most(length):
+    def measure_most(length):
         at = headway.forecast(
-            net, lambda size: sized(size, length), loss=nn.functional.mse_loss, largest=False, **options
+            build_net,
+            lambda size: make_sized_batch(size, length),
+            loss=nn.functional.mse_loss,
+            largest=False,
+            **options,
         )
         return at.most
 
-    assert most(found.longest_sequence) <= found.budget < most(found.longest_sequence + 8)
-    short = forecast(**options, longest=headway.LongestSequence(sized, limit=24, multiple=8))
+    assert measure_most(found.longest_sequence) <= found.budget < measure_most(found.longest_sequence + 8)
+    short = forecast_net(**options, longest=headway.LongestSequence(make_sized_batch, limit=24, multiple=8))
     assert short.longest_sequence == 24
     with pytest.raises(ConfigError, match="no smaller"):
-        headway.LongestSequence(sized, limit=4, multiple=8)
+        headway.LongestSequence(make_sized_batch, limit=4, multiple=8)
 
 
 @pytest.mark.slow
-def test_the_timeline_and_the_curve_match_the_numbers():
-    found = forecast(batch_size=32, device="a100-40gb", budget="3GiB", largest=True)
+def test_timeline_and_curve_match_the_numbers():
+    found = forecast_net(batch_size=32, device="a100-40gb", budget="3GiB", largest=True)
     assert max(found.timeline.totals) == pytest.approx(found.allocated, rel=0.01)
     assert [phase for phase, _ in found.timeline.phases][1:4] == ["step 1 forward", "step 1 backward", "step 1 update"]
     batches, sizes = zip(*found.by_batch)
     assert batches[0] < found.largest_batch < batches[-1]
     assert sizes[0] < found.budget < sizes[-1]
-    assert forecast(batch_size=32).by_batch == ()
+    assert forecast_net(batch_size=32).by_batch == ()
 
 
 def test_attention_of_plain_operations_under_autocast():
-    """It asks softmax for float32 itself, which CUDA's autocast then leaves to it."""
+    """The attention requests float32 from softmax itself, so CUDA's autocast changes nothing there."""
 
-    def scored(x):
+    def compute_scores(x):
         return torch.softmax(x @ x.transpose(1, 2), -1, dtype=torch.float32)
 
     class Attention(nn.Module):
@@ -112,26 +116,26 @@ def test_attention_of_plain_operations_under_autocast():
 
         def forward(self, x):
             x = self.inner(x)
-            return scored(x).to(x.dtype) @ x
+            return compute_scores(x).to(x.dtype) @ x
 
     sizes = [
         headway.forecast(
-            Attention, batch, loss=nn.functional.mse_loss, largest=False, batch_size=64, precision=precision
+            Attention, make_batch, loss=nn.functional.mse_loss, largest=False, batch_size=64, precision=precision
         )
         for precision in ("no", "bf16")
     ]
     assert sizes[1].allocated != sizes[0].allocated
 
 
-def test_a_budget_that_is_too_small_is_reported():
-    found = forecast(budget="100MiB", largest=True)
+def test_too_small_budget_is_reported():
+    found = forecast_net(budget="100MiB", largest=True)
     assert found.fits is False
     assert found.largest_batch == 0
     assert "does not fit" in found.describe()
 
 
-def test_a_cpu_rounds_nothing_and_has_no_overhead():
-    found = forecast(device="cpu")
+def test_cpu_rounds_nothing_and_has_no_overhead():
+    found = forecast_net(device="cpu")
     assert found.allocated == found.reserved == found.least == found.total == found.most
     assert found.budget is None
     assert found.fits is None
@@ -139,23 +143,23 @@ def test_a_cpu_rounds_nothing_and_has_no_overhead():
 
 @pytest.mark.parametrize(("options", "num_ranks"), [({}, 1), ({"strategy": "fsdp", "ranks": 2}, 2)])
 def test_averages_are_counted(options, num_ranks):
-    without, found = (forecast(device="cpu", averages=number, **options) for number in (0, 2))
-    size = sum(parameter.numel() * 4 for parameter in net().parameters()) // num_ranks
+    without, found = (forecast_net(device="cpu", averages=number, **options) for number in (0, 2))
+    size = sum(parameter.numel() * 4 for parameter in build_net().parameters()) // num_ranks
     assert found.split["averages"] == 2 * size
     assert found.allocated - without.allocated == 2 * size
     halves = headway.forecast(
-        lambda: net().bfloat16(), lambda size: tuple(each.bfloat16() for each in batch(size)), loss=nn.functional.mse_loss,
+        lambda: build_net().bfloat16(), lambda size: tuple(each.bfloat16() for each in make_batch(size)), loss=nn.functional.mse_loss,
         device="cpu", averages=1, largest=False, **options,
     )  # fmt: skip
-    assert halves.split["averages"] == size  # in float32
+    assert halves.split["averages"] == size  # averages are in float32
 
 
-def matrices(parameters):
+def select_matrices(parameters):
     return [parameter for parameter in parameters if parameter.ndim == 2]
 
 
 class Scaled(torch.optim.Optimizer):
-    """Optimizer of an unknown class, which reads the norm of a whole parameter and keeps a moment of it."""
+    """Optimizer of an unknown class, which reads the norm of a whole parameter and keeps one moment of it."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -173,29 +177,33 @@ class Scaled(torch.optim.Optimizer):
 
 @pytest.mark.parametrize(
     ("optimizer", "per_element"),
-    [("muon", 4), (lambda given: Scaled(list(given)), 4), (lambda given: torch.optim.Adafactor(matrices(given)), 0)],
+    [
+        ("muon", 4),
+        (lambda given: Scaled(list(given)), 4),
+        (lambda given: torch.optim.Adafactor(select_matrices(given)), 0),
+    ],
 )
 def test_updates_by_owners_are_part_of_the_peak(optimizer, per_element):
     """Each of two ranks owns four of eight matrices, and gathers them and their gradients."""
-    found = forecast(device="cpu", optimizer=optimizer, strategy="fsdp", ranks=2)
+    found = forecast_net(device="cpu", optimizer=optimizer, strategy="fsdp", ranks=2)
     size = 4 * 512 * 2048 * 4
     assert found.split["buckets"] > 2 * size
     assert found.split["optimizer state"] == pytest.approx(size * per_element / 4, rel=0.02, abs=100_000)
     assert not any("are not counted" in line for line in found.caveats)
-    assert "buckets" not in forecast(device="cpu", optimizer="adamw", strategy="fsdp", ranks=2).split
+    assert "buckets" not in forecast_net(device="cpu", optimizer="adamw", strategy="fsdp", ranks=2).split
 
 
-def test_an_optimizer_of_elements_gathers_nothing():
-    found = forecast(device="cpu", optimizer=lambda given: Odd(given), strategy="fsdp", ranks=2)
+def test_elementwise_optimizer_gathers_nothing():
+    found = forecast_net(device="cpu", optimizer=lambda given: Odd(given), strategy="fsdp", ranks=2)
     assert "buckets" not in found.split
 
 
-def test_the_forecast_is_for_the_rank_that_owns_the_most():
-    def rows(size):
+def test_forecast_is_for_the_rank_that_owns_most():
+    def make_rows(size):
         return torch.zeros(size, 256), torch.zeros(size, 256)
 
     class Model(nn.Module):
-        """The large matrix costs the most to update; the small ones together have more elements."""
+        """The large matrix costs most to update. The small ones together have more elements."""
 
         def __init__(self):
             super().__init__()
@@ -207,7 +215,7 @@ def test_the_forecast_is_for_the_rank_that_owns_the_most():
 
     found = headway.forecast(
         Model,
-        rows,
+        make_rows,
         loss=nn.functional.mse_loss,
         optimizer="muon",
         strategy="fsdp",
@@ -225,11 +233,11 @@ def test_the_forecast_is_for_the_rank_that_owns_the_most():
 @pytest.mark.parametrize("name", ["ASGD", "Adafactor", "NAdam", "RAdam", "Rprop"])
 def test_optimizers_of_torch_may_read_values(name):
     for options in ({}, {"strategy": "ddp", "ranks": 2}, {"strategy": "fsdp", "ranks": 2}):
-        found = forecast(device="cpu", optimizer=lambda given: getattr(torch.optim, name)(list(given)), **options)
+        found = forecast_net(device="cpu", optimizer=lambda given: getattr(torch.optim, name)(list(given)), **options)
         assert sum(found.split.values()) == pytest.approx(found.allocated, rel=0.01)
 
 
-def test_a_loop_of_the_user_updates_by_owners():
+def test_given_loop_updates_by_owners():
     def loop(model, batches, optimizer):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         for inputs, targets in batches:
@@ -239,13 +247,13 @@ def test_a_loop_of_the_user_updates_by_owners():
             optimizer.zero_grad()
 
     options = {"device": "cpu", "optimizer": "adafactor", "strategy": "fsdp", "ranks": 2}
-    found, plain = forecast(**options, loop=loop, loss=None), forecast(**options, loop="loss_function")
+    found, plain = forecast_net(**options, loop=loop, loss=None), forecast_net(**options, loop="loss_function")
     assert found.split["buckets"] == plain.split["buckets"]
     assert found.allocated == pytest.approx(plain.allocated, rel=0.01)
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "fsdp", "ranks": 2}])
-def test_a_loop_of_the_user_gets_the_loss_of_its_closure(options):
+def test_given_loop_gets_the_loss_of_its_closure(options):
     def loop(model, batches, optimizer):
         for inputs, targets in batches:
 
@@ -257,12 +265,12 @@ def test_a_loop_of_the_user_gets_the_loss_of_its_closure(options):
 
             assert optimizer.step(closure).shape == ()
 
-    assert forecast(device="cpu", optimizer="muon", loop=loop, loss=None, **options).split["optimizer state"] > 0
+    assert forecast_net(device="cpu", optimizer="muon", loop=loop, loss=None, **options).split["optimizer state"] > 0
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "fsdp", "ranks": 2}])
-def test_an_optimizer_that_chooses_by_a_value_is_refused(options):
-    """LBFGS creates no state in a step in which it finds that it has converged."""
+def test_optimizer_that_decides_by_a_value_is_refused(options):
+    """LBFGS creates no state in a step in which it has converged."""
 
     def loop(model, batches, optimizer):
         for inputs, targets in batches:
@@ -275,7 +283,9 @@ def test_an_optimizer_that_chooses_by_a_value_is_refused(options):
             optimizer.step(closure)
 
     with pytest.raises(UnsupportedError, match="_local_scalar_dense"):
-        forecast(device="cpu", optimizer=lambda given: torch.optim.LBFGS(list(given)), loop=loop, loss=None, **options)
+        forecast_net(
+            device="cpu", optimizer=lambda given: torch.optim.LBFGS(list(given)), loop=loop, loss=None, **options
+        )
 
 
 class Odd(torch.optim.Optimizer):
@@ -295,12 +305,12 @@ class Odd(torch.optim.Optimizer):
     "options",
     [{"device": "rtx3090"}, {"precision": "fp8"}, {"batch_size": 0}, {"accumulation": 0}, {"optimizer": "adan"}],
 )
-def test_wrong_arguments_are_reported(options):
+def test_invalid_arguments_are_reported(options):
     with pytest.raises(ConfigError):
-        forecast(**options)
+        forecast_net(**options)
 
 
-def test_the_room_on_a_device_is_what_keeps_the_most_within_the_budget():
+def test_allocator_limit_keeps_the_upper_bound_within_the_budget():
     for device in DEVICES.values():
         for budget in (3000 * MIB, 40_000 * MIB):
             most = estimate_use(device, compute_allocator_limit(device, budget))[2]
@@ -311,7 +321,7 @@ def test_the_room_on_a_device_is_what_keeps_the_most_within_the_budget():
 @pytest.mark.matrix  # eight traces of BERT-large
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
-def test_the_published_table_is_met():
+def test_published_table_is_met():
     from benchmarks.forecast.published import PUBLISHED, estimate_memory, find_largest_batch
 
     for (size, is_checkpointed), published in PUBLISHED.items():
@@ -322,10 +332,10 @@ def test_the_published_table_is_met():
 
 
 @pytest.mark.slow
-def test_every_eighth_block_is_every_eighth_of_all_blocks():
+def test_every_eighth_block_is_counted_among_all_blocks():
     """The setting counts all blocks, not only the few that are traced."""
 
-    def taken(recompute):
+    def measure_allocated(recompute):
         return headway.forecast(
             lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(17))),
             lambda size: (torch.zeros(size, 64), torch.zeros(size, 64)),
@@ -336,5 +346,7 @@ def test_every_eighth_block_is_every_eighth_of_all_blocks():
         ).allocated
 
     every = ActivationCheckpointing(every=8)
-    assert taken(every) == taken(lambda model: checkpoint_activations(model, every, torch.device("cuda")))
-    assert taken(ActivationCheckpointing()) < taken(every) < taken(False)
+    assert measure_allocated(every) == measure_allocated(
+        lambda model: checkpoint_activations(model, every, torch.device("cuda"))
+    )
+    assert measure_allocated(ActivationCheckpointing()) < measure_allocated(every) < measure_allocated(False)

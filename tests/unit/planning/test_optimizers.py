@@ -1,4 +1,4 @@
-"""Optimizers by name: memory on tensors without values, compared with a real run on the CPU."""
+"""Test optimizers by name: memory on tensors without values, against a real run on the CPU."""
 
 import pytest
 import torch
@@ -13,30 +13,35 @@ from headway.planning.optimizers import resolve_optimizer
 PACKAGES = {"adafactor_transformers": "transformers", "adamw8bit": "torchao", "adamw8bit_bnb": "bitsandbytes"}
 
 
-def net():
+def build_net():
     return nn.Sequential(nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 512))
 
 
-def batch(size=8):
+def make_batch(size=8):
     return torch.zeros(size, 512), torch.zeros(size, 512)
 
 
-def forecast(optimizer, **options):
+def forecast_optimizer(optimizer, **options):
     return headway.forecast(
-        net, batch, loss=nn.functional.mse_loss, optimizer=optimizer, largest=False, **{"device": "cpu", **options}
+        build_net,
+        make_batch,
+        loss=nn.functional.mse_loss,
+        optimizer=optimizer,
+        largest=False,
+        **{"device": "cpu", **options},
     )
 
 
-def real(optimizer):
-    """(bytes at the peak of two updates, bytes of the state)."""
+def measure_real(optimizer):
+    """Return the bytes at the peak of two updates, and the bytes of the state."""
     made = []
 
     def keep(parameters):
         made.append(resolve_optimizer(optimizer)(parameters))
         return made[-1]
 
-    taken = measure_peak(net(), StepRecipe(keep, nn.functional.mse_loss), batch)
-    parts = {each.data_ptr(): each.nbytes for each in list_state(made[0])}  # some share a table of codes
+    taken = measure_peak(build_net(), StepRecipe(keep, nn.functional.mse_loss), make_batch)
+    parts = {each.data_ptr(): each.nbytes for each in list_state(made[0])}  # some tensors share a table of codes
     return taken, sum(parts.values())
 
 
@@ -50,32 +55,33 @@ def real(optimizer):
         "muon",
     ],
 )
-@pytest.mark.filterwarnings("ignore")  # of the packages, about themselves
-def test_it_takes_what_a_real_run_takes(optimizer):
+@pytest.mark.filterwarnings("ignore")  # warnings of the packages
+def test_forecast_equals_a_real_run(optimizer):
     if optimizer in PACKAGES:
         pytest.importorskip(PACKAGES[optimizer])
-    taken, state = real(optimizer)
-    found = forecast(optimizer)
+    taken, state = measure_real(optimizer)
+    found = forecast_optimizer(optimizer)
     assert found.allocated == pytest.approx(taken, rel=0.03)
     if found.peak.startswith("step 2"):
         assert found.split["optimizer state"] == state
     assert bool(found.caveats) == optimizer.startswith("adamw8bit")
 
 
-def test_the_states_are_as_small_as_their_kinds_are():
-    """Adafactor keeps a row and a column of each matrix; Muon one moment of it; Adam two."""
-    weights = sum(each.numel() for each in net().parameters())
+def test_states_have_the_sizes_of_their_kinds():
+    """Adafactor keeps a row and a column for each matrix, Muon one moment, and Adam two."""
+    weights = sum(each.numel() for each in build_net().parameters())
     states = {
-        name: forecast(name, device="a100-40gb").split["optimizer state"] for name in ("adafactor", "muon", "adamw")
+        name: forecast_optimizer(name, device="a100-40gb").split["optimizer state"]
+        for name in ("adafactor", "muon", "adamw")
     }
     assert states["adamw"] == pytest.approx(8 * weights, rel=0.01)
     assert states["muon"] == pytest.approx(4 * weights, rel=0.01)
     assert states["adafactor"] == 4 * (2 * (512 + 1024) + 512 + 1024)
 
 
-def test_adafactor_works_on_one_parameter_at_a_time_on_a_card_too():
-    """Updates of all parameters at once would take a copy of all weights."""
-    found = forecast("adafactor", device="a100-40gb")
+def test_adafactor_updates_one_parameter_at_a_time_on_a_gpu():
+    """An update of all parameters at once would need a copy of all weights."""
+    found = forecast_optimizer("adafactor", device="a100-40gb")
     beside = found.split.get("temporaries", 0)
     assert beside < 1.1 * 2 * 4 * 512 * 1024
 
@@ -96,6 +102,6 @@ def test_muon_calls_the_closure_once_and_returns_its_loss():
     assert all((old != new).any() for old, new in zip(before, model.parameters(), strict=True))
 
 
-def test_a_name_that_is_not_known():
+def test_unknown_name_is_refused():
     with pytest.raises(ConfigError, match="did you mean adamw8bit"):
-        forecast("adamw8bits")
+        forecast_optimizer("adamw8bits")

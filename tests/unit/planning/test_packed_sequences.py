@@ -1,4 +1,4 @@
-"""`headway estimate --packing`: a forecast of sequences that hold several documents."""
+"""Test `headway estimate --packing`: forecasts of sequences that contain several documents."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def make_batch(size: int) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens, "position_ids": places}
 
 
-def test_the_forecast_includes_the_mask(tmp_path: Path) -> None:
+def test_forecast_includes_the_mask(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**SIZES, vocab_size=100, use_cache=False)
     config.save_pretrained(tmp_path)
     make, batch, loss = make_trainable(find_source(str(tmp_path), 4, 256), is_packed=True)
@@ -31,7 +31,7 @@ def test_the_forecast_includes_the_mask(tmp_path: Path) -> None:
     assert found.allocated == expected.allocated
 
 
-def test_a_model_without_positions_is_an_error() -> None:
+def test_model_without_positions_is_an_error() -> None:
     source = find_source("mamba", 1, 16)
     with pytest.raises(ConfigError, match="takes no position_ids"):
         make_trainable(source, is_packed=True)

@@ -1,4 +1,4 @@
-"""Small models and data for the Trainer's tests."""
+"""Small models and data for tests of the Trainer."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def bert(**given):
-    import transformers  # here, so that ranks that need none of it start without these seconds
+    import transformers  # imported here, so that ranks that do not need it start faster
 
     torch.manual_seed(1)
     return transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL, **{**NO_DROPOUT, **given}))
@@ -29,7 +29,7 @@ def llama(**given):
 
 
 class Speaker(nn.Module):
-    """Logits of each token's label; the loss is a mean over the labels that count."""
+    """Logits for the label of each token. The loss is the mean over labels that are not ignored."""
 
     config = SimpleNamespace(pad_token_id=0)
 
@@ -45,14 +45,14 @@ class Speaker(nn.Module):
 
 
 def classes(num_rows=40, length=6):
-    """Rows of tokens; the label says whether the first two are in order."""
+    """Rows of tokens. The label says whether the first two are in order."""
     rng = numpy.random.default_rng(0)
     tokens = rng.integers(1, 60, (num_rows, length))
     return [{"input_ids": row.tolist(), "labels": int(row[0] < row[1])} for row in tokens]
 
 
 def texts(num_rows=40, low=3, high=12):
-    """Rows of tokens of different lengths, their own labels; some labels are ignored."""
+    """Rows of tokens of different lengths, which are their own labels. Some labels are ignored."""
     rng = numpy.random.default_rng(0)
     rows = []
     for _ in range(num_rows):
@@ -63,7 +63,7 @@ def texts(num_rows=40, low=3, high=12):
 
 
 class Points(Dataset):
-    """(x, y): y is the class of x."""
+    """Pairs of x and its class."""
 
     def __init__(self, num_rows=40):
         generator = torch.Generator().manual_seed(3)
@@ -78,7 +78,7 @@ class Points(Dataset):
 
 
 class Net(nn.Module):
-    """Logits of two classes; with dropout, so that RNG states matter."""
+    """Logits of two classes, with dropout, so that RNG states matter."""
 
     def __init__(self, dropout=0.0):
         super().__init__()

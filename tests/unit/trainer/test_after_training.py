@@ -1,4 +1,4 @@
-"""Attributes of the Trainer's optimizer and schedule that can be read after a training."""
+"""Test attributes of the Trainer's optimizer and schedule that can be read after training."""
 
 import gc
 import weakref
@@ -12,8 +12,8 @@ from tests.unit.trainer.models import Net, Points, arguments, cross_entropy
 
 
 @pytest.mark.parametrize("name", ["linear", "reduce_lr_on_plateau", "own"])
-def test_the_optimizer_can_be_read_after_the_training(tmp_path, name):
-    class Own(Trainer):
+def test_optimizer_can_be_read_after_training(tmp_path, name):
+    class CustomTrainer(Trainer):
         def create_scheduler(self, num_training_steps, optimizer=None):
             if name != "own":
                 return super().create_scheduler(num_training_steps, optimizer)
@@ -23,14 +23,14 @@ def test_the_optimizer_can_be_read_after_the_training(tmp_path, name):
     last = {}
     held = []
 
-    class Last(TrainerCallback):
+    class LastRates(TrainerCallback):
         def on_step_end(self, args, state, control, optimizer, lr_scheduler, **kwargs):
             last.update(rates=[group["lr"] for group in optimizer.param_groups], schedule=lr_scheduler.get_last_lr())
             held[:] = [weakref.ref(optimizer.state[next(iter(optimizer.state))]["exp_avg"])]
 
     given = {"lr_scheduler_type": "linear" if name == "own" else name, "eval_strategy": "epoch", "max_steps": 4}
-    trainer = Own(Net(), arguments(tmp_path, **given), train_dataset=Points(20), eval_dataset=Points(4),
-                  loss_function=cross_entropy, callbacks=[Last])  # fmt: skip
+    trainer = CustomTrainer(Net(), arguments(tmp_path, **given), train_dataset=Points(20), eval_dataset=Points(4),
+                  loss_function=cross_entropy, callbacks=[LastRates])  # fmt: skip
     assert trainer.optimizer is None
     trainer.train()
     assert isinstance(trainer.optimizer, torch.optim.AdamW)
@@ -43,5 +43,5 @@ def test_the_optimizer_can_be_read_after_the_training(tmp_path, name):
         trainer.optimizer.state_dict()
     gc.collect()
     assert held[0]() is None
-    assert trainer.train().global_step == 4  # with one of its own
+    assert trainer.train().global_step == 4  # with a new optimizer
     assert trainer.evaluate()["eval_loss"] > 0

@@ -1,4 +1,4 @@
-"""The training arguments: alternative names, checks, contradictions and derived values."""
+"""Test the training arguments: alternative names, checks, contradictions and derived values."""
 
 import dataclasses
 import inspect
@@ -16,13 +16,13 @@ from headway.trainer.argument_checks import RANGES
 from headway.trainer.argument_names import ACCEPTED, NOT_TAKEN
 
 
-def refused(**given):
+def catch_refusal(**given):
     with pytest.raises(ConfigError) as error:
         TrainingArguments(**given)
     return str(error.value)
 
 
-def test_the_notebooks_arguments():
+def test_arguments_of_a_notebook():
     args = TrainingArguments(
         per_device_train_batch_size=1, gradient_accumulation_steps=4, gradient_checkpointing=True, output_dir="outputs",
         evaluation_strategy="no", num_train_epochs=1, log_level="error", report_to="none",
@@ -32,26 +32,26 @@ def test_the_notebooks_arguments():
 
 
 @pytest.mark.parametrize(("name", "own"), sorted(ACCEPTED.items()))
-def test_other_spellings_mean_an_argument_that_exists(name, own):
+def test_alternative_names_mean_an_existing_argument(name, own):
     assert own in {field.name for field in dataclasses.fields(TrainingArguments)}
     assert name not in {field.name for field in dataclasses.fields(TrainingArguments)}
 
 
 @pytest.mark.parametrize("name", sorted(NOT_TAKEN))
-def test_arguments_of_transformers_that_are_not_taken(name):
+def test_arguments_of_transformers_that_are_not_accepted(name):
     for value in ("asked for", 7):
-        told = refused(**{name: value})
+        told = catch_refusal(**{name: value})
         assert f"{name} is not an argument" in told
         assert "`headway launch --as accelerate`" in told or "; " not in told
 
 
-def test_what_would_change_numbers_or_files_is_not_dropped():
+def test_arguments_that_would_change_results_or_files_are_refused():
     for asked in ({"average_tokens_across_devices": False}, {"save_safetensors": False}, {"eval_do_concat_batches": False},
                   {"save_only_model": True}, {"bf16_full_eval": True}):  # fmt: skip
-        assert "is not an argument" in refused(**asked)
+        assert "is not an argument" in catch_refusal(**asked)
 
 
-def test_every_argument_of_transformers_is_taken_or_answered():
+def test_every_argument_of_transformers_is_known():
     """Each is accepted with transformers' default, so that a script may pass all of them."""
     import transformers
 
@@ -78,7 +78,7 @@ def test_arguments_report_rank_world_size_and_device():
         pass
 
 
-def test_no_method_of_the_arguments_is_left_unimplemented():
+def test_all_methods_of_the_arguments_are_implemented():
     for kind in TrainingArguments.__mro__[:-1]:
         assert "NotImplementedError" not in inspect.getsource(kind)
     args = TrainingArguments(warmup_ratio=0.1, output_dir="here")
@@ -88,33 +88,33 @@ def test_no_method_of_the_arguments_is_left_unimplemented():
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(TrainingArguments)])
-def test_every_argument_is_held_to_its_type(name):
-    assert f"{name}=" in refused(**{name: object()})
+def test_type_of_every_argument_is_checked(name):
+    assert f"{name}=" in catch_refusal(**{name: object()})
     kinds = str(get_type_hints(TrainingArguments)[name])
     if "bool" in kinds and "str" not in kinds:
-        assert "True or False" in refused(**{name: "yes"})
-        assert "True or False" in refused(**{name: 2})
+        assert "True or False" in catch_refusal(**{name: "yes"})
+        assert "True or False" in catch_refusal(**{name: 2})
     if ("int" in kinds or "float" in kinds) and "str" not in kinds:
-        assert "number" in refused(**{name: "7"})
-        assert "number" in refused(**{name: True})
-        assert f"{name}=nan" in refused(**{name: float("nan")})
+        assert "number" in catch_refusal(**{name: "7"})
+        assert "number" in catch_refusal(**{name: True})
+        assert f"{name}=nan" in catch_refusal(**{name: float("nan")})
     if "int" in kinds and "float" not in kinds and "str" not in kinds:
-        assert "number" in refused(**{name: 2.5})
+        assert "number" in catch_refusal(**{name: 2.5})
     if "None" not in kinds and name not in ("output_dir", "gradient_checkpointing"):
-        assert f"{name}=" in refused(**{name: None})
+        assert f"{name}=" in catch_refusal(**{name: None})
 
 
 @pytest.mark.parametrize("name", sorted(RANGES))
-def test_every_number_is_held_to_its_range(name):
+def test_range_of_every_number_is_checked(name):
     limits = RANGES[name]
-    told = refused(**{name: -7})
+    told = catch_refusal(**{name: -7})
     assert f"{limits.low:g} or more" in told
     if limits.below < 2:
-        assert "below 1" in refused(**{name: 1})
+        assert "below 1" in catch_refusal(**{name: 1})
 
 
-def test_a_command_line_as_scripts_read_it(tmp_path):
-    """transformers' parser makes an option of each field, and overwrites the fields' types."""
+def test_command_line_is_parsed(tmp_path):
+    """transformers' parser makes an option of each field, and overwrites the types of fields."""
     from transformers import HfArgumentParser
 
     line = ["--output_dir", str(tmp_path), "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--bf16",
@@ -138,20 +138,20 @@ def test_equivalent_values_are_accepted():
     assert found == (False, False, False, True)
     assert all(type(value) is bool for value in found)
     assert type(args.save_total_limit) is int
-    assert "-1 and 0: as many as num_train_epochs requires" in refused(max_steps=-7)
-    assert "bf16='yes'; give True or False" in refused(bf16="yes")
+    assert "-1 and 0: as many as num_train_epochs requires" in catch_refusal(max_steps=-7)
+    assert "bf16='yes'; give True or False" in catch_refusal(bf16="yes")
 
 
-def test_unknown_names_get_the_nearest():
-    assert "did you mean learning_rate?" in refused(learnig_rate=1e-3)
-    assert "did you mean evaluation_strategy?" in refused(evaluation_stratgy="no")
-    told = refused(warmup_step=1, nonsense_without_neighbor=2)
+def test_unknown_name_gets_the_nearest_one():
+    assert "did you mean learning_rate?" in catch_refusal(learnig_rate=1e-3)
+    assert "did you mean evaluation_strategy?" in catch_refusal(evaluation_stratgy="no")
+    told = catch_refusal(warmup_step=1, nonsense_without_neighbor=2)
     assert "did you mean warmup_steps?" in told
     assert "nonsense_without_neighbor is not an argument" in told
 
 
-def test_one_argument_by_two_names_is_refused():
-    assert "two names of one argument" in refused(eval_strategy="no", evaluation_strategy="steps")
+def test_argument_given_by_two_names_is_refused():
+    assert "two names of one argument" in catch_refusal(eval_strategy="no", evaluation_strategy="steps")
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,10 @@ def test_one_argument_by_two_names_is_refused():
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )  # fmt: skip
 def test_invalid_values_are_refused(given, word):
-    assert word in refused(**given)
+    assert word in catch_refusal(**given)
 
 
-def test_the_best_model_is_chosen_by_loss_by_default():
+def test_best_model_is_chosen_by_loss_by_default():
     args = TrainingArguments(load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch")
     assert (args.wanted_metric, args.greater_is_better) == ("eval_loss", False)
     args = TrainingArguments(metric_for_best_model="accuracy")
@@ -216,13 +216,13 @@ def test_checkpointing_arguments_of_other_libraries():
     assert plan.every == 2
 
 
-def test_they_are_json_even_with_objects_in_them():
+def test_arguments_with_objects_are_encoded_as_json():
     args = TrainingArguments(output_dir="x", accelerator_config={"kwargs_handlers": [lambda: None]})
     assert json.loads(args.to_json_string())["output_dir"] == "x"
 
 
 @given(st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=20))
-def test_no_unknown_name_is_ever_swallowed(name):
+def test_unknown_name_is_never_ignored(name):
     known = {field.name for field in dataclasses.fields(TrainingArguments)} | set(ACCEPTED)
     if name not in known:
-        assert f"{name} is not an argument" in refused(**{name: 1})
+        assert f"{name} is not an argument" in catch_refusal(**{name: 1})

@@ -1,4 +1,4 @@
-"""The Trainer with `ema_decay`: evaluations, the best checkpoint and the model after the training have averaged weights."""
+"""Test the Trainer with `ema_decay`: evaluations, the best checkpoint and the final model use averaged weights."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ DECAY = 0.5
 
 
 class Recorder(TrainerCallback):
-    """Callback that averages by hand after each update, and records what evaluations see."""
+    """Callback that averages after each update independently of Headway, and records the weights in evaluations."""
 
     def __init__(self) -> None:
         self.average: torch.Tensor | None = None
@@ -43,7 +43,7 @@ def train(folder: Any, scores: list[float], **more: Any) -> tuple[Any, Recorder]
     return trainer, recorder
 
 
-def test_evaluations_and_the_model_afterwards_have_the_averages(tmp_path: Any) -> None:
+def test_evaluations_and_the_final_model_use_averages(tmp_path: Any) -> None:
     trainer, recorder = train(tmp_path, [0.1] * 5)
     assert len(recorder.averages) == 5
     for found, wanted in zip(recorder.seen, recorder.averages, strict=True):
@@ -52,7 +52,7 @@ def test_evaluations_and_the_model_afterwards_have_the_averages(tmp_path: Any) -
 
 
 @pytest.mark.parametrize(("scores", "best"), [([0.1, 0.9, 0.2, 0.3, 0.4], 2), ([0.1, 0.2, 0.3, 0.4, 0.9], 5)])
-def test_the_best_averages_come_back(tmp_path: Any, scores: list[float], best: int) -> None:
+def test_best_averages_are_restored(tmp_path: Any, scores: list[float], best: int) -> None:
     kept = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "load_best_model_at_end": True}
     trainer, recorder = train(tmp_path, scores, **kept)
     assert trainer.state.best_global_step == best
@@ -67,6 +67,6 @@ def test_the_best_averages_come_back(tmp_path: Any, scores: list[float], best: i
         ({"ema_decay": 0.9, "ema_kwargs": {"evry": 2}}, "does not fit ExponentialMovingAverage"),
     ],
 )
-def test_wrong_arguments(tmp_path: Any, options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(tmp_path, **options).train()

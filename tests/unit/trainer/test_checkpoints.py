@@ -1,4 +1,4 @@
-"""Which trainings resume after a preemption, and which start from the beginning."""
+"""Test which trainings resume after a preemption, which start from the beginning, and the weights of the best checkpoint."""
 
 import json
 import os
@@ -8,23 +8,25 @@ import time
 import pytest
 import torch
 
-from headway import Preemption, TrainerCallback
+from headway import Accelerator, Preemption, TrainerCallback
 from headway.common import scope
 from headway.core.checkpoint.format.manifest import read_manifest
 from headway.errors import CheckpointError, Preempted
 from headway.trainer import checkpoints
-from headway.trainer.checkpoints import list_differences, list_settings
+from headway.trainer.checkpoints import list_differences, list_settings, load_weights
 from tests.unit.trainer.models import Net, Points, arguments, make, weights
 
 
 class Terminate(TrainerCallback):
+    """Callback that sends SIGTERM after the given update."""
+
     def __init__(self, step):
         self.step = step
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
-            while not heard():
+            while not is_stop_requested():
                 time.sleep(0.005)
 
 
@@ -35,7 +37,7 @@ class First(TrainerCallback):
         self.step = state.global_step
 
 
-def heard():
+def is_stop_requested():
     from headway.core.runtime.control_plane import stopping
 
     return bool(scope.own(stopping._Agreements).current.reason)
@@ -56,7 +58,8 @@ def preempt(folder, step=3, resume=None, **given):
         make(folder, callbacks=[Terminate(step)], **SAVES, **given).train(resume_from_checkpoint=resume)
 
 
-def where_begun(folder, resume=None, model=None, is_new_process=True, **given):
+def find_first_update(folder, resume=None, model=None, is_new_process=True, **given):
+    """Train, and return the update at which the training began, and the Trainer."""
     if is_new_process:
         scope.drop(checkpoints.TrainingCounts)
     first = First()
@@ -65,59 +68,59 @@ def where_begun(folder, resume=None, model=None, is_new_process=True, **given):
     return first.step, trainer
 
 
-def test_a_preempted_command_resumes_and_a_finished_run_does_not(tmp_path):
+def test_preempted_command_resumes_and_a_finished_run_does_not(tmp_path):
     (whole := make(tmp_path / "whole", **SAVES)).train()
     preempt(tmp_path)
-    step, trainer = where_begun(tmp_path)
+    step, trainer = find_first_update(tmp_path)
     assert step == 3
     assert torch.equal(weights(trainer.model), weights(whole.model))
-    assert where_begun(tmp_path)[0] == 0
+    assert find_first_update(tmp_path)[0] == 0
 
 
 def test_resume_false_starts_from_the_beginning(tmp_path):
     preempt(tmp_path)
-    assert where_begun(tmp_path, resume=False)[0] == 0
-    assert where_begun(tmp_path)[0] == 0  # that run ended well; the one before is not come back to
+    assert find_first_update(tmp_path, resume=False)[0] == 0
+    assert find_first_update(tmp_path)[0] == 0  # the last run ended normally, so the one before is not resumed
     preempt(tmp_path)
-    assert where_begun(tmp_path, resume_from_checkpoint=False)[0] == 0
+    assert find_first_update(tmp_path, resume_from_checkpoint=False)[0] == 0
 
 
 def test_resume_false_is_not_reported_as_resumable(tmp_path, caplog):
     preempt(tmp_path, resume=False)
     assert "the next start is from the beginning" in caplog.text
-    assert where_begun(tmp_path)[0] == 0
+    assert find_first_update(tmp_path)[0] == 0
 
 
-def test_a_command_with_a_folder_resumes_where_it_was_preempted(tmp_path):
+def test_command_with_a_folder_resumes_where_it_was_preempted(tmp_path):
     make(tmp_path / "elder", save_strategy="steps", save_steps=2).train()
     folder = tmp_path / "elder" / "run" / "checkpoints" / "checkpoint_0"  # after update 2
     preempt(tmp_path, step=4, resume=folder)
-    assert where_begun(tmp_path, resume=folder)[0] == 4
-    assert where_begun(tmp_path, resume=folder)[0] == 2  # that one had ended
+    assert find_first_update(tmp_path, resume=folder)[0] == 4
+    assert find_first_update(tmp_path, resume=folder)[0] == 2  # the last run ended normally
 
 
-def test_several_trainings_of_one_process_each_find_their_own(tmp_path):
-    """As in a cross-validation with one folder for all folds, of which the second is preempted."""
+def test_several_trainings_of_a_process_find_their_own_checkpoints(tmp_path):
+    """Like cross-validation with one folder for all folds, of which the second one is preempted."""
     make(tmp_path, **SAVES).train()
     with pytest.raises(Preempted):
         make(tmp_path, callbacks=[Terminate(3)], **SAVES).train()
-    assert where_begun(tmp_path)[0] == 0
-    assert where_begun(tmp_path, is_new_process=False)[0] == 3
+    assert find_first_update(tmp_path)[0] == 0
+    assert find_first_update(tmp_path, is_new_process=False)[0] == 3
 
 
-def test_a_model_that_does_not_fit_the_checkpoint_gets_advice(tmp_path):
+def test_model_that_does_not_fit_the_checkpoint_gets_advice(tmp_path):
     preempt(tmp_path)
     with pytest.raises(CheckpointError, match="resume_from_checkpoint=False starts from the beginning"):
-        where_begun(tmp_path, model=torch.nn.Sequential(Net(), torch.nn.Linear(2, 2)))
-    assert where_begun(tmp_path)[0] == 3  # nothing was lost by the error
+        find_first_update(tmp_path, model=torch.nn.Sequential(Net(), torch.nn.Linear(2, 2)))
+    assert find_first_update(tmp_path)[0] == 3  # the error has lost nothing
 
 
 class Another(Net):
     """Model with the parameter shapes of Net."""
 
 
-def test_resuming_with_other_settings_warns_about_the_differences(tmp_path, caplog):
-    def told():
+def test_resume_with_other_settings_warns_about_the_differences(tmp_path, caplog):
+    def list_warnings():
         return [
             record.getMessage()
             for record in caplog.records
@@ -125,61 +128,63 @@ def test_resuming_with_other_settings_warns_about_the_differences(tmp_path, capl
         ]
 
     preempt(tmp_path)
-    preempt(tmp_path, step=4, logging_steps=2)  # nothing that matters
-    assert told() == []
-    step, trainer = where_begun(tmp_path, model=Another(), learning_rate=0.02, weight_decay=0.5)
+    preempt(tmp_path, step=4, logging_steps=2)  # does not affect the results
+    assert list_warnings() == []
+    step, trainer = find_first_update(tmp_path, model=Another(), learning_rate=0.02, weight_decay=0.5)
     assert step == 4
-    (message,) = told()
+    (message,) = list_warnings()
     assert "model Net (130 parameters) -> Another (130 parameters), " in message
     assert "learning_rate 0.01 -> 0.02, weight_decay 0.0 -> 0.5. The present settings apply" in message
-    assert trainer.state.log_history[-2]["learning_rate"] < 0.01  # as the warning says: the schedule is the saved one
+    assert trainer.state.log_history[-2]["learning_rate"] < 0.01  # the saved schedule applies, as the warning says
     caplog.clear()
-    where_begun(tmp_path, resume=True, model=Another(), learning_rate=0.02, num_train_epochs=2)
-    (message,) = told()
+    find_first_update(tmp_path, resume=True, model=Another(), learning_rate=0.02, num_train_epochs=2)
+    (message,) = list_warnings()
     assert "continues: num_train_epochs 1 -> 2, weight_decay 0.5 -> 0.0. The" in message
 
 
-def test_addresses_and_settings_that_were_not_saved_are_no_difference(tmp_path):
+def test_addresses_and_unsaved_settings_are_no_difference(tmp_path):
     one, other = (arguments(tmp_path, accelerator_config={"loss_policy": object()}) for _ in range(2))
     assert list_settings(one, Net()) == list_settings(other, Net())
     assert list_differences({}, list_settings(one, Net())) == []
 
 
-def test_a_preemption_that_does_not_exit_can_be_resumed_too(tmp_path):
+def test_preemption_that_does_not_exit_can_be_resumed(tmp_path):
     own_way = {"accelerator_config": {"preemption": Preemption(exits=False)}}
     trainer = make(tmp_path, callbacks=[Terminate(3)], **SAVES, **own_way)
-    assert trainer.train().global_step == 4  # the check comes before the next batch
-    assert where_begun(tmp_path, **own_way)[0] == 4
+    assert trainer.train().global_step == 4  # the check is made before the next batch
+    assert find_first_update(tmp_path, **own_way)[0] == 4
 
 
-def test_an_unreadable_marker_is_reported(tmp_path, caplog):
+def test_unreadable_marker_is_reported(tmp_path, caplog):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / checkpoints.FILE).write_text("{")
-    assert where_begun(tmp_path)[0] == 0
+    assert find_first_update(tmp_path)[0] == 0
     assert "cannot be read" in caplog.text
 
 
-def test_no_run_rotates_the_checkpoints_of_another(tmp_path):
-    def left():
+def test_run_does_not_rotate_checkpoints_of_another(tmp_path):
+    def list_checkpoints():
         return sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("checkpoint_*"))
 
     make(tmp_path, save_strategy="steps", save_steps=1).train()
-    assert left() == [f"checkpoint_{number}" for number in range(5)]
+    assert list_checkpoints() == [f"checkpoint_{number}" for number in range(5)]
     make(tmp_path, **{**SAVES, "save_total_limit": 1}).train()
-    assert left() == [*(f"checkpoint_{number}" for number in range(5)), "checkpoint_7"]
-    # One that goes on owns what it goes on from, and only that.
+    assert list_checkpoints() == [*(f"checkpoint_{number}" for number in range(5)), "checkpoint_7"]
+    # A resumed run owns only the checkpoint from which it resumed.
     folder = tmp_path / "run" / "checkpoints" / "checkpoint_2"
     make(tmp_path, **{**SAVES, "save_total_limit": 1}).train(resume_from_checkpoint=folder)
-    assert left() == ["checkpoint_7", "checkpoint_9"]
+    assert list_checkpoints() == ["checkpoint_7", "checkpoint_9"]
 
 
 class TerminateEvaluation(TrainerCallback):
+    """Callback that sends SIGTERM in each step of an evaluation."""
+
     def on_prediction_step(self, args, state, control, **kwargs):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_an_evaluation_outside_a_training_saves_nothing(tmp_path, is_trained):
+def test_evaluation_outside_a_training_saves_nothing(tmp_path, is_trained):
     """Only the handler that was installed before receives the signal, as without Headway."""
     heard = []
     former = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
@@ -197,16 +202,16 @@ def test_an_evaluation_outside_a_training_saves_nothing(tmp_path, is_trained):
     assert sorted((tmp_path / "run").rglob("*.safetensors")) == left
 
 
-def test_a_training_is_preempted_after_an_evaluation_and_with_other_trainers(tmp_path):
+def test_training_is_preempted_after_an_evaluation_and_with_other_trainers(tmp_path):
     first = make(tmp_path, evaluation=Points(4), callbacks=[Terminate(3)], **SAVES)
     first.evaluate()
     make(tmp_path / "other", **SAVES)
     with pytest.raises(Preempted):
         first.train()
-    assert where_begun(tmp_path)[0] == 3
+    assert find_first_update(tmp_path)[0] == 3
 
 
-def test_a_training_with_the_largest_batch_is_preempted_too(tmp_path, monkeypatch):
+def test_training_with_the_largest_batch_is_preempted(tmp_path, monkeypatch):
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path / "home"))
     with pytest.raises(Preempted):
         make(
@@ -214,8 +219,24 @@ def test_a_training_with_the_largest_batch_is_preempted_too(tmp_path, monkeypatc
         ).train()
 
 
-def test_the_marker_names_the_run(tmp_path):
+def test_marker_names_the_run(tmp_path):
     preempt(tmp_path)
     told = json.loads((tmp_path / "run" / checkpoints.FILE).read_text())
     newest = read_manifest(tmp_path / "run" / "checkpoints" / "checkpoint_1")
     assert told == {"run": newest.about["run"], "training": 1, "asked": None, "update": 3}
+
+
+class ModelWithBuffer(torch.nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.last = torch.nn.Linear(3, 1)
+        self.register_buffer("scale", torch.full((1, 3), value).expand(4, 3))
+
+
+def test_buffers_made_by_expand_are_restored(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(ModelWithBuffer(1.0))
+    folder = accelerator.save_state(tmp_path / "best")
+    other = ModelWithBuffer(2.0)
+    load_weights(folder, other)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())

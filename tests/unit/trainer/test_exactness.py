@@ -1,4 +1,4 @@
-"""The Trainer's losses equal those of a hand-written loop and of transformers' Trainer."""
+"""Test that the Trainer's losses equal those of a hand-written loop and of transformers' Trainer."""
 
 import pytest
 import torch
@@ -15,18 +15,18 @@ SAME = {
 }  # fmt: skip
 
 
-def curve(trainer):
+def list_curve(trainer):
     keys = ("loss", "grad_norm", "learning_rate", "epoch")
     return [[entry[key] for key in keys] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def close(ours, theirs, tolerance=2e-4):
+def assert_close(ours, theirs, tolerance=2e-4):
     assert len(ours) == len(theirs) > 4
     for a, b in zip(ours, theirs):
         assert a == pytest.approx(b, rel=tolerance, abs=1e-6)
 
 
-def pair(tmp_path, make, data, collator=None, **more):
+def train_both(tmp_path, make, data, collator=None, **more):
     """Train with both Trainers and return them."""
     ours = Trainer(make(), TrainingArguments(output_dir=tmp_path / "a", **SAME, **more), collator, data)
     ours.train()
@@ -36,34 +36,34 @@ def pair(tmp_path, make, data, collator=None, **more):
     return ours, theirs
 
 
-def test_a_classifier_is_that_of_transformers(tmp_path):
-    ours, theirs = pair(tmp_path, bert, classes())
-    close(curve(ours), curve(theirs))
+def test_classifier_equals_transformers(tmp_path):
+    ours, theirs = train_both(tmp_path, bert, classes())
+    assert_close(list_curve(ours), list_curve(theirs))
     for a, b in zip(ours.model.parameters(), theirs.model.parameters()):
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_a_language_model_with_ragged_rows_and_windows_is_that_of_transformers(tmp_path):
-    """Rows of different lengths and ignored labels: each window is one mean over all of its labels."""
+def test_language_model_with_rows_of_different_lengths_equals_transformers(tmp_path):
+    """Rows have different lengths and ignored labels, and each window is one mean over all of its labels."""
     more = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine"}
-    ours, theirs = pair(tmp_path, llama, texts(), Collator(pad_token_id=0), **more)
-    close(curve(ours), curve(theirs))
+    ours, theirs = train_both(tmp_path, llama, texts(), Collator(pad_token_id=0), **more)
+    assert_close(list_curve(ours), list_curve(theirs))
 
 
-def test_smoothed_labels_are_those_of_transformers(tmp_path):
-    ours, theirs = pair(tmp_path, bert, classes(), label_smoothing_factor=0.2)
-    close(curve(ours), curve(theirs))
+def test_smoothed_labels_equal_transformers(tmp_path):
+    ours, theirs = train_both(tmp_path, bert, classes(), label_smoothing_factor=0.2)
+    assert_close(list_curve(ours), list_curve(theirs))
 
 
-def by_hand(steps=2, batch=4):
+def train_by_hand(steps=2, batch=4):
     model, data = Net(), Points(42)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     num_updates = 2 * 6
 
-    def factor(update):
+    def compute_factor(update):
         return update / 3 if update < 3 else (num_updates - update) / (num_updates - 3)
 
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, compute_factor)
     found = []
     for _ in range(2):
         for start in range(0, 42, batch * steps):
@@ -78,14 +78,14 @@ def by_hand(steps=2, batch=4):
     return model, found
 
 
-def test_a_plain_module_is_the_loop_by_hand_in_any_windows(tmp_path):
-    """42 rows in batches of 4, two to a window: the last window of an epoch is a batch of 2 rows."""
-    wanted, found = by_hand()
+def test_plain_module_equals_the_loop_by_hand(tmp_path):
+    """42 rows in batches of 4, two to a window, so that the last window of an epoch is a batch of 2 rows."""
+    wanted, found = train_by_hand()
     same = {**SAME, "weight_decay": 0.0, "gradient_accumulation_steps": 2}
     args = TrainingArguments(output_dir=tmp_path, **same)
     trainer = Trainer(Net(), args, train_dataset=Points(42), loss_function=cross_entropy)
     output = trainer.train()
-    close([entry[:3] for entry in curve(trainer)], found, 1e-5)
+    assert_close([entry[:3] for entry in list_curve(trainer)], found, 1e-5)
     for a, b in zip(trainer.model.parameters(), wanted.parameters()):
         assert torch.allclose(a, b, atol=1e-6)
     assert output.global_step == len(found)
@@ -93,23 +93,23 @@ def test_a_plain_module_is_the_loop_by_hand_in_any_windows(tmp_path):
 
 
 def test_curves_of_different_settings_differ(tmp_path):
-    _, found = by_hand()
-    _, other = by_hand(steps=3)
+    _, found = train_by_hand()
+    _, other = train_by_hand(steps=3)
     with pytest.raises(AssertionError):
-        close(found[:14], other[:14], 1e-5)
+        assert_close(found[:14], other[:14], 1e-5)
 
 
-def test_evaluation_is_that_of_transformers(tmp_path):
-    def accuracy(prediction):
+def test_evaluation_equals_transformers(tmp_path):
+    def compute_accuracy(prediction):
         logits, labels = prediction
         return {"accuracy": float((logits.argmax(-1) == labels).mean())}
 
     data = classes(37)
     ours = Trainer(bert(), TrainingArguments(output_dir=tmp_path, use_cpu=True, disable_tqdm=True), eval_dataset=data,
-                   compute_metrics=accuracy)  # fmt: skip
+                   compute_metrics=compute_accuracy)  # fmt: skip
     args = transformers.TrainingArguments(output_dir=tmp_path / "b", use_cpu=True, disable_tqdm=True, log_level="error")
     theirs = transformers.Trainer(
-        bert(), args, transformers.default_data_collator, eval_dataset=data, compute_metrics=accuracy
+        bert(), args, transformers.default_data_collator, eval_dataset=data, compute_metrics=compute_accuracy
     )
     a, b = ours.evaluate(), theirs.evaluate()
     assert a["eval_loss"] == pytest.approx(b["eval_loss"], abs=1e-5)
@@ -121,7 +121,7 @@ def test_evaluation_is_that_of_transformers(tmp_path):
     assert a.metrics["test_accuracy"] == b.metrics["test_accuracy"]
 
 
-def test_the_loss_of_an_evaluation_is_the_mean_over_all_labels(tmp_path):
+def test_loss_of_an_evaluation_is_the_mean_over_all_labels(tmp_path):
     model, data = llama(), texts(11)
     trainer = Trainer(
         model, TrainingArguments(output_dir=tmp_path, use_cpu=True, per_device_eval_batch_size=3), eval_dataset=data

@@ -1,4 +1,4 @@
-"""Names of transformers' Trainer: supported ones, errors for others, and overrides without effect."""
+"""Test names of transformers' Trainer: supported ones, errors for others, and overrides without effect."""
 
 import inspect
 import json
@@ -19,16 +19,16 @@ OURS = {name for each in Trainer.__mro__[:-1] for name in vars(each)}
 
 
 @pytest.mark.parametrize("name", ["hyperparameter_search", "init_hf_repo", "get_batch_samples", "no_such_thing"])
-def test_a_name_that_is_not_there_says_where_it_is(name, tmp_path):
+def test_missing_name_names_its_replacement(name, tmp_path):
     trainer = make(tmp_path)
     for each in (trainer, trainer.args):
         with pytest.raises(NotServed, match=f"{name} is not served: .*`headway launch --as accelerate`"):
             getattr(each, name)
-        assert not hasattr(each, name)  # scripts ask first
+        assert not hasattr(each, name)  # scripts call hasattr first
 
 
 @pytest.mark.parametrize("name", [name for name in THEIRS if name in OURS and callable(getattr(Trainer, name))])
-def test_every_argument_of_a_served_method_is_taken(name):
+def test_every_argument_of_a_supported_method_is_accepted(name):
     if name in ("create_accelerator", "__init__"):
         return
     theirs, ours = (inspect.signature(getattr(each, name)).parameters for each in (transformers.Trainer, Trainer))
@@ -36,8 +36,8 @@ def test_every_argument_of_a_served_method_is_taken(name):
     assert takes_any or list(ours)[: len(theirs)] == list(theirs)
 
 
-def test_private_methods_by_their_names_mean_the_same():
-    """A private method of Headway's Trainer with a name of transformers would be overridden by mistake."""
+def test_private_methods_with_names_of_transformers_mean_the_same():
+    """A private method of Headway's Trainer with another meaning would be overridden by mistake."""
     shared = {name for name in THEIRS if name.startswith("_") and not name.startswith("__")} & OURS
     assert shared == {"_get_eval_sampler", "_get_train_sampler", "_prepare_inputs", "_save"}
 
@@ -51,14 +51,14 @@ NEVER_CALLED = [
 
 
 @pytest.mark.parametrize("name", NEVER_CALLED)
-def test_an_override_that_would_do_nothing_is_refused(name, tmp_path):
+def test_override_without_effect_is_refused(name, tmp_path):
     kind = type("Own", (Trainer,), {name: lambda self, *args, **kwargs: None})
     with pytest.raises(ConfigError, match=f"Own overrides methods that Headway never calls: {name}; use callbacks"):
         kind(WithLoss(), arguments(tmp_path))
 
 
-class Own(Trainer):
-    """Overrides as scripts have them."""
+class OverridingTrainer(Trainer):
+    """Trainer with overrides as scripts contain them."""
 
     def __init__(self, *args, **kwargs):
         self.called = []
@@ -106,7 +106,9 @@ class Rows(Points):
 
 
 def test_overrides_are_called(tmp_path):
-    trainer = Own(WithLoss(), arguments(tmp_path, eval_strategy="epoch"), train_dataset=Rows(8), eval_dataset=Rows(6))
+    trainer = OverridingTrainer(
+        WithLoss(), arguments(tmp_path, eval_strategy="epoch"), train_dataset=Rows(8), eval_dataset=Rows(6)
+    )
     trainer.train()
     assert set(trainer.called) == {2, "sampler", "inputs", "Evaluation"}
     assert "eval_own" in trainer.state.log_history[2]
@@ -147,14 +149,14 @@ def test_each_method_alone_may_be_overridden(name, tmp_path):
          "train_steps_per_second"]]  # fmt: skip
 
 
-def test_what_the_documents_say_may_be_overridden_is_tried():
+def test_overrides_in_the_documentation_are_tested():
     row = next(
         line for line in (ROOT / "docs" / "trainer.md").read_text().splitlines() if "| may be overridden |" in line
     )
     assert set(re.findall(r"`(\w+)`", row)) - {"_save"} <= set(OVERRIDDEN)
 
 
-def test_attributes_may_be_exchanged_between_trainings(tmp_path):
+def test_attributes_may_be_replaced_between_trainings(tmp_path):
     trainer = Trainer(WithLoss(), arguments(tmp_path), train_dataset=Rows(8))
     trainer.train()
     trainer.train_dataset, trainer.eval_dataset = Rows(16), Rows(5)
@@ -166,7 +168,7 @@ def test_attributes_may_be_exchanged_between_trainings(tmp_path):
     assert trainer.state is state
 
 
-def test_an_evaluation_between_two_batches_of_predictions(tmp_path):
+def test_evaluation_between_two_batches_of_predictions(tmp_path):
     """Each evaluation knows the rows of its own batch, so four values for two rows are not one per row."""
     args = arguments(tmp_path, per_device_eval_batch_size=2)
     trainer = Trainer(WithLoss(), args, eval_dataset=Rows(3))
@@ -177,7 +179,7 @@ def test_an_evaluation_between_two_batches_of_predictions(tmp_path):
     assert shapes == [(2, 2)] * 3
 
 
-def test_the_evaluation_loop_by_itself(tmp_path):
+def test_evaluation_loop_alone(tmp_path):
     trainer = Trainer(
         WithLoss(), arguments(tmp_path), eval_dataset=Rows(7), compute_metrics=lambda p: {"rows": len(p[0])}
     )
@@ -191,7 +193,7 @@ def test_the_evaluation_loop_by_itself(tmp_path):
     assert (old.predictions, "x_loss" in old.metrics) == (None, True)
 
 
-def test_small_names(tmp_path):
+def test_attributes_of_transformers_are_available(tmp_path):
     trainer = Trainer(
         WithLoss(), arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=Rows(8), tokenizer="words"
     )
@@ -208,7 +210,7 @@ def test_small_names(tmp_path):
         trainer.train(trial={})
 
 
-def test_files(tmp_path):
+def test_files_are_written(tmp_path):
     trainer = Trainer(
         WithLoss(), arguments(tmp_path, eval_strategy="epoch"), train_dataset=Rows(8), eval_dataset=Rows(4)
     )

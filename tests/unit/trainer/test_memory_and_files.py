@@ -1,4 +1,4 @@
-"""The Trainer when memory runs out, the files that it writes and its output."""
+"""Test the Trainer when memory runs out, the files that it writes, and its output."""
 
 import json
 
@@ -35,7 +35,7 @@ class Small(Net):
         return super().forward(x)
 
 
-def test_out_of_memory_continues_in_smaller_pieces(tmp_path):
+def test_training_continues_in_smaller_pieces_after_out_of_memory(tmp_path):
     given = {"per_device_train_batch_size": 16, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
     whole = make(tmp_path, data=Points(40), **given)
     whole.train()
@@ -49,7 +49,7 @@ def test_out_of_memory_continues_in_smaller_pieces(tmp_path):
         make(tmp_path, Small(0), auto_find_batch_size=True).train()
 
 
-def test_pieces_of_texts_are_weighed_by_their_labels(tmp_path):
+def test_pieces_of_texts_are_weighted_by_their_labels(tmp_path):
     from tests.unit.trainer.models import llama
 
     class Tight(type(llama())):
@@ -68,7 +68,7 @@ def test_pieces_of_texts_are_weighed_by_their_labels(tmp_path):
     assert losses(cut) == pytest.approx(losses(whole), rel=1e-5)
 
 
-def test_the_largest_batch_is_searched_for(tmp_path, monkeypatch):
+def test_largest_batch_is_searched(tmp_path, monkeypatch):
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path / "home"))
     model = Small(13)
     before = weights(model)
@@ -102,7 +102,7 @@ class Limited(Net):
         return super().forward(x)
 
 
-def searched(tmp_path, monkeypatch, model, budget):
+def search_batch_size(tmp_path, monkeypatch, model, budget):
     monkeypatch.setattr(present, "read_free_address_space", lambda: budget)
     monkeypatch.setattr(largest_batch, "read_free_address_space", lambda: budget)
     trainer = make(tmp_path, model, data=Points(4000), per_device_train_batch_size="largest")
@@ -112,22 +112,22 @@ def searched(tmp_path, monkeypatch, model, budget):
     return found, list(dict.fromkeys(model.tried))
 
 
-def test_the_search_starts_at_the_forecast_size(tmp_path, monkeypatch):
-    probe, tried = searched(tmp_path, monkeypatch, Limited(4000), 50_000)
+def test_search_starts_at_the_forecast_size(tmp_path, monkeypatch):
+    probe, tried = search_batch_size(tmp_path, monkeypatch, Limited(4000), 50_000)
     first = tried[0]
     assert 8 < first < probe, "the stand-in for a device has more memory than the budget says"
-    found, tried = searched(tmp_path, monkeypatch, Limited(first + 1), 50_000)
+    found, tried = search_batch_size(tmp_path, monkeypatch, Limited(first + 1), 50_000)
     assert tried == [first, first + int(0.05 * first)]
     assert found == first
 
 
-def test_the_search_works_without_a_forecast(tmp_path, monkeypatch, caplog):
+def test_search_works_without_a_forecast(tmp_path, monkeypatch, caplog):
     class Reads(Limited):
         def forward(self, x):
             return super().forward(x * float(x.sum() > -1e9))
 
     with caplog.at_level("INFO", "headway"):
-        found, tried = searched(tmp_path, monkeypatch, Reads(20), 50_000)
+        found, tried = search_batch_size(tmp_path, monkeypatch, Reads(20), 50_000)
     assert found == 20
     assert tried[0] == 8
     lines = [record.getMessage() for record in caplog.records if "cannot be forecast" in record.getMessage()]
@@ -135,10 +135,10 @@ def test_the_search_works_without_a_forecast(tmp_path, monkeypatch, caplog):
     assert "the search begins with 8" in lines[0]
 
 
-# ---------------------------------------------------------------- files and what is shown
+# ---------------------------------------------------------------- files and output
 
 
-def test_a_saved_model_is_read_by_transformers(tmp_path):
+def test_saved_model_is_read_by_transformers(tmp_path):
     import transformers
 
     config = transformers.BertConfig(
@@ -192,10 +192,10 @@ def test_rows_of_similar_length_share_a_batch(tmp_path):
     padding = [sum(max(batch) * len(batch) - sum(batch) for batch in half) for half in (widths[:16], widths[16:])]
     assert padding[1] * 4 < padding[0]
     assert sorted(width for batch in widths[16:] for width in batch) == sorted(len(row["input_ids"]) for row in rows)
-    assert max(widths[16]) == max(len(row["input_ids"]) for row in rows), "the longest comes first"
+    assert max(widths[16]) == max(len(row["input_ids"]) for row in rows), "the longest row is not in the first batch"
 
 
-def test_training_and_then_evaluating_is_one_attempt(tmp_path):
+def test_training_followed_by_evaluation_is_one_attempt(tmp_path):
     """A training that begins after another has ended is no restart either."""
     trainer = make(tmp_path, evaluation=Points(4))
     trainer.train()

@@ -1,4 +1,4 @@
-"""Common mistakes with a Trainer raise an error at once, with advice."""
+"""Test that common mistakes with a Trainer raise an error at once, with advice."""
 
 import datasets
 import pytest
@@ -19,10 +19,10 @@ class Stream(IterableDataset):
         return iter(ROWS)
 
 
-# ---------------------------------------------------------------- the loss
+# ---------------------------------------------------------------- loss
 
 
-def test_a_model_that_does_not_take_labels(tmp_path):
+def test_model_that_does_not_accept_labels(tmp_path):
     for data in (Points(8), ROWS):
         with pytest.raises(
             LossError, match=r"Net.forward\(x\) cannot be called with a batch of (2 values|x, labels)"
@@ -31,7 +31,7 @@ def test_a_model_that_does_not_take_labels(tmp_path):
         assert "give the Trainer a loss_function(outputs, labels)" in str(told.value)
 
 
-def test_a_model_that_takes_labels_and_returns_no_loss(tmp_path):
+def test_model_that_accepts_labels_and_returns_no_loss(tmp_path):
     class Silent(Net):
         def forward(self, x, labels=None):
             return {"logits": self.body(x)}
@@ -57,17 +57,17 @@ def test_dropped_columns_are_named_once(tmp_path, caplog, make_data):
 
 @pytest.mark.parametrize("make_data", [list, datasets.Dataset.from_list], ids=["rows", "datasets"])
 @pytest.mark.parametrize("columns", [{"text": "a", "label": 1}, {"text": "a"}])
-def test_texts_that_were_not_tokenized(tmp_path, make_data, columns):
+def test_texts_that_are_not_tokenized(tmp_path, make_data, columns):
     with pytest.raises(
         DataError, match=r"takes only labels; it takes x\. Provide those \(tokenize texts, for example\)"
     ):
         Trainer(WithLoss(), arguments(tmp_path), train_dataset=make_data([columns] * 8)).train()
 
 
-# ---------------------------------------------------------------- what it is given
+# ---------------------------------------------------------------- arguments
 
 
-def test_arguments_and_model_the_wrong_way_round(tmp_path):
+def test_exchanged_arguments_and_model(tmp_path):
     args = arguments(tmp_path)
     with pytest.raises(
         ConfigError, match=r"the arguments were passed in place of the model; give Trainer\(model, args"
@@ -102,10 +102,10 @@ def test_streams_where_a_length_is_needed(tmp_path):
         Trainer(WithLoss(), arguments(tmp_path), train_dataset=(row for row in ROWS)).train()
 
 
-# ---------------------------------------------------------------- a folder to resume from
+# ---------------------------------------------------------------- resume
 
 
-def test_a_folder_that_is_no_checkpoint(tmp_path):
+def test_folder_that_is_no_checkpoint(tmp_path):
     def told(asked):
         with pytest.raises(CheckpointError) as error:
             make(tmp_path).train(resume_from_checkpoint=asked)
@@ -124,7 +124,7 @@ def test_a_folder_that_is_no_checkpoint(tmp_path):
     assert TrainingArguments(resume_from_checkpoint="true").resume_from_checkpoint is True
 
 
-def test_a_loss_function_needs_no_labels_in_forward(tmp_path):
+def test_loss_function_needs_no_labels_in_forward(tmp_path):
     assert (
         Trainer(Net(), arguments(tmp_path), train_dataset=Points(8), loss_function=cross_entropy).train().global_step
         == 2

@@ -1,4 +1,4 @@
-"""Optimizers and schedules by name, against those of transformers."""
+"""Test optimizers and schedules by name against those of transformers."""
 
 import pytest
 import torch
@@ -12,20 +12,20 @@ from headway.trainer.optimizer import OPTIMIZERS, create_optimizer, make_paramet
 from headway.trainer.schedules import SCHEDULES, create_schedule
 
 
-def bert():
+def build_bert():
     config = transformers.BertConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=20
     )
     return transformers.BertForSequenceClassification(config)
 
 
-def test_the_arguments_know_the_names_of_optimizers_and_schedules():
+def test_arguments_know_the_names_of_optimizers_and_schedules():
     assert CHOICES["optim"] == tuple(OPTIMIZERS)
     assert CHOICES["lr_scheduler_type"] == tuple(SCHEDULES)
 
 
-def test_the_same_parameters_decay_as_in_transformers(tmp_path):
-    model = bert()
+def test_same_parameters_decay_as_in_transformers(tmp_path):
+    model = build_bert()
     theirs = transformers.Trainer(model, transformers.TrainingArguments(output_dir=tmp_path, use_cpu=True))
     wanted = set(theirs.get_decay_parameter_names(model))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -36,21 +36,21 @@ def test_the_same_parameters_decay_as_in_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_every_optimizer_makes_the_loss_smaller(name):
+def test_every_optimizer_reduces_the_loss(name):
     torch.manual_seed(0)
     model, x = nn.Linear(3, 1), torch.randn(16, 3)
     optimizer = create_optimizer(model, TrainingArguments(optim=name, learning_rate=0.05))
     assert isinstance(optimizer, OPTIMIZERS[name][0])
 
-    def loss():
+    def compute_loss():
         return (model(x) - x.sum(1, keepdim=True)).square().mean()
 
-    before = loss().item()
+    before = compute_loss().item()
     for _ in range(20):
         optimizer.zero_grad()
-        loss().backward()
+        compute_loss().backward()
         optimizer.step()
-    assert loss().item() < before
+    assert compute_loss().item() < before
 
 
 def test_settings_reach_the_optimizer():
@@ -70,11 +70,11 @@ def test_settings_reach_the_optimizer():
     assert given.defaults["lr"] == 0.3
 
 
-def test_settings_that_do_not_fit_are_refused():
+def test_unsupported_settings_are_refused():
     with pytest.raises(ConfigError, match="does not fit SGD"):
         create_optimizer(nn.Linear(2, 2), TrainingArguments(optim="sgd", optim_args="sharpness=2"))
     with pytest.raises(ConfigError, match="does not fit cosine"):
-        schedule("cosine", lr_scheduler_kwargs={"slope": 2})
+        build_schedule("cosine", lr_scheduler_kwargs={"slope": 2})
     with pytest.raises(ConfigError, match="give name=value"):
         read_settings("fast")
     with pytest.raises(ConfigError, match="nothing would be trained"):
@@ -82,12 +82,12 @@ def test_settings_that_do_not_fit_are_refused():
     assert read_settings("a=1, b=none, c=(1") == {"a": 1, "b": "none", "c": "(1"}
 
 
-def schedule(name, num_updates=20, **given):
+def build_schedule(name, num_updates=20, **given):
     args = TrainingArguments(lr_scheduler_type=name, learning_rate=0.1, **given)
     return create_schedule(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), args, num_updates)
 
 
-def rates(scheduler, num_updates=24):
+def list_rates(scheduler, num_updates=24):
     found = []
     for _ in range(num_updates):
         found.append(scheduler.get_last_lr()[0])
@@ -106,8 +106,8 @@ CASES = [
 
 @pytest.mark.parametrize("warmup", [0, 5])
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=[f"{name}-{index}" for index, (name, _) in enumerate(CASES)])
-def test_every_schedule_is_that_of_transformers(name, settings, warmup):
-    ours = schedule(name, lr_scheduler_kwargs=dict(settings), warmup_steps=warmup)
+def test_every_schedule_equals_transformers(name, settings, warmup):
+    ours = build_schedule(name, lr_scheduler_kwargs=dict(settings), warmup_steps=warmup)
     theirs = transformers.get_scheduler(
         name,
         torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1),
@@ -115,16 +115,16 @@ def test_every_schedule_is_that_of_transformers(name, settings, warmup):
         20,
         scheduler_specific_kwargs=dict(settings),
     )
-    assert rates(ours, 19) == pytest.approx(rates(theirs, 19), abs=1e-9)
+    assert list_rates(ours, 19) == pytest.approx(list_rates(theirs, 19), abs=1e-9)
 
 
 def test_all_schedules_are_compared():
     assert {name for name, _ in CASES} | {"reduce_lr_on_plateau"} == set(SCHEDULES)
 
 
-def test_a_plateau_schedule_follows_its_metric():
+def test_plateau_schedule_follows_its_metric():
     given = {"metric_for_best_model": "accuracy", "eval_strategy": "epoch"}
-    plateau = schedule("reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0}, **given)
+    plateau = build_schedule("reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0}, **given)
     assert plateau.mode == "max"
     for value in (0.5, 0.4):
         plateau.step(value)

@@ -1,4 +1,4 @@
-"""Packing in the Trainer: what it packs, what contradicts it, and models that it refuses before the first update."""
+"""Test packing in the Trainer: what is packed, contradicting arguments, and models refused before the first update."""
 
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,12 @@ def test_training_and_evaluation_are_packed_and_predictions_are_not(tmp_path: Pa
     assert trainer.predict(texts(9)).predictions.shape[0] == 9
 
 
-def test_an_evaluation_with_metrics_gets_one_sample_in_each_row(tmp_path: Path) -> None:
+def test_evaluation_with_metrics_gets_one_sample_per_row(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, llama(), eval_dataset=texts(9), compute_metrics=lambda found: {})
     assert len(trainer.get_eval_dataloader().dataset) == 9
 
 
-def test_the_loss_of_an_evaluation_is_that_of_the_samples_by_themselves(tmp_path: Path) -> None:
+def test_loss_of_an_evaluation_equals_that_of_single_samples(tmp_path: Path) -> None:
     model, rows = llama(), texts(9)
     total = count = 0.0
     for row in rows:
@@ -54,16 +54,16 @@ def test_the_loss_of_an_evaluation_is_that_of_the_samples_by_themselves(tmp_path
     assert found == pytest.approx(total / count, rel=1e-6)
 
 
-def test_a_dataset_that_is_packed_already_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_packed_dataset_is_used_unchanged(tmp_path: Path) -> None:
     packed = PackedDataset(texts(), LENGTH, seed=5)
     trainer = make_trainer(tmp_path, llama(), given={}, train_dataset=packed)
     assert trainer.get_train_dataloader().dataset is packed
     trainer.train()
     for given in ({}, None):
         with pytest.raises(PrepareError, match="Reader"):
-            make_trainer(tmp_path, Reader(), given=given, train_dataset=packed).train()
+            make_trainer(tmp_path, RecurrentReader(), given=given, train_dataset=packed).train()
         with pytest.raises(PrepareError, match="Reader"):
-            make_trainer(tmp_path, Reader(), given=given).evaluate(packed)
+            make_trainer(tmp_path, RecurrentReader(), given=given).evaluate(packed)
 
 
 def test_flash_attention_gets_joined_rows(tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_flash_attention_gets_joined_rows(tmp_path: Path) -> None:
     assert mask["attention_mask"].shape == (2, 1, LENGTH, LENGTH)
 
 
-class Reader(nn.Module):
-    """A recurrence over all tokens. It accepts positions, and ignores them."""
+class RecurrentReader(nn.Module):
+    """Recurrence over all tokens that accepts positions, and ignores them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,8 +92,8 @@ class Reader(nn.Module):
         return {"loss": cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), **found}
 
 
-def test_models_that_ignore_the_boundaries_are_refused_before_an_update(tmp_path: Path) -> None:
-    reader = Reader()
+def test_model_that_ignores_the_boundaries_is_refused_before_an_update(tmp_path: Path) -> None:
+    reader = RecurrentReader()
     before = reader.head.weight.detach().clone()
     with pytest.raises(PrepareError, match="Reader ignores the boundaries of packed documents"):
         make_trainer(tmp_path, reader).train()
@@ -103,7 +103,7 @@ def test_models_that_ignore_the_boundaries_are_refused_before_an_update(tmp_path
         make_trainer(tmp_path, Speaker()).train()
     with pytest.raises(PrepareError, match="LlamaForCausalLM ignores the boundaries"):
         make_trainer(tmp_path, llama(), {"packing": True, "packing_length": LENGTH, "use_cache": True}).train()
-    make_trainer(tmp_path, Reader(), data_collator=PackingCollator(check_model=False)).train()
+    make_trainer(tmp_path, RecurrentReader(), data_collator=PackingCollator(check_model=False)).train()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_models_that_ignore_the_boundaries_are_refused_before_an_update(tmp_path
         ({"packing": True, "packing_length": 8, "group_by_length": True}, "no lengths to group"),
     ],
 )
-def test_arguments_that_contradict_each_other(given: dict[str, Any], text: str) -> None:
+def test_contradicting_arguments_are_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         TrainingArguments(**given)
 
@@ -127,11 +127,11 @@ class Loading(Trainer):
         return self._make_loader(self.train_dataset, 2)
 
 
-def test_data_that_cannot_be_packed(tmp_path: Path) -> None:
+def test_data_that_cannot_be_packed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="longer than a sequence of 8 tokens"):
         make_trainer(tmp_path, llama(), {"packing": True, "packing_length": 8}).train()
     with pytest.raises(DataError, match="has no length"):
-        make_trainer(tmp_path, llama(), train_dataset=iter_rows()).train()
+        make_trainer(tmp_path, llama(), train_dataset=build_stream()).train()
     with pytest.raises(ConfigError, match="data_collator=function"):
         make_trainer(tmp_path, llama(), data_collator=lambda rows: rows)
     arguments = TrainingArguments(tmp_path, use_cpu=True, packing=True, packing_length=LENGTH, max_steps=1)
@@ -139,7 +139,7 @@ def test_data_that_cannot_be_packed(tmp_path: Path) -> None:
         Loading(llama(), arguments, train_dataset=texts()).train()
 
 
-def iter_rows() -> Any:
+def build_stream() -> Any:
     class Rows(torch.utils.data.IterableDataset):
         def __iter__(self) -> Any:
             return iter(texts())
@@ -147,7 +147,7 @@ def iter_rows() -> Any:
     return Rows()
 
 
-def test_the_largest_batch_is_searched_with_full_sequences(tmp_path: Path) -> None:
+def test_largest_batch_is_searched_with_full_sequences(tmp_path: Path) -> None:
     given = {"packing": True, "packing_length": LENGTH}
     trainer = make_trainer(tmp_path, llama(), given)
     trainer.args.per_device_train_batch_size = "largest"

@@ -1,4 +1,4 @@
-"""The sanity check of an evaluation finds mistakes before the first update, and changes nothing else."""
+"""Test the sanity check of an evaluation: it finds mistakes before the first update, and changes nothing else."""
 
 import random
 import threading
@@ -19,6 +19,8 @@ EVERY_EPOCH = {"eval_strategy": "epoch", "num_train_epochs": 2}
 
 
 class Updates(TrainerCallback):
+    """Callback that counts the updates."""
+
     def __init__(self):
         self.count = 0
 
@@ -26,7 +28,7 @@ class Updates(TrainerCallback):
         self.count += 1
 
 
-def refused(folder, kind, metrics=None, evaluation=None, callbacks=(), **given):
+def catch_refusal(folder, kind, metrics=None, evaluation=None, callbacks=(), **given):
     """Return the error of a training that fails before its first update and leaves no file in its folder."""
     updates = Updates()
     trainer = make(folder, callbacks=[updates, *callbacks], evaluation=evaluation or Points(30), metrics=metrics,
@@ -41,54 +43,56 @@ def refused(folder, kind, metrics=None, evaluation=None, callbacks=(), **given):
 # ---------------------------------------------------------------- mistakes
 
 
-def test_a_metric_that_raises(tmp_path):
+def test_metric_that_raises_an_error(tmp_path):
     def metrics(prediction):
         return {"accuracy": prediction["nonsense"]}
 
-    told = refused(tmp_path, MetricError, metrics)
+    told = catch_refusal(tmp_path, MetricError, metrics)
     assert "compute_metrics raised TypeError: tuple indices" in str(told.value)
     assert "rows of the evaluation data before the training" in str(told.value)
     assert isinstance(told.value.__cause__, TypeError)
 
 
-def test_a_name_that_is_missing_in_it_needs_no_second_try(tmp_path):
+def test_undefined_name_in_a_metric_needs_no_second_attempt(tmp_path):
     calls = []
 
     def metrics(prediction):
         calls.append(len(prediction.label_ids))
         return {"accuracy": no_such_name}  # noqa: F821
 
-    assert "NameError: name 'no_such_name'" in str(refused(tmp_path, MetricError, metrics).value)
+    assert "NameError: name 'no_such_name'" in str(catch_refusal(tmp_path, MetricError, metrics).value)
     assert calls == [8]
 
 
-def test_a_misspelled_metric_for_the_best_model(tmp_path):
+def test_misspelled_metric_for_the_best_model(tmp_path):
     def metrics(prediction):
         return {"accuracy": 0.5, "f1": 0.25, "report": "text"}
 
-    told = str(refused(tmp_path, ConfigError, metrics, metric_for_best_model="acuracy").value)
+    told = str(catch_refusal(tmp_path, ConfigError, metrics, metric_for_best_model="acuracy").value)
     assert (
         "metric_for_best_model='acuracy' is not among the evaluation's metrics: eval_accuracy, eval_f1, eval_loss"
         in told
     )
     assert "did you mean 'accuracy'?" in told
-    told = str(refused(tmp_path, ConfigError, metrics, metric_for_best_model="report").value)
+    told = str(catch_refusal(tmp_path, ConfigError, metrics, metric_for_best_model="report").value)
     assert "is 'text', which cannot be compared" in told
-    told = refused(tmp_path, ConfigError, callbacks=[EarlyStoppingCallback()], metric_for_best_model="eval_los")
+    told = catch_refusal(tmp_path, ConfigError, callbacks=[EarlyStoppingCallback()], metric_for_best_model="eval_los")
     assert "did you mean 'loss'?" in str(told.value)
-    told = refused(tmp_path, ConfigError, lr_scheduler_type="reduce_lr_on_plateau", metric_for_best_model="eval_acc")
+    told = catch_refusal(
+        tmp_path, ConfigError, lr_scheduler_type="reduce_lr_on_plateau", metric_for_best_model="eval_acc"
+    )
     assert "not among" in str(told.value)
 
 
 def test_several_evaluations(tmp_path):
     several = {"near": Points(4), "far": Points(4)}
-    told = str(refused(tmp_path, ConfigError, evaluation=several, metric_for_best_model="loss").value)
+    told = str(catch_refusal(tmp_path, ConfigError, evaluation=several, metric_for_best_model="loss").value)
     assert "eval_far_loss, " in told
     assert "did you mean" in told
     make(tmp_path, evaluation=several, metric_for_best_model="near_loss", **EVERY_EPOCH).train()
 
 
-def test_a_model_that_fails_in_evaluation_mode(tmp_path):
+def test_model_that_fails_in_evaluation_mode(tmp_path):
     class Odd(Net):
         def forward(self, x):
             return super().forward(x) if self.training else self.missing
@@ -102,8 +106,8 @@ def test_a_model_that_fails_in_evaluation_mode(tmp_path):
 # ---------------------------------------------------------------- metrics that need more than a few rows
 
 
-class Sorted(Dataset):
-    """The label is the row's number divided by ten."""
+class SortedRows(Dataset):
+    """Dataset whose labels are the row numbers divided by ten."""
 
     def __init__(self, num_rows=300):
         self.num_rows = num_rows
@@ -115,14 +119,14 @@ class Sorted(Dataset):
         return torch.zeros(5), index // (self.num_rows // 2)
 
 
-def test_few_rows_are_spread_over_all_of_the_data(tmp_path):
+def test_few_rows_are_spread_over_all_data(tmp_path):
     seen = []
 
     def metrics(prediction):
         seen.append(sorted(set(prediction.label_ids.tolist())))
         return {}
 
-    make(tmp_path, evaluation=Sorted(), metrics=metrics, **EVERY_EPOCH).train()
+    make(tmp_path, evaluation=SortedRows(), metrics=metrics, **EVERY_EPOCH).train()
     assert seen[0] == [0, 1]
     assert spread_rows(10, 4, 1) == [[0, 2, 5, 7]]
     assert sorted(row for batch in spread_rows(10, 4, 32) for row in batch) == list(range(10))
@@ -130,7 +134,7 @@ def test_few_rows_are_spread_over_all_of_the_data(tmp_path):
     assert len(spread_rows(10_000, 8, MOST_BATCHES)) == MOST_BATCHES
 
 
-def test_a_metric_that_raises_on_few_rows_is_no_mistake(tmp_path):
+def test_metric_that_fails_on_few_rows_is_accepted(tmp_path):
     def metrics(prediction):
         if len(prediction.label_ids) < 12:
             raise ValueError("too few")
@@ -139,7 +143,7 @@ def test_a_metric_that_raises_on_few_rows_is_no_mistake(tmp_path):
     make(tmp_path, evaluation=Points(30), metrics=metrics, metric_for_best_model="class_1", **EVERY_EPOCH).train()
 
 
-def test_a_name_that_only_more_rows_bring_is_no_mistake(tmp_path):
+def test_name_that_needs_more_rows_is_accepted(tmp_path):
     def metrics(prediction):
         return {"rare": 1.0} if len(prediction.label_ids) > 20 else {}
 
@@ -150,6 +154,8 @@ def test_a_name_that_only_more_rows_bring_is_no_mistake(tmp_path):
 
 
 class Bare(Trainer):
+    """Trainer without the check."""
+
     def check_evaluation(self):
         pass
 
@@ -175,7 +181,7 @@ class Noisy(Points):
         return x + random.random() + torch.rand(5) + float(numpy.random.rand()), y
 
 
-class Kept:
+class KeepingMetric:
     """Metric that keeps all of its state, because it has no `reset`."""
 
     def __init__(self):
@@ -188,7 +194,7 @@ class Kept:
         return {"rows": self.rows}
 
 
-def trained(folder, kind):
+def train_with(folder, kind):
     model = Normed()
     modes = []
 
@@ -197,7 +203,7 @@ def trained(folder, kind):
             modes.append([module.training for module in model.modules()])
 
     trainer = kind(model, arguments(folder, **EVERY_EPOCH), train_dataset=Noisy(20), eval_dataset=Noisy(9), callbacks=[Modes],
-                   loss_function=cross_entropy, compute_metrics=Kept())  # fmt: skip
+                   loss_function=cross_entropy, compute_metrics=KeepingMetric())  # fmt: skip
     trainer.train()
     evaluations = [
         {k: v for k, v in entry.items() if k in ("eval_loss", "eval_rows")} for entry in trainer.state.log_history
@@ -205,8 +211,8 @@ def trained(folder, kind):
     return losses(trainer), weights(model), model.state_dict(), evaluations, modes
 
 
-def test_it_leaves_no_trace(tmp_path):
-    with_it, without = trained(tmp_path / "a", Trainer), trained(tmp_path / "b", Bare)
+def test_check_leaves_no_trace(tmp_path):
+    with_it, without = train_with(tmp_path / "a", Trainer), train_with(tmp_path / "b", Bare)
     assert with_it[0] == without[0]
     assert torch.equal(with_it[1], without[1])
     assert with_it[2].keys() == without[2].keys()
@@ -227,7 +233,7 @@ class Holder:
         return {"rows": len(prediction.label_ids)}
 
 
-def test_a_metrics_object_is_copied_without_the_model_and_the_data(tmp_path):
+def test_object_of_a_metric_is_copied_without_model_and_data(tmp_path):
     seen = []
 
     class Told(Holder):
@@ -244,7 +250,7 @@ def test_a_metrics_object_is_copied_without_the_model_and_the_data(tmp_path):
     assert len(holder.calls) == 1
 
 
-class Locked(Kept):
+class LockedMetric(KeepingMetric):
     """Metric that cannot be copied."""
 
     def __init__(self):
@@ -252,19 +258,19 @@ class Locked(Kept):
         self.lock = threading.Lock()
 
 
-class Resettable(Locked):
+class ResettableMetric(LockedMetric):
     def reset(self):
         self.rows = 0
 
 
-@pytest.mark.parametrize("kind", [Locked, Resettable])
-def test_a_metric_that_cannot_be_copied_keeps_nothing_of_it(tmp_path, kind):
+@pytest.mark.parametrize("kind", [LockedMetric, ResettableMetric])
+def test_metric_that_cannot_be_copied_keeps_nothing_of_the_check(tmp_path, kind):
     trainer = make(tmp_path, evaluation=Points(9), metrics=kind(), eval_strategy="epoch", metric_for_best_model="rows")
     trainer.train()
     assert [entry["eval_rows"] for entry in trainer.state.log_history if "eval_rows" in entry] == [9]
 
 
-def test_callbacks_and_files_know_nothing_of_it(tmp_path):
+def test_callbacks_and_files_do_not_contain_the_check(tmp_path):
     events = []
 
     class Look(TrainerCallback):
@@ -287,7 +293,7 @@ def test_callbacks_and_files_know_nothing_of_it(tmp_path):
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
-def test_it_can_be_switched_off(tmp_path):
+def test_check_can_be_disabled(tmp_path):
     sizes = []
 
     def metrics(prediction):
@@ -296,12 +302,12 @@ def test_it_can_be_switched_off(tmp_path):
 
     make(tmp_path, evaluation=Points(20), metrics=metrics, eval_strategy="epoch", eval_sanity_check=False).train()
     assert sizes == [20]
-    told = str(refused(tmp_path / "on", MetricError, lambda prediction: no_such_name).value)  # noqa: F821
+    told = str(catch_refusal(tmp_path / "on", MetricError, lambda prediction: no_such_name).value)  # noqa: F821
     assert "skip this check: eval_sanity_check=False" in told
 
 
 class Once(IterableDataset):
-    """A stream that can be read once."""
+    """Stream that can be read once."""
 
     def __init__(self):
         self.rows = iter([Points(30)[index] for index in range(30)])
@@ -311,12 +317,14 @@ class Once(IterableDataset):
 
 
 def test_streams_are_not_read_ahead(tmp_path):
-    trainer = make(tmp_path, evaluation=Once(), metrics=Kept(), eval_strategy="epoch", metric_for_best_model="rows")
+    trainer = make(
+        tmp_path, evaluation=Once(), metrics=KeepingMetric(), eval_strategy="epoch", metric_for_best_model="rows"
+    )
     trainer.train()
     assert [entry["eval_rows"] for entry in trainer.state.log_history if "eval_rows" in entry] == [30]
 
 
-def test_an_overridden_evaluation_is_not_checked(tmp_path):
+def test_overridden_evaluation_is_not_checked(tmp_path):
     class Own(Trainer):
         def evaluate(self, *args, **kwargs):
             return {"eval_own": 1.0}
@@ -330,7 +338,7 @@ def test_an_overridden_evaluation_is_not_checked(tmp_path):
     assert trainer.state.best_metric == 1.0
 
 
-def test_without_evaluations_nothing_is_tried(tmp_path):
+def test_without_evaluations_nothing_is_checked(tmp_path):
     def metrics(prediction):
         raise AssertionError
 

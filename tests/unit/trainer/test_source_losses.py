@@ -1,4 +1,4 @@
-"""Loss by source in the Trainer's log: equal to the cross entropies of the samples by themselves."""
+"""Test the loss by source in the Trainer's log against the cross entropies of single samples."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def build_mixture(**options: Any) -> Mixture:
 
 
 def compute_losses(model: Any, mixture: Mixture, positions: range, smoothing: float = 0.0) -> dict[str, float]:
-    """Return the mean loss of each source over all labels that count, from each sample by itself."""
+    """Return the mean loss of each source over all labels that count, from single samples."""
     sums = {name: torch.zeros(2) for name in mixture.names}
     for position in positions:
         sample = mixture[position]
@@ -87,13 +87,13 @@ def test_packed_sequences_log_the_loss_of_their_documents(is_own: bool, tmp_path
     assert list_logs(trainer) == [pytest.approx(compute_losses(llama(), mixture, range(NUM_SAMPLES)), rel=1e-5)]
 
 
-def test_a_mixture_without_sources_in_its_samples_logs_one_loss(tmp_path: Path) -> None:
+def test_mixture_without_sources_in_its_samples_logs_one_loss(tmp_path: Path) -> None:
     trainer = build_trainer(tmp_path, build_mixture(adds_source=False), max_steps=1)
     trainer.train()
     assert list_logs(trainer) == [{}]
 
 
-def test_an_override_that_computes_the_loss_itself_is_named(tmp_path: Path, caplog: Any) -> None:
+def test_override_that_computes_the_loss_itself_is_named(tmp_path: Path, caplog: Any) -> None:
     class Own(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
             outputs = model(**inputs)
@@ -116,7 +116,7 @@ def train_and_resume(folder: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_resumed_run_logs_the_losses_before_its_checkpoint(num_ranks: int, tmp_path: Path) -> None:
+def test_resumed_run_logs_the_losses_before_its_checkpoint(num_ranks: int, tmp_path: Path) -> None:
     expected = compute_losses(llama(), build_mixture(), range(3 * num_ranks))
     for logs in run_ranks(train_and_resume, num_ranks, str(tmp_path)):
         assert logs == [pytest.approx(expected, rel=1e-5)]

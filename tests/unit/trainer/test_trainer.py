@@ -1,4 +1,4 @@
-"""The Trainer on one process: events, strategies, the best model, resuming, memory running out, one model after another."""
+"""Test the Trainer on one process: events, strategies, the best model, resuming, and consecutive trainings."""
 
 import gc
 import weakref
@@ -44,10 +44,10 @@ class Listener:
         return note
 
 
-# ---------------------------------------------------------------- the loop
+# ---------------------------------------------------------------- loop
 
 
-def test_events_come_as_the_docstring_draws_them(tmp_path):
+def test_events_occur_in_the_order_of_the_docstring(tmp_path):
     listener = Listener()
     given = {"gradient_accumulation_steps": 2, "eval_strategy": "epoch", "save_strategy": "epoch", "logging_steps": 2}
     trainer = make(tmp_path, callbacks=[listener], data=Points(16), evaluation=Points(4), **given)
@@ -77,7 +77,7 @@ def test_events_come_as_the_docstring_draws_them(tmp_path):
     assert all(event in drawn for event in EVENTS if event != "on_predict")
 
 
-def test_results_carry_what_notebooks_print(tmp_path):
+def test_results_contain_the_values_that_notebooks_print(tmp_path):
     from headway import print_summary
 
     output = make(tmp_path).train()
@@ -99,7 +99,7 @@ def test_results_carry_what_notebooks_print(tmp_path):
     print_summary(output)
 
 
-def test_phases_of_memory_are_told_when_asked_for(tmp_path):
+def test_memory_peaks_of_phases_are_logged_on_request(tmp_path):
     output = make(tmp_path, skip_memory_metrics=False, eval_strategy="epoch", evaluation=Points(4)).train()
     assert {"train_memory_peak_forward", "train_memory_peak_backward", "train_memory_peak_evaluation"} <= set(
         output.metrics
@@ -118,7 +118,7 @@ def test_number_of_updates_and_epochs(tmp_path, given, num_updates, epoch):
     assert trainer.state.epoch == pytest.approx(epoch)
 
 
-def test_a_batch_of_dicts_tuples_or_one_tensor(tmp_path):
+def test_batch_may_be_a_dict_a_tuple_or_a_tensor(tmp_path):
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
@@ -145,7 +145,7 @@ def test_a_batch_of_dicts_tuples_or_one_tensor(tmp_path):
     assert trainer.evaluate()["eval_loss"] < x.square().mean()
 
 
-def test_datasets_of_hugging_face_lose_the_columns_that_forward_does_not_take(tmp_path):
+def test_columns_that_forward_does_not_accept_are_removed(tmp_path):
     from datasets import Dataset
 
     rows = {"x": Points(20).x.tolist(), "label": Points(20).y.tolist(), "text": ["a"] * 20}
@@ -163,7 +163,7 @@ class Stream(IterableDataset):
         yield from (Points(20)[index] for index in range(20))
 
 
-def test_a_stream_needs_a_number_of_updates(tmp_path):
+def test_stream_needs_a_number_of_updates(tmp_path):
     trainer = make(tmp_path, data=Stream(), max_steps=8)
     assert trainer.train().global_step == 8
     with pytest.raises(ConfigError, match="set max_steps"):
@@ -187,7 +187,7 @@ def test_missing_data_is_reported(tmp_path):
         make(tmp_path, callbacks=[object()])
 
 
-def test_compute_loss_can_be_overridden_as_elsewhere(tmp_path):
+def test_compute_loss_can_be_overridden(tmp_path):
     class Doubled(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False):
             outputs = model(inputs[0])
@@ -202,7 +202,7 @@ def test_compute_loss_can_be_overridden_as_elsewhere(tmp_path):
     assert doubled.evaluate()["eval_loss"] > plain.evaluate(Points(20))["eval_loss"]
 
 
-def test_a_loss_function_may_take_the_number_of_items(tmp_path):
+def test_loss_function_may_accept_the_number_of_items(tmp_path):
     seen = []
 
     def function(outputs, labels, num_items_in_batch=None):
@@ -237,10 +237,10 @@ def test_updates_skipped_by_fp16_are_logged(tmp_path):
     assert logged[-1] == trainer.accelerator.clock.num_skipped > 0
 
 
-# ---------------------------------------------------------------- one model after another
+# ---------------------------------------------------------------- consecutive trainings
 
 
-def test_consecutive_trainers_leave_the_model_as_it_was(tmp_path):
+def test_consecutive_trainers_restore_the_model(tmp_path):
     model = bert()
     kind, layer = type(model), type(model.bert.encoder.layer[0])
     for checkpointing in (True, False, True):
@@ -266,7 +266,7 @@ class Peek(TrainerCallback):
         self.seen.append(model.is_gradient_checkpointing)
 
 
-def test_the_optimizers_memory_is_free_when_the_training_is_over(tmp_path):
+def test_memory_of_the_optimizer_is_freed_after_training(tmp_path):
     held = []
 
     class Hold(TrainerCallback):
@@ -283,7 +283,7 @@ def test_the_optimizers_memory_is_free_when_the_training_is_over(tmp_path):
     assert [reference() for reference in held] == [None] * len(held)
 
 
-def test_a_failed_training_leaves_the_model_unchanged(tmp_path):
+def test_failed_training_leaves_the_model_unchanged(tmp_path):
     class Broken(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
             raise KeyboardInterrupt
@@ -302,7 +302,7 @@ def test_a_failed_training_leaves_the_model_unchanged(tmp_path):
     assert Trainer(model, arguments(tmp_path), train_dataset=classes(8)).train().global_step == 2
 
 
-def test_a_second_training_begins_anew(tmp_path):
+def test_second_training_starts_from_the_beginning(tmp_path):
     def again():
         return Net(0.5)
 
@@ -316,7 +316,7 @@ def test_a_second_training_begins_anew(tmp_path):
     assert losses(trainer) == curve
 
 
-def test_an_optimizer_of_ones_own_stays(tmp_path):
+def test_given_optimizer_is_kept(tmp_path):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -335,7 +335,7 @@ def test_an_optimizer_of_ones_own_stays(tmp_path):
 # ---------------------------------------------------------------- the best model, early stopping, plateaus
 
 
-class Scripted:
+class ScriptedMetric:
     """Metric that returns given values in order."""
 
     def __init__(self, values):
@@ -348,7 +348,7 @@ class Scripted:
 BEST = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "score"}
 
 
-def test_the_best_weights_come_back_at_the_end(tmp_path):
+def test_best_weights_are_restored_at_the_end(tmp_path):
     noted = {}
 
     class Note(TrainerCallback):
@@ -356,8 +356,8 @@ def test_the_best_weights_come_back_at_the_end(tmp_path):
             noted[state.global_step] = weights(model)
 
     values = [0.1, 0.9, float("nan"), 0.9, 0.3]
-    trainer = make(tmp_path, callbacks=[Note], evaluation=Points(4), metrics=Scripted(values), save_strategy="steps", save_steps=1,
-                   save_total_limit=1, load_best_model_at_end=True, **BEST)  # fmt: skip
+    trainer = make(tmp_path, callbacks=[Note], evaluation=Points(4), metrics=ScriptedMetric(values), save_strategy="steps",
+                   save_steps=1, save_total_limit=1, load_best_model_at_end=True, **BEST)  # fmt: skip
     trainer.train()
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.9, 2)
     assert trainer.state.best_model_checkpoint.endswith("checkpoint_1")
@@ -367,20 +367,20 @@ def test_the_best_weights_come_back_at_the_end(tmp_path):
     assert left == ["checkpoint_1", "checkpoint_4"]
 
 
-def test_a_later_run_ignores_the_best_model_of_an_earlier_run(tmp_path):
+def test_later_run_ignores_the_best_model_of_an_earlier_run(tmp_path):
     given = {"save_strategy": "best", "save_total_limit": 1, "load_best_model_at_end": True, **BEST}
-    make(tmp_path, evaluation=Points(4), metrics=Scripted([0.9, 0.95, 0.99, 0.1, 0.1]), **given).train()
-    trainer = make(tmp_path, evaluation=Points(4), metrics=Scripted([0.2, 0.6, 0.5, 0.4, 0.3]), **given)
+    make(tmp_path, evaluation=Points(4), metrics=ScriptedMetric([0.9, 0.95, 0.99, 0.1, 0.1]), **given).train()
+    trainer = make(tmp_path, evaluation=Points(4), metrics=ScriptedMetric([0.2, 0.6, 0.5, 0.4, 0.3]), **given)
     trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint_4")
     left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("checkpoint_*"))
-    assert left == ["checkpoint_2", "checkpoint_4"]  # the earlier run's best is its own business
+    assert left == ["checkpoint_2", "checkpoint_4"]  # the best checkpoint of the earlier run is not kept
 
 
-def test_training_stops_when_nothing_gets_better(tmp_path):
+def test_training_stops_without_improvement(tmp_path):
     stop = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.05)
     trainer = make(
-        tmp_path, callbacks=[stop], evaluation=Points(4), metrics=Scripted([0.1, 0.5, 0.52, 0.54, 0.9]), **BEST
+        tmp_path, callbacks=[stop], evaluation=Points(4), metrics=ScriptedMetric([0.1, 0.5, 0.52, 0.54, 0.9]), **BEST
     )
     assert trainer.train().global_step == 4
     with pytest.raises(ConfigError, match="metric of evaluations"):
@@ -389,8 +389,8 @@ def test_training_stops_when_nothing_gets_better(tmp_path):
         make(tmp_path, evaluation=Points(4), **BEST).train()
 
 
-def test_a_plateau_lowers_the_rate(tmp_path):
-    trainer = make(tmp_path, evaluation=Points(4), metrics=Scripted([0.5, 0.4, 0.3, 0.2, 0.1]),
+def test_plateau_lowers_the_learning_rate(tmp_path):
+    trainer = make(tmp_path, evaluation=Points(4), metrics=ScriptedMetric([0.5, 0.4, 0.3, 0.2, 0.1]),
                    lr_scheduler_type="reduce_lr_on_plateau",
                    lr_scheduler_kwargs={"patience": 0, "factor": 0.5}, **BEST)  # fmt: skip
     trainer.train()
@@ -424,8 +424,8 @@ class Stop(TrainerCallback):
         *((stop, event, "epoch") for stop in (6, 9) for event in ("on_epoch_end", "on_prediction_step")),
     ],
 )
-def test_a_resumed_training_is_the_uninterrupted_one(tmp_path, stop, event, evaluated):
-    """18 rows in batches of 4: the last window of an epoch is short, and dropout draws numbers."""
+def test_resumed_training_equals_the_uninterrupted_one(tmp_path, stop, event, evaluated):
+    """18 rows in batches of 4, so that the last window of an epoch is short. Dropout draws random numbers."""
 
     def build(name, callbacks=None):
         return make(
@@ -453,7 +453,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(tmp_path, stop, event, eval
     assert curve == [(e["step"], e["loss"]) for e in whole.state.log_history if "loss" in e]
 
 
-def test_resuming_where_there_is_nothing_begins(tmp_path):
+def test_resume_without_a_checkpoint_starts_from_the_beginning(tmp_path):
     assert make(tmp_path).train(resume_from_checkpoint=True).global_step == 5
     finished = make(tmp_path / "x", save_strategy="steps", save_steps=5)
     finished.train()
@@ -463,7 +463,7 @@ def test_resuming_where_there_is_nothing_begins(tmp_path):
     assert make(tmp_path / "x", num_train_epochs=2).train(resume_from_checkpoint=folder).global_step == 10
 
 
-def test_the_runs_log_has_everything(tmp_path):
+def test_log_of_the_run_is_complete(tmp_path):
     trainer = make(tmp_path, evaluation=Points(4), eval_strategy="epoch", save_strategy="epoch")
     trainer.train()
     trainer.evaluate(metric_key_prefix="final")
@@ -477,10 +477,12 @@ def test_the_runs_log_has_everything(tmp_path):
     assert run.config["learning_rate"] == 0.01
     again = make(tmp_path, logging_steps=4)
     again.train()
-    assert [step for step, _, _ in read_run(tmp_path / "run").values["loss"]] == [4], "the earlier run is superseded"
+    assert [step for step, _, _ in read_run(tmp_path / "run").values["loss"]] == [4], (
+        "the log contains values of the earlier run"
+    )
 
 
-def test_trackers_are_fed(tmp_path):
+def test_trackers_receive_values(tmp_path):
     pytest.importorskip("tensorboard")
     make(tmp_path, report_to="tensorboard", num_train_epochs=0.2).train()
     assert list(tmp_path.rglob("events.out.tfevents.*"))

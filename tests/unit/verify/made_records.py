@@ -1,4 +1,4 @@
-"""Records of runs, made by hand."""
+"""Builders for records of runs."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ NAMES = ("first.weight", "first.bias", "last.weight")
 
 
 def make_update(number: int, rows: tuple[str, ...] = (), **changes: Any) -> Update:
-    """An update that trained on some rows."""
+    """Return an update that trained on some rows."""
     given: dict[str, Any] = {
         "number": number,
         "batches": [{"loader": 0, "rows": list(rows), "loose": list(rows), "indices": []}],

@@ -1,4 +1,4 @@
-"""The first call that differs is named, with its line, for losses that do not belong to their parts."""
+"""Test that the first call that differs is named, with its line, for losses that do not equal the sum of their parts."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 2.0])
 
 
 def record(folder: Path, loss: Loss, parts: list[slice], weight: float | None = None) -> list[list[dict[str, Any]]]:
-    """Record the calls of a loss on parts of the rows, as one process and several ranks do."""
+    """Record the calls of a loss on parts of the rows, like one process and several ranks."""
     records = []
     for number, part in enumerate(parts):
         path = folder / f"trace{len(list(folder.iterdir()))}.jsonl"
@@ -125,7 +125,7 @@ def use_noise_filled_by_part(rows: torch.Tensor, labels: torch.Tensor, number: i
 
 
 def find_code(line: str, file: str = __file__) -> str:
-    """The text of a line of a file, given as "test_blame.py:12 in function"."""
+    """Return the text of a line of a file, given as "test_blame.py:12 in function"."""
     return Path(file).read_text().splitlines()[int(line.rpartition(":")[2].split()[0]) - 1]
 
 
@@ -149,9 +149,7 @@ def find_code(line: str, file: str = __file__) -> str:
         (use_branch_by_part, "path", "values.relu()"),
     ],
 )
-def test_the_call_that_makes_a_loss_depend_on_its_part_is_named(
-    tmp_path: Path, loss: Loss, kind: str, code: str
-) -> None:
+def test_call_that_makes_a_loss_depend_on_its_part_is_named(tmp_path: Path, loss: Loss, kind: str, code: str) -> None:
     found = blame(tmp_path, loss)
     assert found is not None
     assert found.kind == kind, found
@@ -176,7 +174,7 @@ def use_masked_mean_at_the_start(rows: torch.Tensor, labels: torch.Tensor, numbe
     ("loss", "kind", "code"),
     [(use_tokens_at_the_start, "tokens", "ignore_index=2"), (use_masked_mean_at_the_start, "count", "/ mask.sum()")],
 )
-def test_a_mean_over_uneven_numbers_is_named_although_the_means_are_equal(
+def test_mean_over_uneven_numbers_is_named_although_the_means_are_equal(
     tmp_path: Path, loss: Loss, kind: str, code: str
 ) -> None:
     found = blame(tmp_path, loss)
@@ -187,7 +185,7 @@ def test_a_mean_over_uneven_numbers_is_named_although_the_means_are_equal(
 
 
 def use_all_rows(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
-    everyone = MODEL(ROWS).detach()  # as accelerator.gather() returns it
+    everyone = MODEL(ROWS).detach()  # like the result of accelerator.gather()
     first = 4 * number
     scores = MODEL(rows) @ everyone.T
     return nn.functional.cross_entropy(scores, torch.arange(first, first + len(rows)))
@@ -199,22 +197,22 @@ def use_mean_of_means(rows: torch.Tensor, labels: torch.Tensor, number: int) -> 
 
 
 def use_rows_after_time(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
-    """Rows in the second dimension, as in a network over (time, rows, features)."""
+    """Rows in the second dimension, like in a network over (time, rows, features)."""
     series = MODEL(rows[:, None].expand(-1, 5, -1)).transpose(0, 1).contiguous()
     return series.square().sum(2).mean()
 
 
 @pytest.mark.parametrize("loss", [use_mean, use_all_rows, use_mean_of_means, use_rows_after_time])
-def test_a_loss_that_is_a_mean_over_rows_is_not_blamed(tmp_path: Path, loss: Loss) -> None:
+def test_loss_that_is_a_mean_over_rows_is_not_blamed(tmp_path: Path, loss: Loss) -> None:
     assert blame(tmp_path, loss) is None
 
 
-def test_a_mean_over_tokens_with_their_number_as_weight_is_not_blamed(tmp_path: Path) -> None:
+def test_mean_over_tokens_weighted_by_their_number_is_not_blamed(tmp_path: Path) -> None:
     assert blame(tmp_path, use_tokens, weight=1.0) is None
 
 
 class Keeper:
-    """State that a script keeps outside of its checkpoint."""
+    """State that a script keeps outside its checkpoint."""
 
     def __init__(self) -> None:
         self.mean = 1.5
@@ -229,7 +227,7 @@ class Keeper:
         ("length", "its shape is [3, 6] instead of [8, 6]"),
     ],
 )
-def test_a_value_that_differs_between_equal_runs_is_named(tmp_path: Path, change: str, text: str) -> None:
+def test_value_that_differs_between_equal_runs_is_named(tmp_path: Path, change: str, text: str) -> None:
     runs = []
     for run in range(2):
         keeper = Keeper()
@@ -251,7 +249,7 @@ def test_a_value_that_differs_between_equal_runs_is_named(tmp_path: Path, change
     assert blame_repeat(runs[0], runs[0]) is None
 
 
-def test_a_call_that_only_one_of_two_equal_runs_makes_is_named(tmp_path: Path) -> None:
+def test_call_made_by_only_one_of_two_equal_runs_is_named(tmp_path: Path) -> None:
     def flip(rows: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
         return MODEL(rows.flip(-1)).mean()
 
@@ -259,7 +257,7 @@ def test_a_call_that_only_one_of_two_equal_runs_makes_is_named(tmp_path: Path) -
         return MODEL(rows).mean()
 
     runs = [record(tmp_path, loss, [slice(0, 8)])[0] for loss in (keep, flip)]
-    for calls in (run[0]["calls"] for run in runs):  # as if both used the model at the same line
+    for calls in (run[0]["calls"] for run in runs):  # as if both runs used the model at the same line
         for call in calls:
             call["line"] = "train.py:9" if call["func"] != "flip" else call["line"]
     for one, other in (runs, reversed(runs)):

@@ -1,4 +1,4 @@
-"""Proofs name one cause and its line, from facts of the runs that are made by hand."""
+"""Test that proofs name one cause and its line, from facts of records built by hand."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ LEARNED = {"norms": {"first.weight": 1.0}, "hashes": {name: f"{name} 0" for name
 
 
 def make_first(facts: dict[str, Any], change: dict[str, Any] | None = None) -> RunSet:
-    """Runs whose first one has other facts, and a change in every update."""
+    """Return runs whose first one has other facts, and a change in every update."""
     return make_runs(first=make_record(facts=facts, changes={number: change or {} for number in range(1, 5)}))
 
 
 # -------------------------------------------------------------------- learning
 
 
-def test_a_parameter_without_an_optimizer_comes_with_the_line_of_the_optimizer() -> None:
+def test_parameter_without_an_optimizer_is_named_with_the_optimizers_line() -> None:
     verdict = PROOFS["learning"](make_first({"in_optimizer": ["first.weight"], "optimizers": [OPTIMIZER]}))
     assert "last.weight is trainable, but belongs to no prepared optimizer (Adam at train.py:9)" in verdict.reason
 
@@ -33,18 +33,18 @@ def test_a_parameter_without_an_optimizer_comes_with_the_line_of_the_optimizer()
 @pytest.mark.parametrize(
     ("held", "status"),
     [
-        (["first.weight", "first.bias"], "FAIL"),  # a selection that has one of two frozen parameters
+        (["first.weight", "first.bias"], "FAIL"),  # a selection with one of two frozen parameters
         (list(NAMES), "PASS"),  # model.parameters()
-        (["first.weight"], "PASS"),  # only what learns
+        (["first.weight"], "PASS"),  # only parameters that learn
     ],
 )
-def test_only_a_selected_parameter_that_is_frozen_fails(held: list[str], status: str) -> None:
+def test_only_a_selected_frozen_parameter_fails(held: list[str], status: str) -> None:
     verdict = PROOFS["learning"](make_first({**FROZEN, "in_optimizer": held}, LEARNED))
     assert verdict.status == status, verdict
     assert ("first.bias was given to the optimizer, but is frozen" in verdict.reason) == (status == "FAIL")
 
 
-def test_a_buffer_that_changes_in_evaluation_is_named_with_its_line() -> None:
+def test_buffer_that_changes_in_evaluation_is_named_with_its_line() -> None:
     runs = make_first({}, {"written": {"scale": ["train.py:20 in forward"]}})
     runs.probed = make_record(facts={"changes_in_evaluation": ["scale"]})
     assert "the buffer scale changes at train.py:20 in forward" in PROOFS["learning"](runs).reason
@@ -54,7 +54,7 @@ def test_a_buffer_that_changes_in_evaluation_is_named_with_its_line() -> None:
     ("stale", "moves", "status"),
     [(["last.weight"], True, "FAIL"), (["last.weight"], False, "PASS"), ([], True, "PASS")],
 )
-def test_a_parameter_that_changes_after_it_was_frozen_fails(stale: list[str], moves: bool, status: str) -> None:
+def test_parameter_that_changes_after_it_was_frozen_fails(stale: list[str], moves: bool, status: str) -> None:
     runs = make_first({})
     for number in (3, 4):
         runs.first.first[number].stale.extend(stale)
@@ -68,7 +68,7 @@ def test_a_parameter_that_changes_after_it_was_frozen_fails(stale: list[str], mo
 
 
 @pytest.mark.parametrize(("updates", "status"), [((1, 2), "FAIL"), ((3,), "PASS")])
-def test_gradients_that_are_discarded_again_and_again_fail(updates: tuple[int, ...], status: str) -> None:
+def test_repeatedly_discarded_gradients_fail(updates: tuple[int, ...], status: str) -> None:
     runs = make_first({})
     for number in updates:
         runs.first.first[number].discarded.append("train.py:21 in main")
@@ -87,7 +87,7 @@ def test_gradients_that_are_discarded_again_and_again_fail(updates: tuple[int, .
         ((["train"], ["train"], ["train"], ["eval"]), 1, "PASS"),
     ],
 )
-def test_a_model_that_stays_in_evaluation_mode_fails(modes: Any, dropouts: int, status: str) -> None:
+def test_model_that_stays_in_evaluation_mode_fails(modes: Any, dropouts: int, status: str) -> None:
     runs = make_first({"num_dropouts": dropouts, "evaluations": {"train.py:7 in evaluate": "eval"}})
     for number, found in enumerate(modes, 1):
         runs.first.first[number].modes["0"] = found
@@ -97,7 +97,7 @@ def test_a_model_that_stays_in_evaluation_mode_fails(modes: Any, dropouts: int, 
     assert (expected in verdict.reason) == (status == "FAIL")
 
 
-def test_a_parameter_without_a_gradient_comes_with_the_call_that_cuts_it_off() -> None:
+def test_parameter_without_a_gradient_is_named_with_the_call_that_detaches_it() -> None:
     runs = make_first({}, {"norms": {"first.weight": 1.0, "first.bias": 1.0}})
     calls = [
         {"func": "input", "own": "last.weight", "line": "train.py:5", "in": []},
@@ -113,29 +113,29 @@ def test_a_parameter_without_a_gradient_comes_with_the_call_that_cuts_it_off() -
 
 
 def make_unlike(num_losses: int = 1, **changes: Any) -> RunSet:
-    """Runs whose gradients differ on two processes, with a change in each update of rank 0."""
+    """Return runs whose gradients differ on two processes, with a change in each update of rank 0."""
     several = make_record(num_ranks=2, noise=0.3, changes={1: {"losses": [1.0] * num_losses, **changes}})
     return make_runs(several=several)
 
 
-def test_gradients_that_are_clipped_before_the_last_micro_batch_are_the_cause() -> None:
+def test_gradients_clipped_before_the_last_micro_batch_are_the_cause() -> None:
     reason = PROOFS["processes"](make_unlike(2, gradient_lines={"train.py:31": [1, 2]})).reason
     assert "train.py:31 changes gradients before all micro-batches of the update are added up" in reason
 
 
-def test_a_line_that_changes_gradients_otherwise_on_several_processes_is_named() -> None:
+def test_line_that_changes_gradients_on_several_processes_is_named() -> None:
     reason = PROOFS["processes"](make_unlike(2, gradient_lines={"train.py:31": [2]})).reason
     assert "train.py:31 changes gradients, and not in the same way on several processes" in reason
 
 
-def test_only_the_layout_differs_and_the_line_that_changes_gradients_is_named() -> None:
+def test_line_that_changes_gradients_is_named_if_only_the_layout_differs() -> None:
     layout = make_record(num_ranks=2, noise=0.3, changes={1: {"gradient_lines": {"train.py:24": [1]}}})
     runs = make_runs(layout=layout, layout_name="fsdp")
     assert PROOFS["processes"](runs).status == "PASS"
     assert "one rank's shard: train.py:24 changes gradients" in PROOFS["layout"](runs).reason
 
 
-def test_learning_rates_that_the_ranks_set_differently_come_with_the_line() -> None:
+def test_learning_rates_that_differ_between_ranks_are_named_with_the_line() -> None:
     several = make_record(num_ranks=2, code=1, changes={2: {"rate_lines": ["train.py:36 in main"]}})
     several.output = (
         "headway.errors.StateError: the optimizers of the ranks are not alike: 'lr' of parameter group 0 is 1"
@@ -151,7 +151,7 @@ def test_outputs_that_depend_on_padding_are_a_cause() -> None:
 
 
 def make_number_trace(value: float) -> list[dict[str, Any]]:
-    """The trace of one loss that is multiplied by a number."""
+    """Return the trace of a loss that is multiplied by a number."""
     rows = [[value, value, value]]
     calls = [
         {"func": "input", "line": "train.py:20", "in": [], "shape": [], "rows": [[1.0, 1.0, 1.0]], "kind": "f"},
@@ -162,7 +162,7 @@ def make_number_trace(value: float) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("is_lone", [True, False])
-def test_a_generator_that_only_one_rank_advances_is_the_cause(is_lone: bool) -> None:
+def test_generator_advanced_by_only_one_rank_is_the_cause(is_lone: bool) -> None:
     runs = make_unlike()
     assert runs.several is not None
     assert runs.reference is not None
@@ -176,13 +176,13 @@ def test_a_generator_that_only_one_rank_advances_is_the_cause(is_lone: bool) -> 
 
 
 def make_draw_trace(value: float) -> list[dict[str, Any]]:
-    """The trace of one loss that is a draw from a generator."""
+    """Return the trace of a loss that is drawn from a generator."""
     trace = make_number_trace(value)
     trace[0]["calls"][1] |= {"func": "uniform_", "numbers": []}
     return trace
 
 
-def test_ranks_of_one_group_that_draw_otherwise_are_the_cause_of_an_error() -> None:
+def test_different_draws_within_a_group_are_the_cause_of_an_error() -> None:
     layout = make_record(num_updates=0, num_ranks=2, code=1, facts={"shard": [0, 1], "strategy": "tp"})
     layout.output = "headway.errors.PrepareError: the gradients of 2 parameters differ between ranks 0, 1"
     runs = make_runs(layout=layout, layout_name="tp")
@@ -195,7 +195,7 @@ def test_ranks_of_one_group_that_draw_otherwise_are_the_cause_of_an_error() -> N
 
 
 @pytest.mark.parametrize(("noise", "status"), [(1e-7, "NOT CHECKED"), (0.3, "FAIL")])
-def test_equal_draws_that_the_layout_requires_are_no_alarm(noise: float, status: str) -> None:
+def test_equal_draws_required_by_the_layout_are_no_alarm(noise: float, status: str) -> None:
     layout = make_record(num_ranks=2, noise=noise, facts={"shard": [0, 1], "strategy": "tp"})
     runs = make_unlike()
     runs.layout, runs.layout_name = layout, "tp"
@@ -207,7 +207,7 @@ def test_equal_draws_that_the_layout_requires_are_no_alarm(noise: float, status:
     assert verdict.status == status, verdict
 
 
-def test_a_model_that_only_one_rank_changes_is_the_cause() -> None:
+def test_model_changed_by_only_one_rank_is_the_cause() -> None:
     runs = make_unlike()
     assert runs.several is not None
     assert runs.reference is not None
@@ -229,7 +229,7 @@ def test_a_model_that_only_one_rank_changes_is_the_cause() -> None:
 
 
 @pytest.mark.parametrize(("values", "status"), [((0.5, 0.6), "FAIL"), ((0.5, 0.5), "PASS")])
-def test_a_scheduler_with_another_value_on_each_rank_fails(values: tuple[float, float], status: str) -> None:
+def test_scheduler_with_another_value_on_each_rank_fails(values: tuple[float, float], status: str) -> None:
     several = make_record(num_ranks=2)
     for facts, value in zip(several.facts, values, strict=True):
         facts["metrics"] = [[1, value, "train.py:30"]]
@@ -238,7 +238,7 @@ def test_a_scheduler_with_another_value_on_each_rank_fails(values: tuple[float, 
     assert ("at train.py:30" in verdict.reason) == (status == "FAIL")
 
 
-def test_a_learning_rate_that_differs_comes_with_the_line_that_sets_it() -> None:
+def test_learning_rate_that_differs_is_named_with_its_line() -> None:
     several = make_record(num_ranks=2, changes={1: {"rates": [0.2], "rate_lines": ["train.py:40 by LambdaLR"]}})
     for name in NAMES:
         several.gradients(1)
@@ -270,11 +270,11 @@ def test_workers_that_yield_the_whole_stream_fail(rows: list[str], workers: int,
     ("indices", "workers", "status"),
     [
         ([0, 1, 2, 3], 2, "NOT CHECKED"),  # augmentation in workers
-        ([0, 1, 2, 3], 0, "FAIL"),  # nothing random explains the other contents
+        ([0, 1, 2, 3], 0, "FAIL"),  # the different contents are not explained by randomness
         ([0, 1, 2, 9], 2, "FAIL"),
     ],
 )
-def test_contents_that_workers_draw_are_no_alarm(indices: list[int], workers: int, status: str) -> None:
+def test_contents_drawn_by_workers_are_no_alarm(indices: list[int], workers: int, status: str) -> None:
     loader = {"dataset": "Images", "length": 16, "batch_size": 4, "workers": workers, "line": "train.py:5"}
 
     def make(num_ranks: int, name: str, found: list[int]) -> Any:
@@ -305,7 +305,7 @@ def test_advice_for_accelerates_api_uses_that_api(kind: str) -> None:
 @pytest.mark.parametrize(
     ("function", "advice"), [("view", "transpose dimensions before"), ("softmax", "attention needs a causal mask")]
 )
-def test_a_leak_by_a_change_of_shape_has_its_own_advice(function: str, advice: str) -> None:
+def test_leak_by_a_change_of_shape_has_its_own_advice(function: str, advice: str) -> None:
     call = f"{function}() at train.py:41 in forward"
     finding = {"kind": "future", "leaks": True, "where": f"changing tokens changes outputs: {call}", "call": call}
     runs = make_runs(probed=make_record(facts={"leaks": [finding]}))
@@ -338,7 +338,7 @@ def test_a_leak_by_a_change_of_shape_has_its_own_advice(function: str, advice: s
         ({}, {}, "the order of a set or hash() is left"),
     ],
 )
-def test_runs_that_differ_name_what_changed_between_them(facts: Any, there: Any, text: str) -> None:
+def test_runs_that_differ_name_the_change_between_them(facts: Any, there: Any, text: str) -> None:
     first = make_record(facts=facts)
     repeat = make_record(facts={**facts, **there}, changes={1: {"losses": [7.0]}})
     verdict = PROOFS["repeat"](make_runs(first=first, repeat=repeat))
@@ -362,7 +362,7 @@ def test_runs_that_differ_name_what_changed_between_them(facts: Any, there: Any,
         ({}, {"epoch": 0}, "a pass of the loader at train.py:8 that the run without the kill ends after 2 updates"),
     ],
 )
-def test_other_samples_after_a_resume_name_what_lacks_state(about: Any, batch: Any, text: str) -> None:
+def test_other_samples_after_a_resume_name_the_object_without_state(about: Any, batch: Any, text: str) -> None:
     batches = [{"loader": 0, "rows": ["other"], "loose": ["other"], **batch}]
     runs = make_resumed(changes={3: {"batches": batches}})
     if "epoch" in batch:
@@ -376,7 +376,7 @@ def test_other_samples_after_a_resume_name_what_lacks_state(about: Any, batch: A
     assert text in PROOFS["resume"](runs).reason
 
 
-def test_a_dataset_that_writes_into_its_own_tensor_is_named() -> None:
+def test_dataset_that_writes_into_its_tensor_is_named() -> None:
     runs = make_resumed(changes={3: {"batches": [{"loader": 0, "rows": ["other"], "loose": ["other"]}]}})
     runs.first.first[3].batches[0]["indices"] = runs.resumed.first[3].batches[0]["indices"] = [1]  # type: ignore[union-attr]
     runs.first.facts[0]["changed_data"] = {"0": ["Images.images"]}
@@ -385,7 +385,7 @@ def test_a_dataset_that_writes_into_its_own_tensor_is_named() -> None:
     assert "change a copy" in verdict.advice
 
 
-def test_a_parameter_that_only_the_resumed_run_has_is_named() -> None:
+def test_parameter_that_only_the_resumed_run_has_is_named() -> None:
     runs = make_resumed(changes={})
     assert runs.resumed is not None
     runs.resumed.facts[0]["trainable"] = [*NAMES, "head.weight"]
@@ -395,7 +395,7 @@ def test_a_parameter_that_only_the_resumed_run_has_is_named() -> None:
     assert "no optimizer trains it" in reason
 
 
-def test_the_clock_that_is_read_near_the_difference_comes_first() -> None:
+def test_clock_read_near_the_difference_is_first() -> None:
     lines = {"train.py:5": "time.time", "train.py:40 in main": "time.monotonic", "other.py:30": "time.time"}
     assert [line for line, _ in sort_by_distance(lines, "train.py:33 in main")] == [
         "train.py:40 in main",
@@ -404,7 +404,7 @@ def test_the_clock_that_is_read_near_the_difference_comes_first() -> None:
     ]
 
 
-def test_a_model_outside_of_the_checkpoint_is_found_after_equal_losses() -> None:
+def test_model_outside_the_checkpoint_is_found_after_equal_losses() -> None:
     runs = make_resumed(changes={4: {"others": {"AveragedModel, created at train.py:7": "b"}}})
     assert PROOFS["resume"](runs).status == "PASS"
     runs.first.first[4].others["AveragedModel, created at train.py:7"] = "a"
@@ -414,7 +414,7 @@ def test_a_model_outside_of_the_checkpoint_is_found_after_equal_losses() -> None
 # -------------------------------------------------------------------- memory and data
 
 
-def test_tensors_that_are_kept_with_their_graphs_are_named() -> None:
+def test_tensors_kept_with_their_graphs_are_named() -> None:
     kept = [{"line": "train.py:12", "updates": [1, 2, 3], "bytes": 12, "graph": 9_000_000}]
     assert (
         "tensors made at train.py:12 are kept with their graphs" in PROOFS["memory"](make_first({"kept": kept})).reason
@@ -422,13 +422,13 @@ def test_tensors_that_are_kept_with_their_graphs_are_named() -> None:
 
 
 @pytest.mark.parametrize("kept", [{"updates": [5], "graph": 9_000_000}, {"updates": [1, 2, 3], "graph": 100}])
-def test_tensors_that_hold_little_or_one_update_pass(kept: dict[str, Any]) -> None:
+def test_small_tensors_or_tensors_of_one_update_pass(kept: dict[str, Any]) -> None:
     verdict = PROOFS["memory"](make_first({"kept": [{"line": "train.py:12", "bytes": 12, **kept}]}))
     assert verdict.status != "FAIL"
 
 
 @pytest.mark.parametrize(("busy", "status"), [(0.016, "FAIL"), (0.004, "PASS")])
-def test_fetching_that_takes_most_of_the_cpu_time_fails(busy: float, status: str) -> None:
+def test_loading_that_takes_most_of_the_cpu_time_fails(busy: float, status: str) -> None:
     batches = [{"loader": 0, "rows": [], "waited": busy, "busy": busy}]
     facts = {"slow_lines": [[9, "collate", "train.py:3 in blur"]]}
     verdict = PROOFS["data"](make_first(facts, {"batches": batches, "busy": 0.02, "seconds": 0.03}))

@@ -1,4 +1,4 @@
-"""Files that a script writes outside of the scratch folder are named, also if it reaches them through a link."""
+"""Test that files written outside the temporary folder are named, even if a script reaches them through a link."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ print("\\n".join(watch.list_files()))
 """
 
 
-def test_a_link_to_the_users_folder_does_not_hide_a_write(tmp_path, monkeypatch):
+def test_link_to_the_users_folder_does_not_hide_a_write(tmp_path, monkeypatch):
     home, scratch = tmp_path / "home", tmp_path / "scratch"
     (home / "folder").mkdir(parents=True)
     (home / "small.txt").write_text("old")

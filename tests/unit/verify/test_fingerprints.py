@@ -1,4 +1,4 @@
-"""Hashes of rows without padding do not depend on the length to which a batch was padded."""
+"""Test that hashes of rows without padding do not depend on the padded length of a batch."""
 
 import pytest
 import torch
@@ -18,5 +18,5 @@ def test_unusual_padding_does_not_change_a_row_that_ends_with_two_tokens() -> No
     assert hash_rows((torch.tensor([[5, 7]]),), 1)[1] == hash_rows((torch.tensor([[5, 7, 99, 99]]),), 1)[1]
 
 
-def test_other_tokens_are_another_row() -> None:
+def test_different_tokens_are_a_different_row() -> None:
     assert hash_rows((torch.tensor([[5, 7, 0]]),), 1)[1] != hash_rows((torch.tensor([[5, 8, 0]]),), 1)[1]

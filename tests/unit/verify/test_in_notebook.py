@@ -1,4 +1,4 @@
-"""`accelerator.verify`: wrong arguments are refused before any process starts, and the result is readable."""
+"""Test `accelerator.verify`: invalid arguments are refused before any process starts, and the result is readable."""
 
 from typing import Any
 
@@ -21,13 +21,13 @@ from headway.verify.verdict import Verdict
         ((print,), {"strategy": "fsdq"}, "fsdq"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ConfigError, match=message):
         accelerator.verify(*arguments, **options)
 
 
-def test_the_result_has_the_verdicts_by_word() -> None:
+def test_result_contains_the_verdicts_by_word() -> None:
     passed = Verdict("repeat", "a run repeats itself", "PASS", "4 updates, equal bit by bit")
     failed = Verdict("memory", "memory", "FAIL", "it grows", ("by a lot",), "stop it", "memory.md")
     assert FunctionProofs((passed,), 1.0).passed

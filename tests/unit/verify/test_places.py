@@ -1,4 +1,4 @@
-"""Watches of a run name the line of a leak, of a learning rate, and of tensors that stay alive."""
+"""Test that watches of a run name the line of a leak, of a learning rate, and of tensors that stay alive."""
 
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from headway.verify.watches import GraphSizes, OtherModules, RateWatch
 
 
 def find_code(line: str) -> str:
-    """The text of a line of this file that a report names, such as "softmax() at test_places.py:12 in forward"."""
+    """Return the text of a line of this file, given as "softmax() at test_places.py:12 in forward"."""
     number = line.rpartition(".py:")[2].split()[0]
     return Path(__file__).read_text().splitlines()[int(number) - 1]
 
 
 class Pooling(nn.Module):
-    """Attention whose softmax runs over the rows."""
+    """Attention whose softmax is over the rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def probe(model: nn.Module, given: torch.Tensor, batch: Any) -> LeakProbe:
     return found
 
 
-def test_the_call_that_mixes_rows_is_named() -> None:
+def test_call_that_mixes_rows_is_named() -> None:
     parts = torch.randn(6, 5, 4)
     (finding,) = probe(Pooling(), parts, (parts,)).findings
     assert finding["leaks"]
@@ -60,7 +60,7 @@ def test_the_call_that_mixes_rows_is_named() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_the_call_that_sees_later_tokens_is_named(is_causal: bool) -> None:
+def test_call_that_uses_later_tokens_is_named(is_causal: bool) -> None:
     tokens = torch.randint(0, 16, (4, 13))
     findings = probe(Attention(is_causal), tokens[:, :-1], (tokens,)).findings
     future = next(each for each in findings if each["kind"] == "future")
@@ -70,7 +70,7 @@ def test_the_call_that_sees_later_tokens_is_named(is_causal: bool) -> None:
 
 
 class AttentionByHand(nn.Module):
-    """Attention whose mask hides tokens from `first_hidden` positions ahead on. Right: 1."""
+    """Attention whose mask hides tokens from `first_hidden` positions ahead. 1 is correct."""
 
     def __init__(self, first_hidden: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class AttentionByHand(nn.Module):
 
 
 @pytest.mark.parametrize("first_hidden", [1, 2])
-def test_a_wrong_mask_is_named_rather_than_the_scores_before_it(first_hidden: int) -> None:
+def test_wrong_mask_is_named_rather_than_the_scores_before_it(first_hidden: int) -> None:
     tokens = torch.randint(0, 16, (4, 13))
     findings = probe(AttentionByHand(first_hidden), tokens[:, :-1], (tokens,)).findings
     future = next(each for each in findings if each["kind"] == "future")
@@ -111,13 +111,13 @@ class Scale(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "changing"), [("always", ["scale"]), ("training", []), ("cache", [])])
-def test_only_a_buffer_of_the_checkpoint_that_evaluation_changes_is_reported(kind: str, changing: list[str]) -> None:
+def test_only_a_saved_buffer_that_evaluation_changes_is_reported(kind: str, changing: list[str]) -> None:
     model, rows = Scale(kind), torch.randn(3, 4)
     assert probe(model, rows, (rows,)).changing == changing
     assert torch.equal(model.scale, torch.ones(4))
 
 
-def test_the_lines_that_set_a_learning_rate_are_recorded() -> None:
+def test_lines_that_set_a_learning_rate_are_recorded() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     watch = RateWatch()
@@ -159,7 +159,7 @@ def test_tensors_that_stay_alive_are_measured_with_their_graphs(tmp_path: Path) 
         assert 3 * 50 * 100 * 4 <= about["graph"] < 3 * 50 * 100 * 4 * 1.5
 
 
-def test_a_model_that_was_not_prepared_is_found() -> None:
+def test_model_that_was_not_prepared_is_found() -> None:
     prepared = nn.Sequential(nn.Linear(2, 2))
     average = torch.optim.swa_utils.AveragedModel(prepared)
     others = OtherModules()
@@ -189,7 +189,7 @@ class Images(torch.utils.data.Dataset[torch.Tensor]):
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
-def test_tensors_that_a_dataset_changes_and_its_generators_are_found(is_wrapped: bool) -> None:
+def test_tensors_changed_by_a_dataset_and_its_generators_are_found(is_wrapped: bool) -> None:
     images = Images()
     dataset: Any = torch.utils.data.Subset(images, [0, 1]) if is_wrapped else images
     dataset = torch.utils.data.ConcatDataset([dataset]) if is_wrapped else dataset

@@ -1,4 +1,4 @@
-"""Verdicts on records that are made by hand: each fault is found and named, and equal runs pass."""
+"""Test verdicts on records built by hand: each fault is found and named, and equal runs pass."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from tests.unit.verify.made_records import NAMES, make_record, make_update
 
 
 def make_runs(**changes) -> RunSet:
-    """Runs that are all right, apart from the changes."""
+    """Return correct runs, apart from the changes."""
     first = make_record()
     given = {
         "repeat": make_record(),
@@ -22,7 +22,7 @@ def make_runs(**changes) -> RunSet:
     return RunSet(**{"first": first, **given, **changes})
 
 
-def test_the_command_line_knows_every_proof():
+def test_command_line_knows_every_proof():
     assert tuple(PROOFS) == WORDS
 
 
@@ -32,7 +32,7 @@ def test_equal_runs_pass(word):
     assert verdict.status == "PASS", verdict
 
 
-def test_differences_of_rounding_pass():
+def test_rounding_differences_pass():
     verdict = PROOFS["processes"](make_runs(several=make_record(num_ranks=2, noise=1e-6)))
     assert verdict.status == "PASS", verdict
 
@@ -44,7 +44,7 @@ def test_gradients_that_are_twice_as_large_are_named():
     assert "update 1" in verdict.details[0]
 
 
-def test_the_first_parameter_that_differs_is_named():
+def test_first_parameter_that_differs_is_named():
     several = make_record(num_ranks=2)
     several.gradients(3)
     several.__dict__["_known"][3]["g:last.weight"] *= 1.5
@@ -54,7 +54,7 @@ def test_the_first_parameter_that_differs_is_named():
     assert "update 3" in verdict.details[0]
 
 
-def test_a_batch_norm_without_synchronization_is_the_cause():
+def test_batch_norm_without_synchronization_is_the_cause():
     several = make_record(num_ranks=2, noise=0.1, facts={"norms": ["1"]})
     assert "BatchNorm" in PROOFS["processes"](make_runs(several=several)).reason
 
@@ -66,7 +66,7 @@ def test_random_numbers_of_each_rank_are_not_checked():
     assert "multinomial() at train.py:3" in verdict.reason
 
 
-def test_a_learning_rate_that_differs_is_named():
+def test_learning_rate_that_differs_is_named():
     several = make_record(num_ranks=2, changes={1: {"rates": [0.2]}})
     for name in NAMES:
         several.__dict__["_known"][1][f"p:{name}"] += 0.5
@@ -80,7 +80,7 @@ def test_replicas_that_differ_are_named():
     assert verdict.reason == "update 2: first.bias differs between rank 0 and rank 1"
 
 
-def test_a_failed_run_shows_its_error():
+def test_failed_run_shows_its_error():
     several = make_record(num_updates=0, num_ranks=2, code=1)
     several.output = "Traceback (most recent call last):\nRuntimeError: shapes differ"
     verdict = PROOFS["processes"](make_runs(several=several))
@@ -135,7 +135,7 @@ def test_samples_with_other_padding_pass():
 # -------------------------------------------------------------------- repeats and resumes
 
 
-def test_an_unseeded_generator_is_named():
+def test_unseeded_generator_is_named():
     repeat = make_record(facts={"seeds_at_start": {"torch": "a", "random": "c"}}, changes={1: {"losses": [7.0]}})
     first = make_record(facts={"seeds_at_start": {"torch": "a", "random": "b"}})
     verdict = PROOFS["repeat"](make_runs(first=first, repeat=repeat))
@@ -149,7 +149,7 @@ def make_resumed(**changes):
     return make_runs(repeat=make_record(facts={"saved": [[2, ""]]}), resumed=resumed)
 
 
-def test_an_exact_resume_passes():
+def test_exact_resume_passes():
     assert PROOFS["resume"](make_resumed()).status == "PASS"
 
 
@@ -165,13 +165,13 @@ def test_an_exact_resume_passes():
         ({3: {"batches": [{"loader": 0, "rows": ["row 8"]}]}}, "the resumed run trains on other samples"),
     ],
 )
-def test_a_resume_that_is_not_exact_names_what_differs(changes, reason):
+def test_inexact_resume_names_the_difference(changes, reason):
     verdict = PROOFS["resume"](make_resumed(changes=changes))
     assert verdict.status == "FAIL"
     assert reason in verdict.reason
 
 
-def test_a_script_that_loads_nothing_is_not_checked():
+def test_script_that_loads_nothing_is_not_checked():
     runs = make_runs(repeat=make_record(facts={"saved": [[2, ""]]}), resumed=make_record())
     assert PROOFS["resume"](runs).status == "NOT CHECKED"
 
@@ -212,14 +212,14 @@ def test_parameters_that_do_not_learn_are_named(facts, changes, reason):
     assert reason in verdict.reason
 
 
-def test_a_bias_whose_gradient_is_zero_passes_beside_a_weight_that_learns():
+def test_bias_with_a_zero_gradient_passes_beside_a_weight_that_learns():
     norms = {"first.weight": 1.0, "first.bias": 0.0, "last.weight": 1.0}
     hashes = {"first.weight": "x", "first.bias": "first.bias 0", "last.weight": "y"}
     first = make_record(changes={number: {"norms": norms, "hashes": hashes} for number in range(1, 5)})
     assert PROOFS["learning"](make_runs(first=first)).status == "PASS"
 
 
-def test_memory_that_grows_fails():
+def test_growing_memory_fails():
     first = make_record(num_updates=6, facts={"is_device": "cpu"})
     for number, update in first.first.items():
         first.first[number] = replace(update, resident=100_000_000 + 4_000_000 * number)

@@ -1,4 +1,4 @@
-"""Calls that can make two runs differ are found in the source of the user's files."""
+"""Test that calls that can make two runs differ are found in the source of the user's files."""
 
 import sys
 from pathlib import Path
@@ -7,8 +7,6 @@ from types import ModuleType
 import pytest
 
 from headway.verify import source_scan
-from headway.verify.compilation import EagerCalls
-from headway.verify.request import RunRequest
 from headway.verify.source_scan import scan_sources
 
 SOURCE = """
@@ -29,9 +27,7 @@ h = random.random()
 """
 
 
-def test_generators_without_a_seed_and_values_from_outside_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unseeded_generators_and_values_from_outside_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("scanned")
     module.__file__ = str(tmp_path / "scanned.py")
     (tmp_path / "scanned.py").write_text(SOURCE)
@@ -45,27 +41,3 @@ def test_generators_without_a_seed_and_values_from_outside_are_found(
     }
     assert found["unseeded"] == {"scanned.py:8": "np.random.RandomState", "scanned.py:9": "default_rng"}
     assert found["outside"] == {"scanned.py:12": "datetime.now"}
-
-
-def test_compiled_functions_run_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(torch, "compile", torch.compile)  # restored after the test
-    eager = EagerCalls()
-    eager.install_for(RunRequest("measured", "", "", measures_tensors=True))
-    assert not eager.is_used
-    eager.install_for(RunRequest("first", "", ""))
-    seen = []
-
-    @torch.compile(fullgraph=True, backend="eager")
-    def double(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch.compiler.is_compiling())
-        return 2 * x
-
-    try:
-        assert double(torch.ones(2)).tolist() == [2.0, 2.0]
-        assert double(torch.ones(2)).tolist() == [2.0, 2.0]
-    finally:
-        torch.compiler.set_stance("default")
-    assert seen == [False, False]
-    assert eager.is_used

@@ -1,4 +1,4 @@
-"""The report about ranks that made no progress, from stacks as Python's faulthandler writes them."""
+"""Test the report about ranks without progress, from stacks in the format of Python's faulthandler."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def write(folder: Path, rank: int, frames: str) -> None:
 
 
 @pytest.mark.parametrize("waiting", [IN_COLLECTIVE, IN_BACKWARD])
-def test_the_rank_that_is_outside_of_a_collective_is_named(tmp_path: Path, waiting: str) -> None:
+def test_rank_outside_a_collective_is_named(tmp_path: Path, waiting: str) -> None:
     write(tmp_path, 0, waiting + '  File "/srv/demo/train.py", line 30 in main\n')
     write(tmp_path, 1, '  File "/srv/demo/train.py", line 28 in wait\n  File "/srv/demo/train.py", line 41 in main\n')
     found = describe_stuck(read_stacks(tmp_path, 2))
@@ -38,20 +38,20 @@ def test_ranks_in_different_collectives_are_listed(tmp_path: Path, frames: str) 
     assert describe_stuck(read_stacks(tmp_path, 2)) == "rank 0 at train.py:0 in main, rank 1 at train.py:1 in main"
 
 
-def test_one_process_has_no_rank(tmp_path: Path) -> None:
+def test_single_process_has_no_rank(tmp_path: Path) -> None:
     write(tmp_path, 0, '  File "/srv/demo/train.py", line 3 in main\n')
     assert describe_stuck(read_stacks(tmp_path, 1)) == "it was at train.py:3 in main"
 
 
-def test_without_stacks_there_is_nothing_to_say(tmp_path: Path) -> None:
+def test_without_stacks_nothing_is_reported(tmp_path: Path) -> None:
     get_stack_file(tmp_path, 0).touch()
     assert not is_any_stuck(tmp_path)
     assert describe_stuck(read_stacks(tmp_path, 2)) == ""
 
 
-def test_a_process_writes_its_own_stack(tmp_path: Path) -> None:
+def test_process_writes_its_own_stack(tmp_path: Path) -> None:
     write_stack(tmp_path, 0)
     assert is_any_stuck(tmp_path)
     (found,) = read_stacks(tmp_path, 1)
     assert "test_stacks.py" in found.where
-    assert "test_a_process_writes_its_own_stack" in found.where
+    assert "test_process_writes_its_own_stack" in found.where

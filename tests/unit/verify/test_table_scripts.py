@@ -1,4 +1,4 @@
-"""The scripts that make the table of examples and the picture of a terminal."""
+"""Test the scripts that make the table of examples and the picture of a terminal."""
 
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_every_row_of_the_table_is_a_script_of_this_repository() -> None:
         assert (ROOT / row.script).is_file(), row
 
 
-def test_the_page_has_a_line_for_every_row() -> None:
+def test_page_has_a_line_for_every_row() -> None:
     lines = verify_table.read_lines(verify_table.PAGE.read_text())
     assert list(lines) == [row.command for row in verify_table.ROWS]
     for line in lines.values():
@@ -25,7 +25,7 @@ def test_the_page_has_a_line_for_every_row() -> None:
         assert "?" not in line.rpartition("` |")[2], line
 
 
-def test_a_row_shows_its_verdicts() -> None:
+def test_row_shows_its_verdicts() -> None:
     statuses = ["PASS", "FAIL", *["NOT CHECKED"] * (len(PROOFS) - 2)]
     verdicts = [Verdict(word, word, status, "") for word, status in zip(PROOFS, statuses, strict=True)]  # type: ignore[arg-type]
     row = verify_table.Row("train.py", ("--as", "accelerate"), ("--lr", "1"))
@@ -34,7 +34,7 @@ def test_a_row_shows_its_verdicts() -> None:
 
 
 @pytest.mark.parametrize("line", ["\033[32mPASS\033[0m  a < b & c", "plain", ""])
-def test_the_picture_is_valid_and_has_the_text(line: str) -> None:
+def test_picture_is_valid_and_contains_the_text(line: str) -> None:
     text = terminal_picture.draw("$ headway verify", [line, "longer than the others"])
     found = ElementTree.fromstring(text)
     shown = ["".join(each.itertext()) for each in found.iter("{http://www.w3.org/2000/svg}text")]
@@ -46,6 +46,6 @@ def test_colors_become_spans() -> None:
     assert f'<tspan fill="{terminal_picture.COLORS["31"]}">FAIL</tspan> memory' in text
 
 
-def test_a_command_is_run_under_a_terminal(tmp_path: Path) -> None:
+def test_command_is_run_in_a_terminal(tmp_path: Path) -> None:
     assert terminal_picture.run_command(["test", "-t", "1"], str(tmp_path)) == ""
     assert terminal_picture.run_command(["sh", "-c", "test -t 1 && pwd"], str(tmp_path)).strip() == str(tmp_path)

@@ -1,4 +1,4 @@
-"""What the Accelerator of `import accelerate` does in Accelerate's way."""
+"""Test the behavior in which the Accelerator of `import accelerate` follows Accelerate instead of Headway."""
 
 import pickle
 from importlib.metadata import PathDistribution
@@ -15,18 +15,19 @@ from headway.launch.stand_in import FOLDER, VERSION
 
 @pytest.fixture
 def accelerator():
+    """Return an Accelerator, with fresh states before and after the test."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield AccelerateAccelerator(cpu=True)
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_its_loaders_go_by_accelerates_rules(accelerator):
+def test_loaders_follow_accelerates_rules(accelerator):
     assert isinstance(accelerator._preparation.behavior.loading_rules, AccelerateRules)
     assert accelerator._preparation.loader_rng.is_global
 
 
-def test_what_is_not_one_value_for_each_sample_is_gathered_and_cut_at_the_end(accelerator):
-    """transformers repeats a loss to its batch size, which is not the process's where batches are split."""
+def test_tensors_without_one_value_per_sample_are_cut_in_the_last_batch(accelerator):
+    """Scripts of transformers repeat a loss to the batch size, which can differ from the length of this rank's batch."""
     loader = accelerator.prepare(DataLoader(torch.arange(6.0), batch_size=4))
     lengths = []
     for rows in loader:
@@ -36,35 +37,35 @@ def test_what_is_not_one_value_for_each_sample_is_gathered_and_cut_at_the_end(ac
 
 
 @pytest.mark.parametrize("value", ["text", {"name": "text"}, 3])
-def test_other_objects_come_back_on_one_process(accelerator, value):
+def test_other_objects_are_returned_unchanged_on_one_process(accelerator, value):
     for _rows in accelerator.prepare(DataLoader(torch.arange(4.0), batch_size=4)):
         assert accelerator.gather_for_metrics(value) == value
 
 
-def test_one_value_for_each_rank_is_kept_at_the_end(accelerator):
+def test_scalar_of_each_rank_is_kept_in_the_last_batch(accelerator):
     for rows in accelerator.prepare(DataLoader(torch.arange(6.0), batch_size=4)):
         assert accelerator.gather_for_metrics(rows.mean()).numel() == 1
 
 
-def batches(accelerator, rows=10):
+def prepare_batches(accelerator, rows=10):
     return accelerator.prepare(DataLoader(torch.arange(rows), batch_size=4))
 
 
-def test_a_value_for_the_batch_stays_as_it_is(accelerator):
-    seen = [accelerator.gather_for_metrics(batch.sum()) for batch in batches(accelerator)]
+def test_scalar_of_a_batch_is_returned_unchanged(accelerator):
+    seen = [accelerator.gather_for_metrics(batch.sum()) for batch in prepare_batches(accelerator)]
     assert [each.item() for each in seen] == [6, 22, 17]
     assert all(each.ndim == 0 for each in seen)
 
 
-def test_values_of_another_length_are_cut_at_the_end_only(accelerator):
-    lengths = [len(accelerator.gather_for_metrics(torch.zeros(7))) for _ in batches(accelerator)]
+def test_tensors_of_another_length_are_cut_in_the_last_batch_only(accelerator):
+    lengths = [len(accelerator.gather_for_metrics(torch.zeros(7))) for _ in prepare_batches(accelerator)]
     assert lengths == [7, 7, 2]
 
 
-def test_rows_per_sample_come_as_headway_gathers_them(accelerator):
+def test_rows_of_samples_are_gathered_like_in_headway(accelerator):
     seen = [
         accelerator.gather_for_metrics({"rows": batch, "names": [str(row) for row in batch.tolist()]})
-        for batch in batches(accelerator)
+        for batch in prepare_batches(accelerator)
     ]
     assert torch.cat([each["rows"] for each in seen]).tolist() == list(range(10))
     assert seen[-1]["names"] == ["8", "9"]
@@ -77,14 +78,14 @@ def test_data_settings_can_be_assigned(accelerator):
     assert accelerator.non_blocking is False
 
 
-def test_the_metadata_says_whose_names_these_are():
+def test_package_metadata_names_accelerate():
     (about,) = FOLDER.glob("accelerate-*.dist-info")
     found = PathDistribution(about)
     assert found.version == VERSION
     assert "huggingface" in found.metadata["Home-page"]
 
 
-def test_a_model_prepared_twice_gives_float32_once_and_can_be_pickled():
+def test_model_prepared_twice_returns_float32_and_can_be_pickled():
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = AccelerateAccelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(torch.nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""A folder that Accelerate wrote is taken up whole or not at all."""
+"""Test that `load_state` loads a checkpoint folder of Accelerate completely or changes nothing."""
 
 import pytest
 import torch
@@ -10,6 +10,8 @@ from headway.errors import CheckpointError
 
 
 class Net(torch.nn.Module):
+    """Two linear layers and a buffer, which is expanded from one row or has different rows."""
+
     def __init__(self, value, is_expanded=True):
         super().__init__()
         torch.manual_seed(value)
@@ -19,6 +21,8 @@ class Net(torch.nn.Module):
 
 
 class Refusing:
+    """Object whose state cannot be loaded."""
+
     def state_dict(self):
         return {}
 
@@ -26,36 +30,36 @@ class Refusing:
         raise ValueError("not that")
 
 
-def prepared(value, **options):
+def build_prepared(value, **options):
     accelerator = AccelerateAccelerator(cpu=True)
     model = Net(value, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + value), momentum=0.9)
     return accelerator, *accelerator.prepare(model, optimizer)
 
 
-def written(folder, model, optimizer):
-    """As Accelerate's save_state leaves it, as far as it is needed here."""
+def write_accelerate_folder(folder, model, optimizer):
+    """Write the files of Accelerate's save_state that `load_state` needs here."""
     folder.mkdir()
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
     torch.save(optimizer.state_dict(), folder / "optimizer.bin")
 
 
-def test_an_expanded_buffer_is_loaded(tmp_path):
-    _, model, optimizer = prepared(1)
-    written(tmp_path / "theirs", model, optimizer)
-    accelerator, other, other_optimizer = prepared(2)
+def test_expanded_buffer_is_loaded(tmp_path):
+    _, model, optimizer = build_prepared(1)
+    write_accelerate_folder(tmp_path / "theirs", model, optimizer)
+    accelerator, other, other_optimizer = build_prepared(2)
     accelerator.load_state(str(tmp_path / "theirs"))
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
     assert other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize("what", ["an expanded buffer", "a shape", "an object"])
-def test_what_does_not_fit_changes_nothing(what, tmp_path):
-    _, model, optimizer = prepared(1, is_expanded=what != "an expanded buffer")
+def test_misfit_changes_nothing(what, tmp_path):
+    _, model, optimizer = build_prepared(1, is_expanded=what != "an expanded buffer")
     if what == "a shape":
         model.last = torch.nn.Linear(3, 2)
-    written(tmp_path / "theirs", model, optimizer)
-    accelerator, other, other_optimizer = prepared(2)
+    write_accelerate_folder(tmp_path / "theirs", model, optimizer)
+    accelerator, other, other_optimizer = build_prepared(2)
     if what == "an object":
         torch.save({}, tmp_path / "theirs" / "custom_checkpoint_0.pkl")
         accelerator.register_for_checkpointing(Refusing())
@@ -66,15 +70,15 @@ def test_what_does_not_fit_changes_nothing(what, tmp_path):
     assert other_optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
 
 
-def test_what_a_kill_has_left_of_a_save_is_no_checkpoint(tmp_path):
-    """It has Accelerate's files, and a name that ends in a digit."""
-    _, model, optimizer = prepared(1)
+def test_staging_folder_of_a_killed_save_is_not_a_checkpoint(tmp_path):
+    """The folder contains Accelerate's files, and its name ends in a digit."""
+    _, model, optimizer = build_prepared(1)
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
     accelerator = AccelerateAccelerator(cpu=True, project_config=project)
     accelerator.prepare(Net(2))
     saved = accelerator.save_state()
     left = saved.parent / ".staging-checkpoint_7-0123456789abcde7"
-    written(left, model, optimizer)
+    write_accelerate_folder(left, model, optimizer)
     assert accelerator.load_state().folder == saved
     with pytest.raises(CheckpointError, match="checkpoint_0"):
         accelerator.load_state(str(left))

@@ -1,4 +1,4 @@
-"""What scripts read off an Accelerator beside its own members."""
+"""Test members of Accelerate's Accelerator that Headway provides beside its own."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from headway.core.runtime.collectives.rng import resolve_generator_names
 from headway.errors import ConfigError, UnsupportedError
 
 
-def test_surroundings():
+def test_properties_of_the_run():
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
     assert accelerator.distributed_type == "NO"
     assert not accelerator.multi_device
@@ -26,15 +26,15 @@ def test_surroundings():
     assert accelerator._optimizers == accelerator._schedulers == []
 
 
-def test_no_scaler_without_fp16():
+def test_scaler_is_none_without_fp16():
     assert Accelerator(cpu=True).scaler is None
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     assert accelerator.scaler is None
     assert accelerator.native_amp
 
 
-def test_the_scaler_is_up_to_date_after_a_step():
-    """As torch's own is after scaler.update(): a script that compares scales sees an overflow at once."""
+def test_scaler_is_up_to_date_after_a_step():
+    """A script that compares scales after a step must see an overflow, as after torch's `scaler.update()`."""
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     model = torch.nn.Linear(1, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -47,8 +47,8 @@ def test_the_scaler_is_up_to_date_after_a_step():
     assert accelerator.optimizer_step_was_skipped
 
 
-def test_the_scaler_waits_for_the_second_optimizer():
-    """Read between two steps, the scale is that with which the second one's gradients were made."""
+def test_scaler_is_updated_after_the_last_optimizer():
+    """Between two steps, the scale is still the one that scaled the second optimizer's gradients."""
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     model = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(2)])
     optimizers = [torch.optim.SGD(part.parameters(), lr=1.0) for part in model]
@@ -63,7 +63,7 @@ def test_the_scaler_waits_for_the_second_optimizer():
     assert model[1].weight.item() == pytest.approx(kept - 1.0, abs=1e-3)
 
 
-def test_contexts_that_change_nothing(caplog):
+def test_contexts_without_effect_on_one_process(caplog):
     accelerator = Accelerator(cpu=True)
     buffer = torch.ones(1)
     with accelerator.maybe_context_parallel(buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}):
@@ -85,7 +85,7 @@ def test_contexts_that_change_nothing(caplog):
     assert model.weight.grad.item() == 1
 
 
-def test_what_is_refused():
+def test_unsupported_members_are_refused():
     accelerator = Accelerator(cpu=True)
     with pytest.raises(UnsupportedError, match="lomo_backward makes updates inside backward"):
         accelerator.lomo_backward(torch.ones(1), 0.1)
@@ -101,14 +101,14 @@ def test_what_is_refused():
     assert not hasattr(accelerator, "fp8_recipe_handler")
 
 
-def test_a_model_over_several_devices_is_known():
+def test_model_over_several_devices_is_recognized():
     accelerator, model = Accelerator(cpu=True), torch.nn.Sequential(torch.nn.Linear(1, 1))
     assert not accelerator.verify_device_map(model)
     model[0].hf_device_map = {"a": "cpu", "b": "disk"}
     assert accelerator.verify_device_map(model)
 
 
-def test_streams_by_accelerates_names():
+def test_generators_are_named_like_in_accelerate():
     assert resolve_generator_names(["torch", RNGType.CUDA, "xpu", RNGType.NPU, "mtia", "generator"]) == [
         "torch",
         "device",
@@ -119,14 +119,14 @@ def test_streams_by_accelerates_names():
     assert Accelerator(cpu=True, rng_types=[RNGType.GENERATOR, "cuda"]).num_processes == 1
 
 
-def test_positions_of_arguments_are_those_of_accelerate():
+def test_positions_of_arguments_equal_accelerates():
     accelerator = Accelerator(
         True, False, "bf16", 3, True, DataLoaderConfiguration(), None, None, None, None, ["torch"]
     )
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 3)
 
 
-def test_arguments_of_single_preparations():
+def test_prepare_optimizer_accepts_device_placement():
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1, 1)
     optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), device_placement=True)
     assert optimizer.param_groups[0]["lr"] == 0.1

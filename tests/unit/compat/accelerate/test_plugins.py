@@ -1,4 +1,4 @@
-"""Layouts that are not there yet: one clear error, and what is fine today."""
+"""Test Accelerate's plugins and parallelism settings: supported fields, contradictions, and unsupported layouts."""
 
 from dataclasses import fields
 
@@ -22,12 +22,12 @@ from headway.errors import ConfigError, UnsupportedError
     ("name", "value", "layout"),
     [("megatron_lm_plugin", object(), "Megatron-LM"), ("megatron_lm_plugin", headway.MegatronLMPlugin(2), "Megatron-LM")],
 )  # fmt: skip
-def test_an_argument_names_the_layout_that_it_asks_for(name, value, layout):
+def test_unsupported_layout_is_named(name, value, layout):
     with pytest.raises(UnsupportedError, match=f"{layout} .*is not supported yet. Leave the plugin out"):
         Accelerator(cpu=True, **{name: value})
 
 
-def test_what_asks_for_nothing_is_fine():
+def test_plugins_without_an_effect_are_accepted():
     accelerator = Accelerator(
         cpu=True, fsdp_plugin=None, deepspeed_plugin=None, deepspeed_plugins=None, megatron_lm_plugin=None,
         torch_tp_plugin=None, dynamo_backend="no", parallelism_config=ParallelismConfig(),
@@ -38,7 +38,7 @@ def test_what_asks_for_nothing_is_fine():
     assert Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin()).torch_device_mesh is None
 
 
-def test_settings_that_contradict_each_other():
+def test_contradicting_settings_are_refused():
     with pytest.raises(ConfigError, match="parallelism_config is of type dict"):
         Accelerator(cpu=True, parallelism_config={"tp_size": 2})
     with pytest.raises(ConfigError, match="strategy 'ddp=2' takes 2 ranks, but the run has 1"):
@@ -75,7 +75,7 @@ def test_sizes_of_parallelism():
         {"cp_size": 2, "dp_shard_size": 2},
     ],
 )
-def test_names_of_axes_are_the_peers(given):
+def test_axis_names_equal_accelerates(given):
     theirs, ours = accelerate.ParallelismConfig(**given), ParallelismConfig(**given)
     names = [
         "dp_dim_names",
@@ -95,14 +95,14 @@ def test_names_of_axes_are_the_peers(given):
         assert getattr(ours, name) == getattr(theirs, name), name
 
 
-def test_a_mesh_has_to_be_asked_for():
+def test_device_mesh_needs_a_device_type():
     assert ParallelismConfig().build_device_mesh("cpu") is None
     assert ParallelismConfig(tp_size=2).device_mesh is None
     with pytest.raises(ConfigError, match="say for which devices"):
         ParallelismConfig(tp_size=2).get_device_mesh()
 
 
-def test_one_process_is_not_sharded():
+def test_single_process_is_not_sharded():
     plugin = headway.FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     assert (accelerator.is_fsdp2, accelerator.distributed_type, accelerator.state.fsdp_plugin) == (False, "NO", None)
@@ -140,16 +140,16 @@ VARIABLES = {
 }
 
 
-def some(choices):
+def sample_some(choices):
     return st.fixed_dictionaries({}, optional={name: st.sampled_from(each) for name, each in choices.items()})
 
 
 @settings(max_examples=200, deadline=None)
-@given(given=some(WORDS), variables=some(VARIABLES), later=st.sampled_from([None, "FULL_STATE_DICT"]))
-def test_the_fields_of_a_sharding_plugin_are_accelerates(given, variables, later):
+@given(given=sample_some(WORDS), variables=sample_some(VARIABLES), later=st.sampled_from([None, "FULL_STATE_DICT"]))
+def test_fsdp_plugin_fields_equal_accelerates(given, variables, later):
     if "sharding_strategy" in given and 2 in (given.get("fsdp_version"), int(variables.get("FSDP_VERSION", 1))):
-        given = {**given, "fsdp_version": 1}  # an error of Accelerate's, which Headway understands
-    written = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # by Accelerate's own
+        given = {**given, "fsdp_version": 1}  # an error in Accelerate, but valid in Headway
+    written = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # Accelerate's plugin sets this variable
     with env.patch_variables({**dict.fromkeys([*VARIABLES, written]), **variables}):
         made = [kind(**given) for kind in (accelerate.FullyShardedDataParallelPlugin, FullyShardedDataParallelPlugin)]
     for each in made:
@@ -163,11 +163,11 @@ def test_the_fields_of_a_sharding_plugin_are_accelerates(given, variables, later
     assert ours == theirs
 
 
-def test_a_sharding_plugin_that_was_changed_and_is_used():
+def test_changed_fsdp_plugin_requests_its_current_values():
     plugin = FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP")
     plugin.set_auto_wrap_policy(torch.nn.Linear(1, 1))
     plugin.set_mixed_precision("fp16")
-    plugin.set_mixed_precision("bf16")  # one is there already
+    plugin.set_mixed_precision("bf16")  # has no effect, because a policy is set
     plugin.cpu_offload = CPUOffload(offload_params=True)
     plugin.request_layout(request := LayoutRequest())
     assert request.dtypes["param_dtype"] == torch.float16
@@ -188,12 +188,12 @@ def test_a_sharding_plugin_that_was_changed_and_is_used():
      ({"activation_checkpointing_offload": True}, "needs activation_checkpointing=True"),
      ({"min_num_params": -1}, "whole number, 0 or more"), ({"auto_wrap_policy": "x"}, "allowed: TRANSFORMER_BASED_WRAP")],
 )  # fmt: skip
-def test_the_plugin_checks_its_fields(given, told):
+def test_fsdp_plugin_checks_its_fields(given, told):
     with pytest.raises(ConfigError, match=told):
         headway.FullyShardedDataParallelPlugin(**given)
 
 
-def test_stand_ins_keep_what_they_were_given():
+def test_dummy_optimizer_and_scheduler_keep_their_arguments():
     optimizer = headway.DummyOptim([torch.zeros(1)], lr=0.1, eps=1e-8)
     schedule = headway.DummyScheduler(optimizer, total_num_steps=10, warmup_num_steps=2)
     assert (optimizer.lr, optimizer.weight_decay, optimizer.kwargs) == (0.1, 0, {"eps": 1e-8})

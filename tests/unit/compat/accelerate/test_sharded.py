@@ -1,4 +1,4 @@
-"""Accelerate's files of sharded models on one process; tests/ecosystem has them on several."""
+"""Test Accelerate's files of sharded models on one process. tests/ecosystem tests several processes."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from headway.errors import CheckpointError
 ALONE = SimpleNamespace(num_processes=1, process_index=0, wait_for_everyone=lambda: None)
 
 
-def trained(seed):
+def train(seed):
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -28,14 +28,14 @@ def trained(seed):
 
 @pytest.mark.parametrize("read_by", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_what_was_written_is_read_whatever_the_plugin_says_then(tmp_path, kind, read_by):
-    model, optimizer = trained(1)
+def test_files_of_either_type_are_read_whatever_the_plugin_says(tmp_path, kind, read_by):
+    model, optimizer = train(1)
     save_fsdp_model(SimpleNamespace(state_dict_type=kind), ALONE, model, tmp_path, adapter_only=True)
     save_fsdp_optimizer(SimpleNamespace(state_dict_type=kind), ALONE, optimizer, model, tmp_path)
     whole = {"pytorch_model_fsdp.bin", "optimizer.bin"}
     found = {path.name for path in tmp_path.iterdir()}
     assert found == (whole if kind == "FULL_STATE_DICT" else {"pytorch_model_fsdp_0", "optimizer_0"})
-    other, others_optimizer = trained(2)
+    other, others_optimizer = train(2)
     plugin = SimpleNamespace(state_dict_type=read_by)
     missing = load_fsdp_model(plugin, ALONE, other, tmp_path, adapter_only=True)
     load_fsdp_optimizer(plugin, ALONE, others_optimizer, other, tmp_path)
@@ -46,8 +46,8 @@ def test_what_was_written_is_read_whatever_the_plugin_says_then(tmp_path, kind, 
         assert torch.equal(optimizer.state[one]["exp_avg"], others_optimizer.state[two]["exp_avg"])
 
 
-def test_a_folder_without_either_kind_is_refused(tmp_path):
-    model, optimizer = trained(1)
+def test_folder_without_either_type_is_refused(tmp_path):
+    model, optimizer = train(1)
     with pytest.raises(
         CheckpointError, match=r"neither a folder pytorch_model_fsdp_1 nor a file pytorch_model_fsdp_1\.bin"
     ):
@@ -57,6 +57,6 @@ def test_a_folder_without_either_kind_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 0), (r"0\.weight|1", 2), (r"0", 2)])
-def test_parameters_of_modules_by_name(given, expected):
-    model, _ = trained(1)
+def test_parameters_are_selected_by_module_name(given, expected):
+    model, _ = train(1)
     assert len(get_parameters_from_modules(given, model, "cpu")) == expected

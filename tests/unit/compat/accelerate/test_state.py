@@ -1,4 +1,4 @@
-"""PartialState, AcceleratorState and GradientState on one process."""
+"""Test PartialState, AcceleratorState and GradientState on one process."""
 
 import copy
 import pickle
@@ -15,20 +15,21 @@ from headway.errors import ConfigError, UnsupportedError
 
 
 @pytest.fixture(autouse=True)
-def nobody_before():
+def fresh_states():
+    """Reset the states of Accelerate before and after each test."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_the_kinds_compare_with_text_and_tpu_is_xla():
+def test_distributed_types_equal_text_and_tpu_is_xla():
     assert DistributedType.NO == "NO"
     assert DistributedType.TPU is DistributedType.XLA
     assert DistributedType("MULTI_GPU") is DistributedType.MULTI_GPU
     assert str(DistributedType.NO) == "DistributedType.NO"
 
 
-def test_a_partial_state_starts_the_runtime_once():
+def test_partial_state_starts_the_runtime_once():
     assert PartialState._shared_state == {}
     first = PartialState(cpu=True)
     assert PartialState._shared_state["num_processes"] == 1
@@ -41,7 +42,7 @@ def test_a_partial_state_starts_the_runtime_once():
         PartialState(_use_sagemaker_dp=True)
 
 
-def test_a_partial_state_decorates_and_prints(capsys):
+def test_partial_state_decorates_and_prints(capsys):
     here = PartialState(cpu=True)
     assert here.on_main_process(lambda: 3)() == 3
     assert here.on_process(lambda: 3, process_index=0)() == 3
@@ -52,7 +53,7 @@ def test_a_partial_state_decorates_and_prints(capsys):
     assert capsys.readouterr().out == "here\n"
 
 
-def test_a_question_does_not_start_an_ended_run_again():
+def test_query_does_not_restart_an_ended_run():
     accelerator = Accelerator(cpu=True)
     accelerator.end_training()
     assert not process.is_started()
@@ -61,12 +62,12 @@ def test_a_question_does_not_start_an_ended_run_again():
     assert not process.is_started()
 
 
-def test_a_state_destroys_the_runtime():
+def test_partial_state_destroys_the_runtime():
     PartialState(cpu=True).destroy_process_group()
     assert not process.is_started()
 
 
-def test_the_accelerators_state():
+def test_accelerator_state():
     assert not is_initialized()
     assert AcceleratorState._shared_state == {}
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
@@ -87,7 +88,7 @@ def test_the_accelerators_state():
     assert AcceleratorState(mixed_precision="bf16").mixed_precision == "bf16"
 
 
-def test_a_gradient_state_without_an_accelerator():
+def test_gradient_state_without_an_accelerator():
     alone = GradientState()
     assert not alone.initialized
     assert (alone.sync_gradients, alone.num_steps, alone.in_dataloader, alone.remainder) == (True, 1, False, -1)
@@ -96,7 +97,7 @@ def test_a_gradient_state_without_an_accelerator():
     assert alone.sync_gradients
 
 
-def test_a_gradient_state_reads_the_live_windows():
+def test_gradient_state_reads_the_current_window():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     live = GradientState()
@@ -111,7 +112,7 @@ def test_a_gradient_state_reads_the_live_windows():
     assert "Sync Gradients: True" in repr(live)
 
 
-def test_a_state_does_not_keep_what_was_prepared():
+def test_states_do_not_keep_prepared_objects_alive():
     import gc
     import weakref
 
@@ -124,7 +125,7 @@ def test_a_state_does_not_keep_what_was_prepared():
     assert GradientState().sync_gradients
 
 
-def test_windows_by_hand_hold_step_and_zero_grad():
+def test_sync_gradients_set_by_hand_holds_step_and_zero_grad():
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(1, 1, bias=False)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -142,12 +143,12 @@ def test_windows_by_hand_hold_step_and_zero_grad():
     assert model.weight.item() == pytest.approx(before - 2.0)
     assert model.weight.grad is None
     accelerator.sync_gradients = False
-    with accelerator.accumulate(model):  # a window of its own ends what was held
+    with accelerator.accumulate(model):  # a new window ends the manual one
         assert accelerator.sync_gradients
 
 
 @pytest.mark.parametrize("kind", [PartialState, AcceleratorState, GradientState])
-def test_a_state_that_was_pickled_or_copied_looks_at_the_live_process(kind):
+def test_pickled_or_copied_state_reads_the_current_process(kind):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     for read in (pickle.loads(pickle.dumps(kind())), copy.deepcopy(kind())):
         assert type(read) is kind
@@ -157,8 +158,8 @@ def test_a_state_that_was_pickled_or_copied_looks_at_the_live_process(kind):
             assert read.runtime is accelerator.runtime
 
 
-def test_a_state_in_a_file_of_accelerates_is_read_as_a_live_one():
-    """Accelerate's holds its values in the file; they are not this process's."""
+def test_state_from_a_file_of_accelerate_reads_the_current_process():
+    """Accelerate stores the values of its state in the file. They are not valid for this process."""
     read = PartialState.__new__(PartialState)
     read.__setstate__({"device": torch.device("cpu"), "num_processes": 8, "process_index": 5, "_cpu": True})
     assert (read.num_processes, read.process_index) == (1, 0)

@@ -1,4 +1,4 @@
-"""Accelerate's tracker classes and their table, under its name: what scripts subclass, register and build by hand."""
+"""Test Accelerate's tracker classes and their table: trackers that scripts subclass, register and build by hand."""
 
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from headway.core.tracking.runlog_reader import read_run
 
 
 @pytest.fixture(autouse=True)
-def _table(tmp_path, monkeypatch):
+def _isolated_table(tmp_path, monkeypatch):
+    """Restore the table of trackers after the test, and run in an empty folder without MLflow's variables."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ours, "LOGGER_TYPE_TO_CLASS", dict(ours.LOGGER_TYPE_TO_CLASS))
     for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID", "MLFLOW_TAGS", "MLFLOW_NESTED_RUN", "MLFLOW_TRACKING_URI"):
@@ -23,7 +24,7 @@ def _table(tmp_path, monkeypatch):
 
 
 class Listed(GeneralTracker):
-    """As scripts write theirs."""
+    """Tracker that records its calls, written like the trackers of scripts."""
 
     name = "listed"
     requires_logging_directory = False
@@ -57,12 +58,12 @@ class Listed(GeneralTracker):
 TOLD = ["start", {"lr": 0.1}, (3, {"loss": 0.5})]
 
 
-def follow(accelerator, **init_kwargs):
+def log_one_value(accelerator, **init_kwargs):
     accelerator.init_trackers("p", {"lr": 0.1}, init_kwargs)
     accelerator.log({"loss": 0.5}, step=3)
 
 
-def test_the_table_has_the_same_names():
+def test_table_has_the_same_names_as_accelerates():
     assert set(ours.LOGGER_TYPE_TO_CLASS) == set(theirs.LOGGER_TYPE_TO_CLASS)
     for name, kind in ours.LOGGER_TYPE_TO_CLASS.items():
         other = theirs.LOGGER_TYPE_TO_CLASS[name]
@@ -73,11 +74,11 @@ def test_the_table_has_the_same_names():
             assert hasattr(kind, method) or not hasattr(other, method), (name, method)
 
 
-def test_available_and_filtered_alike():
+def test_available_and_filtered_trackers_equal_accelerates():
     assert {str(each) for each in ours.get_available_trackers()} == {
         str(each) for each in theirs.get_available_trackers()
     }
-    accelerate.PartialState()  # its log asks for it
+    accelerate.PartialState()  # Accelerate's logger needs it
     for asked in (None, "wandb", ["wandb", "wandb", "mlflow"], ["aim", "tensorboard"]):
         one, other = (kind.filter_trackers(asked, "logs") for kind in (theirs, ours))
         assert [str(each) for each in other] == [str(each) for each in one], asked
@@ -90,29 +91,29 @@ def test_available_and_filtered_alike():
             kind.filter_trackers("tensorboard")
 
 
-def test_what_a_script_gives_is_used():
+def test_tracker_instance_is_used():
     tracker = Listed("mine")
     assert ours.filter_trackers(tracker) == [tracker]
     accelerator = AccelerateAccelerator(cpu=True, log_with=tracker)
-    follow(accelerator)
+    log_one_value(accelerator)
     assert (tracker.told, accelerator.get_tracker("listed", unwrap=True)) == (TOLD, tracker.told)
     accelerator.end_training()
     assert tracker.told[-1] == "finish"
 
 
-def test_what_is_registered_is_found_by_its_name():
+def test_registered_class_is_found_by_name():
     ours.register_tracker_class(Listed)
     assert ours.LOGGER_TYPE_TO_CLASS["listed"] is Listed
     assert ours.filter_trackers(["listed"]) == ["listed"]
     accelerator = AccelerateAccelerator(cpu=True, log_with="listed")
-    follow(accelerator, listed={"tags": ["a"]})
+    log_one_value(accelerator, listed={"tags": ["a"]})
     (tracker,) = accelerator.trackers
     assert type(tracker) is Listed
     assert (tracker.run_name, tracker.kwargs, tracker.told) == ("p", {"tags": ["a"]}, TOLD)
     accelerator.end_training()
 
 
-def test_one_that_needs_a_folder_gets_it(tmp_path):
+def test_tracker_that_requires_a_folder_gets_it(tmp_path):
     class InFolder(Listed):
         name = "in_folder"
         requires_logging_directory = True
@@ -125,13 +126,13 @@ def test_one_that_needs_a_folder_gets_it(tmp_path):
     with pytest.raises(headway.errors.ConfigError, match="needs a place"):
         AccelerateAccelerator(cpu=True, log_with="in_folder")
     accelerator = AccelerateAccelerator(cpu=True, log_with=["in_folder"], project_dir=str(tmp_path))
-    follow(accelerator)
+    log_one_value(accelerator)
     assert str(accelerator.trackers[0].logging_dir) == str(tmp_path)
     accelerator.end_training()
 
 
 @pytest.mark.parametrize("kind", [theirs, ours])
-def test_what_is_no_tracker_is_refused(kind):
+def test_incomplete_tracker_class_is_refused(kind):
     class Nameless(kind.GeneralTracker):
         requires_logging_directory = False
 
@@ -146,46 +147,46 @@ def test_what_is_no_tracker_is_refused(kind):
     assert Homeless(True).name == "homeless"
 
 
-def scalars(folder):
+def read_losses(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return [(each.step, each.value) for each in EventAccumulator(str(folder)).Reload().Scalars("loss")]
 
 
 @pytest.mark.slow
-def test_tensorboard_by_hand_and_by_name(tmp_path):
+def test_tensorboard_tracker_by_hand_and_by_name(tmp_path):
     tracker = ours.TensorBoardTracker("run", tmp_path / "logs")
     tracker.start()
     tracker.store_init_configuration({"lr": 0.1})
     tracker.log({"loss": 0.5}, step=3)
     tracker.finish()
-    assert scalars(tmp_path / "logs" / "run") == [(3, 0.5)]
+    assert read_losses(tmp_path / "logs" / "run") == [(3, 0.5)]
     accelerator = AccelerateAccelerator(cpu=True, log_with=LoggerType.TENSORBOARD, project_dir=str(tmp_path))
-    follow(accelerator)
+    log_one_value(accelerator)
     assert type(accelerator.get_tracker("tensorboard")) is ours.TensorBoardTracker
     accelerator.end_training()
-    assert scalars(tmp_path / "p") == [(3, 0.5)]
+    assert read_losses(tmp_path / "p") == [(3, 0.5)]
     assert not [each for each in read_run(tmp_path / "p").events if each.name == "tracker_failed"]
 
 
 @pytest.mark.slow
-def test_wandb_with_a_table(tmp_path, monkeypatch):
-    from tests.unit.core.tracking.wandb_file import offline_run
+def test_wandb_tracker_with_a_table(tmp_path, monkeypatch):
+    from tests.unit.core.tracking.wandb_file import read_offline_run
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     tracker = ours.WandBTracker("mine", dir=str(tmp_path), mode="offline")
     accelerator = AccelerateAccelerator(cpu=True, log_with=tracker)
-    follow(accelerator)
+    log_one_value(accelerator)
     tracker.log_table("table", columns=["a"], data=[[1], [2]], step=4)
     accelerator.end_training()
-    told = offline_run(tmp_path)
+    told = read_offline_run(tmp_path)
     assert told["project"] == "mine"
     assert [row["loss"] for row in told["rows"] if "loss" in row] == [0.5]
     assert [row["table/nrows"] for row in told["rows"] if "table/nrows" in row] == [2]
 
 
 @pytest.mark.slow
-def test_mlflow_with_variables_and_files(tmp_path, monkeypatch):
+def test_mlflow_tracker_with_variables_and_files(tmp_path, monkeypatch):
     import mlflow
 
     store = f"sqlite:///{tmp_path}/store.db"
@@ -194,7 +195,7 @@ def test_mlflow_with_variables_and_files(tmp_path, monkeypatch):
         "mine", logging_dir=(tmp_path / "files").as_uri(), run_name="first", tracking_uri=store
     )
     accelerator = AccelerateAccelerator(cpu=True, log_with=tracker, project_dir=str(tmp_path))
-    follow(accelerator)
+    log_one_value(accelerator)
     Path("notes.txt").write_text("words")
     Path("folder").mkdir()
     Path("folder", "more.txt").write_text("more")

@@ -1,4 +1,4 @@
-"""How many examples the property tests of checkpoints draw: `HEADWAY_EXAMPLES=10000 pytest tests/unit/core/checkpoint`."""
+"""Number of examples in property tests of checkpoints. More: `HEADWAY_EXAMPLES=10000 pytest tests/unit/core/checkpoint`."""
 
 import os
 

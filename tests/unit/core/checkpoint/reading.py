@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's files, as tests compare them."""
+"""Readers of a checkpoint's tensors, for comparisons in tests."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,12 +12,17 @@ from headway.core.weights.files import map_safetensors
 
 
 def read_tensors(folder: Path, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """As `open_tensors`, with those of several chunks put together in memory."""
+    """Yield the name and tensor of each tensor like `open_tensors`, with chunked tensors assembled in memory."""
     for name, tensor in open_tensors(folder, manifest, prefix):
         yield name, tensor if isinstance(tensor, torch.Tensor) else tensor.whole()
 
 
 def read_shard(path: Path, wanted: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> dict[str, torch.Tensor]:
-    """The tensors of those names as views of the mapped file."""
+    """Return the named tensors of a safetensors file as views of the mapped file.
+
+    Args:
+        path: The file.
+        wanted: Name, dtype and shape of each tensor.
+    """
     stored, _ = map_safetensors(path)
     return {name: get_view(stored, path, name, dtype, shape) for name, dtype, shape in wanted}

@@ -1,4 +1,4 @@
-"""Whatever a state dict may hold comes back as it was, type included, through the very bytes of a checkpoint; the rest is refused."""
+"""Property test: all values that a state dict may hold survive the bytes of a checkpoint with their type; others are refused."""
 
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -24,8 +24,8 @@ from tests.unit.core.checkpoint.reading import read_shard
 SIMPLE = [find_dtype(name) for name in ITEM_BYTES]
 
 
-def through_bytes(value, folder):
-    """Encode, write and read both the manifest and the file of tensors, decode."""
+def write_and_read(value, folder):
+    """Encode a value, write and read the manifest and the file of tensors, and return the decoded value."""
     tensors = {}
     encoded = encode_value(value, "custom/0", tensors)
     path = folder / "custom-00000.safetensors"
@@ -36,7 +36,7 @@ def through_bytes(value, folder):
 
 
 def assert_same(one, other):
-    """Alike in type, value, dtype and flags, all the way down."""
+    """Raise `AssertionError` unless the objects are equal in type, value, dtype and flags at all levels."""
     assert type(one) is type(other)
     if isinstance(one, torch.Tensor):
         assert (one.shape, one.dtype, one.layout, one.requires_grad) == (
@@ -67,7 +67,7 @@ def assert_same(one, other):
         assert one == other
 
 
-any_text = st.text(st.characters(exclude_categories=()), max_size=4)  # lone surrogates and NUL too
+any_text = st.text(st.characters(exclude_categories=()), max_size=4)  # includes lone surrogates and NUL
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(-(1 << 200), 1 << 200), st.floats(), any_text, st.binary(max_size=4),
     st.complex_numbers(), any_text.filter(lambda text: "\0" not in text).map(Path), any_text.map(numpy.str_),
@@ -141,47 +141,47 @@ trees = st.recursive(
 @example({"\ud800": 1, "\ud800\udc00": "\ud800\udc00", "\0": Path("\udcff")})
 @example(10**5000)
 @example(numpy.zeros(2, [("a", "<i4"), ("b", "<f8", (2,))]))
-def test_everything_comes_back_as_it_was(tmp_path_factory, value):
-    assert_same(through_bytes(value, tmp_path_factory.mktemp("there")), value)
+def test_values_survive_the_bytes_of_a_checkpoint(tmp_path_factory, value):
+    assert_same(write_and_read(value, tmp_path_factory.mktemp("there")), value)
 
 
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
 @given(st.sets(plain_keys, max_size=4))
-def test_sets_come_back(value):
+def test_sets_round_trip(value):
     encoded = encode_value(value, "x", {})
     assert decode_value(encoded, {}) == value
     backwards = set()
     for item in list(value)[::-1]:
         backwards.add(item)
-    assert encode_value(backwards, "x", {}) == encoded  # alike on all ranks
+    assert encode_value(backwards, "x", {}) == encoded  # equal on all ranks, whatever the order of the set
 
 
 @pytest.mark.parametrize("dtype", SIMPLE, ids=str)
-def test_every_dtype_is_written_from_any_layout(dtype, tmp_path):
+def test_tensors_of_every_dtype_and_stride_round_trip(dtype, tmp_path):
     raw = torch.arange(12 * dtype.itemsize, dtype=torch.uint8) % 2
     whole = raw.view(dtype).reshape(3, 4)
     apart = whole[1, 2:3].as_strided((1,), (7,))
     for value in (whole, whole.t(), whole[::2, 1:3], whole[0, 0], whole[1:1], whole[:1].expand(5, 4), apart):
-        assert_same(through_bytes({"x": value}, tmp_path)["x"], value)
+        assert_same(write_and_read({"x": value}, tmp_path)["x"], value)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_quantized_tensors_come_back(tmp_path):
+def test_quantized_tensors_round_trip(tmp_path):
     values = torch.randn(3, 4)
     each = torch.quantize_per_channel(values, torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0, 1, 2]), 0, torch.quint8)
     value = [torch.quantize_per_tensor(values, 0.1, 3, torch.qint8), each]
-    back = through_bytes(value, tmp_path)
+    back = write_and_read(value, tmp_path)
     assert_same(back, value)
     assert (back[0].q_scale(), back[0].q_zero_point()) == (0.1, 3)
     assert torch.equal(back[1].q_per_channel_scales(), each.q_per_channel_scales())
 
 
 class Flavoured(torch.Tensor):
-    pass
+    """Subclass of Tensor, which cannot be saved."""
 
 
 class Label(str):
-    pass
+    """Subclass of str, which cannot be saved."""
 
 
 REFUSED = {
@@ -204,7 +204,7 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_would_not_come_back_is_refused_with_its_path(kind):
+def test_value_that_would_not_round_trip_is_refused_with_its_path(kind):
     make, match = REFUSED[kind]
     with pytest.raises(CheckpointError, match=rf"^state\.a\.1 .*{match}"):
         encode_value({"a": [0, make()]}, "state", {})
@@ -214,7 +214,7 @@ def test_what_would_not_come_back_is_refused_with_its_path(kind):
 @given(any_text, any_text)
 @example("\ud800", "\\ud800")
 @example("\\\ud800", "\\\\ud800")
-def test_names_that_differ_stay_different(one, other):
+def test_different_names_stay_different(one, other):
     assert (to_logical_name(one) == to_logical_name(other)) == (one == other)
     assert to_logical_name(one).encode().decode() == to_logical_name(one)
     assert "\0" not in to_logical_name(one)

@@ -1,3 +1,5 @@
+"""Test that the state of models, optimizers and other objects is collected and restored exactly, or not at all."""
+
 import copy
 import re
 from collections import deque
@@ -13,12 +15,12 @@ from headway.core.checkpoint.loading.restoring import describe_casts, find_misfi
 from headway.core.checkpoint.state import CollectedState, StatefulObjects, collect_state
 from headway.core.weights.shards import get_raw_bytes
 from headway.errors import CheckpointError
-from tests.unit.core.checkpoint.loading.test_files import save
 from tests.unit.core.checkpoint.reading import read_tensors
+from tests.unit.core.checkpoint.saved import save
 from tests.unit.core.checkpoint.test_round_trip import assert_same
 
 
-def build(seed=0, tied=False):
+def build_model(seed=0, tied=False):
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
     if tied:
@@ -26,11 +28,12 @@ def build(seed=0, tied=False):
     return model
 
 
-def parts(model, optimizer, **others):
+def collect_objects(model, optimizer, **others):
     return StatefulObjects([model], [optimizer], others, lambda m: m.state_dict().items())
 
 
 def train(model, optimizer, scheduler=None, steps=3, seed=1):
+    """Train for some steps and return the losses."""
     generator = torch.Generator().manual_seed(seed)
     losses = []
     for _ in range(steps):
@@ -48,7 +51,8 @@ def train(model, optimizer, scheduler=None, steps=3, seed=1):
     return losses
 
 
-def through_files(collected, folder):
+def save_and_read(collected, folder):
+    """Save a collected state in `folder` and return the state that is read back."""
     save(folder, tensors=collected.tensors, aliases=collected.aliases, state=collected.state)
     manifest = verify_checkpoint(folder / "checkpoint_1")
     return CollectedState(
@@ -68,18 +72,18 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_training_goes_on_bit_for_bit(kind, tmp_path):
-    model = build()
+def test_training_continues_bit_for_bit(kind, tmp_path):
+    model = build_model()
     optimizer = MAKERS[kind](list(model.parameters()))
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], 0.5)
     train(model, optimizer, scheduler)
-    found = through_files(collect_state(parts(model, optimizer, scheduler=[scheduler])), tmp_path)
+    found = save_and_read(collect_state(collect_objects(model, optimizer, scheduler=[scheduler])), tmp_path)
     wanted = train(model, optimizer, scheduler, seed=2)
 
-    other = build(seed=9)
+    other = build_model(seed=9)
     optimizer = MAKERS[kind](list(other.parameters()))
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], 0.5)
-    into = parts(other, optimizer, scheduler=[scheduler])
+    into = collect_objects(other, optimizer, scheduler=[scheduler])
     assert find_misfits(into, found) == []
     restore_objects(into, found)
     assert train(other, optimizer, scheduler, seed=2) == wanted
@@ -87,50 +91,50 @@ def test_training_goes_on_bit_for_bit(kind, tmp_path):
         assert torch.equal(mine, theirs)
 
 
-def test_state_in_another_dtype_than_the_parameters_stays_exact(tmp_path):
-    model = build().to(torch.bfloat16)
+def test_state_of_another_dtype_than_the_parameters_stays_exact(tmp_path):
+    model = build_model().to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for p in model.parameters():
         optimizer.state[p]["momentum_buffer"] = torch.randn(p.shape)
-    found = through_files(collect_state(parts(model, optimizer)), tmp_path)
-    other = build(seed=9).to(torch.bfloat16)
+    found = save_and_read(collect_state(collect_objects(model, optimizer)), tmp_path)
+    other = build_model(seed=9).to(torch.bfloat16)
     into = torch.optim.SGD(other.parameters(), 0.1, momentum=0.9)
-    restore_objects(parts(other, into), found)
+    restore_objects(collect_objects(other, into), found)
     for p, q in zip(model.parameters(), other.parameters()):
         assert torch.equal(optimizer.state[p]["momentum_buffer"], into.state[q]["momentum_buffer"])
 
 
 def test_tied_weights_are_written_once(tmp_path):
-    model = build(tied=True)
+    model = build_model(tied=True)
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
-    collected = collect_state(parts(model, optimizer))
+    collected = collect_state(collect_objects(model, optimizer))
     assert collected.aliases == {"model/0/2.weight": "model/0/0.weight"}
-    other = build(seed=9, tied=True)
-    into = parts(other, torch.optim.Adam(other.parameters()))
-    found = through_files(collected, tmp_path)
+    other = build_model(seed=9, tied=True)
+    into = collect_objects(other, torch.optim.Adam(other.parameters()))
+    found = save_and_read(collected, tmp_path)
     assert find_misfits(into, found) == []
     restore_objects(into, found)
     assert torch.equal(other[2].weight, model[0].weight)
 
 
 def test_parameters_are_found_by_name_in_another_order(tmp_path):
-    model = build()
+    model = build_model()
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
-    found = through_files(collect_state(parts(model, optimizer)), tmp_path)
-    other = build(seed=9)
+    found = save_and_read(collect_state(collect_objects(model, optimizer)), tmp_path)
+    other = build_model(seed=9)
     into = torch.optim.Adam(list(other.parameters())[::-1])
-    restore_objects(parts(other, into), found)
+    restore_objects(collect_objects(other, into), found)
     assert torch.equal(into.state[other[2].bias]["exp_avg"], optimizer.state[model[2].bias]["exp_avg"])
 
 
 def test_every_misfit_is_listed():
-    model = build()
+    model = build_model()
     optimizer = torch.optim.Adam(model.parameters())
-    found = collect_state(parts(model, optimizer, custom=[optimizer]))
+    found = collect_state(collect_objects(model, optimizer, custom=[optimizer]))
     other = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4, bias=False))
-    told = "\n".join(find_misfits(parts(other, torch.optim.SGD(other.parameters(), 0.1)), found))
+    told = "\n".join(find_misfits(collect_objects(other, torch.optim.SGD(other.parameters(), 0.1)), found))
     assert "model/0/0.weight has the shape (5, 4), the checkpoint's (4, 4)" in told
     assert "model/0/2.bias is in the checkpoint, the model has none" in told
     assert "optimizer 0 is SGD; the saved one was Adam" in told
@@ -138,11 +142,13 @@ def test_every_misfit_is_listed():
     renamed = torch.nn.ModuleDict(
         {"1": torch.nn.BatchNorm1d(4), "00": torch.nn.Linear(4, 4), "2": torch.nn.Linear(4, 4)}
     )
-    told = "\n".join(find_misfits(parts(renamed, torch.optim.Adam(renamed.parameters())), found))
+    told = "\n".join(find_misfits(collect_objects(renamed, torch.optim.Adam(renamed.parameters())), found))
     assert "model/0/00.weight is not in the checkpoint; it has 0.weight" in told
 
 
 class Counter:
+    """Object with a count as its state."""
+
     def __init__(self):
         self.count = 0
 
@@ -154,29 +160,33 @@ class Counter:
 
 
 class Fussy(Counter):
+    """Counter that refuses any count except 0."""
+
     def load_state_dict(self, state):
         if state["count"]:
             raise ValueError("I do not like it")
 
 
-def test_a_state_that_is_refused_changes_nothing():
-    model = build()
+def test_refused_state_changes_nothing():
+    model = build_model()
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
     counter, fussy = Counter(), Fussy()
     counter.count = fussy.count = 3
-    found = copy.deepcopy(collect_state(parts(model, optimizer, custom=[counter, fussy])))
-    other = build(seed=9)
+    found = copy.deepcopy(collect_state(collect_objects(model, optimizer, custom=[counter, fussy])))
+    other = build_model(seed=9)
     into = torch.optim.Adam(other.parameters())
     counter, fussy, before = Counter(), Fussy(), copy.deepcopy(other.state_dict())
     with pytest.raises(CheckpointError, match=r"I do not like it.*nothing was changed"):
-        restore_objects(parts(other, into, custom=[counter, fussy]), found)
+        restore_objects(collect_objects(other, into, custom=[counter, fussy]), found)
     assert counter.count == 0
     assert not into.state
     assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
 
 
 class WithExtra(torch.nn.Linear):
+    """Linear layer with extra state."""
+
     mood = "calm"
 
     def get_extra_state(self):
@@ -186,41 +196,43 @@ class WithExtra(torch.nn.Linear):
         self.mood = state["mood"]
 
 
-def test_extra_state_of_modules_comes_back(tmp_path):
+def test_extra_state_of_modules_is_restored(tmp_path):
     model = torch.nn.Sequential(WithExtra(2, 2))
     model[0].mood = "wild"
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    found = through_files(collect_state(parts(model, optimizer)), tmp_path)
+    found = save_and_read(collect_state(collect_objects(model, optimizer)), tmp_path)
     other = torch.nn.Sequential(WithExtra(2, 2))
-    restore_objects(parts(other, torch.optim.SGD(other.parameters(), 0.1)), found)
+    restore_objects(collect_objects(other, torch.optim.SGD(other.parameters(), 0.1)), found)
     assert other[0].mood == "wild"
 
 
 def test_manifests_of_states_are_plain_json(tmp_path):
-    model = build()
+    model = build_model()
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
-    collected = collect_state(parts(model, optimizer))
+    collected = collect_state(collect_objects(model, optimizer))
     encoded = Manifest({}, {}, {}, collected.state, {}).encode()
     assert b"pickle" not in encoded
 
 
-def custom(*objects):
+def collect_custom_objects(*objects):
     return StatefulObjects([], [], {"custom": objects}, lambda m: m.state_dict().items())
 
 
 class Broken(WithExtra):
+    """Layer that refuses any mood except "calm"."""
+
     def set_extra_state(self, state):
         if state["mood"] != "calm":
             raise ValueError("no such mood")
 
 
-def test_extra_state_that_is_refused_leaves_every_model_as_it_was():
-    saved = [build(), torch.nn.Sequential(WithExtra(2, 2))]
+def test_refused_extra_state_leaves_every_model_unchanged():
+    saved = [build_model(), torch.nn.Sequential(WithExtra(2, 2))]
     saved[1][0].mood = "wild"
     export = lambda m: m.state_dict().items()  # noqa: E731
     found = copy.deepcopy(collect_state(StatefulObjects(saved, [], {}, export)))
-    first, calm, broken = build(seed=9), torch.nn.Sequential(WithExtra(2, 2)), torch.nn.Sequential(Broken(2, 2))
+    first, calm, broken = build_model(seed=9), torch.nn.Sequential(WithExtra(2, 2)), torch.nn.Sequential(Broken(2, 2))
     before = copy.deepcopy(first.state_dict())
     with pytest.raises(CheckpointError, match=r"no such mood\); nothing was changed"):
         restore_objects(StatefulObjects([first, broken], [], {}, export), found)
@@ -232,7 +244,7 @@ def test_extra_state_that_is_refused_leaves_every_model_as_it_was():
     assert calm[0].mood == "calm"
 
 
-def test_extra_state_that_is_a_tensor_comes_back(tmp_path):
+def test_extra_state_that_is_a_tensor_is_restored(tmp_path):
     class Scaled(torch.nn.Linear):
         scale = torch.zeros(2)
 
@@ -245,12 +257,14 @@ def test_extra_state_that_is_a_tensor_comes_back(tmp_path):
     saved, other = Scaled(2, 2), Scaled(2, 2)
     saved.scale = torch.ones(2)
     optimizer, into = torch.optim.SGD(saved.parameters(), 0.1), torch.optim.SGD(other.parameters(), 0.1)
-    restore_objects(parts(other, into), through_files(collect_state(parts(saved, optimizer)), tmp_path))
+    restore_objects(
+        collect_objects(other, into), save_and_read(collect_state(collect_objects(saved, optimizer)), tmp_path)
+    )
     assert torch.equal(other.scale, torch.ones(2))
 
 
 class Clinging(Counter):
-    """Its state is its own list, and it cannot go back."""
+    """Counter whose state is its own list, and which cannot load a state while `is_stuck`."""
 
     def __init__(self):
         super().__init__()
@@ -266,8 +280,10 @@ class Clinging(Counter):
         self.items.extend(state["items"])
 
 
-def test_an_undo_continues_after_a_failed_step_and_names_it():
+def test_undo_continues_after_a_failed_step_and_names_it():
     class Sticks(Clinging):
+        """Counter that cannot load a second state."""
+
         def load_state_dict(self, state):
             super().load_state_dict(state)
             self.is_stuck = True
@@ -279,34 +295,34 @@ def test_an_undo_continues_after_a_failed_step_and_names_it():
     with pytest.raises(
         CheckpointError, match=r"do not like it\); but this state could not be restored.*custom 1 .*I am stuck"
     ):
-        restore_objects(custom(clinging, sticks, Fussy()), found)
+        restore_objects(collect_custom_objects(clinging, sticks, Fussy()), found)
     assert clinging.items == [1, 2]
 
 
-def test_a_load_that_fails_on_another_rank_is_undone_here():
+def test_load_that_fails_on_another_rank_is_undone_here():
     counter = Counter()
     found = CollectedState(state={"extra": [], "optimizer": [], "custom": [{"count": 5}]})
     with pytest.raises(CheckpointError, match="rank 1: it broke"):
-        restore_objects(custom(counter), found, agree=lambda failure: [failure or "rank 1: it broke"])
+        restore_objects(collect_custom_objects(counter), found, agree=lambda failure: [failure or "rank 1: it broke"])
     assert counter.count == 0
 
 
-def test_an_optimizer_goes_back_to_its_very_tensors():
-    model = build().to(torch.bfloat16)
+def test_undo_restores_the_optimizers_own_tensors():
+    model = build_model().to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for p in model.parameters():
         optimizer.state[p]["momentum_buffer"] = torch.randn(p.shape)
     before = {p: entry["momentum_buffer"] for p, entry in optimizer.state.items()}
-    found = copy.deepcopy(collect_state(parts(model, optimizer)))
+    found = copy.deepcopy(collect_state(collect_objects(model, optimizer)))
     found.state["optimizer"][0]["groups"][0]["lr"] = 7.0
     with pytest.raises(CheckpointError):
-        restore_objects(parts(model, optimizer), found, agree=lambda failure: ["another rank failed"])
+        restore_objects(collect_objects(model, optimizer), found, agree=lambda failure: ["another rank failed"])
     assert all(optimizer.state[p]["momentum_buffer"] is tensor for p, tensor in before.items())
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 class Memory(torch.optim.SGD):
-    """An optimizer that keeps more than tensors."""
+    """Optimizer whose state is any value, not only tensors."""
 
     def remember(self, value):
         for group in self.param_groups:
@@ -314,7 +330,7 @@ class Memory(torch.optim.SGD):
                 self.state[p] = value(p)
 
 
-def nested(p):
+def make_nested_state(p):
     return {
         0: torch.full(p.shape, 0.1), (1, "x"): "text", "mode": "full", "table": numpy.arange(3, dtype=numpy.float32),
         "deep": {"history": [torch.full(p.shape, 0.2, dtype=torch.float64)], "pair": (torch.ones(1), "word")},
@@ -323,36 +339,38 @@ def nested(p):
 
 
 def test_nested_state_keeps_its_keys_types_and_dtypes(tmp_path):
-    model, other = build().to(torch.bfloat16), build(seed=9).to(torch.bfloat16)
+    model, other = build_model().to(torch.bfloat16), build_model(seed=9).to(torch.bfloat16)
     optimizer, into = Memory(model.parameters(), 0.1), Memory(other.parameters(), 0.1)
-    optimizer.remember(nested)
+    optimizer.remember(make_nested_state)
     optimizer.state["calls"] = {"count": 3, 2: torch.full((1,), 0.4)}
-    restore_objects(parts(other, into), through_files(collect_state(parts(model, optimizer)), tmp_path))
+    restore_objects(
+        collect_objects(other, into), save_and_read(collect_state(collect_objects(model, optimizer)), tmp_path)
+    )
     for p in other.parameters():
-        assert_same(into.state[p], nested(p))
+        assert_same(into.state[p], make_nested_state(p))
     assert_same(into.state["calls"], {"count": 3, 2: torch.full((1,), 0.4)})
 
 
-def test_state_of_a_parameter_that_left_its_group_is_refused_with_its_optimizer():
-    model = build()
+def test_state_of_a_parameter_that_left_its_group_is_refused():
+    model = build_model()
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
     optimizer.param_groups[0]["params"].pop()
     with pytest.raises(CheckpointError, match=r"optimizer 0 keeps state of a tensor of shape \(4,\) that is in none"):
-        collect_state(parts(model, optimizer))
+        collect_state(collect_objects(model, optimizer))
     optimizer = Memory(model.parameters(), 0.1)
     optimizer.state[0] = {"x": 1}
     with pytest.raises(CheckpointError, match="keeps state under 0"):
-        collect_state(parts(model, optimizer))
+        collect_state(collect_objects(model, optimizer))
 
 
-def with_buffer(value):
+def build_with_buffer(value):
     model = torch.nn.Linear(2, 2)
     model.register_buffer("held", value)
     return model
 
 
-def other_values(value):
+def make_other_values(value):
     if value.is_quantized:
         return torch.quantize_per_tensor(torch.zeros(value.shape), 1.0, 0, value.dtype)
     if value.is_sparse:
@@ -372,52 +390,55 @@ BUFFERS = {
 
 
 @pytest.mark.parametrize("kind", BUFFERS)
-def test_buffers_of_every_kind_come_back(kind, tmp_path):
-    saved, other = with_buffer(BUFFERS[kind]), with_buffer(other_values(BUFFERS[kind]))
+def test_buffers_of_every_type_are_restored(kind, tmp_path):
+    saved, other = build_with_buffer(BUFFERS[kind]), build_with_buffer(make_other_values(BUFFERS[kind]))
     optimizer, into = torch.optim.SGD(saved.parameters(), 0.1), torch.optim.SGD(other.parameters(), 0.1)
-    found = through_files(collect_state(parts(saved, optimizer)), tmp_path)
-    assert find_misfits(parts(other, into), found) == []
-    restore_objects(parts(other, into), found)
+    found = save_and_read(collect_state(collect_objects(saved, optimizer)), tmp_path)
+    assert find_misfits(collect_objects(other, into), found) == []
+    restore_objects(collect_objects(other, into), found)
     assert_same(other.held, BUFFERS[kind])
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_quantized_buffers_come_back(tmp_path):
+def test_quantized_buffers_are_restored(tmp_path):
     value = torch.quantize_per_tensor(torch.randn(4), 0.1, 2, torch.qint8)
-    saved, other = with_buffer(value), with_buffer(other_values(value))
+    saved, other = build_with_buffer(value), build_with_buffer(make_other_values(value))
     optimizer, into = torch.optim.SGD(saved.parameters(), 0.1), torch.optim.SGD(other.parameters(), 0.1)
-    restore_objects(parts(other, into), through_files(collect_state(parts(saved, optimizer)), tmp_path))
+    restore_objects(
+        collect_objects(other, into), save_and_read(collect_state(collect_objects(saved, optimizer)), tmp_path)
+    )
     assert_same(other.held, value)
     assert other.held.q_scale() == 0.1
 
 
-def test_expanded_buffers_come_back_where_the_values_allow(tmp_path):
-    saved, other = with_buffer(torch.ones(1, 3).expand(4, 3)), with_buffer(torch.zeros(1, 3).expand(4, 3))
+def test_expanded_buffers_are_restored_if_the_values_allow(tmp_path):
+    saved, other = build_with_buffer(torch.ones(1, 3).expand(4, 3)), build_with_buffer(torch.zeros(1, 3).expand(4, 3))
     optimizer, into = torch.optim.SGD(saved.parameters(), 0.1), torch.optim.SGD(other.parameters(), 0.1)
-    found = through_files(collect_state(parts(saved, optimizer)), tmp_path)
-    assert find_misfits(parts(other, into), found) == []
-    restore_objects(parts(other, into), found)
+    found = save_and_read(collect_state(collect_objects(saved, optimizer)), tmp_path)
+    assert find_misfits(collect_objects(other, into), found) == []
+    restore_objects(collect_objects(other, into), found)
     assert torch.equal(other.held, torch.ones(4, 3))
     assert other.held.stride() == (0, 1)
     found.tensors["model/0/held"] = torch.arange(12.0).reshape(4, 3)
-    assert "elements that share memory" in find_misfits(parts(other, into), found)[0]
+    assert "elements that share memory" in find_misfits(collect_objects(other, into), found)[0]
 
 
 @pytest.mark.parametrize("name", ["\ud800", "\ud800\udc00", "a\0b", "\\ud800"])
-def test_parameters_with_odd_names_come_back(name, tmp_path):
+def test_parameters_with_unusual_names_are_restored(name, tmp_path):
     saved, other = torch.nn.ParameterDict({name: torch.ones(2)}), torch.nn.ParameterDict({name: torch.zeros(2)})
     optimizer, into = torch.optim.Adam(saved.parameters()), torch.optim.Adam(other.parameters())
     saved[name].square().sum().backward()
     optimizer.step()
-    found = through_files(collect_state(parts(saved, optimizer)), tmp_path)
-    assert find_misfits(parts(other, into), found) == []
-    restore_objects(parts(other, into), found)
+    found = save_and_read(collect_state(collect_objects(saved, optimizer)), tmp_path)
+    assert find_misfits(collect_objects(other, into), found) == []
+    restore_objects(collect_objects(other, into), found)
     assert torch.equal(other[name], saved[name])
     assert torch.equal(into.state[other[name]]["exp_avg"], optimizer.state[saved[name]]["exp_avg"])
 
 
-def holding(tensor):
-    return with_buffer(tensor), lambda m: [("held", m.held)]
+def build_exported(tensor):
+    """Return a model with this buffer, and a function that exports the buffer."""
+    return build_with_buffer(tensor), lambda m: [("held", m.held)]
 
 
 @pytest.mark.parametrize(("own", "saved", "match"), [
@@ -429,7 +450,7 @@ def holding(tensor):
     (torch.zeros(2, device="meta"), torch.ones(2), "meta device"),
 ])  # fmt: skip
 def test_values_that_a_cast_would_change_are_refused(own, saved, match):
-    (model, export), (other, _) = holding(saved), holding(own)
+    (model, export), (other, _) = build_exported(saved), build_exported(own)
     found = collect_state(StatefulObjects([model], [], {}, export))
     (problem,) = find_misfits(StatefulObjects([other], [], {}, export), found)
     assert re.search(match, problem)
@@ -437,8 +458,8 @@ def test_values_that_a_cast_would_change_are_refused(own, saved, match):
 
 def test_casts_are_reported():
     (model, export), (other, _) = (
-        holding(torch.ones(2, dtype=torch.float64)),
-        holding(torch.zeros(2, dtype=torch.bfloat16)),
+        build_exported(torch.ones(2, dtype=torch.float64)),
+        build_exported(torch.zeros(2, dtype=torch.bfloat16)),
     )
     found, into = collect_state(StatefulObjects([model], [], {}, export)), StatefulObjects([other], [], {}, export)
     assert find_misfits(into, found) == []

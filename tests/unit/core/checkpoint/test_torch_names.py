@@ -1,4 +1,4 @@
-"""Private names of torch that `headway.core.checkpoint` uses exist in the installed torch."""
+"""Test that the private names of torch that `headway.core.checkpoint` uses exist and work in the installed torch."""
 
 import torch
 
@@ -14,14 +14,14 @@ def test_quantized_tensors_are_rebuilt_from_codes():
     assert torch.equal(made.dequantize(), rows.dequantize())
 
 
-def test_changes_in_place_are_counted():
+def test_in_place_changes_are_counted():
     tensor = torch.zeros(2)
     before = _torch.read_version(tensor)
     tensor.add_(1)
     assert _torch.read_version(tensor) == before + 1
 
 
-def test_an_uncoalesced_tensor_shows_its_parts():
+def test_uncoalesced_tensor_shows_its_parts():
     tensor = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,))
     indices, values = _torch.read_sparse_parts(tensor)
     assert indices.tolist() == [[0, 0]]

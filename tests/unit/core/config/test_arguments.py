@@ -1,4 +1,4 @@
-"""Arguments of the Accelerator of a wrong type."""
+"""Test errors for arguments of the Accelerator that have a wrong type."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from headway.core.config.run import DataLoaderConfiguration, resolve_loading, re
 from headway.errors import ConfigError
 
 
-def test_a_dict_is_refused_with_the_class_to_use():
+def test_dict_is_refused_with_the_class_to_use():
     with pytest.raises(ConfigError) as raised:
         resolve_loading({"split_batches": True}, False)
     assert (
@@ -25,11 +25,11 @@ def test_a_dict_is_refused_with_the_class_to_use():
         resolve_windows(None, 4, None, "")
 
 
-def test_an_object_of_another_library_is_named():
+def test_object_of_another_library_is_named():
     with pytest.raises(ConfigError, match=r"dataloader_config is of type types.SimpleNamespace; .* from headway"):
         resolve_loading(SimpleNamespace(split_batches=True), False)
 
 
-def test_the_right_kind_passes():
+def test_right_class_is_accepted():
     config = DataLoaderConfiguration(even_batches=False)
     assert resolve_loading(config, False) == config

@@ -1,4 +1,4 @@
-"""Settings of torch.compile: by argument, plugin, launch and environment."""
+"""Test the settings of torch.compile from arguments, plugins, the launcher and the environment."""
 
 import json
 
@@ -11,7 +11,7 @@ from headway.core.config.spelled import DynamoBackend
 from headway.errors import ConfigError
 
 
-def launched(monkeypatch, origin="command line", force=False, **settings):
+def set_launched_settings(monkeypatch, origin="command line", force=False, **settings):
     content = {
         "version": 1,
         "settings": {name: {"value": value, "origin": f"{origin}: --{name}"} for name, value in settings.items()},
@@ -21,7 +21,7 @@ def launched(monkeypatch, origin="command line", force=False, **settings):
     monkeypatch.setenv("HEADWAY_RUN", json.dumps(content))
 
 
-def test_by_name_and_by_plugin():
+def test_backend_by_name_and_plugin():
     assert Accelerator(cpu=True).state.dynamo_plugin.backend is DynamoBackend.NO
     assert not TorchDynamoPlugin().compiles
     plugin = Accelerator(cpu=True, dynamo_backend="Inductor").state.dynamo_plugin
@@ -35,8 +35,8 @@ def test_by_name_and_by_plugin():
     assert "mode" not in given.to_kwargs()
     assert given.to_dict()["use_regional_compilation"] is True
     assert not TorchDynamoPlugin("inductor", disable=True).compiles
-    own = TorchDynamoPlugin(backend=launched)
-    assert (own.name, own.to_kwargs()["backend"]) == ("launched", launched)
+    own = TorchDynamoPlugin(backend=set_launched_settings)
+    assert (own.name, own.to_kwargs()["backend"]) == ("launched", set_launched_settings)
 
 
 @pytest.mark.parametrize(
@@ -51,20 +51,20 @@ def test_by_name_and_by_plugin():
         ({"backend": "inductor", "mode": "max-autotune", "options": {"a": 1}}, "not both"),
     ],
 )
-def test_what_contradicts_itself(arguments, words):
+def test_contradicting_options_are_refused(arguments, words):
     with pytest.raises(ConfigError, match=words):
         TorchDynamoPlugin(**arguments)
 
 
-def test_two_arguments_or_another_type():
+def test_two_arguments_or_another_type_are_refused():
     with pytest.raises(ConfigError, match="not both"):
         Accelerator(cpu=True, dynamo_backend="no", dynamo_plugin=TorchDynamoPlugin())
     with pytest.raises(ConfigError, match="dynamo_plugin is a dict; give a headway"):
         Accelerator(cpu=True, dynamo_plugin={"backend": "inductor"})
 
 
-def test_the_launch_sets_the_options_that_the_script_did_not_set(monkeypatch):
-    launched(
+def test_launcher_sets_the_options_that_the_script_did_not_set(monkeypatch):
+    set_launched_settings(
         monkeypatch, dynamo_backend="aot_eager", dynamo_use_regional_compilation=True, dynamo_use_dynamic=False,
         dynamo_use_fullgraph=True,
     )  # fmt: skip
@@ -75,14 +75,14 @@ def test_the_launch_sets_the_options_that_the_script_did_not_set(monkeypatch):
         False,
         True,
     )
-    assert TorchDynamoPlugin(backend=DynamoBackend.AOT_EAGER).name == "aot_eager"  # the same, in another case
+    assert TorchDynamoPlugin(backend=DynamoBackend.AOT_EAGER).name == "aot_eager"  # the same backend in another case
     with pytest.raises(ConfigError, match="against --dynamo_backend aot_eager on the command line"):
         Accelerator(cpu=True, dynamo_backend="inductor")
-    launched(monkeypatch, force=True, dynamo_backend="aot_eager")
+    set_launched_settings(monkeypatch, force=True, dynamo_backend="aot_eager")
     assert Accelerator(cpu=True, dynamo_backend="inductor").state.dynamo_plugin.name == "aot_eager"
 
 
-def test_variables(monkeypatch):
+def test_variables_set_the_options(monkeypatch):
     monkeypatch.delenv("HEADWAY_RUN", raising=False)
     monkeypatch.setenv("HEADWAY_DYNAMO_BACKEND", "EAGER")
     monkeypatch.setenv("HEADWAY_DYNAMO_USE_REGIONAL_COMPILATION", "true")
@@ -95,7 +95,7 @@ def test_variables(monkeypatch):
         TorchDynamoPlugin()
 
 
-def test_a_config_file_of_accelerates_is_taken_over():
+def test_dynamo_config_of_accelerate_is_translated():
     made = translate(
         {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default", "dynamo_use_dynamic": True,
                            "dynamo_use_fullgraph": False, "dynamo_use_regional_compilation": True}},

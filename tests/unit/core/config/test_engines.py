@@ -1,4 +1,4 @@
-"""kwargs_handlers: at most one of each class, and known classes only."""
+"""Test `kwargs_handlers`: at most one of each class, and only known classes."""
 
 import pytest
 
@@ -24,14 +24,14 @@ def test_handlers_are_sorted_by_class():
     assert collect_options(None) == EngineOptions()
 
 
-def test_strangers_and_doubles_are_refused():
+def test_unknown_and_duplicate_handlers_are_refused():
     with pytest.raises(ConfigError, match="contains a dict; allowed: DistributedDataParallelKwargs, "):
         collect_options([{"static_graph": True}])
     with pytest.raises(ConfigError, match="two AutocastKwargs"):
         collect_options([AutocastKwargs(), AutocastKwargs(enabled=False)])
 
 
-def test_hooks_go_by_name_too():
+def test_hooks_can_be_given_by_name():
     assert DistributedDataParallelKwargs(comm_hook="fp16").comm_hook is DDPCommunicationHookType.FP16
     with pytest.raises(ConfigError, match="comm_hook='zip'; allowed: no, fp16"):
         DistributedDataParallelKwargs(comm_hook="zip")

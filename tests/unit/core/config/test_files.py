@@ -1,4 +1,4 @@
-"""Config files: exact round trips, and for any bytes a clear error or valid settings."""
+"""Test config files: exact round trips, and valid settings or a clear error for any bytes."""
 
 import os
 import string
@@ -19,14 +19,15 @@ from headway.core.config.launch import SETTINGS, LaunchConfig
 from headway.core.config.load import resolve
 from headway.errors import ConfigError
 
-# `HEADWAY_EXAMPLES=10000 pytest tests/unit/core/config` is the long version.
+# For more examples: `HEADWAY_EXAMPLES=10000 pytest tests/unit/core/config`.
 EXAMPLES = settings(
     max_examples=int(os.environ.get("HEADWAY_EXAMPLES", "300")), deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 
 
-def of_kind(setting):
+def make_values(setting):
+    """Return a strategy for the valid values of a setting."""
     if setting.kind == "integer":
         return st.integers(setting.minimum, setting.maximum)
     if setting.kind == "number":
@@ -40,7 +41,7 @@ def of_kind(setting):
     return st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1).filter(lambda text: text.strip())
 
 
-configs = st.fixed_dictionaries({}, optional={name: of_kind(SETTINGS[name]) for name in KEYS}).map(
+configs = st.fixed_dictionaries({}, optional={name: make_values(SETTINGS[name]) for name in KEYS}).map(
     lambda decided: LaunchConfig(**decided)
 )
 
@@ -48,18 +49,18 @@ configs = st.fixed_dictionaries({}, optional={name: of_kind(SETTINGS[name]) for 
 @pytest.mark.slow
 @given(configs)
 @EXAMPLES
-def test_the_round_trip_is_exact(config):
+def test_config_round_trips_exactly(config):
     assert resolve([parse_config(format_config(config).encode(), "f")]).config == config
 
 
-def _as_yaml(key, value):
+def _format_line(key, value):
     return f"{key}: {value}\n"
 
 
 lines = st.one_of(
-    st.builds(_as_yaml, st.sampled_from(KEYS), st.text(string.printable, max_size=12)),
-    st.builds(_as_yaml, st.text(string.ascii_lowercase + "_", min_size=1), st.integers()),
-    st.builds(_as_yaml, st.sampled_from(KEYS), st.one_of(st.integers(), st.floats(), st.booleans(), st.none())),
+    st.builds(_format_line, st.sampled_from(KEYS), st.text(string.printable, max_size=12)),
+    st.builds(_format_line, st.text(string.ascii_lowercase + "_", min_size=1), st.integers()),
+    st.builds(_format_line, st.sampled_from(KEYS), st.one_of(st.integers(), st.floats(), st.booleans(), st.none())),
     st.text(string.printable, max_size=30),
 )
 
@@ -94,27 +95,27 @@ def test_any_bytes_give_settings_or_a_clear_error(content):
         ("module: true", "module .* is not a setting"),
     ],
 )
-def test_errors(text, message):
+def test_invalid_file_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(text.encode(), "f")
 
 
-def test_yaml_habits():
+def test_common_yaml_spellings_are_accepted():
     layer = parse_config(b"mixed_precision: no\ngpu_ids: 0\ntee: 3\nnum_processes:\n", "f")
     assert {name: entry.value for name, entry in layer.items()} == {"mixed_precision": "no", "gpu_ids": "0", "tee": "3"}
 
 
-def test_json_is_yaml():
+def test_json_is_accepted():
     assert parse_config(b'{"num_processes": 4, "cpu": true}', "f")["num_processes"].value == 4
 
 
-def test_where_the_default_file_is():
+def test_default_file_is_found():
     assert str(find_default_file({"HEADWAY_HOME": "/h", "XDG_CONFIG_HOME": "/x"})) == "/h/default_config.yaml"
     assert str(find_default_file({"XDG_CONFIG_HOME": "/x"})) == "/x/headway/default_config.yaml"
     assert str(find_default_file({"HOME": "/u"})) == "/u/.config/headway/default_config.yaml"
 
 
-def test_the_default_file_may_be_missing_and_a_named_one_not(tmp_path):
+def test_default_file_may_be_missing_but_a_named_one_may_not(tmp_path):
     home = {"HEADWAY_HOME": str(tmp_path)}
     assert read_file_layer(None, home) == {}
     with pytest.raises(ConfigError, match=r"nothing.yaml cannot be read: No such file"):
@@ -123,7 +124,7 @@ def test_the_default_file_may_be_missing_and_a_named_one_not(tmp_path):
     assert read_file_layer(None, home)["num_processes"].value == 3
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_unwritable_folder_is_reported(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         write_config(LaunchConfig(), tmp_path / "file" / "default_config.yaml")
@@ -167,14 +168,14 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         "date",
     ],
 )
-def test_a_hostile_file_is_one_error(content, message):
+def test_hostile_file_causes_one_error(content, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(content, "c.yaml")
 
 
-def test_a_file_without_an_end(tmp_path):
+def test_device_pipe_and_long_file_are_refused(tmp_path):
     (tmp_path / "zero").symlink_to("/dev/zero")
-    os.mkfifo(tmp_path / "pipe")  # that nobody writes into
+    os.mkfifo(tmp_path / "pipe")  # a reader would wait forever
     (tmp_path / "long").write_bytes(b"#" * (2**20 + 1))
     for name, said in (
         ("zero", "is a device"),

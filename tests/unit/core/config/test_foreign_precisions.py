@@ -1,4 +1,4 @@
-"""Words of other libraries for a precision: the error gives Headway's word, wherever the precision is set."""
+"""Test other libraries' names for a precision: the error gives Headway's name, wherever the precision is set."""
 
 import pytest
 
@@ -23,12 +23,12 @@ SETTING = SETTINGS["mixed_precision"]
     ids=["text", "file", "Accelerator", "TrainingArguments"],
 )
 @pytest.mark.parametrize(("word", "own"), [("fp32", "no"), ("bfloat16", "bf16"), ("16-mixed", "fp16")])
-def test_the_error_gives_the_word_of_headway(give, word, own):
+def test_error_gives_headways_name(give, word, own):
     with pytest.raises(ConfigError, match=f"{word} is called {own}$"):
         give(word)
 
 
-def test_only_values_that_are_allowed_are_suggested():
+def test_only_allowed_values_are_suggested():
     assert set(PRECISIONS.values()) <= set(OWN)
     assert not PRECISIONS.keys() & set(OWN)
     assert explain_precision("float8", OWN) == "; float8 is called fp8"

@@ -1,4 +1,4 @@
-"""Layers of settings: precedence, origins, and the payload for workers."""
+"""Test layers of settings: precedence, origins, and the payload for workers."""
 
 import json
 
@@ -18,11 +18,11 @@ from headway.core.config.load import (
 from headway.errors import ConfigError
 
 
-def test_the_table_and_the_dataclass_name_the_same_settings():
+def test_table_and_dataclass_name_the_same_settings():
     assert list(SETTINGS) == list(LaunchConfig.__dataclass_fields__)
 
 
-def test_the_strongest_layer_wins_and_is_remembered():
+def test_strongest_layer_wins_with_its_origin():
     told = {"num_processes": Value(2, "command line: --num_processes")}
     variables = read_environment_layer({"HEADWAY_NUM_PROCESSES": "4", "HEADWAY_CPU": "yes"})
     file = {
@@ -39,28 +39,28 @@ def test_the_strongest_layer_wins_and_is_remembered():
     assert resolved.get("machine_rank", 0) == 0
 
 
-def test_false_is_a_decision():
+def test_false_overrides_weaker_layers():
     resolved = resolve([{"cpu": Value(False, "environment: HEADWAY_CPU")}, {"cpu": Value(True, "file")}])
     assert resolved.get("cpu", None) is False
 
 
-def test_an_unknown_setting_is_refused():
+def test_unknown_setting_is_refused():
     with pytest.raises(ConfigError, match=r"num_procs.*did you mean num_processes"):
         resolve([{"num_procs": Value(1, "here")}])
 
 
-def test_an_empty_variable_decides_nothing():
+def test_empty_variable_sets_nothing():
     assert read_environment_layer({"HEADWAY_NUM_PROCESSES": " "}) == {}
 
 
-def test_other_variables_are_left_alone():
+def test_other_variables_are_ignored():
     assert (
         read_environment_layer({"HEADWAY_HOME": "/x", "HEADWAY_RUN": "{}", "PATH": "/bin", "HEADWAY_DEVICE": "cpu"})
         == {}
     )
 
 
-def test_a_misspelt_variable_is_named():
+def test_misspelled_variable_is_named():
     with pytest.raises(ConfigError, match="HEADWAY_NUM_PROCESES is not a setting; did you mean HEADWAY_NUM_PROCESSES"):
         read_environment_layer({"HEADWAY_NUM_PROCESES": "2"})
 
@@ -79,27 +79,27 @@ def test_a_misspelt_variable_is_named():
         ("HEADWAY_MONITOR_INTERVAL", "nan", "monitor_interval=nan.*a number, 0 or more"),
     ],
 )
-def test_bad_text_is_named_with_its_origin(variable, text, message):
+def test_invalid_text_is_named_with_its_origin(variable, text, message):
     with pytest.raises(ConfigError, match=message):
         read_environment_layer({variable: text})
 
 
-def _launched(*layers, num_processes=2, force=False):
+def _set_payload(*layers, num_processes=2, force=False):
     return env.patch_variables({env.PAYLOAD: encode_payload(resolve(layers, force=force), num_processes)})
 
 
-def test_the_payload_carries_what_workers_read():
+def test_payload_contains_what_workers_read():
     layer = {"mixed_precision": Value("bf16", "command line: --mixed_precision"), "max_restarts": Value(3, "x")}
     content = json.loads(encode_payload(resolve([layer]), 4))
     assert content == {
         "version": 1, "num_processes": 4, "force": False,
         "settings": {"mixed_precision": {"value": "bf16", "origin": "command line: --mixed_precision"}},
     }  # fmt: skip
-    with _launched(layer, num_processes=4):
+    with _set_payload(layer, num_processes=4):
         assert read_requested_num_processes() == range(4, 5)
 
 
-def test_without_a_launcher_nothing_was_asked():
+def test_without_a_launcher_no_number_of_processes_is_requested():
     with env.patch_variables({env.PAYLOAD: None}):
         assert read_requested_num_processes() is None
 
@@ -119,7 +119,7 @@ GOOD = {"version": 1, "settings": {}, "num_processes": 1, "force": False}
         )),
     ],
 )  # fmt: skip
-def test_a_foreign_payload_is_refused(text):
+def test_invalid_payload_is_refused(text):
     with env.patch_variables({env.PAYLOAD: text}), pytest.raises(ConfigError, match="HEADWAY_RUN"):
         read_requested_num_processes()
 
@@ -127,7 +127,7 @@ def test_a_foreign_payload_is_refused(text):
 @pytest.mark.parametrize(("name", "value"), [
     ("timeout", "x"), ("gradient_accumulation_steps", 0), ("strategy", 3.5), ("mixed_precision", ["bf16"]), ("cpu", 1),
 ])  # fmt: skip
-def test_a_foreign_value_is_refused_with_its_name(name, value):
+def test_invalid_value_in_the_payload_is_refused_with_its_name(name, value):
     content = {**GOOD, "settings": {name: {"value": value, "origin": "command line"}}}
     with (
         env.patch_variables({env.PAYLOAD: json.dumps(content)}),
@@ -141,14 +141,16 @@ FILED = {"mixed_precision": Value("bf16", "file: f key mixed_precision")}
 
 
 class TestRunSetting:
+    """Test how a worker resolves one setting from code, launcher, file and environment."""
+
     line = "Accelerator(mixed_precision='fp16') at train.py:12"
 
-    def test_the_default_where_nobody_decides(self):
+    def test_default_applies_if_nothing_is_set(self):
         with env.patch_variables({env.PAYLOAD: None, "HEADWAY_MIXED_PRECISION": None}):
             assert resolve_run_setting("mixed_precision", UNSET, "no") == ("no", "default")
             assert resolve_run_setting("mixed_precision", None, "no") == ("no", "default")
 
-    def test_the_variable_without_a_launcher(self):
+    def test_variable_applies_without_a_launcher(self):
         with env.patch_variables({env.PAYLOAD: None, "HEADWAY_MIXED_PRECISION": "bf16"}):
             assert resolve_run_setting("mixed_precision", UNSET, "no") == (
                 "bf16",
@@ -156,43 +158,43 @@ class TestRunSetting:
             )
             assert resolve_run_setting("mixed_precision", "fp16", "no", code_origin=self.line)[0] == "fp16"
 
-    def test_the_launcher_has_read_the_variable_already(self):
-        with env.patch_variables({"HEADWAY_MIXED_PRECISION": "fp16"}), _launched(TOLD):
+    def test_launcher_overrides_the_variable_it_has_read(self):
+        with env.patch_variables({"HEADWAY_MIXED_PRECISION": "fp16"}), _set_payload(TOLD):
             assert resolve_run_setting("mixed_precision", UNSET, "no")[0] == "bf16"
-        with env.patch_variables({"HEADWAY_MIXED_PRECISION": "fp16"}), _launched():
+        with env.patch_variables({"HEADWAY_MIXED_PRECISION": "fp16"}), _set_payload():
             assert resolve_run_setting("mixed_precision", UNSET, "no") == ("no", "default")
 
-    def test_the_command_line_reaches_the_worker(self):
-        with _launched(TOLD):
+    def test_command_line_reaches_the_worker(self):
+        with _set_payload(TOLD):
             assert resolve_run_setting("mixed_precision", UNSET, "no") == ("bf16", "command line: --mixed_precision")
 
     def test_agreement_is_no_conflict(self):
-        with _launched(TOLD):
+        with _set_payload(TOLD):
             assert resolve_run_setting("mixed_precision", "bf16", "no", code_origin=self.line) == (
                 "bf16",
                 f"code: {self.line}",
             )
 
     def test_code_against_the_command_line_names_both(self):
-        with _launched(TOLD), pytest.raises(ConfigError) as caught:
+        with _set_payload(TOLD), pytest.raises(ConfigError) as caught:
             resolve_run_setting("mixed_precision", "fp16", "no", code_origin=self.line)
         assert f"{self.line} against --mixed_precision bf16 on the command line" in str(caught.value)
         assert "--force" in str(caught.value)
 
     def test_force_lets_the_command_line_win(self):
-        with _launched(TOLD, force=True):
+        with _set_payload(TOLD, force=True):
             assert resolve_run_setting("mixed_precision", "fp16", "no")[0] == "bf16"
 
     def test_code_wins_over_a_file_silently(self):
-        with _launched(FILED):
+        with _set_payload(FILED):
             assert resolve_run_setting("mixed_precision", "fp16", "no", code_origin=self.line)[0] == "fp16"
 
-    def test_a_switch_is_named_without_a_value(self):
+    def test_switch_is_named_without_a_value(self):
         layer = {"cpu": Value(True, "command line: --cpu")}
-        with _launched(layer), pytest.raises(ConfigError, match="against --cpu on the command line"):
+        with _set_payload(layer), pytest.raises(ConfigError, match="against --cpu on the command line"):
             resolve_run_setting("cpu", False, False)
 
-    def test_a_setting_of_the_workers_own(self):
+    def test_setting_that_only_workers_read(self):
         with env.patch_variables({env.PAYLOAD: None, "HEADWAY_LOOKAHEAD": "12"}):
             assert resolve_run_setting("lookahead", UNSET, 5, parse=int) == (12, "environment: HEADWAY_LOOKAHEAD")
         with (

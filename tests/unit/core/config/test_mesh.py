@@ -1,4 +1,4 @@
-"""Layouts: parsing, and resolution on a number of ranks."""
+"""Test layouts: parsing, resolution on a number of ranks, coordinates, groups and errors."""
 
 import pytest
 from hypothesis import given
@@ -20,7 +20,7 @@ from headway.errors import ConfigError
         ("ddp", 1, Layout()),
     ],
 )
-def test_what_is_written_on_so_many_ranks(text, num_ranks, wanted):
+def test_layout_text_is_resolved(text, num_ranks, wanted):
     assert parse_layout(text).resolve(num_ranks) == wanted
     assert wanted.num_ranks == num_ranks
 
@@ -42,12 +42,12 @@ def test_what_is_written_on_so_many_ranks(text, num_ranks, wanted):
         ("", 1, "unknown"),
     ],
 )
-def test_what_cannot_be(text, num_ranks, told):
+def test_invalid_layout_is_refused(text, num_ranks, told):
     with pytest.raises(ConfigError, match=told):
         parse_layout(text).resolve(num_ranks)
 
 
-def test_the_order_of_axes_and_the_data_shard_of_each_rank():
+def test_order_of_axes_and_number_of_data_shards():
     layout = Layout(replicate=2, shard=4, tp=2)
     assert list(layout.sizes.items()) == [("replicate", 2), ("shard", 4), ("tp", 2)]
     assert layout.num_data_shards == 8
@@ -75,7 +75,7 @@ def test_ranks_of_a_group_differ_along_one_axis_only(layout):
 
 
 @given(st.builds(Layout, *[st.integers(1, 4)] * 6))
-def test_what_is_written_is_read_back(layout):
+def test_formatted_sizes_are_parsed_back(layout):
     assert parse_layout(format_sizes(layout.sizes)).resolve(layout.num_ranks) == layout
 
 
@@ -110,7 +110,7 @@ def test_errors_name_the_sizes_that_fit(text, num_ranks, told):
     assert told in str(raised.value)
 
 
-def test_groups_in_words():
+def test_groups_are_described():
     assert list(describe_groups(Layout(shard=4, tp=2))) == [
         "shard = 4: ranks (0 2 4 6), (1 3 5 7)",
         "tp = 2: ranks (0 1), (2 3), (4 5), (6 7)",
@@ -120,7 +120,7 @@ def test_groups_in_words():
     )
 
 
-def test_experts():
+def test_expert_parallelism():
     layout = parse_layout("fsdp+ep=2").resolve(8)
     assert (layout.num_data_shards, layout.num_shards, layout.describe()) == (8, 8, "4 shards x 2 groups of experts")
     assert layout.list_groups("ep")[0] == range(2)
@@ -137,7 +137,7 @@ def test_experts():
     ]
 
 
-def test_experts_and_parts_of_sequences():
+def test_expert_and_context_parallelism():
     layout = parse_layout("fsdp=2+ep=2+cp=2").resolve(8)
     assert (layout.num_data_shards, layout.num_shards) == (4, 8)
     assert layout.list_groups("ep")[:2] == [range(2), range(2, 4)]

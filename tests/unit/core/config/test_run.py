@@ -1,4 +1,4 @@
-"""Settings that the user's code passes to the Accelerator."""
+"""Test the settings that the user's code passes to the Accelerator."""
 
 import inspect
 
@@ -11,12 +11,12 @@ from headway.errors import CallError, ConfigError
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2", None])
-def test_steps_are_a_whole_positive_number(steps):
+def test_steps_must_be_a_positive_whole_number(steps):
     with pytest.raises(ConfigError, match="1 or more"):
         GradientAccumulationPlugin(num_steps=steps)
 
 
-def test_a_keyword_typed_wrong_is_answered_with_the_right_one():
+def test_misspelled_keyword_gets_a_suggestion():
     with pytest.raises(
         CallError, match=r"ProjectConfiguration\(\) has no argument 'total_limits'; did you mean total_limit\?"
     ):
@@ -30,7 +30,7 @@ def test_a_keyword_typed_wrong_is_answered_with_the_right_one():
     assert next(iter(inspect.signature(ProjectConfiguration).parameters)) == "project_dir"
 
 
-def test_the_logging_folder_defaults_to_the_project_folder():
+def test_logging_folder_defaults_to_the_project_folder():
     assert ProjectConfiguration(project_dir="a").with_defaults().logging_dir == "a"
     assert ProjectConfiguration(project_dir="a", logging_dir="b").with_defaults().logging_dir == "b"
     assert ProjectConfiguration().with_defaults().logging_dir is None
@@ -43,7 +43,7 @@ def test_settings_can_be_changed_until_an_accelerator_copies_them():
         cpu=True, dataloader_config=loading, gradient_accumulation_plugin=windows, kwargs_handlers=[scaling]
     )
     assert accelerator.gradient_accumulation_steps == 3
-    loading.even_batches = True  # a script's own object: for its next Accelerator
+    loading.even_batches = True  # the script's own object stays mutable, for its next Accelerator
     taken = accelerator.dataloader_config
     assert (taken.even_batches, accelerator.options.scaler.enabled, GradScalerKwargs().enabled) == (False, False, True)
     for settings in (taken, accelerator.options.scaler, accelerator.options.ddp, accelerator.project_configuration):
@@ -57,7 +57,7 @@ def test_settings_can_be_changed_until_an_accelerator_copies_them():
         loading.evn_batches = False
 
 
-def test_what_was_assigned_is_checked_when_it_is_taken():
+def test_assigned_values_are_checked_by_the_accelerator():
     windows = GradientAccumulationPlugin()
     windows.num_steps = 0
     with pytest.raises(ConfigError, match="accumulation over 0 steps"):

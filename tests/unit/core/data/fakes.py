@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, datasets that count what is fetched, and short ways to prepare a loader."""
+"""Helpers for loader tests: threads as ranks, datasets that record reads, and short ways to prepare and read a loader."""
 
 import threading
 from dataclasses import dataclass
@@ -12,13 +12,15 @@ from headway.core.data.loader import LoaderEvents
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardPosition:
+    """Number of a data shard, and the number of all shards."""
+
     index: int
     count: int
 
 
-class Meeting:
-    """Where threads exchange what they hold, in lockstep."""
+class Rendezvous:
+    """Meeting point at which threads exchange their objects in lockstep."""
 
     def __init__(self, count):
         self.barrier = threading.Barrier(count, timeout=20)
@@ -26,7 +28,7 @@ class Meeting:
 
 
 class ThreadCollectives:
-    """The part of the collectives that data loading uses, among threads."""
+    """The collectives that data loading uses, among threads."""
 
     def __init__(self, rank, meeting):
         self.rank, self.meeting, self.world_size = rank, meeting, len(meeting.table)
@@ -47,19 +49,19 @@ class ThreadCollectives:
         return self.gather_objects(obj)[src]
 
 
-def on_ranks(count, function):
-    """What `function(rank, collectives)` returns on each rank."""
-    meeting = Meeting(count)
+def run_on_ranks(count, function):
+    """Run `function(rank, collectives)` in one thread per rank and return the results, or raise the first error."""
+    meeting = Rendezvous(count)
     results, errors = [None] * count, []
 
-    def main(rank):
+    def run_rank(rank):
         try:
             results[rank] = function(rank, ThreadCollectives(rank, meeting))
         except Exception as error:
             errors.append(error)
             meeting.barrier.abort()
 
-    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(count)]
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -73,10 +75,11 @@ def on_ranks(count, function):
 def prepare(
     loader, rank=0, count=1, collectives=None, *, seed=7, active=None, device=None, rng_types=("generator",), **config
 ):
-    config.setdefault("use_seedable_sampler", True)  # ranks that are played by threads share one global generator
+    """Return a prepared loader for one rank. Keyword arguments not listed are settings of DataLoaderConfiguration."""
+    config.setdefault("use_seedable_sampler", True)  # threads share one global generator
     return prepare_loader(
         loader,
-        shard=Part(rank, count),
+        shard=ShardPosition(rank, count),
         config=DataLoaderConfiguration(**config),
         device=device,
         collectives=collectives,
@@ -87,7 +90,7 @@ def prepare(
 
 
 class Numbers(Dataset):
-    """0 .. length-1; remembers what was fetched."""
+    """Dataset of the numbers from 0 to length - 1, which records the fetched indices."""
 
     def __init__(self, length):
         self.length = length
@@ -102,7 +105,7 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
-    """0 .. length-1, as a stream; remembers what was read."""
+    """Stream of the numbers from 0 to length - 1, which records the numbers read."""
 
     def __init__(self, length):
         self.length = length
@@ -115,12 +118,14 @@ class Stream(IterableDataset):
 
 
 class SizedStream(Stream):
+    """Stream with a length."""
+
     def __len__(self):
         return self.length
 
 
-def read(loader, num_batches=None):
-    """Each batch as (rows, real counts, own real count, is_last), up to `num_batches`."""
+def read_batches(loader, num_batches=None):
+    """Return a list of (rows, real counts of all ranks, own real count, is_last), one for each of `num_batches` or all batches."""
     out = []
     for batch in loader:
         rows = batch.tolist() if isinstance(batch, torch.Tensor) else batch
@@ -130,8 +135,8 @@ def read(loader, num_batches=None):
     return out
 
 
-def joined(ranks):
-    """The real rows of what several ranks read, in the order of the epoch; checks that all ranks agree."""
+def join_real_rows(ranks):
+    """Return the real rows that several ranks read, in the order of the epoch, and check that all ranks agree."""
     out = []
     for parts in zip(*ranks, strict=True):
         assert len({counts for _, counts, _, _ in parts}) == 1

@@ -1,4 +1,4 @@
-"""What is refused, what is warned about, and which settings reach the loader that reads."""
+"""Test the checks of `prepare` for loaders, and the settings that reach the loader that reads."""
 
 import builtins
 
@@ -13,7 +13,7 @@ from headway import DataLoaderConfiguration
 from headway.core.data.loader_checks import check_loader
 from headway.core.data.sampling.shard import ShardIndex
 from headway.errors import DataError, OptionalDependencyMissing
-from tests.unit.core.data.fakes import Numbers, Stream, on_ranks, prepare
+from tests.unit.core.data.fakes import Numbers, Stream, prepare, run_on_ranks
 
 
 @pytest.mark.parametrize(
@@ -24,19 +24,19 @@ from tests.unit.core.data.fakes import Numbers, Stream, on_ranks, prepare
         lambda: DataLoader(Numbers(10), batch_sampler=BatchSampler(SequentialSampler(range(10)), 5, False)),
     ],
 )
-def test_a_batch_that_cannot_be_split(make):
+def test_batch_that_cannot_be_split_is_refused(make):
     with pytest.raises(DataError, match=r"each batch of 5 samples among 2 processes.*multiple of 2 \(such as 6\)"):
         prepare(make(), 0, 2, split_batches=True)
     prepare(make(), 0, 1, split_batches=True)
 
 
 @pytest.mark.parametrize("kind", [Numbers, Stream])
-def test_no_batches_to_split(kind):
+def test_split_batches_without_batches_is_refused(kind):
     with pytest.raises(DataError, match="split_batches=True with batch_size=None"):
         prepare(DataLoader(kind(4), batch_size=None), 0, 2, split_batches=True)
 
 
-def test_a_sampler_that_shares_out_already():
+def test_distributed_sampler_is_refused():
     sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=0)
     with pytest.raises(DataError, match=r"DistributedSampler already picks one of 2 parts.*shuffle="):
         prepare(DataLoader(Numbers(8), sampler=sampler), 0, 2)
@@ -44,7 +44,7 @@ def test_a_sampler_that_shares_out_already():
     assert len(list(prepare(DataLoader(Numbers(8), sampler=alone)))) == 8
 
 
-def test_data_that_is_shared_out_already():
+def test_data_of_one_rank_and_data_pipes_are_refused():
     rows = datasets.Dataset.from_dict({"x": list(range(8))}).to_iterable_dataset(num_shards=4)
     split = split_dataset_by_node(rows, rank=0, world_size=2)
     with pytest.raises(DataError, match="already contains only one rank's part"):
@@ -53,19 +53,19 @@ def test_data_that_is_shared_out_already():
         prepare(DataLoader(IterableWrapper(range(8))), 0, 2)
     with pytest.raises(
         DataError, match="already contains only one rank's part"
-    ):  # all ranks read the same (tensor parallel)
+    ):  # all ranks read the same data (tensor parallelism)
         check_loader(DataLoader(split), ShardIndex(0, 1), DataLoaderConfiguration(), is_shared=True)
 
 
-def test_ranks_with_different_data():
-    def main(rank, collectives):
+def test_different_lengths_on_ranks_are_refused():
+    def run_rank(rank, collectives):
         prepare(DataLoader(Numbers(8 + rank)), rank, 2, collectives)
 
     with pytest.raises(DataError, match=r"different lengths \(samples or batches: \[8, 9\]\)"):
-        on_ranks(2, main)
+        run_on_ranks(2, run_rank)
 
 
-def test_a_loader_with_its_own_way_to_iterate():
+def test_loader_with_its_own_iter_is_refused():
     class Mine(DataLoader):
         def __iter__(self):
             return iter(())
@@ -74,7 +74,7 @@ def test_a_loader_with_its_own_way_to_iterate():
         prepare(Mine(Numbers(4)))
 
 
-def test_a_subclass_that_only_collates_is_welcome():
+def test_subclass_with_its_own_collate_is_accepted():
     class Mine(DataLoader):
         def __init__(self, dataset):
             super().__init__(dataset, batch_size=2, collate_fn=list)
@@ -82,27 +82,27 @@ def test_a_subclass_that_only_collates_is_welcome():
     assert [len(batch) for batch in prepare(Mine(Numbers(4)))] == [2, 2]
 
 
-def test_a_missing_package_is_named(monkeypatch):
+def test_missing_package_is_named(monkeypatch):
     whole = builtins.__import__
     import importlib
 
-    def fail(name, *args):
+    def fail_for_torchdata(name, *args):
         if name.startswith("torchdata"):
             raise ImportError(name)
         return whole(name, *args)
 
-    monkeypatch.setattr(importlib, "import_module", fail)
+    monkeypatch.setattr(importlib, "import_module", fail_for_torchdata)
     with pytest.raises(OptionalDependencyMissing, match=r"headway\[stateful\]"):
         prepare(DataLoader(Numbers(4)), use_stateful_dataloader=True)
 
 
-def init(worker_id):
+def init_worker(worker_id):
     pass
 
 
 def test_all_settings_reach_the_loader_that_reads():
     source = DataLoader(
-        Numbers(8), batch_size=2, num_workers=1, collate_fn=list, pin_memory=True, timeout=9, worker_init_fn=init,
+        Numbers(8), batch_size=2, num_workers=1, collate_fn=list, pin_memory=True, timeout=9, worker_init_fn=init_worker,
         multiprocessing_context="spawn", prefetch_factor=3, persistent_workers=True, in_order=False,
     )  # fmt: skip
     inner = prepare(source)._feed.inner
@@ -113,7 +113,7 @@ def test_all_settings_reach_the_loader_that_reads():
         assert getattr(inner, name) == getattr(source, name), name
 
 
-def test_any_order_of_arrival_needs_rounds_that_are_alike():
+def test_in_order_false_needs_equal_rounds():
     def make(n, **settings):
         return DataLoader(Numbers(n), batch_size=2, num_workers=1, in_order=False, **settings)
 
@@ -123,7 +123,7 @@ def test_any_order_of_arrival_needs_rounds_that_are_alike():
         next(iter(prepare(DataLoader(Numbers(7), batch_sampler=[[0], [1]], num_workers=1, in_order=False), 0, 2)))
 
 
-def test_the_users_loader_is_left_as_it_was():
+def test_users_loader_is_left_unchanged():
     source = DataLoader(Numbers(6), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1))
     expected = source.generator.get_state()
     prepare(source)

@@ -1,4 +1,4 @@
-"""Limits of datasets that may wait for remote storage, also below wrappers, and the lenience while a batch is fetched."""
+"""Test stall limits of datasets with remote storage, also below wrappers, and the leniency while a batch is fetched."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from headway.core.runtime import pulse
 
 
 class Remote(Dataset[Any]):
-    """Dataset of numbers that notes the lenience at each read."""
+    """Dataset of numbers that records the leniency of the hang watch at each read."""
 
     def __init__(self, stall_limit: float) -> None:
         self.stall_limit = stall_limit
@@ -25,7 +25,7 @@ class Remote(Dataset[Any]):
         return index
 
 
-def test_wrappers_have_the_limit_of_the_datasets_in_them() -> None:
+def test_wrappers_have_the_limit_of_their_datasets() -> None:
     remote = Remote(7.0)
     local = torch.utils.data.TensorDataset(torch.arange(3))
     assert find_stall_limit(local) == 0.0
@@ -34,7 +34,7 @@ def test_wrappers_have_the_limit_of_the_datasets_in_them() -> None:
     assert find_stall_limit(ConcatDataset([local, Subset(remote, [1]), Remote(3.0)])) == 7.0
 
 
-def test_the_hang_watch_is_lenient_only_while_a_batch_is_fetched() -> None:
+def test_hang_watch_is_lenient_only_while_a_batch_is_fetched() -> None:
     accelerator = Accelerator(cpu=True)
     remote, other = Remote(7.0), Remote(0.0)
     loader, plain = accelerator.prepare(DataLoader(remote, batch_size=2), DataLoader(other, batch_size=2))

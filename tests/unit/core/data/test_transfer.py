@@ -1,4 +1,4 @@
-"""How batches get to a device; the side stream itself is shown in tests/synchronizations and tests/gpu."""
+"""Test how batches are moved to a device. tests/synchronizations and tests/gpu test the side stream."""
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -9,13 +9,13 @@ from tests.unit.core.data.fakes import prepare
 META = torch.device("meta")
 
 
-def test_nothing_is_moved_where_batches_are():
+def test_batches_on_their_device_are_not_moved():
     for non_blocking in (None, True, False):
         assert make_transfer(None, non_blocking) is None
         assert make_transfer(torch.device("cpu"), non_blocking) is None
 
 
-def test_a_device_without_streams_gets_batches_the_plain_way():
+def test_device_without_streams_uses_blocking_transfers():
     for non_blocking in (None, True, False):
         transfer = make_transfer(META, non_blocking)
         assert isinstance(transfer, BlockingTransfer)
@@ -29,8 +29,8 @@ class Stream(IterableDataset):
         return iter(range(16))
 
 
-def test_workers_go_on_pinning_when_a_stream_is_read_in_other_rounds():
-    """Asked for beside the loader, where batches go to an accelerator; without it the loop's own thread would pin."""
+def test_workers_still_pin_memory_after_the_rounds_change():
+    """Pinning is set on the inner loader if batches go to an accelerator. Otherwise, the main thread would pin."""
     feed = prepare(DataLoader(Stream(), batch_size=4, num_workers=1))._feed
     feed.inner.pin_memory = True
     feed.keep_window(4, 2, 1)

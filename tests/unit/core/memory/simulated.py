@@ -1,8 +1,8 @@
-"""A caching allocator as CUDA's counts, in place of one: this machine has no device whose allocator could be asked.
+"""Simulated device memory with the counters of CUDA's caching allocator, for machines without a GPU.
 
-Blocks are kept when they are freed and given out again to requests of their own size. Where the device is full, the cache is
-emptied and the driver asked again: a retry. Where that fails too it is an out-of-memory error, which has been a retry as
-well (CUDACachingAllocator.cpp, malloc: `alloc_block(params, true, ...)`, then `stats.num_ooms += 1`).
+Freed blocks are kept and reused for requests of the same size. If the device is full, the cache is emptied and the driver
+is asked again: a retry. If this fails too, an out-of-memory error is raised, which counts as a retry as well
+(CUDACachingAllocator.cpp, malloc: `alloc_block(params, true, ...)`, then `stats.num_ooms += 1`).
 """
 
 from collections import Counter
@@ -13,16 +13,16 @@ import torch
 
 
 class SimulatedAllocator:
-    """What Headway asks of torch.cuda, over numbers.
+    """Stand-in for `torch.cuda` with the memory functions that Headway calls.
 
     Args:
-        capacity: bytes of the device.
-        num_devices: how many there are; the numbers are those of the current one.
-        current: the current device.
-        reuses_larger: whether a larger cached block serves a smaller request. Otherwise only a block of its own size does.
+        capacity: Size of the device's memory in bytes.
+        num_devices: Number of devices. The memory figures are those of the current one.
+        current: Index of the current device.
+        reuses_larger: Whether a larger cached block serves a smaller request. Otherwise, only a block of the same size does.
 
     Attributes:
-        contexts: the devices on which the driver was asked, which opens a context there.
+        contexts: Devices on which the driver was asked, which opens a context there.
     """
 
     def __init__(self, capacity: int, num_devices: int = 1, current: int = 0, reuses_larger: bool = False) -> None:
@@ -34,7 +34,7 @@ class SimulatedAllocator:
         self.contexts: set[int] = set()
 
     def malloc(self, size: int) -> int:
-        """Take `size` bytes; returns them for `free`."""
+        """Allocate a block and return its size, as the argument for `free`."""
         larger = [block for block, count in self.cached.items() if count and block > size and self.reuses_larger]
         if self.cached[size]:
             self.cached[size] -= 1
@@ -52,23 +52,23 @@ class SimulatedAllocator:
         return size
 
     def free(self, size: int) -> None:
-        """Put a block into the cache."""
+        """Put a block of this size into the cache."""
         self.used -= size
         block = next((block for (wanted, block), count in self._larger.items() if count and wanted == size), size)
         self._larger[size, block] -= block > size
         self.cached[block] += 1
 
     def use(self, size: int) -> None:
-        """Take and give back."""
+        """Allocate a block and free it again."""
         self.free(self.malloc(size))
 
     @property
     def reserved(self) -> int:
-        """In use and in the cache."""
+        """Bytes in use and in the cache."""
         rest = sum((block - size) * count for (size, block), count in self._larger.items())
         return self.used + rest + sum(size * count for size, count in self.cached.items())
 
-    # ---------------------------------------------------------------- as torch.cuda has it
+    # ---------------------------------------------------------------- functions of torch.cuda
 
     def is_initialized(self) -> bool:
         return True

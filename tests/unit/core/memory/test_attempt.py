@@ -1,4 +1,4 @@
-"""The thread that aborts a group whose engine waits for its peers; the group and the control plane are stubbed."""
+"""Test the thread that aborts a process group whose engine waits for its peers. The group and the control plane are stubs."""
 
 import threading
 import time
@@ -9,6 +9,8 @@ from headway.core.runtime.control_plane import control
 
 
 class Plane:
+    """Control plane of one process, in which every key exists and every count is 1."""
+
     world_size = 1
 
     def has(self, key):
@@ -18,8 +20,8 @@ class Plane:
         return 1
 
 
-def test_the_main_thread_waits_for_an_abort_that_is_half_done(monkeypatch):
-    """torch forgets the default group first, then lets go of its threads, and wipes what it knows of groups at the end."""
+def test_main_thread_waits_until_an_abort_is_complete(monkeypatch):
+    """torch first forgets the default group, then stops its threads, and clears its records of groups at the end."""
     is_forgotten, is_over = threading.Event(), threading.Event()
 
     def abort():

@@ -1,26 +1,32 @@
+"""Test the search for a batch size: sizes tried, results, limits, arguments, errors, and what remains of failed attempts."""
+
 import inspect
 import logging
 import random
 import weakref
+from math import ceil, log2
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import headway
 from headway import Accelerator, find_executable_batch_size
+from headway.core.memory.batch_size import FirstThatFits, LargestSize, list_divisors
 from headway.core.runtime import process
 from headway.errors import BatchSizeError, ConfigError
 
 
 @pytest.fixture(autouse=True)
-def own_runtime():
+def fresh_runtime():
     process.reset()
     yield
     process.reset()
 
 
-def trying(fits, **settings):
-    """A decorated function that fits up to `fits`, and the list of what it was called with."""
+def make_function(fits, **settings):
+    """Return a decorated function that fits batch sizes up to `fits`, and the list of sizes it was called with."""
     tried = []
 
     @find_executable_batch_size(**settings)
@@ -33,12 +39,12 @@ def trying(fits, **settings):
     return inner, tried
 
 
-def test_halves_from_128_by_default():
+def test_size_is_halved_from_128_by_default():
     tried = []
 
     @find_executable_batch_size
     def inner(batch_size):
-        """What it says."""
+        """Docstring of the function."""
         tried.append(batch_size)
         if batch_size > 20:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -48,35 +54,35 @@ def test_halves_from_128_by_default():
     assert inner() == "result"
     assert tried == [128, 64, 32, 16]
     assert inner.batch_size == 16
-    assert (inner.__name__, inner.__doc__) == ("inner", "What it says.")
+    assert (inner.__name__, inner.__doc__) == ("inner", "Docstring of the function.")
     assert str(inspect.signature(inner)) == "()"
 
 
-def test_a_later_call_begins_with_what_fitted():
-    inner, tried = trying(10, starting_batch_size=32)
+def test_later_call_begins_with_the_size_that_fitted():
+    inner, tried = make_function(10, starting_batch_size=32)
     assert inner("a") == (8, "a")
     assert inner("b") == (8, "b")
     assert tried == [32, 16, 8, 8]
 
 
-def test_a_custom_reduce_function():
-    inner, tried = trying(10, starting_batch_size=16, reduce_batch_size_fn=lambda size: size - 2)
+def test_custom_reduce_function():
+    inner, tried = make_function(10, starting_batch_size=16, reduce_batch_size_fn=lambda size: size - 2)
     assert inner() == (10,)
     assert tried == [16, 14, 12, 10]
     left = iter([5, 0])
-    inner, tried = trying(5, starting_batch_size=16, reduce_batch_size_fn=lambda: next(left))
+    inner, tried = make_function(5, starting_batch_size=16, reduce_batch_size_fn=lambda: next(left))
     assert inner() == (5,)
 
 
-def test_zero_is_a_clear_error_with_the_cause():
-    inner, _ = trying(0, starting_batch_size=4)
+def test_size_zero_is_an_error_with_the_cause():
+    inner, _ = make_function(0, starting_batch_size=4)
     with pytest.raises(BatchSizeError, match=r"reached zero. inner ran out of memory .*\(4, 2, 1\)") as caught:
         inner()
     assert isinstance(caught.value, RuntimeError)
     assert isinstance(caught.value.__cause__, MemoryError)
 
 
-def test_other_errors_pass_at_once():
+def test_other_errors_are_raised_at_once():
     calls = []
 
     @find_executable_batch_size
@@ -89,7 +95,7 @@ def test_other_errors_pass_at_once():
     assert calls == [128]
 
 
-def test_passing_a_batch_size_is_a_clear_error():
+def test_passing_a_batch_size_is_an_error():
     @find_executable_batch_size(starting_batch_size=4)
     def inner(batch_size, rate):
         return batch_size, rate
@@ -106,7 +112,7 @@ def test_passing_a_batch_size_is_a_clear_error():
 
 
 class Job:
-    """Methods get the size after their object."""
+    """Class whose methods receive the batch size after `self` or `cls`."""
 
     rate = 3
 
@@ -128,7 +134,7 @@ class Job:
         return batch_size, gradient_accumulation_steps
 
 
-def test_a_method():
+def test_methods_can_be_decorated():
     job = Job()
     assert (job.run(), job.run(2), job.run(times=3), Job.run.batch_size) == (12, 24, 36, 4)
     assert Job.of_class() == (Job, 128)
@@ -142,7 +148,7 @@ def test_a_method():
         find_executable_batch_size(lambda self: self)
 
 
-def test_bodies_that_run_later_are_refused():
+def test_generators_and_coroutines_are_refused():
     async def coroutine(batch_size):
         return batch_size
 
@@ -166,12 +172,12 @@ def test_bodies_that_run_later_are_refused():
         ({"keep_global_batch": True}, "add it, and hand it"),
     ],
 )
-def test_impossible_settings(settings, said):
+def test_invalid_settings_are_refused(settings, said):
     with pytest.raises(ConfigError, match=said):
         find_executable_batch_size(**settings)(lambda batch_size: None)
 
 
-def test_impossible_functions():
+def test_invalid_functions_are_refused():
     with pytest.raises(ConfigError, match="no first parameter"):
         find_executable_batch_size(lambda: None)
     with pytest.raises(ConfigError, match="no first parameter"):
@@ -180,7 +186,7 @@ def test_impossible_functions():
         find_executable_batch_size(64)
 
 
-def test_the_global_batch_is_kept():
+def test_global_batch_is_kept():
     seen = []
 
     @find_executable_batch_size(starting_batch_size=60, keep_global_batch=True)
@@ -216,7 +222,7 @@ def test_rng_states_are_restored():
     assert found == draw()
 
 
-def test_what_a_failed_attempt_prepared_is_gone_before_the_next():
+def test_objects_of_a_failed_attempt_are_freed_before_the_next():
     accelerator = Accelerator(cpu=True)
     alive = []
 
@@ -265,10 +271,10 @@ def test_objects_from_outside_are_named_and_kept(caplog):
     assert isinstance(inside, torch.nn.Bilinear)
 
 
-# ---------------------------------------------------------------- the largest
+# ---------------------------------------------------------------- search="largest"
 
 
-def largest(fits):
+def make_largest_search(fits):
     tried = []
 
     @find_executable_batch_size(starting_batch_size=16, search="largest")
@@ -281,22 +287,22 @@ def largest(fits):
     return probe, tried
 
 
-def test_the_largest_is_found():
-    probe, tried = largest(37)
+def test_largest_size_is_found():
+    probe, tried = make_largest_search(37)
     assert probe() == 37
     assert tried[-1] == 37, "the last call is the one with the size found"
     assert len(tried) <= 12
 
 
-def test_a_later_search_for_the_largest_begins_with_what_fitted():
-    probe, tried = largest(37)
+def test_later_search_for_the_largest_begins_with_the_size_that_fitted():
+    probe, tried = make_largest_search(37)
     probe()
     tried.clear()
     assert probe() == 37
     assert tried[0] == 37
 
 
-def test_the_largest_stops_at_the_limit():
+def test_search_for_the_largest_stops_at_the_limit():
     tried = []
 
     @find_executable_batch_size(starting_batch_size=3, search="largest", max_batch_size=20)
@@ -307,7 +313,7 @@ def test_the_largest_stops_at_the_limit():
     assert tried == [3, 4, 8, 16, 20]
 
 
-def test_the_largest_divisor():
+def test_largest_divisor_is_found():
     seen = []
 
     @find_executable_batch_size(starting_batch_size=48, search="largest", keep_global_batch=True)
@@ -322,7 +328,7 @@ def test_the_largest_divisor():
     assert seen[-1] == 16
 
 
-def test_a_size_that_does_not_fit_again_is_left(monkeypatch):
+def test_size_that_does_not_fit_a_second_time_is_reduced(monkeypatch):
     calls = []
 
     @find_executable_batch_size(starting_batch_size=8, search="largest", max_batch_size=16)
@@ -336,11 +342,11 @@ def test_a_size_that_does_not_fit_again_is_left(monkeypatch):
     assert calls[-2:] == [10, 9]
 
 
-# ---------------------------------------------------------------- the predicted
+# ---------------------------------------------------------------- search="predicted"
 
 
-def test_the_predicted_size_without_a_memory_limit_is_the_start_after_three_probes():
-    """Host memory has no limit here, so nothing is predicted, and a probe confirms the start itself."""
+def test_without_a_memory_limit_the_start_is_confirmed_after_three_probes():
+    """Host memory has no limit here, so no size is predicted, and a probe confirms the starting size."""
     headway.set_seed(3)
     calls, draws = [], []
     accelerator = Accelerator(cpu=True)
@@ -359,7 +365,7 @@ def test_the_predicted_size_without_a_memory_limit_is_the_start_after_three_prob
                 optimizer.zero_grad()
                 calls[-1][1] += 1
         except Exception:
-            pytest.fail("a probe ends by no Exception")
+            pytest.fail("a probe must not end with an Exception")
         return "done"
 
     assert train(5) == "done"
@@ -373,24 +379,24 @@ def test_the_predicted_size_without_a_memory_limit_is_the_start_after_three_prob
     assert calls == [[16, 1]], "a later call begins with what fitted"
 
 
-def test_the_predicted_size_with_errors_alone():
-    """Where no memory is measured, the search steps down from the start."""
-    inner, tried = trying(11, starting_batch_size=16, search="predicted")
+def test_predicted_search_works_with_errors_alone():
+    """If no memory is measured, the search steps down from the start."""
+    inner, tried = make_function(11, starting_batch_size=16, search="predicted")
     assert inner() == (11,)
     assert tried == [2, 4, 16, 15, 13, 9, 11, 12, 11]
 
 
-def test_the_predicted_size_of_few_or_of_none():
-    inner, tried = trying(3, starting_batch_size=4, search="predicted")
+def test_predicted_search_for_small_sizes_and_none():
+    inner, tried = make_function(3, starting_batch_size=4, search="predicted")
     assert (inner(), tried) == ((3,), [4, 3])
-    inner, tried = trying(1, starting_batch_size=100, search="predicted")
+    inner, tried = make_function(1, starting_batch_size=100, search="predicted")
     assert (inner(), tried) == ((1,), [2, 1, 1])
-    inner, _ = trying(0, starting_batch_size=100, search="predicted")
+    inner, _ = make_function(0, starting_batch_size=100, search="predicted")
     with pytest.raises(BatchSizeError, match="reached zero"):
         inner()
 
 
-def test_a_predicted_divisor():
+def test_predicted_divisor_is_found():
     seen = []
 
     @find_executable_batch_size(starting_batch_size=60, search="predicted", keep_global_batch=True)
@@ -405,7 +411,7 @@ def test_a_predicted_divisor():
     assert seen[:3] == [2, 4, 60]
 
 
-def test_a_probe_waits_for_the_second_update_of_every_optimizer():
+def test_probe_runs_until_the_second_update_of_every_optimizer():
     steps = []
 
     @find_executable_batch_size(starting_batch_size=8, search="predicted")
@@ -421,3 +427,130 @@ def test_a_probe_waits_for_the_second_update_of_every_optimizer():
 
     inner()
     assert steps == ["dgdg"] * 3 + ["dgdgdg"]
+
+
+def run_search(search, largest):
+    """Return all sizes tried if exactly the sizes up to `largest` fit."""
+    tried = []
+    while not search.is_done:
+        assert search.size >= 1
+        tried.append(search.size)
+        search.report(search.size <= largest)
+    return tried
+
+
+def test_halving_is_the_default():
+    search = FirstThatFits(1024)
+    assert run_search(search, 8) == [1024, 512, 256, 128, 64, 32, 16, 8]
+    assert search.found == 8
+    search = FirstThatFits(128)
+    assert run_search(search, 7) == [128, 64, 32, 16, 8, 4]
+    search = FirstThatFits(1)
+    assert run_search(search, 0) == [1]
+    assert (search.found, search.size) == (0, 0)
+
+
+def test_largest_size_is_found_exactly():
+    search = LargestSize(128)
+    assert run_search(search, 7) == [128, 127, 119, 59, 29, 14, 7, 10, 8]
+    assert (search.found, search.size) == (7, 7)
+    search = LargestSize(1024)
+    assert len(run_search(search, 8)) == 14
+    assert search.found == 8
+    search = LargestSize(16, limit=100)
+    assert run_search(search, 10**9) == [16, 17, 25, 50, 100]
+    assert search.found == 100
+    search = LargestSize(2)
+    assert run_search(search, 0) == [2, 1]
+    assert (search.found, search.size) == (0, 0)
+
+
+@given(start=st.integers(1, 5000), largest=st.integers(0, 9000), limit=st.integers(5000, 10_000))
+def test_largest_size_is_correct_after_few_tries(start, largest, limit):
+    search = LargestSize(start, limit=limit)
+    tried = run_search(search, largest)
+    assert search.found == min(largest, limit)
+    assert len(set(tried)) == len(tried)
+    farthest = max(start, largest, 1)
+    assert len(tried) <= 2 * ceil(log2(farthest + 1)) + 2
+
+
+@given(start=st.integers(1, 5000), largest=st.integers(0, 9000), tolerance=st.floats(0, 0.5))
+def test_tolerance_is_respected(start, largest, tolerance):
+    search = LargestSize(start, limit=10_000, tolerance=tolerance)
+    tried = run_search(search, largest)
+    assert search.found <= largest <= max(search.found, int(search.found * (1 + tolerance)))
+    assert len(set(tried)) == len(tried)
+    assert len(tried) <= 2 * ceil(log2(max(start, largest, 1) + 1)) + 2
+
+
+@pytest.mark.parametrize(
+    ("start", "largest", "tried"),
+    [(128, 128, [128, 134]), (128, 133, [128, 134]), (128, 125, [128, 122]), (16, 16, [16, 17]), (5, 4, [5, 4])],
+)
+def test_start_near_the_answer_takes_two_tries(start, largest, tried):
+    assert run_search(LargestSize(start, tolerance=0.05), largest) == tried
+
+
+def test_tolerance_must_be_a_share():
+    for wrong in (-0.1, 1, "5%", True):
+        with pytest.raises(ConfigError, match="as a share"):
+            find_executable_batch_size(search="largest", tolerance=wrong)
+
+
+@given(number=st.integers(1, 5000), largest=st.integers(0, 6000), data=st.data())
+def test_only_allowed_sizes_are_tried(number, largest, data):
+    sizes = list_divisors(number)
+    assert sizes == [each for each in range(1, number + 1) if number % each == 0]
+    fitting = [each for each in sizes if each <= largest]
+    search = LargestSize(number, limit=number, sizes=sizes)
+    assert set(run_search(search, largest)) <= set(sizes)
+    assert search.found == (fitting[-1] if fitting else 0)
+    first = FirstThatFits(number, sizes=sizes)
+    assert set(run_search(first, largest)) <= set(sizes)
+    assert first.found <= search.found
+    assert bool(first.found) == bool(fitting)
+
+
+@given(start=st.integers(1, 2000), largest=st.integers(0, 2000))
+def test_custom_reduce_function_chooses_the_sizes(start, largest):
+    search = FirstThatFits(start, lambda size: size - 3)
+    tried = run_search(search, largest)
+    assert tried == list(range(start, 0, -3))[: len(tried)]
+    assert search.found == next((size for size in range(start, 0, -3) if size <= largest), 0)
+    left = iter(range(start - 1, -1, -1))
+    without_argument = FirstThatFits(start, lambda: next(left))
+    run_search(without_argument, largest)
+    assert without_argument.found == min(start, largest)
+
+
+@pytest.mark.parametrize("returned", [8, 9, 2.0, None, True, "4"])
+def test_size_that_is_not_smaller_is_refused(returned):
+    search = FirstThatFits(8, lambda: returned)
+    if returned is True:
+        with pytest.raises(ConfigError, match="returned True"):
+            search.report(False)
+        return
+    with pytest.raises(ConfigError, match="after a batch size of 8"):
+        search.report(False)
+
+
+def test_size_below_zero_counts_as_zero():
+    search = FirstThatFits(8, lambda size: size - 100)
+    search.report(False)
+    assert search.is_done
+    assert search.size == 0
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, "8", True, None])
+def test_invalid_sizes_are_refused(bad):
+    with pytest.raises(ConfigError, match="starting_batch_size"):
+        find_executable_batch_size(starting_batch_size=bad)
+    if bad is not None:  # None means no limit
+        with pytest.raises(ConfigError, match="max_batch_size"):
+            find_executable_batch_size(starting_batch_size=4, max_batch_size=bad)
+
+
+def test_limit_below_the_start_is_refused():
+    with pytest.raises(ConfigError, match="below starting_batch_size=8"):
+        find_executable_batch_size(starting_batch_size=8, search="largest", max_batch_size=4)

@@ -1,4 +1,4 @@
-"""The memory monitor: peaks of phases from the real kernel and from samples, nesting, the bar, errors that pass through."""
+"""Test the memory monitor: peaks of phases from the kernel and from samples, nesting, the progress bar, and errors."""
 
 import io
 import sys
@@ -21,13 +21,14 @@ LINUX = pytest.mark.skipif(
 )
 
 
-def blocks(num_mib):
-    """Memory that goes back to the system when it is dropped: above malloc's largest threshold of 32 MiB."""
+def allocate_block(num_mib):
+    """Return a tensor whose memory goes back to the system when it is freed: above malloc's largest threshold of 32 MiB."""
     return torch.ones(num_mib * MIB // 4)
 
 
 @pytest.fixture(params=["kernel", "samples"])
 def meter(request, monkeypatch):
+    """Name of the meter that the test uses: the kernel's peak or samples."""
     if request.param == "samples":
         monkeypatch.setattr(monitor_file, "choose_meter", lambda device: SampledMeter(0.001))
     elif not Path("/proc/self/clear_refs").exists():
@@ -39,10 +40,10 @@ def test_each_phase_has_its_own_peak(meter):
     with MemoryMonitor() as monitor:
         start = monitor.summary()["memory/used"]
         with monitor.phase("large"):
-            block = blocks(192)
+            block = allocate_block(192)
             del block
         with monitor.phase("small"):
-            block = blocks(64)
+            block = allocate_block(64)
             del block
     large, small, rest = (monitor.peaks[name] - start for name in ("large", "small", "forward"))
     assert 150 * MIB < large < 250 * MIB
@@ -53,20 +54,22 @@ def test_each_phase_has_its_own_peak(meter):
 
 
 class Hungry(torch.autograd.Function):
-    """Its backward takes more than its forward."""
+    """Function whose backward needs more memory than its forward."""
 
     @staticmethod
     def forward(context, x):
-        return x * blocks(64)[0]
+        return x * allocate_block(64)[0]
 
     @staticmethod
     def backward(context, grad):
-        return grad * blocks(256)[0]
+        return grad * allocate_block(256)[0]
 
 
 class HungrySGD(torch.optim.SGD):
+    """Optimizer whose step needs 128 MiB."""
+
     def step(self, closure=None):
-        blocks(128)
+        allocate_block(128)
         return super().step(closure)
 
 
@@ -97,27 +100,27 @@ def test_prepared_objects_mark_forward_backward_and_step():
     assert not scope.own(events.Listeners).to_phases
 
 
-def test_marks_outside_of_a_monitor_do_nothing():
+def test_marks_without_a_monitor_have_no_effect():
     events.mark_phase("forward")
     assert not scope.own(events.Listeners).to_phases
     assert not scope.own(monitor_file._Running)
 
 
 @LINUX
-def test_an_inner_monitor_takes_nothing_from_the_outer_one():
+def test_inner_monitor_does_not_change_the_outer_one():
     with MemoryMonitor() as outer:
         start = outer.summary()["memory/used"]
-        block = blocks(192)
+        block = allocate_block(192)
         del block
         with MemoryMonitor() as inner:
-            block = blocks(64)
+            block = allocate_block(64)
             del block
     assert outer.peak - start > 150 * MIB
     assert inner.peak - start < 120 * MIB
     assert not scope.own(monitor_file._Running)
 
 
-def test_it_can_be_used_again_but_not_inside_itself():
+def test_monitor_can_be_reused_but_not_nested_in_itself():
     monitor = MemoryMonitor()
     with monitor:
         with pytest.raises(StateError, match="another one"):
@@ -132,7 +135,7 @@ def test_it_can_be_used_again_but_not_inside_itself():
             pass
 
 
-def test_where_the_kernel_refuses_samples_are_taken(monkeypatch):
+def test_samples_are_taken_if_the_kernel_refuses(monkeypatch):
     monkeypatch.setattr(KernelMeter, "reset", lambda self: (_ for _ in ()).throw(PermissionError()))
     meter = choose_meter(torch.device("cpu"))
     assert isinstance(meter, SampledMeter)
@@ -140,7 +143,7 @@ def test_where_the_kernel_refuses_samples_are_taken(monkeypatch):
     assert not meter._thread.is_alive()
 
 
-def test_a_device_counts_by_itself(monkeypatch):
+def test_device_counts_its_own_peak(monkeypatch):
     calls = []
 
     class Module:
@@ -155,7 +158,7 @@ def test_a_device_counts_by_itself(monkeypatch):
     assert HARDWARE["cuda"].module is Module
 
 
-def test_the_bar_shows_the_peak():
+def test_progress_bar_shows_the_peak():
     out = io.StringIO()
     with MemoryMonitor():
         for _ in track(range(2), file=out, interval=0.0):
@@ -169,14 +172,14 @@ def test_the_bar_shows_the_peak():
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="notes on exceptions came with Python 3.11")
-def test_an_out_of_memory_error_that_leaves_carries_the_report():
+def test_out_of_memory_error_that_leaves_the_monitor_has_a_report():
     held = torch.zeros(8 * MIB)
     with pytest.raises(RuntimeError) as caught:
         with MemoryMonitor():
             torch.empty(1 << 50)
     (note,) = caught.value.__notes__
     assert "headway: memory ran out on cpu: " in note
-    assert "`held` in test_an_out_of_memory_error" in note
+    assert "`held` in test_out_of_memory_error" in note
     assert held.numel()
     with pytest.raises(KeyError) as other:
         with MemoryMonitor():

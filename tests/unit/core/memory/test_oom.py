@@ -1,3 +1,5 @@
+"""Test which errors count as out of memory, and what is freed after one."""
+
 import errno
 import gc
 import resource
@@ -66,7 +68,7 @@ REAL = [
     MemoryError("Caught MemoryError in DataLoader worker process 0."),
 ]  # fmt: skip
 
-# Without a device that is short of memory, texts with several reasons are here too (see UNSAID).
+# Includes messages with several possible reasons (see AMBIGUOUS), because no device is short of memory here.
 OTHER = [
     RuntimeError("the run before this one died of 'CUDA out of memory': use a smaller batch"),
     ValueError("CUDA out of memory. Tried to allocate 20.00 MiB"),
@@ -108,16 +110,16 @@ OTHER = [
 
 
 @pytest.mark.parametrize("error", REAL, ids=lambda error: str(error)[:50])
-def test_recognized(error):
+def test_out_of_memory_errors_are_recognized(error):
     assert is_out_of_memory(error)
 
 
 @pytest.mark.parametrize("error", OTHER, ids=lambda error: str(error)[:50])
-def test_not_mistaken(error):
+def test_other_errors_are_not_out_of_memory(error):
     assert not is_out_of_memory(error)
 
 
-UNSAID = [
+AMBIGUOUS = [
     RuntimeError("FIND was unable to find an engine to execute this computation"),
     RuntimeError("GET was unable to find an engine to execute this computation"),
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
@@ -135,7 +137,7 @@ UNSAID = [
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """A GPU with this allocator; there is none here to ask."""
+    """Simulate a GPU with 1 TiB, of which 1 GiB is in use, and return its allocator."""
     allocator = SimulatedAllocator(1 << 40)
     allocator.malloc(1 << 30)
     scope.drop(oom._Counted)
@@ -144,41 +146,41 @@ def simulated(monkeypatch):
     return allocator
 
 
-@pytest.mark.parametrize("error", UNSAID, ids=lambda error: str(error)[:50])
-def test_texts_with_several_reasons_count_where_memory_is_short(simulated, error):
-    assert not is_out_of_memory(error), "there is plenty of room, and nothing has run out"
-    raised(lambda: simulated.malloc(1 << 41))  # a library swallows this one
+@pytest.mark.parametrize("error", AMBIGUOUS, ids=lambda error: str(error)[:50])
+def test_ambiguous_messages_count_only_if_memory_is_short(simulated, error):
+    assert not is_out_of_memory(error), "most memory is free, and nothing has run out"
+    catch_error(lambda: simulated.malloc(1 << 41))  # a library can catch this error
     assert is_out_of_memory(error)
-    assert is_out_of_memory(error), "asking changes nothing"
+    assert is_out_of_memory(error), "a second call must give the same answer"
     free_after(error)
-    assert not is_out_of_memory(error), "what ran out before memory was given back says nothing about an error after it"
+    assert not is_out_of_memory(error), "an allocation failed, but memory has been freed since then"
     simulated.malloc((1 << 40) - (1 << 30) - (100 << 20))
-    assert is_out_of_memory(error), "a library's own handle does not fit beside what the allocator holds"
-    assert not is_out_of_memory(OTHER[0]), "a full device alone makes no error one of memory"
+    assert is_out_of_memory(error), "too little memory is left for the handle of a library"
+    assert not is_out_of_memory(OTHER[0]), "an unrelated message does not count, even if the device is full"
 
 
-def test_a_device_that_cannot_be_asked_any_more_proves_nothing(simulated):
+def test_device_that_no_longer_answers_is_no_evidence(simulated):
     simulated.memory_stats = lambda device: (_ for _ in ()).throw(
         RuntimeError("CUDA error: device-side assert triggered")
     )
-    assert not is_out_of_memory(UNSAID[2])
+    assert not is_out_of_memory(AMBIGUOUS[2])
 
 
-def raised(function):
+def catch_error(function):
     try:
         function()
     except BaseException as error:
         return error
 
 
-def test_real_failures_of_this_machine():
+def test_failures_of_this_machine_are_recognized():
     huge = 2**62
-    assert is_out_of_memory(raised(lambda: torch.empty(huge, dtype=torch.uint8)))
-    assert is_out_of_memory(raised(lambda: bytearray(2**62)))
-    assert not is_out_of_memory(raised(lambda: torch.empty(-1)))
+    assert is_out_of_memory(catch_error(lambda: torch.empty(huge, dtype=torch.uint8)))
+    assert is_out_of_memory(catch_error(lambda: bytearray(2**62)))
+    assert not is_out_of_memory(catch_error(lambda: torch.empty(-1)))
 
 
-def chained(outer, inner, *, cause=False, suppressed=False):
+def chain_errors(outer, inner, *, cause=False, suppressed=False):
     if cause:
         outer.__cause__ = inner
     else:
@@ -188,18 +190,18 @@ def chained(outer, inner, *, cause=False, suppressed=False):
 
 
 def test_causes_and_contexts_count():
-    assert is_out_of_memory(chained(ValueError("the step failed"), MemoryError(), cause=True))
-    assert is_out_of_memory(chained(ValueError("cleaning up failed"), MemoryError()))
-    assert is_out_of_memory(chained(ValueError("b"), chained(KeyError("a"), MemoryError()), cause=True))
-    assert not is_out_of_memory(chained(ValueError("something else"), MemoryError(), suppressed=True))
-    assert not is_out_of_memory(chained(KeyboardInterrupt(), MemoryError()))
+    assert is_out_of_memory(chain_errors(ValueError("the step failed"), MemoryError(), cause=True))
+    assert is_out_of_memory(chain_errors(ValueError("cleaning up failed"), MemoryError()))
+    assert is_out_of_memory(chain_errors(ValueError("b"), chain_errors(KeyError("a"), MemoryError()), cause=True))
+    assert not is_out_of_memory(chain_errors(ValueError("something else"), MemoryError(), suppressed=True))
+    assert not is_out_of_memory(chain_errors(KeyboardInterrupt(), MemoryError()))
     loop = ValueError("a")
-    chained(loop, chained(KeyError("b"), loop))
+    chain_errors(loop, chain_errors(KeyError("b"), loop))
     assert not is_out_of_memory(loop)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
-def test_a_group_counts_where_every_member_does():
+def test_group_counts_if_every_member_does():
     from builtins import ExceptionGroup
 
     assert is_out_of_memory(ExceptionGroup("both", [MemoryError(), RuntimeError("CUDA out of memory.")]))
@@ -207,7 +209,7 @@ def test_a_group_counts_where_every_member_does():
     assert is_out_of_memory(ExceptionGroup("nested", [ExceptionGroup("inner", [MemoryError()])]))
 
 
-def test_frames_are_dropped_before_the_cache_is_cleared(monkeypatch):
+def test_frames_are_cleared_before_the_cache(monkeypatch):
     held, alive_at_clearing = [], []
 
     def inner():
@@ -226,22 +228,22 @@ def test_frames_are_dropped_before_the_cache_is_cleared(monkeypatch):
     from headway.core.memory import oom
 
     monkeypatch.setattr(oom, "clear_device_cache", lambda **_: alive_at_clearing.append([ref() for ref in held]))
-    error = raised(middle)
-    assert all(ref() is not None for ref in held), "the traceback pins them"
+    error = catch_error(middle)
+    assert all(ref() is not None for ref in held), "the traceback must keep the tensors alive"
     free_after(error)
     assert alive_at_clearing == [[None, None]]
     assert error.__traceback__ is None
     assert error.__cause__.__traceback__ is None
 
 
-def test_frames_still_running_keep_their_variables():
+def test_frames_that_still_run_keep_their_variables():
     mine = torch.ones(3)
-    error = raised(lambda: torch.empty(2**62, dtype=torch.uint8))
+    error = catch_error(lambda: torch.empty(2**62, dtype=torch.uint8))
     free_after(error)
     assert mine.sum() == 3
 
 
-def test_release_memory_returns_nones_and_takes_errors():
+def test_release_memory_returns_none_values_and_accepts_errors():
     assert release_memory() == []
     assert release_memory(1, torch.ones(2)) == [None, None]
 
@@ -250,14 +252,14 @@ def test_release_memory_returns_nones_and_takes_errors():
         fail.ref = weakref.ref(tensor)
         raise MemoryError
 
-    error = raised(fail)
+    error = catch_error(fail)
     assert fail.ref() is not None
     (error,) = release_memory(error)
     assert error is None
     assert fail.ref() is None
 
 
-def test_cycles_go_only_where_asked_for():
+def test_reference_cycles_are_freed_only_on_request():
     gc.disable()
     try:
         loop = [torch.ones(10)]
@@ -305,4 +307,4 @@ print((max(resident[1:]) - resident[0]) // 2**20)
 def test_resident_memory_is_flat_over_twenty_real_failures():
     done = subprocess.run([sys.executable, "-c", FLAT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 40, "each attempt held up to 400 MiB"
+    assert int(done.stdout) < 40, "memory of failed attempts, up to 400 MiB each, was not freed"

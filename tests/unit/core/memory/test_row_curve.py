@@ -1,4 +1,4 @@
-"""Predictions of the largest size, from recorded and from made-up curves of memory by rows."""
+"""Test predictions of the largest batch size from recorded and constructed curves of memory per number of rows."""
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ pieces of 10 do not.
 """
 
 
-def curve_of(peaks: dict[int, tuple[float, float]]) -> RowCurve:
+def build_curve(peaks: dict[int, tuple[float, float]]) -> RowCurve:
     curve = RowCurve()
     for rows, (allocated, reserved) in peaks.items():
         curve.record_peak(RowPeak(rows, allocated, reserved))
@@ -24,75 +24,75 @@ def curve_of(peaks: dict[int, tuple[float, float]]) -> RowCurve:
 @pytest.mark.parametrize(
     ("measured", "predicted"), [((3, 5), 8), ((2, 5), 8), ((2, 4), 9), ((5, 3, 7), 9), ((2, 4, 8), 9), ((5,), 8)]
 )
-def test_a_recorded_curve(measured: tuple[int, ...], predicted: int) -> None:
-    assert curve_of({rows: GPT2[rows] for rows in measured}).predict_largest(16 - 1.93) == predicted
+def test_prediction_from_a_recorded_curve(measured: tuple[int, ...], predicted: int) -> None:
+    assert build_curve({rows: GPT2[rows] for rows in measured}).predict_largest(16 - 1.93) == predicted
 
 
 @given(st.integers(0, 10**10), st.integers(1, 10**8), st.integers(1, 30), st.integers(2, 8), st.integers(0, 10**12))
-def test_a_line_is_continued_exactly(constant: int, slope: int, small: int, factor: int, available: int) -> None:
-    """Unless nearly all of the memory is constant: then the slope is not believed."""
+def test_line_is_continued_exactly(constant: int, slope: int, small: int, factor: int, available: int) -> None:
+    """If nearly all of the memory is constant, the curve uses a larger slope than measured."""
     large = small * factor
-    curve = curve_of({rows: (constant + slope * rows,) * 2 for rows in (small, large)})
+    curve = build_curve({rows: (constant + slope * rows,) * 2 for rows in (small, large)})
     found = curve.predict_largest(available)
     assert found is not None
     if 8 * slope * large >= constant + slope * large:
         wanted = max(0, (available - constant) // slope)
         assert abs(found - wanted) <= 1e-6 * wanted + (available < constant + slope * large)
     elif found > large:
-        assert constant + slope * found <= available, "too few rather than too many"
+        assert constant + slope * found <= available, "the prediction must not be too large"
 
 
 @pytest.mark.parametrize("power", [1.2, 1.5, 2.0])
-def test_a_steeper_curve_is_found_by_measuring_again(power: float) -> None:
-    """Attention without fused kernels: each prediction is too large, and the next one is better."""
+def test_steeper_curve_is_corrected_by_another_measurement(power: float) -> None:
+    """With attention without fused kernels, each prediction is too large, and the next one is better."""
 
-    def use(rows: int) -> float:
+    def compute_use(rows: int) -> float:
         return 100 + 10 * rows**power
 
     curve = RowCurve()
     for rows in (2, 4):
-        curve.record_peak(RowPeak(rows, use(rows), use(rows)))
-    largest = max(rows for rows in range(1, 100) if use(rows) <= 2000)
+        curve.record_peak(RowPeak(rows, compute_use(rows), compute_use(rows)))
+    largest = max(rows for rows in range(1, 100) if compute_use(rows) <= 2000)
     first = curve.predict_largest(2000)
     assert first is not None
-    curve.record_peak(RowPeak(2 * largest // 3, use(2 * largest // 3), use(2 * largest // 3)))
+    curve.record_peak(RowPeak(2 * largest // 3, compute_use(2 * largest // 3), compute_use(2 * largest // 3)))
     second = curve.predict_largest(2000)
     assert second is not None
     assert largest <= second <= first
     assert second <= 1.5 * largest
 
 
-def test_a_flatter_curve_is_predicted_too_small() -> None:
-    def use(rows: int) -> float:
+def test_flatter_curve_is_predicted_too_small() -> None:
+    def compute_use(rows: int) -> float:
         return 100 + 100 * rows**0.5
 
-    found = curve_of({rows: (use(rows),) * 2 for rows in (4, 8)}).predict_largest(1100)
+    found = build_curve({rows: (compute_use(rows),) * 2 for rows in (4, 8)}).predict_largest(1100)
     assert found is not None
     assert 8 < found <= 100
 
 
-def test_steps_of_the_allocator_are_no_slope() -> None:
-    """Sizes that are close may take equally much, or differ by a whole block."""
-    curve = curve_of({7: (700, 700), 6: (700, 700)})
-    assert curve.predict_largest(1000) == 10, "as of one size: proportional"
+def test_allocator_steps_are_not_used_as_a_slope() -> None:
+    """Similar sizes can take equally much memory, or differ by a whole block."""
+    curve = build_curve({7: (700, 700), 6: (700, 700)})
+    assert curve.predict_largest(1000) == 10, "predicted in proportion, as from one size"
     curve.record_peak(RowPeak(3, 300, 300))
     assert curve.predict_largest(1000) == 10
 
 
-def test_a_constant_peak_is_not_continued_without_end() -> None:
-    curve = curve_of({2: (800, 800), 4: (800, 800)})
+def test_constant_peak_has_a_minimum_slope() -> None:
+    curve = build_curve({2: (800, 800), 4: (800, 800)})
     assert curve.predict_largest(1000) == 4 + 200 // 25, "an eighth of the memory per row"
 
 
 def test_fragmentation_is_left_free_and_grows_with_rows() -> None:
-    assert curve_of({5: (50, 50), 10: (100, 100)}).predict_largest(200) == 20
-    assert curve_of({5: (50, 50), 10: (100, 120)}).predict_largest(200) == 16
-    assert curve_of({5: (50, 99), 10: (100, 100)}).predict_largest(200) == 20, "only at the largest size"
+    assert build_curve({5: (50, 50), 10: (100, 100)}).predict_largest(200) == 20
+    assert build_curve({5: (50, 50), 10: (100, 120)}).predict_largest(200) == 16
+    assert build_curve({5: (50, 99), 10: (100, 100)}).predict_largest(200) == 20, "only at the largest size"
 
 
-def test_nothing_measured_predicts_nothing() -> None:
-    curve = curve_of({4: (1, 1)})
+def test_without_measurements_nothing_is_predicted() -> None:
+    curve = build_curve({4: (1, 1)})
     curve.clear()
     assert (curve.predict_largest(100), curve.unused) == (None, 0)
-    assert curve_of({4: (0, 0)}).predict_largest(100) == 4
-    assert curve_of({4: (50, 50)}).predict_largest(10) == 0
+    assert build_curve({4: (0, 0)}).predict_largest(100) == 4
+    assert build_curve({4: (50, 50)}).predict_largest(10) == 0

@@ -1,4 +1,4 @@
-"""Memory in use: the host's real figures, a control group's limits, NVML by a stand-in, and the notebook's lines."""
+"""Test memory in use: figures of the host, limits of control groups, a stub of NVML, and the summary for notebooks."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from headway.core.memory import use
 from headway.core.runtime.device import HARDWARE
 from headway.errors import ConfigError, DeviceUnavailable
 
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is printed where there is no GPU")
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the output on a machine without a GPU")
 
 
 HOST = """
@@ -38,8 +38,8 @@ assert after.utilisation == after.utilization, after
 
 
 @pytest.mark.slow
-def test_the_hosts_use_is_this_process_and_its_children():
-    # A process of its own: what earlier tests leave is given back at any moment.
+def test_use_of_the_host_is_that_of_this_process_and_its_children():
+    # A new process, because memory of earlier tests can be freed at any moment.
     ran = subprocess.run([sys.executable, "-c", HOST], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
 
@@ -64,14 +64,14 @@ def test_every_device_is_listed():
         ({}, (None, 0)),
     ],
 )  # fmt: skip
-def test_the_control_groups_lowest_limit_counts(tmp_path, files, expected):
+def test_lowest_limit_of_the_control_groups_counts(tmp_path, files, expected):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert use.read_control_group(tmp_path) == expected
 
 
-def test_a_limited_group_is_the_total(monkeypatch):
+def test_limit_of_a_control_group_is_the_total(monkeypatch):
     monkeypatch.setattr(use, "read_control_group", lambda: (1 << 30, 1 << 20))
     found = memory_use("cpu")
     assert (found.total, found.occupied) == (1 << 30, 1 << 20)
@@ -79,11 +79,11 @@ def test_a_limited_group_is_the_total(monkeypatch):
 
 
 class Refused(Exception):
-    pass
+    """Error of the stubbed NVML."""
 
 
-def stand_in(**changes):
-    """NVML with two GPUs, 24 GiB each, 3 and 5 GiB in use."""
+def make_nvml(**changes):
+    """Return a stub of pynvml with two GPUs of 24 GiB each, of which 3 and 5 GiB are in use."""
     sizes = [3 << 30, 5 << 30]
     library = types.ModuleType("pynvml")
     library.NVMLError = Refused
@@ -105,8 +105,10 @@ def stand_in(**changes):
 
 @pytest.fixture
 def nvml(monkeypatch):
+    """Return a function that installs a stub of pynvml with changed functions."""
+
     def install(**changes):
-        library = stand_in(**changes)
+        library = make_nvml(**changes)
         monkeypatch.setitem(sys.modules, "pynvml", library)
         monkeypatch.setattr(optional, "is_available", lambda name: True)
         return library
@@ -114,11 +116,11 @@ def nvml(monkeypatch):
     return install
 
 
-def refuse(*_):
+def raise_refused(*_):
     raise Refused
 
 
-def test_the_notebooks_lines(nvml, capsys):
+def test_summary_for_notebooks(nvml, capsys):
     library = nvml()
     result = types.SimpleNamespace(metrics={"train_runtime": 63.279, "train_samples_per_second": 8.091, "epoch": 1.0})
     print_summary(result)
@@ -130,8 +132,8 @@ def test_the_notebooks_lines(nvml, capsys):
 
 @NO_GPU
 @pytest.mark.parametrize("driver", ["missing", "package missing"])
-def test_without_a_gpu_it_says_so(nvml, monkeypatch, capsys, driver):
-    nvml(nvmlInit=refuse)
+def test_without_a_gpu_the_summary_shows_host_memory(nvml, monkeypatch, capsys, driver):
+    nvml(nvmlInit=raise_refused)
     if driver == "package missing":
         monkeypatch.setattr(optional, "is_available", lambda name: False)
     print_summary({"train_runtime": 1, "train_samples_per_second": 2})
@@ -153,15 +155,15 @@ def test_missing_devices_are_errors():
 
 
 @pytest.mark.parametrize("result", [{"train_runtime": 1.0}, None, types.SimpleNamespace(metrics=[1])])
-def test_a_summary_of_something_else(result):
+def test_summary_of_another_object_is_refused(result):
     with pytest.raises(ConfigError, match="needs train_runtime and train_samples_per_second; it got "):
         print_summary(result)
 
 
-def device(monkeypatch):
-    """torch.cuda as a machine with GPUs would show it."""
+def simulate_device(monkeypatch):
+    """Replace `torch.cuda` by a stub of a machine with GPUs, and return its hardware and device."""
     module = types.SimpleNamespace(
-        is_available=lambda: False,  # to torch, which asks it in a CUDA build
+        is_available=lambda: False,  # for torch, which calls it in a CUDA build
         current_device=lambda: 0,
         memory_allocated=lambda device: 100, memory_reserved=lambda device: 150, max_memory_allocated=lambda device: 120,
         get_device_properties=lambda device: types.SimpleNamespace(uuid="bb"), mem_get_info=lambda device: (600, 1000),
@@ -170,9 +172,9 @@ def device(monkeypatch):
     return HARDWARE["cuda"], torch.device("cuda", 0)
 
 
-def test_a_devices_use_by_the_allocator_and_the_driver(nvml, monkeypatch):
+def test_use_of_a_device_by_allocator_and_nvml(nvml, monkeypatch):
     nvml()
-    found = use._device(*device(monkeypatch))
+    found = use._device(*simulate_device(monkeypatch))
     assert (found.device, found.used, found.reserved, found.peak) == ("cuda:0", 100, 150, 120)
     assert (found.total, found.occupied, found.utilization) == (24 << 30, 5 << 30, 0.4)
     assert found.processes == {7: 2 << 30, 8: 0}
@@ -180,14 +182,14 @@ def test_a_devices_use_by_the_allocator_and_the_driver(nvml, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
-def test_a_devices_use_without_the_driver(nvml, monkeypatch, what):
-    nvml(**{what: refuse})
-    found = use._device(*device(monkeypatch))
+def test_use_of_a_device_without_nvml(nvml, monkeypatch, what):
+    nvml(**{what: raise_refused})
+    found = use._device(*simulate_device(monkeypatch))
     assert (found.used, found.total, found.occupied, found.utilization) == (100, 1000, 400, None)
     assert found.source == "torch's allocator"
 
 
-def test_values_that_the_driver_refuses_are_none(nvml, monkeypatch):
-    nvml(nvmlDeviceGetUtilizationRates=refuse, nvmlDeviceGetComputeRunningProcesses=refuse)
-    found = use._device(*device(monkeypatch))
+def test_values_that_nvml_refuses_are_none(nvml, monkeypatch):
+    nvml(nvmlDeviceGetUtilizationRates=raise_refused, nvmlDeviceGetComputeRunningProcesses=raise_refused)
+    found = use._device(*simulate_device(monkeypatch))
     assert (found.occupied, found.utilization, found.processes) == (5 << 30, None, {})

@@ -1,4 +1,4 @@
-"""Mixed precision on one CPU process: what autocast covers, and an fp16 scaler that is right with several optimizers."""
+"""Test mixed precision on one CPU process: the scope of autocast, and fp16 scaling with several optimizers."""
 
 import copy
 import logging
@@ -18,13 +18,13 @@ from headway.core.runtime.device import CPU
 from headway.errors import ConfigError, UnsupportedError
 
 
-def fp16(**options: Any) -> Accelerator:
+def build_fp16_accelerator(**options: Any) -> Accelerator:
     options.setdefault("kwargs_handlers", [GradScalerKwargs(init_scale=1024.0)])
     return Accelerator(cpu=True, mixed_precision="fp16", **options)
 
 
-def pair(accelerator: Accelerator, rate: float = 0.25) -> tuple[list[Any], list[Any]]:
-    """Two models with weight 1 and an optimizer each."""
+def prepare_two_models(accelerator: Accelerator, rate: float = 0.25) -> tuple[list[Any], list[Any]]:
+    """Return two prepared models with weight 1, and their optimizers."""
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     for model in models:
         nn.init.ones_(model.weight)
@@ -33,7 +33,7 @@ def pair(accelerator: Accelerator, rate: float = 0.25) -> tuple[list[Any], list[
     return list(prepared[:2]), list(prepared[2:])
 
 
-def test_names() -> None:
+def test_precisions_are_selected_by_name() -> None:
     assert [build_precision(name, CPU, EngineOptions()).name for name in ("no", "fp16")] == ["no", "fp16"]
     with pytest.raises(ConfigError, match="mixed_precision='fp4' is unknown; allowed: 'no', 'bf16', 'fp16', 'fp8'"):
         Accelerator(cpu=True, mixed_precision="fp4")
@@ -53,12 +53,12 @@ def test_forward_runs_under_autocast_and_weights_stay_float32(name: str, dtype: 
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
 
 
-def test_autocast_can_be_switched_off_by_its_options() -> None:
+def test_autocast_can_be_disabled_by_its_options() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)])
     assert accelerator.prepare(nn.Linear(2, 2))(torch.ones(1, 2)).dtype == torch.float32
 
 
-def test_a_half_precision_loss_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+def test_half_precision_loss_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(nn.Linear(2, 2))
     with caplog.at_level(logging.WARNING):
@@ -66,9 +66,9 @@ def test_a_half_precision_loss_is_warned_about(caplog: pytest.LogCaptureFixture)
     assert "computed in torch.bfloat16" in caplog.text
 
 
-def test_an_overflow_of_the_first_optimizer_leaves_the_second_step_right() -> None:
-    accelerator = fp16()
-    (one, two), (first, second) = pair(accelerator)
+def test_overflow_of_the_first_optimizer_keeps_the_second_step_correct() -> None:
+    accelerator = build_fp16_accelerator()
+    (one, two), (first, second) = prepare_two_models(accelerator)
     schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in (first, second)]
     schedules = list(accelerator.prepare(*schedules))
     x = torch.ones(1, 1)
@@ -81,22 +81,22 @@ def test_an_overflow_of_the_first_optimizer_leaves_the_second_step_right() -> No
         first.zero_grad()
         second.zero_grad()
     assert one.weight.item() == 1.0
-    assert two.weight.item() == 0.75  # exactly one step of 0.25; a scale halved in between would make it 2x
+    assert two.weight.item() == 0.75  # exactly one step of 0.25; a scale halved between the steps would double it
     assert (first.step_was_skipped, second.step_was_skipped) == (True, False)
     assert (first.num_updates, second.num_updates, accelerator.num_updates) == (0, 1, 1)
     assert [schedule.get_last_lr() for schedule in schedules] == [[0.25], [0.125]]
     assert accelerator.optimizer_step_was_skipped
     with accelerator.accumulate(one, two):
         accelerator.backward(one(x).float().mean() + two(x).float().mean())
-        assert accelerator.precision.get_gradient_scale() == 512.0  # halved once, between the windows
+        assert accelerator.precision.get_gradient_scale() == 512.0  # the scale was halved once, between the windows
         first.step()
     assert one.weight.item() == 0.75
 
 
 @pytest.mark.parametrize("is_clipped", [True, False])
-def test_a_skipped_update_moves_nothing(is_clipped: bool) -> None:
-    accelerator = fp16(gradient_accumulation_steps=2)
-    (model, _), (optimizer, _) = pair(accelerator)
+def test_skipped_update_changes_nothing(is_clipped: bool) -> None:
+    accelerator = build_fp16_accelerator(gradient_accumulation_steps=2)
+    (model, _), (optimizer, _) = prepare_two_models(accelerator)
     schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
     weights, updates, skips = [], [], []
     for number in range(6):
@@ -118,9 +118,9 @@ def test_a_skipped_update_moves_nothing(is_clipped: bool) -> None:
     assert schedule.last_epoch == 2
 
 
-def test_the_scale_grows_once_for_all_optimizers() -> None:
-    accelerator = fp16(kwargs_handlers=[GradScalerKwargs(init_scale=8.0, growth_interval=2)])
-    models, optimizers = pair(accelerator)
+def test_scale_grows_once_for_all_optimizers() -> None:
+    accelerator = build_fp16_accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=8.0, growth_interval=2)])
+    models, optimizers = prepare_two_models(accelerator)
     scales = []
     for _ in range(5):
         with accelerator.accumulate(*models):
@@ -132,9 +132,9 @@ def test_the_scale_grows_once_for_all_optimizers() -> None:
     assert scales == [8.0, 8.0, 16.0, 16.0, 32.0]
 
 
-def test_clip_returns_the_norm_of_true_gradients() -> None:
-    accelerator = fp16(gradient_accumulation_steps=2)
-    (model, _), (optimizer, _) = pair(accelerator)
+def test_clip_returns_the_norm_of_unscaled_gradients() -> None:
+    accelerator = build_fp16_accelerator(gradient_accumulation_steps=2)
+    (model, _), (optimizer, _) = prepare_two_models(accelerator)
     for number in range(2):
         with accelerator.accumulate(model):
             accelerator.backward(3 * model(torch.ones(1, 1)).float().mean(), weight=1)
@@ -147,9 +147,9 @@ def test_clip_returns_the_norm_of_true_gradients() -> None:
     assert model.weight.item() == pytest.approx(0.75, 1e-4)
 
 
-def test_gradients_unscaled_by_hand_are_true_and_unscaled_once() -> None:
-    accelerator = fp16()
-    models, optimizers = pair(accelerator)
+def test_gradients_unscaled_by_hand_are_unscaled_once() -> None:
+    accelerator = build_fp16_accelerator()
+    models, optimizers = prepare_two_models(accelerator)
     with accelerator.accumulate(*models):
         accelerator.backward(sum(model(torch.ones(1, 1)).float().mean() for model in models))
         assert models[0].weight.grad.item() == 1024.0
@@ -162,10 +162,10 @@ def test_gradients_unscaled_by_hand_are_true_and_unscaled_once() -> None:
     assert [model.weight.item() for model in models] == [0.875, 0.75]
 
 
-def test_an_update_given_up_after_clipping_leaves_the_next_one_right() -> None:
-    """The dropped gradients were unscaled, the next ones are not yet."""
-    accelerator = fp16()
-    (model, _), (optimizer, _) = pair(accelerator)
+def test_update_discarded_after_clipping_keeps_the_next_one_correct() -> None:
+    """The discarded gradients were unscaled, but the next ones are still scaled."""
+    accelerator = build_fp16_accelerator()
+    (model, _), (optimizer, _) = prepare_two_models(accelerator)
     for number in range(3):
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(1, 1)).float().mean() * (float("inf") if number == 1 else 1))
@@ -177,13 +177,13 @@ def test_an_update_given_up_after_clipping_leaves_the_next_one_right() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert model.weight.item() == 0.75
-    assert accelerator.precision.get_gradient_scale() == 512.0  # the overflow given up still halved the scale
+    assert accelerator.precision.get_gradient_scale() == 512.0  # the discarded overflow still halved the scale
 
 
 def test_two_windows_before_two_steps() -> None:
-    """A scale must not change while a clipped optimizer still waits for its step."""
-    accelerator = fp16(kwargs_handlers=[GradScalerKwargs(init_scale=8.0, growth_interval=1)])
-    models, optimizers = pair(accelerator)
+    """The scale must not change while a clipped optimizer still waits for its step."""
+    accelerator = build_fp16_accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=8.0, growth_interval=1)])
+    models, optimizers = prepare_two_models(accelerator)
     for _ in range(2):
         for model in models:
             with accelerator.accumulate(model):
@@ -195,9 +195,9 @@ def test_two_windows_before_two_steps() -> None:
     assert [model.weight.item() for model in models] == [0.5, 0.5]
 
 
-def test_an_update_given_up_while_another_optimizer_waits() -> None:
-    accelerator = fp16()
-    (one, two), (first, second) = pair(accelerator)
+def test_update_discarded_while_another_optimizer_waits() -> None:
+    accelerator = build_fp16_accelerator()
+    (one, two), (first, second) = prepare_two_models(accelerator)
     for number, model in enumerate((two, one, one)):
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(1, 1)).float().mean())
@@ -210,8 +210,8 @@ def test_an_update_given_up_while_another_optimizer_waits() -> None:
 
 
 @pytest.mark.parametrize("weights", [[1.0] * 4, [4096.0, 4095.0, 4097.0, 4000.0], [0.0, 0.0, 5e4, 6e4]])
-def test_no_overflow_from_weights(weights: list[float]) -> None:
-    """Gradients in float16 keep the size of a mean, whatever the weights; a first micro-batch of zero weight included."""
+def test_weights_cause_no_overflow(weights: list[float]) -> None:
+    """Gradients in float16 keep the size of a mean for any weights, even if the first micro-batch has weight 0."""
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=4,
                               kwargs_handlers=[GradScalerKwargs(init_scale=8192.0)])  # fmt: skip
     model = nn.Linear(1, 1, bias=False)
@@ -226,17 +226,17 @@ def test_no_overflow_from_weights(weights: list[float]) -> None:
     assert before - model.weight.item() == pytest.approx(1.0, rel=1e-3)
 
 
-def test_a_closure_is_refused_under_fp16() -> None:
-    accelerator = fp16()
-    (model, _), (optimizer, _) = pair(accelerator)
+def test_closure_is_refused_under_fp16() -> None:
+    accelerator = build_fp16_accelerator()
+    (model, _), (optimizer, _) = prepare_two_models(accelerator)
     accelerator.backward(model(torch.ones(1, 1)).float().mean())
     with pytest.raises(UnsupportedError, match="closure"):
         optimizer.step(lambda: None)
 
 
-def test_the_scaler_state_passes_through() -> None:
-    accelerator = fp16()
-    (model, _), (optimizer, _) = pair(accelerator)
+def test_scaler_state_is_saved_and_loaded() -> None:
+    accelerator = build_fp16_accelerator()
+    (model, _), (optimizer, _) = prepare_two_models(accelerator)
     accelerator.backward(model(torch.ones(1, 1)).float().mean() * float("inf"))
     optimizer.step()
     state = accelerator.precision.state_dict()
@@ -274,8 +274,8 @@ def test_mixed_training_follows_float32(precision: str, tolerance: float) -> Non
 
 
 @pytest.mark.parametrize(("major", "is_told"), [(7, True), (8, False)])
-def test_emulated_bfloat16_is_logged(major: int, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A V100 or T4, by a stub of torch's module: no such device is at hand."""
+def test_emulated_bfloat16_causes_a_warning(major: int, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Use a stub of torch's module for a GPU such as V100 or T4, because no such device is available."""
 
     def is_bf16_supported(including_emulation: bool = True) -> bool:
         return including_emulation or major >= 8
@@ -291,7 +291,7 @@ def test_emulated_bfloat16_is_logged(major: int, is_told: bool, caplog: pytest.L
 
 
 class _PreNorm(torch.nn.Module):
-    """An embedding, two blocks that normalize first, and a head."""
+    """Embedding, two pre-norm residual blocks, and a head, which record the dtype of the residual stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ class _PreNorm(torch.nn.Module):
     ("precision", "half", "dtype"),
     [("bf16", True, torch.bfloat16), ("bf16", False, torch.float32), ("no", True, torch.float32)],
 )
-def test_the_residual_stream_stays_in_half_precision_if_asked_to(precision, half, dtype):
+def test_residual_stream_stays_in_half_precision_on_request(precision, half, dtype):
     options = AutocastKwargs(half_residual=half)
     accelerator = Accelerator(cpu=True, mixed_precision=precision, kwargs_handlers=[options])
     torch.manual_seed(0)
@@ -327,7 +327,7 @@ def test_the_residual_stream_stays_in_half_precision_if_asked_to(precision, half
     assert model.tokens.weight.grad.dtype == torch.float32
 
 
-def test_a_model_without_embeddings_has_no_residual_to_halve(caplog):
+def test_model_without_embeddings_causes_a_warning_for_half_residual(caplog):
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(half_residual=True)])
     accelerator.prepare(torch.nn.Linear(2, 2))
     assert "half_residual=True has no effect on Linear, which has no embeddings" in caplog.text

@@ -1,6 +1,7 @@
-"""What `_dump_nccl_trace_json` writes, field by field as torch 2.13's FlightRecorderDetail.hpp (`dump_json`) does.
+"""Stand-in for the JSON of `_dump_nccl_trace_json`, with the fields of `dump_json` in torch 2.13's FlightRecorderDetail.hpp.
 
-Not recorded: no machine with a GPU was at hand. The frame without entries is what torch 2.11.0+cu130 writes on a machine without one.
+It was not recorded, because no machine with a GPU was available. The dump without entries equals the one that torch
+2.11.0+cu130 writes on a machine without a GPU.
 """
 
 import json
@@ -8,9 +9,12 @@ import time
 from typing import Any
 
 
-def entry(number: int, operation: str, state: str = "scheduled", *, group: str = "0", pg_id: int = 0,
+def make_entry(number: int, operation: str, state: str = "scheduled", *, group: str = "0", pg_id: int = 0,
           age: float = 0.0, is_p2p: bool = False) -> dict[str, Any]:  # fmt: skip
-    """One operation, enqueued `age` seconds ago; without TORCH_NCCL_ENABLE_TIMING it is "scheduled" until it is complete."""
+    """Return the entry of one operation, enqueued `age` seconds ago.
+
+    Without TORCH_NCCL_ENABLE_TIMING, an operation is "scheduled" until it is completed.
+    """
     now = time.time_ns() - int(age * 1e9)
     is_complete = state == "completed"
     return {
@@ -24,8 +28,8 @@ def entry(number: int, operation: str, state: str = "scheduled", *, group: str =
     }  # fmt: skip
 
 
-def content(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The whole dump; its counters are those of the watchdog thread, which looks every tenth of a second."""
+def make_content(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the whole dump. The counters equal those of the watchdog thread, which updates them every tenth of a second."""
     status = {
         str(one["pg_id"]): {
             "last_enqueued_collective": str(one["op_id"]),
@@ -52,9 +56,9 @@ def content(entries: list[dict[str, Any]]) -> dict[str, Any]:
     return {**found, "entries": entries} if entries else found
 
 
-def dump(entries: list[dict[str, Any]], with_collectives: bool = True) -> bytes:
-    """As bytes; `entries` is left out where there are none, or none are asked for."""
-    found = content(entries)
+def make_dump(entries: list[dict[str, Any]], with_collectives: bool = True) -> bytes:
+    """Return the dump as bytes. The key `entries` is left out if there are none or `with_collectives` is False."""
+    found = make_content(entries)
     if not with_collectives:
         found.pop("entries", None)
     return json.dumps(found).encode()

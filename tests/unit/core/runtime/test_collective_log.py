@@ -1,9 +1,9 @@
-"""The log of a batch's collectives: recorded while a batch is open, and passed to a listener on request."""
+"""Test the log of a batch's collectives, which records while a batch is open and sends its entries to a listener."""
 
 from headway.core.runtime.collective_log import VOTE, CollectiveLog, is_vote, parse_exchange
 
 
-def test_nothing_is_noted_while_no_batch_is_in_hand() -> None:
+def test_nothing_is_recorded_outside_a_batch() -> None:
     trail = CollectiveLog()
     trail.record_entry("all", "numbers", "numbers", "", 1)
     assert trail.position == 0
@@ -17,18 +17,20 @@ def test_nothing_is_noted_while_no_batch_is_in_hand() -> None:
     assert trail.position == 1
 
 
-def test_a_listener_gets_earlier_and_later_collectives_but_no_skipped_ones() -> None:
+def test_listener_gets_earlier_and_later_collectives_but_no_skipped_ones() -> None:
     trail, told = CollectiveLog(), []
     trail.begin_batch()
     trail.record_entry("fsdp", "gather", 0, 1)
     trail.skip_collective()
     trail.add_listener(trail.number, lambda index, text: told.append((index, parse_exchange(text))))
-    trail.add_listener(trail.number, lambda index, text: told.append((-1, parse_exchange(text))))  # asked twice
+    trail.add_listener(
+        trail.number, lambda index, text: told.append((-1, parse_exchange(text)))
+    )  # a second request has no effect
     trail.record_entry("fsdp", "scatter", 0, 1, 8, "float32", "AVG")
     assert told == [(0, ["fsdp", "gather", 0, 1]), (2, ["fsdp", "scatter", 0, 1, 8, "float32", "AVG"])]
 
 
-def test_a_listener_gets_nothing_of_a_finished_round() -> None:
+def test_listener_gets_nothing_of_a_finished_round() -> None:
     trail, told = CollectiveLog(), []
     trail.begin_batch()
     number = trail.number
@@ -39,7 +41,7 @@ def test_a_listener_gets_nothing_of_a_finished_round() -> None:
     assert (trail.position, trail.has_listener, trail.number) == (0, False, number + 1)
 
 
-def test_a_vote_is_known_by_its_name() -> None:
+def test_vote_is_recognized_by_its_name() -> None:
     assert is_vote(["all", "numbers", VOTE, "", 8])
     assert not is_vote(["all", "numbers", "numbers", "", 8])
     assert not is_vote(["all", "in place", True, 0, []])

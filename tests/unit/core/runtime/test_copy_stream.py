@@ -1,6 +1,6 @@
-"""Which device a lane is for. Its streams and events need an accelerator: tests/gpu/test_offload.py, and simulated in
-tests/unit/offload/test_back_pressure.py. Stubbed here: torch's current device, and its class of streams, which refuses
-devices that the machine does not have.
+"""Test the device of a copy stream, with stubs for torch's current device and its class of streams.
+
+Streams and events need an accelerator: tests/gpu/test_offload.py, and simulated in tests/unit/offload/test_back_pressure.py.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from headway.offload.transport import HostTransport, RingTransport, make_transpo
 
 
 @pytest.fixture
-def second(monkeypatch):
+def second_device(monkeypatch):
     """Make the second of two CUDA devices current, and return the devices that threads are bound to."""
     bound = []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
@@ -22,19 +22,19 @@ def second(monkeypatch):
     return bound
 
 
-def test_a_device_without_an_index_is_the_current_one(second):
+def test_device_without_an_index_is_the_current_one(second_device):
     lane = CopyStream(torch.device("cuda"))
     assert lane.device == torch.device("cuda", 1)
     lane.bind_device()
-    assert second == [torch.device("cuda", 1)]
+    assert second_device == [torch.device("cuda", 1)]
     assert CopyStream(torch.device("cuda", 0)).device == torch.device("cuda", 0)
 
 
-def test_offloading_runs_on_the_device_of_this_process(second):
+def test_offloading_runs_on_the_device_of_this_process(second_device):
     assert dispatch._resolve_execution_device(None) == torch.device("cuda", 1)
 
 
-def test_a_backend_without_streams_is_copied_to_in_turn(second, monkeypatch, caplog):
+def test_backend_without_streams_copies_synchronously(second_device, monkeypatch, caplog):
     assert isinstance(make_transport(torch.device("cuda")), RingTransport)
 
     def refuse(device):

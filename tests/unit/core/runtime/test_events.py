@@ -1,4 +1,4 @@
-"""Run events: reported once, received by all listeners; a failing listener does not interrupt the run."""
+"""Test run events: each listener receives each event once, and a failing listener does not interrupt the run."""
 
 import gc
 import logging
@@ -10,6 +10,8 @@ from headway.core.runtime import events
 
 
 class Listener:
+    """Listener that records events, and raises `error` if one is given."""
+
     def __init__(self, error=None):
         self.heard, self.error = [], error
         events.subscribe(self.hear)
@@ -21,13 +23,13 @@ class Listener:
 
 
 @pytest.fixture(autouse=True)
-def alone():
+def fresh_listeners():
     scope.drop(events.Listeners)
     yield
     scope.drop(events.Listeners)
 
 
-def test_all_listeners_hear_and_once_each():
+def test_all_listeners_receive_an_event_once():
     one, two = Listener(), Listener()
     events.subscribe(one.hear)
     events.notify_listeners("checkpoint", step=3, source=one, folder="c")
@@ -37,8 +39,8 @@ def test_all_listeners_hear_and_once_each():
         assert happening.details == {"folder": "c"}
 
 
-def test_a_listener_that_fails_is_named_and_the_others_hear(caplog):
-    Listener()  # dropped at once
+def test_failing_listener_is_named_and_the_others_receive_the_event(caplog):
+    Listener()  # garbage collected at once
     one, two = Listener(ValueError("no disk")), Listener()
     with caplog.at_level(logging.WARNING):
         events.notify_listeners("out_of_memory")
@@ -46,7 +48,7 @@ def test_a_listener_that_fails_is_named_and_the_others_hear(caplog):
     assert len(one.heard) == len(two.heard) == 1
 
 
-def test_a_listener_lives_no_longer_than_its_owner():
+def test_listener_is_removed_with_its_owner():
     listener = Listener()
     del listener
     gc.collect()

@@ -1,4 +1,4 @@
-"""Where CUDA was first used. No GPU here: torch's queue of calls at that moment is run by hand (tests/gpu has the real one)."""
+"""Test where CUDA was first used. Without a GPU, torch's queue of calls is run by hand; tests/gpu tests the real one."""
 
 import linecache
 import subprocess
@@ -15,12 +15,13 @@ CELL = "import torch\n\nmodel = start()\n"
 
 @pytest.fixture
 def first_use():
+    """Singleton that records the first use, created anew for the test."""
     scope.drop(FirstUse)
     yield scope.own(FirstUse)
     scope.drop(FirstUse)
 
 
-def test_the_cell_is_named(first_use):
+def test_cell_of_a_notebook_is_named(first_use):
     path = "/tmp/ipykernel_1/123.py"
     linecache.cache[path] = (len(CELL), None, CELL.splitlines(keepends=True), path)
     exec(compile(CELL, path, "exec"), {"start": note_first_use, "In": ["", "1 + 1", CELL]})
@@ -28,15 +29,15 @@ def test_the_cell_is_named(first_use):
     del linecache.cache[path]
 
 
-def test_a_line_of_a_script_is_named(first_use):
+def test_line_of_a_script_is_named(first_use):
     note_first_use()
     assert first_use.place.startswith(f"{__file__}:")
     assert first_use.place.endswith("note_first_use()")
 
 
 @pytest.mark.slow
-def test_torch_calls_it_at_its_first_use():
-    # torch's own queue, emptied as its initialization does it.
+def test_torch_calls_the_function_at_its_first_use():
+    # Check torch's own queue, which torch runs when it initializes CUDA.
     code = (
         "import torch, headway.core.runtime.device\nimport headway.core.runtime.first_use as d\nfrom headway.common import scope\n"
         "assert scope.own(d.FirstUse).place is None\n"
@@ -46,7 +47,7 @@ def test_torch_calls_it_at_its_first_use():
     assert ran.returncode == 0, ran.stderr
 
 
-def test_the_launch_reports_the_used_memory(monkeypatch, capsys, first_use):
+def test_launch_reports_the_used_memory(monkeypatch, capsys, first_use):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

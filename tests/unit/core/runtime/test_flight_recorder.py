@@ -1,4 +1,4 @@
-"""torch's flight recorders: gloo's own here, NCCL's as a dump built from torch's source, in the place of its one function."""
+"""Test reading torch's flight recorders: gloo's real one, and NCCL's as a JSON dump built from torch's source."""
 
 import threading
 import time
@@ -14,33 +14,35 @@ from headway.core.runtime.heartbeat import Heartbeat
 from headway.launch.watch.judge import diagnose_hang
 from headway.launch.watch.report import format_report
 from headway.launch.watch.views import make_view
-from tests.unit.core.runtime.nccl_dump import content, dump, entry
+from tests.unit.core.runtime.nccl_dump import make_content, make_dump, make_entry
 
 
 @pytest.fixture
-def joined():
+def process_group():
+    """Create a gloo group of one process, and destroy it after the test."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def found_in(entries, engine_name="nccl", members=None):
+def find_calls(entries, engine_name="nccl", members=None):
+    """Return the latest call of each group, by the group's name, and the time now."""
     now = time.monotonic()
-    calls = find_latest(engine_name, entries, content(entries)["pg_status"], members or {}, now)
+    calls = find_latest(engine_name, entries, make_content(entries)["pg_status"], members or {}, now)
     return {call["group"]: call for call in calls}, now
 
 
-def gloo(group, number, operation, *, is_p2p=False, retired=False, age=5.0):
+def make_gloo_entry(group, number, operation, *, is_p2p=False, retired=False, age=5.0):
     return {"process_group": [group, "x"], "pg_id": int(group), "collective_seq_id": number, "is_p2p": is_p2p,
             "profiling_name": f"gloo:{operation}", "time_created_ns": (time.time() - age) * 1e9, "retired": retired}  # fmt: skip
 
 
-def test_the_collective_that_each_group_of_gloo_is_at():
+def test_current_collective_of_each_gloo_group_is_found():
     entries = [
-        gloo("0", 1, "broadcast", retired=True),
-        gloo("1", 4, "barrier"),
-        gloo("0", 2, "all_reduce"),
-        gloo("0", 2, "send", is_p2p=True),
+        make_gloo_entry("0", 1, "broadcast", retired=True),
+        make_gloo_entry("1", 4, "barrier"),
+        make_gloo_entry("0", 2, "all_reduce"),
+        make_gloo_entry("0", 2, "send", is_p2p=True),
     ]
     status = {
         "0": {"last_enqueued_collective": "2", "last_completed_collective": "1"},
@@ -54,66 +56,69 @@ def test_the_collective_that_each_group_of_gloo_is_at():
     assert find_latest("fr", [], {}, {}, now) == []
 
 
-def test_counters_that_came_out_of_order_open_nothing():
-    """Seen with gloo: a thread records its collective's number after that of a later collective."""
+def test_counters_in_the_wrong_order_report_no_open_collective():
+    """Observed with gloo: a thread can record its collective's number after that of a later collective."""
     now = time.monotonic()
     status = {"0": {"last_enqueued_collective": "3", "last_completed_collective": "2"}}
-    assert find_latest("fr", [gloo("0", 3, "all_reduce", retired=True)], status, {}, now)[0]["since"] is None
-    assert find_latest("fr", [gloo("0", 3, "all_reduce")], status, {}, now)[0]["since"] is not None
+    assert find_latest("fr", [make_gloo_entry("0", 3, "all_reduce", retired=True)], status, {}, now)[0]["since"] is None
+    assert find_latest("fr", [make_gloo_entry("0", 3, "all_reduce")], status, {}, now)[0]["since"] is not None
 
 
-def test_the_earliest_of_many_that_nccl_has_enqueued():
+def test_earliest_incomplete_collective_of_nccl_is_found():
     entries = [
-        entry(4, "broadcast", "completed", age=30),
-        entry(5, "all_reduce", age=20),
-        *(entry(number, "_all_gather_base", age=19) for number in range(6, 90)),
+        make_entry(4, "broadcast", "completed", age=30),
+        make_entry(5, "all_reduce", age=20),
+        *(make_entry(number, "_all_gather_base", age=19) for number in range(6, 90)),
     ]
-    found, now = found_in(entries, members={"0": [0, 1]})
+    found, now = find_calls(entries, members={"0": [0, 1]})
     call = found["nccl:0"]
     assert (call["number"], call["operation"], call["members"]) == (5, "all_reduce", [0, 1])
     assert 19 < now - call["since"] < 25
 
 
-def test_counters_that_sends_have_mixed_up_hide_nothing():
-    """A send's number and a collective's share NCCL's counter of what is complete: equal counters are not idleness."""
-    entries = [entry(1, "all_reduce", age=5), entry(1, "send 0->1", "completed", is_p2p=True)]
-    found, _ = found_in(entries)
+def test_counters_shared_with_sends_hide_no_open_collective():
+    """Sends and collectives share NCCL's counter of completed operations, so equal counters do not mean idleness."""
+    entries = [make_entry(1, "all_reduce", age=5), make_entry(1, "send 0->1", "completed", is_p2p=True)]
+    found, _ = find_calls(entries)
     assert found["nccl:0"]["since"] is not None
 
 
-def test_what_is_complete_on_the_device_is_not_open():
+def test_collective_completed_on_the_device_is_not_open():
     entries = [
-        {**entry(3, "all_reduce", "completed"), "retired": False},
-        {**entry(4, "all_reduce"), "retired": True},
+        {**make_entry(3, "all_reduce", "completed"), "retired": False},
+        {**make_entry(4, "all_reduce"), "retired": True},
     ]
-    found, _ = found_in(entries)
+    found, _ = find_calls(entries)
     assert (found["nccl:0"]["number"], found["nccl:0"]["since"]) == (4, None)
 
 
-def test_what_the_program_has_not_given_to_the_device_yet_is_not_complete():
-    """A call that is stuck in NCCL: it is recorded, and its events, which were never recorded, count as reached."""
-    entries, status = [entry(3, "broadcast", "completed"), entry(4, "all_reduce", "completed")], {"0": {}}
+def test_collective_not_yet_given_to_the_device_is_not_complete():
+    """Simulate a call that is stuck in NCCL. It is recorded, and its events, which were never recorded, count as reached."""
+    entries, status = [make_entry(3, "broadcast", "completed"), make_entry(4, "all_reduce", "completed")], {"0": {}}
     status["0"]["last_enqueued_collective"] = "3"
     (found,) = find_latest("nccl", [{**each, "retired": False} for each in entries], status, {}, time.monotonic())
     assert (found["number"], found["operation"], found["since"]) == (3, "broadcast", None)
-    sends = [*entries, entry(1, "send 0->1", "completed", is_p2p=True)]  # which share the counter
+    sends = [*entries, make_entry(1, "send 0->1", "completed", is_p2p=True)]  # sends share the counter
     (found,) = find_latest("nccl", sends, {"0": {"last_enqueued_collective": "1"}}, {}, time.monotonic())
     assert found["number"] == 4
 
 
-def test_a_group_of_the_same_name_that_was_aborted_counts_no_more():
-    entries = [entry(7, "all_reduce", age=50), entry(1, "broadcast", "completed", pg_id=1)]
-    found, _ = found_in(entries)
+def test_aborted_group_with_the_same_name_is_ignored():
+    entries = [make_entry(7, "all_reduce", age=50), make_entry(1, "broadcast", "completed", pg_id=1)]
+    found, _ = find_calls(entries)
     assert (found["nccl:0"]["number"], found["nccl:0"]["since"]) == (1, None)
 
 
-def test_both_recorders_are_read(joined, monkeypatch):
+def test_both_recorders_are_read(process_group, monkeypatch):
     monkeypatch.setattr(
-        engine, "_dump_nccl_trace_json", lambda whole=True: dump([entry(2, "all_reduce", age=9)], whole), raising=False
+        engine,
+        "_dump_nccl_trace_json",
+        lambda whole=True: make_dump([make_entry(2, "all_reduce", age=9)], whole),
+        raising=False,
     )
     dist.all_reduce(torch.ones(1))
     recorder, groups, deadline = FlightRecorder(), {}, time.monotonic() + 30
-    # gloo's thread notes that it is done a little later.
+    # gloo's thread records the completion a little later.
     while not ("0" in groups and groups["0"]["since"] is None) and time.monotonic() < deadline:
         recorder.check_counters()
         groups = {call["group"]: call for call in recorder._calls or []}
@@ -122,17 +127,17 @@ def test_both_recorders_are_read(joined, monkeypatch):
     assert groups["nccl:0"]["members"] == groups["0"]["members"] == [0]
 
 
-def test_a_beat_does_not_wait_for_events_that_block(joined, monkeypatch):
+def test_heartbeat_does_not_wait_for_events_that_block(process_group, monkeypatch):
     """If the driver is stuck, the heartbeat continues and reports what the counters alone show."""
     blocked, is_reading = threading.Event(), threading.Event()
 
-    def ask(whole=True):
+    def dump_or_block(whole=True):
         if whole:
             is_reading.set()
             blocked.wait(60)
-        return dump([entry(2, "all_reduce", age=9)], whole)
+        return make_dump([make_entry(2, "all_reduce", age=9)], whole)
 
-    monkeypatch.setattr(engine, "_dump_nccl_trace_json", ask, raising=False)
+    monkeypatch.setattr(engine, "_dump_nccl_trace_json", dump_or_block, raising=False)
     own, recorder = pulse.HeartbeatFile(), FlightRecorder()
     beating = Heartbeat(own, recorder)
     try:
@@ -150,14 +155,14 @@ def test_a_beat_does_not_wait_for_events_that_block(joined, monkeypatch):
         recorder.stop()
 
 
-def test_the_diagnosis_names_the_rank_missing_from_a_device_collective():
-    """Rank 0 has enqueued ten collectives and waits for the device; rank 1 has not reached the fifth."""
-    done = [entry(number, "all_reduce", "completed", age=40) for number in range(1, 5)]
-    ahead = [*done, *(entry(number, "all_reduce", age=30) for number in range(5, 15))]
+def test_diagnosis_names_the_rank_missing_from_a_device_collective():
+    """Rank 0 has enqueued ten more collectives and waits for the device. Rank 1 has not reached the first of them."""
+    done = [make_entry(number, "all_reduce", "completed", age=40) for number in range(1, 5)]
+    ahead = [*done, *(make_entry(number, "all_reduce", age=30) for number in range(5, 15))]
     now = time.monotonic()
     views = []
     for rank, entries in enumerate((ahead, done)):
-        calls = find_latest("nccl", entries, content(entries)["pg_status"], {"0": [0, 1]}, now)
+        calls = find_latest("nccl", entries, make_content(entries)["pg_status"], {"0": [0, 1]}, now)
         note = {"stack": [["/u/train.py", 7 + rank, "main"]], "still": now - 30, "torch": calls}
         views.append(make_view(rank, pulse.PulseReading(pid=9, beats=5, beat=now, note=note, noted=now), now))
     verdict = diagnose_hang(views, 10.0)

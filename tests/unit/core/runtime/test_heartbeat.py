@@ -1,3 +1,5 @@
+"""Test the heartbeat thread: stacks of the main thread, the end of the program, forks, and dumps while C code runs."""
+
 import os
 import subprocess
 import sys
@@ -11,50 +13,52 @@ from headway.core.runtime.flight_recorder import FlightRecorder
 from headway.core.runtime.heartbeat import ENDED, Heartbeat
 
 
-def run(body, path, **more):
+def run_code(body, path, **more):
+    """Run code in a new process that writes its heartbeat to `path`."""
     return subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=60,
                           env={**os.environ, "HEADWAY_PULSE": str(path), **more})  # fmt: skip
 
 
 @pytest.fixture
 def path(tmp_path):
+    """Path of an empty heartbeat file."""
     found = tmp_path / "rank0.pulse"
     pulse.create_pulse(found)
     return found
 
 
-def test_a_heartbeat_records_the_stack_of_the_main_thread():
+def test_heartbeat_records_the_stack_of_the_main_thread():
     own = pulse.HeartbeatFile()
     beating = Heartbeat(own, FlightRecorder())
     done = threading.Event()
 
-    def elsewhere():
+    def write_beat_in_thread():
         beating.write_beat()
         done.set()
 
-    threading.Thread(target=elsewhere).start()
+    threading.Thread(target=write_beat_in_thread).start()
     assert done.wait(10)
     found = own.read()
     assert found.beats == 1
     assert abs(time.monotonic() - found.beat) < 10
-    assert any(name == "test_a_heartbeat_records_the_stack_of_the_main_thread" for _, _, name in found.note["stack"])
+    assert any(name == "test_heartbeat_records_the_stack_of_the_main_thread" for _, _, name in found.note["stack"])
     assert found.note["torch"] in ([], None)
 
 
-def test_the_end_of_the_program_is_recorded_without_a_crash(path):
+def test_end_of_the_program_is_recorded_without_a_crash(path):
     body = (
         "from headway.core.runtime import heartbeat\nimport sys, time\nheartbeat.INTERVAL = 0.001\nheartbeat.start_heartbeat()\n"
         "heartbeat.start_heartbeat()\ntime.sleep(0.2)\nsys.exit(3)\n"
     )
-    ran = run(body, path)
+    ran = run_code(body, path)
     assert (ran.returncode, ran.stderr) == (3, "")
     found = pulse.HeartbeatFile(path, is_writer=False).read()
     assert found.phase == ENDED
     assert found.beats > 3
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_forks_in_the_middle_of_beats(path):
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_forks_during_heartbeats_do_not_write(path):
     body = """
 import os, time
 from headway.core.runtime import pulse
@@ -69,16 +73,14 @@ for _ in range(30):
     assert os.waitpid(child, 0)[1] == 0
 print("done")
 """
-    ran = run(body, path)
+    ran = run_code(body, path)
     assert ran.stdout == "done\n", ran.stderr
     assert pulse.HeartbeatFile(path, is_writer=False).read().update == 0
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_the_end_of_a_forked_worker(path):
-    """A data loader's worker ends as Python does: it is not the rank, and the recorder's lock was held during the
-    fork.
-    """
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_forked_worker_ends_without_waiting(path):
+    """A data loader's worker ends like any Python process, although the recorder's lock was held during the fork."""
     body = """
 import os, signal, threading
 from headway.core.runtime import pulse
@@ -95,11 +97,11 @@ with recorder._asked._cond:
     assert os.waitpid(child, 0)[1] == 0
 print(repr(pulse.get_own_pulse().read().phase))
 """
-    ran = run(body, path)
+    ran = run_code(body, path)
     assert ran.stdout == "''\n", ran.stderr
 
 
-def test_a_dump_comes_while_c_code_holds_the_interpreter(path):
+def test_stack_is_dumped_while_c_code_holds_the_interpreter(path):
     from headway.core.runtime.heartbeat import LIVE_SIGNAL
     from headway.launch.watch.stacks import parse_main_stack
 

@@ -1,4 +1,4 @@
-"""A moved module keeps its parameters the same objects; on devices that packages register, tests/accelerator shows it."""
+"""Test that a moved module keeps its parameter objects. tests/accelerator tests devices that packages register."""
 
 import torch
 from torch import nn
@@ -7,8 +7,8 @@ from headway.core.runtime import moving
 from headway.core.runtime.moving import move_module
 
 
-def test_the_setting_of_torch_is_put_back_and_tied_parameters_stay_tied(monkeypatch):
-    # In place of a device that torch's list lacks: nothing may be given new data in place.
+def test_setting_of_torch_is_restored_and_tied_parameters_stay_tied(monkeypatch):
+    # Simulate a device that torch's list lacks: no parameter can get new data in place.
     monkeypatch.setattr(moving, "_can_take_data_of", lambda old, new: False)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
@@ -22,7 +22,7 @@ def test_the_setting_of_torch_is_put_back_and_tied_parameters_stay_tied(monkeypa
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
 
 
-def test_a_module_without_parameters_moves():
+def test_module_without_parameters_is_moved():
     move_module(nn.ReLU(), torch.device("cpu"))
     with moving._swap_contents(True):
         assert torch.__future__.get_swap_module_params_on_conversion()

@@ -1,6 +1,6 @@
-"""Arenas of pinned memory: registered while in use, not inherited by forks, and torch's own way where that fails.
+"""Test arenas of pinned memory: registered while in use, not inherited by forks, with torch's allocation as a fallback.
 
-A stand-in for CUDA's runtime notes what is registered; tests/gpu has the same with a device.
+A stub of CUDA's runtime records what is registered. tests/gpu tests the same with a device.
 """
 
 import gc
@@ -16,7 +16,7 @@ SIZE = 1 << 26
 
 
 class Runtime:
-    """Notes the registered memory. `error`: what a registration returns."""
+    """Stub of CUDA's runtime that records registered memory. `error` is the result of each registration."""
 
     def __init__(self, error=0):
         self.error, self.registered, self.threads = error, {}, set()
@@ -41,6 +41,7 @@ def _is_mapped(address):
 
 @pytest.fixture
 def runtime(monkeypatch):
+    """Install the stub of CUDA's runtime, and return it."""
     made = Runtime()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # a CUDA build would look for a driver
@@ -51,7 +52,7 @@ def runtime(monkeypatch):
     return made
 
 
-def test_an_arena_is_registered_as_long_as_a_part_of_it_is_in_use(runtime):
+def test_arena_is_registered_while_a_part_of_it_is_in_use(runtime):
     arena = pinned_memory.allocate_arena(SIZE)
     assert runtime.registered == {arena.data_ptr(): SIZE}
     assert arena.dtype == torch.uint8
@@ -68,14 +69,14 @@ def test_an_arena_is_registered_as_long_as_a_part_of_it_is_in_use(runtime):
 
 
 @pytest.mark.parametrize(("num_bytes", "error"), [(1000, 0), (SIZE, 1)])
-def test_small_memory_and_failed_registrations_come_from_torch(runtime, num_bytes, error):
+def test_torch_allocates_small_memory_and_after_failed_registrations(runtime, num_bytes, error):
     runtime.error = error
     arena = pinned_memory.allocate_arena(num_bytes)
     assert (len(arena), int(arena[0]), runtime.registered) == (num_bytes, 7, {})
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_fork_does_not_move_the_pages(runtime):
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_fork_does_not_move_the_pages(runtime):
     arena = pinned_memory.allocate_arena(SIZE)
     address = arena.data_ptr()
     pid = os.fork()
@@ -98,7 +99,7 @@ def test_arenas_come_in_order_from_several_threads(runtime, monkeypatch):
     assert len(runtime.threads) == 3
 
 
-def test_nothing_to_allocate_starts_no_thread():
+def test_without_sizes_no_thread_is_started():
     before = threading.active_count()
     assert pinned_memory.start_in_threads([]) == []
     assert threading.active_count() == before

@@ -1,4 +1,4 @@
-"""Pieces of pinned memory for tensors of any sizes."""
+"""Test how arenas of pinned memory are planned for tensors of any sizes."""
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
@@ -23,13 +23,15 @@ def test_arenas_are_powers_of_two_within_the_limit(sizes, limit):
 
 
 @given(st.integers(1, 3 * ARENA))
-def test_pieces_lose_less_than_an_eighth(size):
+def test_pieces_waste_less_than_an_eighth(size):
     found = split_size(size)
     assert sum(found) == size
     assert len(found) <= 4
     assert sum(1 << (piece - 1).bit_length() for piece in found) <= 9 * size // 8 + 1
 
 
-def test_little_is_lost_to_rounding():
+def test_rounding_wastes_little_for_a_model():
     layers = [size for _ in range(32) for size in (4 * [4096 * 4096 * 2] + 3 * [4096 * 11008 * 2])]
-    assert sum(num_bytes for num_bytes, _ in plan_arenas(layers, 1 << 40)) < 1.08 * sum(layers)  # one each: 1.33
+    assert sum(num_bytes for num_bytes, _ in plan_arenas(layers, 1 << 40)) < 1.08 * sum(
+        layers
+    )  # one arena per tensor would take 1.33

@@ -1,4 +1,4 @@
-"""The runtime of one process: started once, resettable, and refused if it differs from what the launcher promised."""
+"""Test the runtime of one process: started once, reset, and refused if it differs from what the launcher promised."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from headway.core.runtime.collective_ledger import CollectiveLedger
 from headway.errors import ConfigError, DeviceUnavailable, UnsupportedError
 
 
-def test_it_starts_once_and_ends():
+def test_runtime_starts_once_and_ends():
     assert not process.is_started()
     first = process.start(cpu=True)
     assert process.start() is first
@@ -20,7 +20,7 @@ def test_it_starts_once_and_ends():
     process.reset()
 
 
-def test_the_device_cannot_change_under_way(monkeypatch):
+def test_device_cannot_change_after_the_start(monkeypatch):
     fake = device.Hardware("mps")
     monkeypatch.setattr(process, "detect_hardware", lambda: fake)
     process.start()
@@ -28,7 +28,7 @@ def test_the_device_cannot_change_under_way(monkeypatch):
         process.start(cpu=True)
 
 
-def test_a_wrong_rank_is_named(monkeypatch):
+def test_invalid_rank_variable_is_named(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(ConfigError, match="WORLD_SIZE='two'"):
         process.start(cpu=True)
@@ -41,8 +41,8 @@ def test_more_processes_than_devices_are_refused(monkeypatch):
         hardware.select_device(2)
 
 
-def test_a_device_that_the_launcher_promised_must_be_there(monkeypatch):
-    """On ROCm a wrong variable hides all devices. The run then continued on the CPU."""
+def test_missing_device_that_the_launcher_promised_is_refused(monkeypatch):
+    """On ROCm, a wrong variable hides all devices, and the run used to continue on the CPU."""
     monkeypatch.setattr(process, "detect_hardware", lambda: device.CPU)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2")
     told = encode_payload(resolve([]), 1, device="cuda")
@@ -51,15 +51,15 @@ def test_a_device_that_the_launcher_promised_must_be_there(monkeypatch):
         DeviceUnavailable, match=r"started this process for a cuda device.*HIP_VISIBLE_DEVICES='2'.*--cpu"
     ):
         process.start()
-    assert process.start(cpu=True).hardware is device.CPU  # the script's own word
+    assert process.start(cpu=True).hardware is device.CPU  # the script asks for the CPU
     process.reset()
-    monkeypatch.setenv("HEADWAY_DEVICE", "cpu")  # and the user's
+    monkeypatch.setenv("HEADWAY_DEVICE", "cpu")  # the user asks for the CPU
     assert process.start().hardware is device.CPU
 
 
-def test_a_device_that_the_launcher_has_not_found_is_refused(monkeypatch):
-    """The launcher counts without torch. It reported "2 processes on cpu", and both computed on CUDA devices."""
-    monkeypatch.setattr(process, "detect_hardware", lambda: device.Hardware("cuda"))  # a device is not here
+def test_device_that_the_launcher_has_not_found_is_refused(monkeypatch):
+    """The launcher counts devices without torch. It reported "2 processes on cpu", but both computed on CUDA devices."""
+    monkeypatch.setattr(process, "detect_hardware", lambda: device.Hardware("cuda"))  # no such device is available here
     monkeypatch.setattr(device.Hardware, "count_devices", lambda self: 2)
     monkeypatch.setenv("HEADWAY_RUN", encode_payload(resolve([]), 1, device="cpu"))
     told = r"found no accelerator.*for the CPU, but torch .* finds 2 of cuda here\. Start with HEADWAY_DEVICE=cuda .*; --cpu "
@@ -68,14 +68,14 @@ def test_a_device_that_the_launcher_has_not_found_is_refused(monkeypatch):
     assert process.start(cpu=True).hardware is device.CPU
 
 
-def test_a_missing_device_type_is_refused_with_the_available_ones():
+def test_missing_device_type_is_refused_with_the_available_ones():
     missing = next(name for name in ("xpu", "mps") if not device.HARDWARE[name].is_available())
     with pytest.raises(DeviceUnavailable, match=rf"'{missing}' is not on this machine; available here: cpu"):
         device.find_hardware(missing)
     assert device.find_hardware("cpu") is device.CPU
 
 
-def test_the_cpu_answers_every_question():
+def test_cpu_supports_all_queries():
     cpu = device.CPU
     cpu.synchronize()
     cpu.empty_cache()
@@ -85,14 +85,14 @@ def test_the_cpu_answers_every_question():
     assert isinstance(cpu.supports_bf16(), bool)
 
 
-def test_the_ledger_numbers_collectives_with_the_callers_line():
+def test_ledger_numbers_collectives_with_the_callers_line():
     ledger = CollectiveLedger()
     entries = [ledger.record_entry(name) for name in ("a", "b", "c")]
     assert [(entry.sequence, entry.operation) for entry in entries] == [(1, "a"), (2, "b"), (3, "c")]
     assert "test_process.py:" in entries[-1].call_site
 
 
-def test_kinds_are_torchs_and_none_is_listed():
+def test_device_types_are_those_of_torch():
     assert dict(device.HARDWARE) == {"cpu": device.CPU} | {
         name: device.Hardware(name) for name in list(device.HARDWARE)[1:]
     }
@@ -108,7 +108,7 @@ def test_kinds_are_torchs_and_none_is_listed():
         device.find_hardware("xla")
 
 
-def test_engines_are_those_of_torchs_table(monkeypatch):
+def test_backends_are_those_of_torchs_table(monkeypatch):
     table = torch.distributed.Backend.default_device_backend_map
     assert device.CPU.backend == device.Hardware("mps").backend == "gloo"
     assert device.Hardware("cuda").backend == "cpu:gloo,cuda:nccl"
@@ -119,11 +119,11 @@ def test_engines_are_those_of_torchs_table(monkeypatch):
         match=r"torch.distributed has no default backend for tensors on mtia .*backend='cpu:gloo,mtia:<backend>'",
     ):
         _ = device.Hardware("mtia").backend
-    monkeypatch.setitem(table, "mtia", "mccl")  # what Backend.register_backend(devices=["mtia"]) does
+    monkeypatch.setitem(table, "mtia", "mccl")  # like Backend.register_backend(devices=["mtia"])
     assert device.Hardware("mtia").backend == "cpu:gloo,mtia:mccl"
 
 
-def test_a_kind_without_a_current_device_has_no_index():
+def test_device_type_without_a_current_device_has_no_index():
     assert [kind for kind in ("cpu", "cuda", "xpu", "mtia", "mps") if device.HARDWARE[kind].is_indexed] == [
         "cuda",
         "xpu",

@@ -1,3 +1,5 @@
+"""Test the heartbeat file of a rank: values, collectives, notes, advice, and its single writer."""
+
 import mmap
 import os
 import subprocess
@@ -13,12 +15,13 @@ from headway.core.runtime import pulse
 
 @pytest.fixture
 def path(tmp_path):
+    """Path of an empty heartbeat file."""
     found = tmp_path / "rank0.pulse"
     pulse.create_pulse(found)
     return found
 
 
-def test_what_is_written_is_read(path):
+def test_written_values_are_read(path):
     reader = pulse.HeartbeatFile(path, is_writer=False)
     assert reader.read() == pulse.PulseReading()
     writer = pulse.HeartbeatFile(path)
@@ -42,10 +45,10 @@ def test_what_is_written_is_read(path):
 
 @given(num_calls=st.integers(0, 3 * pulse.NUM_CALLS), late=st.integers(0, 2 * pulse.NUM_CALLS))
 @settings(max_examples=30, deadline=None)
-def test_the_ring_keeps_the_last_ones(num_calls, late):
+def test_ring_keeps_the_latest_collectives(num_calls, late):
     own = pulse.HeartbeatFile()
     numbers = [own.enter_collective("gather", f"train.py:{index}") for index in range(num_calls)]
-    own.leave_collective(max(0, num_calls - late))  # one that the ring has forgotten must not harm another's entry
+    own.leave_collective(max(0, num_calls - late))  # a number no longer in the ring must not change another entry
     kept = own.read().calls
     assert [call.number for call in kept] == numbers[-pulse.NUM_CALLS :]
     assert [call.site for call in kept] == [f"train.py:{number - 1}" for number in numbers[-pulse.NUM_CALLS :]]
@@ -54,7 +57,7 @@ def test_the_ring_keeps_the_last_ones(num_calls, late):
 
 @given(st.lists(st.tuples(st.text(max_size=300), st.integers(0, 10**6), st.text(max_size=80)), max_size=400), st.text())
 @settings(max_examples=50, deadline=None)
-def test_a_long_note_loses_its_outer_frames_only(stack, phase):
+def test_long_note_loses_only_its_outer_frames(stack, phase):
     own = pulse.HeartbeatFile()
     own.set_note({"stack": [list(frame) for frame in stack], "live": True})
     own.set_phase(phase)
@@ -78,8 +81,8 @@ def test_advice_on_how_to_continue_is_read_with_its_time(path):
     assert reader.read().log == "runs/log.jsonl"
 
 
-def test_a_half_written_note_keeps_the_previous_one_readable(path):
-    """A writer that is killed between its stores: the slot in use is never the one being written."""
+def test_half_written_note_keeps_the_previous_one_readable(path):
+    """A writer that is killed between two stores never writes to the slot in use."""
     writer, reader = pulse.HeartbeatFile(path), pulse.HeartbeatFile(path, is_writer=False)
     writer.set_note({"stack": [["a.py", 1, "old"]]})
     current = writer._memory[pulse._NOTE.at] % 2
@@ -107,7 +110,7 @@ os.waitpid(child, 0)
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_only_the_rank_itself_writes(path, tmp_path):
     script = tmp_path / "claim.py"
     script.write_text(CLAIM.format(path=str(path)))
@@ -116,6 +119,6 @@ def test_only_the_rank_itself_writes(path, tmp_path):
     assert ran.stdout.split("\n") == ["True None", "False None", "False", ""], ran.stderr
 
 
-def test_the_file_has_a_fixed_size(path):
+def test_file_has_a_fixed_size(path):
     assert path.stat().st_size == pulse.SIZE
     assert pulse.SIZE % mmap.PAGESIZE == 0

@@ -1,4 +1,4 @@
-"""Delayed reads of device values. Those of a real GPU are in tests/gpu and tests/synchronizations."""
+"""Test delayed reads of device values. tests/gpu and tests/synchronizations test those of a real GPU."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from headway.core.runtime.readback import Readback
 
 
-class Elsewhere:
-    """Number on a device without events that a vendor's package adds. No such device is available here."""
+class DeviceNumber:
+    """Number on a device without events, such as one that a vendor's package adds. No such device is available here."""
 
     device = torch.device("privateuseone", 0)
 
@@ -15,10 +15,10 @@ class Elsewhere:
         return self
 
     def to(self, device, non_blocking=False):
-        return torch.tensor(float("nan") if non_blocking else 3.0)  # what is not waited for is not there
+        return torch.tensor(float("nan") if non_blocking else 3.0)  # a copy without waiting has no value yet
 
 
-def test_a_value_on_the_host_is_that_of_the_moment():
+def test_value_on_the_host_is_copied_at_once():
     value = torch.tensor(1.0, requires_grad=True)
     asked = Readback(value)
     value.data.fill_(2.0)
@@ -26,7 +26,7 @@ def test_a_value_on_the_host_is_that_of_the_moment():
 
 
 @pytest.mark.parametrize("lacks", ["Event", "current_stream"])
-def test_a_device_without_events_is_waited_for(monkeypatch, lacks):
+def test_device_without_events_is_waited_for(monkeypatch, lacks):
     class Event:
         def __init__(self, device):
             if lacks == "Event":
@@ -40,5 +40,5 @@ def test_a_device_without_events_is_waited_for(monkeypatch, lacks):
 
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "current_stream", current_stream)
-    asked = Readback(Elsewhere())
+    asked = Readback(DeviceNumber())
     assert (asked.is_ready, asked.read().item()) == (True, 3.0)

@@ -1,4 +1,4 @@
-"""RNG states on one process."""
+"""Test seeds and RNG states on one process."""
 
 import random
 
@@ -13,27 +13,27 @@ from headway.core.runtime.seed import mix_seed
 from headway.errors import ConfigError
 
 
-def draws():
+def draw_numbers():
     return random.random(), float(numpy.random.rand()), float(torch.rand(1))
 
 
-def test_a_seed_repeats_every_stream():
+def test_seed_repeats_the_numbers_of_every_generator():
     set_seed(5)
-    first = draws()
+    first = draw_numbers()
     set_seed(5)
-    assert draws() == first
+    assert draw_numbers() == first
     set_seed(6)
-    assert not set(draws()) & set(first)
+    assert not set(draw_numbers()) & set(first)
     set_seed(2**40)
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, True, "3", None])
-def test_what_is_no_seed_is_refused(seed):
+def test_invalid_seed_is_refused(seed):
     with pytest.raises(ConfigError, match="0 or more"):
         set_seed(seed)
 
 
-def test_deterministic():
+def test_deterministic_enables_deterministic_algorithms():
     try:
         set_seed(1, deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
@@ -41,7 +41,7 @@ def test_deterministic():
         torch.use_deterministic_algorithms(False)
 
 
-def test_unknown_and_missing_streams_are_refused():
+def test_unknown_and_missing_generators_are_refused():
     with pytest.raises(ConfigError, match="'dice'; allowed: python, numpy, torch, device, generator"):
         synchronize_rng_states(["torch", "dice"])
     with pytest.raises(ConfigError, match="no generator was given"):
@@ -52,7 +52,7 @@ def test_unknown_and_missing_streams_are_refused():
 
 
 @given(st.lists(st.integers(0, 2**70), min_size=1, max_size=4))
-def test_mixed_seeds_are_seeds_and_differ(parts):
+def test_mixed_seeds_are_valid_and_differ(parts):
     seed = mix_seed(*parts)
     assert 0 <= seed < 2**63
     assert mix_seed(*parts) == seed

@@ -1,4 +1,4 @@
-"""Signals set flags at once, and handlers that were installed before still run."""
+"""Test that signals set flags at once, and that handlers installed earlier still run."""
 
 import os
 import signal
@@ -13,19 +13,21 @@ from headway.errors import StateError
 
 @pytest.fixture
 def flags():
+    """Signal flags that are stopped after the test."""
     made = SignalFlags()
     yield made
     made.stop()
 
 
-def seen(flags, number, seconds=20.0):
+def wait_for_flag(flags, number, seconds=20.0):
+    """Wait for a signal and return whether it was the first one."""
     deadline = time.monotonic() + seconds
     while flags.first != number and time.monotonic() < deadline:
         time.sleep(0.005)
     return flags.first == number
 
 
-def test_nothing_is_installed_before_start_and_nothing_stays():
+def test_handlers_are_installed_by_start_and_removed_by_stop():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     flags = SignalFlags()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
@@ -37,31 +39,31 @@ def test_nothing_is_installed_before_start_and_nothing_stays():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_a_signal_becomes_a_flag(flags):
+def test_signal_sets_a_flag(flags):
     flags.start()
     assert flags.list_flags() == [0.0, 0.0]
     os.kill(os.getpid(), signal.SIGTERM)
-    assert seen(flags, signal.SIGTERM)
+    assert wait_for_flag(flags, signal.SIGTERM)
     assert flags.list_flags() == [1.0, 0.0]
     flags.clear_flag(signal.SIGTERM)
     assert flags.list_flags() == [0.0, 0.0]
 
 
-def test_the_thread_hears_it_while_the_main_thread_does_not():
-    """A handler in Python needs the main thread's next instruction; the pipe does not."""
+def test_thread_sees_the_flag_while_the_main_thread_is_blocked():
+    """A handler in Python needs the main thread's next instruction, but the pipe does not."""
     flags = SignalFlags((signal.SIGUSR1,))
     flags.start()
     heard = []
-    watcher = threading.Thread(target=lambda: heard.append(seen(flags, signal.SIGUSR1)))
+    watcher = threading.Thread(target=lambda: heard.append(wait_for_flag(flags, signal.SIGUSR1)))
     watcher.start()
-    # A thread that is blocked in C: the lock is only released when the flag has been seen.
+    # The main thread is blocked in C by join() until the other thread has seen the flag.
     threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
     watcher.join()
     flags.stop()
     assert heard == [True]
 
 
-def test_a_handler_of_the_users_runs_too(flags):
+def test_earlier_handler_of_the_user_runs_too(flags):
     told = []
     former = signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
     receiver, sender = os.pipe()
@@ -70,7 +72,7 @@ def test_a_handler_of_the_users_runs_too(flags):
     try:
         flags.start()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert seen(flags, signal.SIGUSR1)
+        assert wait_for_flag(flags, signal.SIGUSR1)
         assert os.read(receiver, 1) == bytes([signal.SIGUSR1])
         flags.stop()
         assert told == [signal.SIGUSR1]
@@ -81,7 +83,7 @@ def test_a_handler_of_the_users_runs_too(flags):
         os.close(sender)
 
 
-def test_only_the_main_thread_may_ask():
+def test_only_the_main_thread_may_start_flags():
     found = []
 
     def start():
@@ -96,12 +98,12 @@ def test_only_the_main_thread_may_ask():
     assert found == ["signals can be handled only in the main thread; make this call in the main thread"]
 
 
-def test_a_forked_child_is_ended_by_the_signal_and_the_parent_hears_nothing(flags):
+def test_forked_child_is_ended_by_the_signal_and_sets_no_flag_in_the_parent(flags):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     flags.start()
     reader, writer = os.pipe()
     child = os.fork()
-    if child == 0:  # what a pool's worker is
+    if child == 0:  # like a worker of a pool
         os.write(writer, b"!")
         signal.pause()
         os._exit(0)
@@ -115,7 +117,7 @@ def test_a_forked_child_is_ended_by_the_signal_and_the_parent_hears_nothing(flag
     assert flags.first is None
 
 
-def test_who_is_about_to_end_hears_no_more_signals():
+def test_signals_can_be_ignored_after_the_stop():
     flags = SignalFlags((signal.SIGUSR1,))
     flags.start()
     flags.stop(then_ignore=True)

@@ -1,4 +1,4 @@
-"""Methods of torch's groups and agents that `headway.core.runtime` and `headway.launch` use exist."""
+"""Test that the methods of torch's groups and agents that `headway.core.runtime` and `headway.launch` use exist."""
 
 import pytest
 import torch.distributed as dist
@@ -8,17 +8,17 @@ from headway.launch.agent import _torch as agent_torch
 
 
 @pytest.mark.parametrize("name", _torch.GROUP_METHODS)
-def test_a_process_group_has_the_method(name):
+def test_process_group_has_the_method(name):
     assert hasattr(dist.ProcessGroup, name)
 
 
 @pytest.mark.parametrize("name", _torch.BACKEND_METHODS)
-def test_a_backend_has_the_method(name):
+def test_backend_has_the_method(name):
     assert hasattr(dist.distributed_c10d.Backend, name) or hasattr(dist.ProcessGroupGloo, name)
 
 
 @pytest.mark.parametrize("name", agent_torch.OVERRIDDEN)
-def test_the_elastic_agent_has_the_method_that_ours_overrides_or_calls(name):
+def test_elastic_agent_has_the_method_that_headway_overrides_or_calls(name):
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     assert hasattr(LocalElasticAgent, name)

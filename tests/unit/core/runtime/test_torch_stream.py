@@ -1,4 +1,4 @@
-"""torch's generator, read in several threads at one time."""
+"""Test reading and writing torch's RNG state in several threads at once, and during a fork."""
 
 import subprocess
 import sys
@@ -37,14 +37,14 @@ print("read")
 
 
 @pytest.mark.slow
-def test_threads_that_read_at_once_do_not_wait_for_each_other() -> None:
-    """With torch's own functions it hangs."""
+def test_threads_that_read_at_once_do_not_deadlock() -> None:
+    """torch's own functions deadlock in this test."""
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120)
     assert done.stdout == "read\n", done.stderr
 
 
 @pytest.mark.slow
-def test_a_worker_forked_while_it_is_read_does_not_wait() -> None:
+def test_worker_forked_during_a_read_does_not_wait() -> None:
     code = """
 import os
 from headway.core.runtime import seed

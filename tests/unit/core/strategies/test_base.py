@@ -1,4 +1,4 @@
-"""The strategy for one process, and what a strategy may be asked."""
+"""Test the strategy for one process, and the interface that all strategies share."""
 
 import pytest
 import torch
@@ -15,10 +15,11 @@ from headway.errors import ConfigError, StateError, UnsupportedError
 
 @pytest.fixture
 def strategy() -> SingleStrategy:
+    """Strategy of one process."""
     return SingleStrategy(Accelerator(cpu=True).collectives)
 
 
-def test_one_process_gets_the_plain_strategy(strategy: SingleStrategy) -> None:
+def test_one_process_uses_the_single_strategy(strategy: SingleStrategy) -> None:
     assert type(Accelerator(cpu=True).strategy) is SingleStrategy
     assert (strategy.data_shard, strategy.gradient_divisor) == (ShardIndex(0, 1), 1)
     model = nn.Linear(1, 1)
@@ -26,17 +27,17 @@ def test_one_process_gets_the_plain_strategy(strategy: SingleStrategy) -> None:
     assert strategy.unwrap_model(model) is model
 
 
-def test_transforms_come_first_and_in_order(strategy: SingleStrategy) -> None:
+def test_transforms_are_applied_in_order(strategy: SingleStrategy) -> None:
     seen: list[str] = []
 
-    def note(name: str):
+    def make_transform(name: str):
         return lambda model: seen.append(name) or model
 
-    strategy.setup_model(nn.Linear(1, 1), [note("checkpoint"), note("compile")])
+    strategy.setup_model(nn.Linear(1, 1), [make_transform("checkpoint"), make_transform("compile")])
     assert seen == ["checkpoint", "compile"]
 
 
-def test_backward_seeds_the_gradient_with_the_factor(strategy: SingleStrategy) -> None:
+def test_backward_multiplies_the_gradient_by_the_factor(strategy: SingleStrategy) -> None:
     x = torch.tensor(3.0, requires_grad=True)
     for factor in (0.5, 2.0, 0.5):
         strategy.backward(x * x, factor, Precision())
@@ -47,7 +48,7 @@ def test_backward_seeds_the_gradient_with_the_factor(strategy: SingleStrategy) -
     assert not strategy._seeds
 
 
-def test_many_factors_are_not_all_kept(strategy: SingleStrategy) -> None:
+def test_cache_of_many_factors_is_limited(strategy: SingleStrategy) -> None:
     x = torch.tensor(1.0, requires_grad=True)
     for number in range(200):
         strategy.backward(x * 1, float(number), Precision())
@@ -55,7 +56,7 @@ def test_many_factors_are_not_all_kept(strategy: SingleStrategy) -> None:
     assert len(strategy._seeds) <= 66
 
 
-def test_scaling_and_dropping_gradients(strategy: SingleStrategy) -> None:
+def test_gradients_are_scaled_and_discarded(strategy: SingleStrategy) -> None:
     one, none = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     one.grad = torch.ones(2)
     strategy.scale_gradients([one, none], 0.5)
@@ -65,14 +66,14 @@ def test_scaling_and_dropping_gradients(strategy: SingleStrategy) -> None:
     assert one.grad is None
 
 
-def test_state_goes_out_by_bare_names(strategy: SingleStrategy) -> None:
+def test_state_is_exported_by_bare_names(strategy: SingleStrategy) -> None:
     model = nn.Linear(2, 1)
     state = dict(strategy.export_state(model))
     assert list(state) == ["weight", "bias"]
     assert state["weight"].data_ptr() == model.weight.data_ptr()
 
 
-def test_a_missing_capability_is_one_error() -> None:
+def test_missing_capability_is_an_error() -> None:
     with pytest.raises(
         UnsupportedError, match="the sharded strategy does not support clip by value; use clip_grad_norm_"
     ):
@@ -89,7 +90,7 @@ def test_hooks_are_chosen_by_name() -> None:
 
 
 def test_unused_parameters_are_named() -> None:
-    """torch counts the parameters that require grad."""
+    """torch counts only parameters that require gradients."""
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
     model[0].requires_grad_(False)
     text = ("Expected to have finished reduction in the prior iteration before starting a new one. "
@@ -99,7 +100,7 @@ def test_unused_parameters_are_named() -> None:
     assert isinstance(error, UnsupportedError)
     assert "of Sequential took no part in the last loss: 2.weight, 2.bias. " in str(error)
     assert _name_parameters(RuntimeError("something else"), model, trained) is None
-    model[1].requires_grad_(False)  # frozen since DDP was made: its indices count as before
+    model[1].requires_grad_(False)  # frozen after DDP was created, so indices count it still
     error = _name_parameters(RuntimeError(text.replace("2 3", "0 1")), model, trained)
     assert isinstance(error, StateError)
     assert "2 parameters of Sequential (1.weight, 1.bias) were frozen after prepare()" in str(error)

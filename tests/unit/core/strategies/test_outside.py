@@ -1,4 +1,4 @@
-"""Strategies that other packages register."""
+"""Test strategies that other packages register, and the example strategy of the documentation."""
 
 import sys
 from pathlib import Path
@@ -17,6 +17,8 @@ from tests.docs.pages import ROOT, blocks
 
 
 class Lonely(SingleStrategy):
+    """Strategy that keeps its text."""
+
     name = "lonely"
 
     def __init__(self, collectives: Collectives, text: str, options: EngineOptions) -> None:
@@ -25,11 +27,15 @@ class Lonely(SingleStrategy):
 
 
 class Bare:
+    """Class without the members of a strategy."""
+
     def __init__(self, *_: object) -> None:
         self.name = "bare"
 
 
 class Lost(Lonely):
+    """Strategy with a wrong data shard."""
+
     def __init__(self, collectives: Collectives, text: str, options: EngineOptions) -> None:
         super().__init__(collectives, text, options)
         self.data_shard = type(self.data_shard)(1, 2)
@@ -37,19 +43,20 @@ class Lost(Lonely):
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install a package that registers these strategies, and return its folder."""
     names = {"lonely": "Lonely", "bare": "Bare", "lost": "Lost", "gone": "Gone", "ddp": "Lonely"}
     write_package(tmp_path, "toys", {mesh.GROUP: {name: f"{__name__}:{made}" for name, made in names.items()}})
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
 
-def test_a_registered_strategy_is_found_by_its_name(installed: Path) -> None:
+def test_registered_strategy_is_found_by_name(installed: Path) -> None:
     strategy = Accelerator(cpu=True, strategy="lonely=3").strategy
     assert isinstance(strategy, Lonely)
     assert strategy.text == "lonely=3"
 
 
-def test_layouts_win_over_packages(installed: Path) -> None:
+def test_layouts_have_priority_over_packages(installed: Path) -> None:
     assert type(Accelerator(cpu=True, strategy="ddp").strategy) is SingleStrategy
 
 
@@ -62,18 +69,18 @@ def test_layouts_win_over_packages(installed: Path) -> None:
         ("lost", r"on rank 0 data_shard is 1 of 2, but this process is rank 0 of 1 in data_group"),
     ],
 )
-def test_what_is_no_strategy_is_refused_with_a_remedy(installed: Path, text: str, said: str) -> None:
+def test_invalid_strategy_is_refused_with_a_remedy(installed: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Accelerator(cpu=True, strategy=text)
 
 
-def test_a_name_that_two_packages_register_is_refused(installed: Path) -> None:
+def test_name_registered_by_two_packages_is_refused(installed: Path) -> None:
     write_package(installed, "more-toys", {mesh.GROUP: {"lonely": "elsewhere:Lonely"}})
     with pytest.raises(ConfigError, match="registered 2 times"):
         mesh.find_entry_point("lonely")
 
 
-def test_the_example_is_short_and_the_page_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_is_short_and_shown_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (FOLDER / "mirror.py").read_text()
     assert len(text.splitlines()) < 60
     assert blocks(ROOT / "docs" / "own_strategy.md")[0].text.strip() == text.strip()
@@ -90,7 +97,7 @@ def test_the_example_is_short_and_the_page_shows_it(tmp_path: Path, monkeypatch:
         sys.modules.pop("mirror", None)
 
 
-def test_groups_hold_each_rank_once() -> None:
+def test_split_groups_must_contain_each_rank_once() -> None:
     door = Collectives(process.start(cpu=True))
     alone = door.split([[0]])
     assert (alone.rank, alone.world_size, alone.group) == (0, 1, None)

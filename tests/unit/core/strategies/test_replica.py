@@ -1,4 +1,4 @@
-"""What the exchange of gradients allocates and launches; torch's fake engine stands for the other rank."""
+"""Test allocations and collectives of the gradient exchange. torch's fake backend stands for the other rank."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ LARGE = (128, 64, 8, 8)  # 2 MB
 
 
 class Watch(TorchDispatchMode):
-    """Notes what is allocated, and the collectives that are launched."""
+    """Mode that counts allocated bytes and records the collectives that are launched."""
 
     def __init__(self):
         super().__init__()
@@ -37,6 +37,7 @@ class Watch(TorchDispatchMode):
 
 @pytest.fixture
 def collectives():
+    """Collectives of two ranks on torch's fake backend."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -44,7 +45,7 @@ def collectives():
     dist.destroy_process_group()
 
 
-def parameters(*shapes, memory_format=torch.contiguous_format):
+def make_parameters(*shapes, memory_format=torch.contiguous_format):
     found = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     for parameter in found:
         of_images = parameter.ndim == 4
@@ -55,10 +56,10 @@ def parameters(*shapes, memory_format=torch.contiguous_format):
 
 
 @pytest.mark.parametrize("has_gaps", [False, True])
-def test_nothing_large_is_allocated_after_the_vote(collectives, has_gaps):
-    """Gradients in channels_last, and one that no rank has: both were allocated for in the middle of the exchange."""
+def test_no_large_memory_is_allocated_after_the_vote(collectives, has_gaps):
+    """Use gradients in channels_last, and one that no rank has. Both were once allocated during the exchange."""
     strategy = ReplicaStrategy(collectives, DistributedDataParallelKwargs())
-    trained = parameters(LARGE, LARGE, (64,), memory_format=torch.channels_last)
+    trained = make_parameters(LARGE, LARGE, (64,), memory_format=torch.channels_last)
     before = [parameter.grad.clone() for parameter in trained]
     if has_gaps:
         trained[1].grad = None
@@ -66,15 +67,15 @@ def test_nothing_large_is_allocated_after_the_vote(collectives, has_gaps):
     with Watch() as watch:
         strategy.reduce_gradients(trained, has_gaps)
     assert watch.allocated < 10_000
-    assert torch.equal(trained[0].grad, before[0])  # the fake engine adds nothing
+    assert torch.equal(trained[0].grad, before[0])  # the fake backend adds nothing
     assert trained[0].grad.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(trained[2].grad, before[2])
     assert (trained[1].grad is None) is has_gaps
 
 
-def test_copies_are_given_back_after_the_exchange(collectives):
+def test_copies_are_freed_after_the_exchange(collectives):
     strategy = ReplicaStrategy(collectives, DistributedDataParallelKwargs())
-    trained = parameters(LARGE, memory_format=torch.channels_last)
+    trained = make_parameters(LARGE, memory_format=torch.channels_last)
     for _ in range(2):
         strategy.prepare_reduction(trained)
         strategy.reduce_gradients(trained)
@@ -82,10 +83,10 @@ def test_copies_are_given_back_after_the_exchange(collectives):
     assert buckets._copies == {}
 
 
-def test_an_engine_that_can_gets_all_large_tensors_in_one_launch(collectives, monkeypatch):
-    """The fake engine does not say that it can, as NCCL does: the one function that asks is stubbed."""
+def test_capable_backend_gets_all_large_tensors_in_one_launch(collectives, monkeypatch):
+    """The fake backend, unlike NCCL, does not report this ability, so the function that asks is a stub."""
     strategy = ReplicaStrategy(collectives, DistributedDataParallelKwargs())
-    trained = parameters(*[LARGE] * 6, (64,))
+    trained = make_parameters(*[LARGE] * 6, (64,))
     counts = []
     for can in (False, True):
         monkeypatch.setattr(group, "can_coalesce", lambda group, device, can=can: can)
@@ -96,14 +97,14 @@ def test_an_engine_that_can_gets_all_large_tensors_in_one_launch(collectives, mo
     assert counts == [["allreduce_"] * 7, ["allreduce_coalesced_"]]
 
 
-def test_types_are_launched_apart(collectives, monkeypatch):
+def test_dtypes_are_launched_separately(collectives, monkeypatch):
     monkeypatch.setattr(group, "can_coalesce", lambda group, device: True)
     with Watch() as watch:
         collectives.sum_in_place([torch.ones(3), torch.ones(2, dtype=torch.int64), torch.ones(4), torch.ones(0)])
     assert watch.launched == ["allreduce_coalesced_", "allreduce_"]
 
 
-def test_broadcasts_are_bracketed(collectives, monkeypatch):
+def test_broadcasts_are_coalesced(collectives, monkeypatch):
     monkeypatch.setattr(group, "can_coalesce", lambda group, device: True)
     began = []
     real = _torch.coalescing_manager
@@ -114,5 +115,5 @@ def test_broadcasts_are_bracketed(collectives, monkeypatch):
     assert began == [(None, torch.device("cpu"))]
 
 
-def test_gloo_and_the_fake_engine_are_asked(collectives):
+def test_gloo_cannot_coalesce(collectives):
     assert not group.can_coalesce(None, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Attributes of torch's own objects that `headway.core.strategies` reads exist once the objects do."""
+"""Test that the attributes of torch's objects that `headway.core.strategies` reads exist."""
 
 import torch
 import torch.distributed as dist

@@ -9,8 +9,8 @@ from headway import Accelerator, ProjectConfiguration, Tracker
 from headway.core.tracking.runlog_reader import read_run
 
 
-class Own(Tracker):
-    """Tracker that records every call, of all runs, in one list."""
+class OwnTracker(Tracker):
+    """Tracker that records the calls of all runs in one list. Calls named in `fails` raise an error."""
 
     name = "own"
 
@@ -22,60 +22,64 @@ class Own(Tracker):
         return self.own
 
     def begin(self, run):
-        self.note("begin", run)
+        self.record_call("begin", run)
         if self.own is not None:
             self.own = run.identity or {"id": len(self.calls)}
 
     def store_init_configuration(self, values):
-        self.note("config", values)
+        self.record_call("config", values)
 
     def log(self, values, step=None, **kwargs):
-        self.note("log", values, step, kwargs)
+        self.record_call("log", values, step, kwargs)
 
     def log_images(self, values, step=None, **kwargs):
-        self.note("images", {name: [each.shape for each in images] for name, images in values.items()}, step)
+        self.record_call("images", {name: [each.shape for each in images] for name, images in values.items()}, step)
 
     def log_artifact(self, path, name, step=None, **kwargs):
-        self.note("artifact", path, name, step)
+        self.record_call("artifact", path, name, step)
 
     def rewind(self, step):
-        self.note("rewind", step)
+        self.record_call("rewind", step)
 
     def flush(self):
-        self.note("flush")
+        self.record_call("flush")
 
     def finish(self):
-        self.note("finish")
+        self.record_call("finish")
 
-    def note(self, *call):
+    def record_call(self, *call):
         if call[0] in self.fails:
             raise ValueError("the server is gone")
         self.calls.append(call)
 
-    def of(self, kind):
+    def list_calls(self, kind):
+        """Return the arguments of all calls of this kind."""
         return [call[1:] for call in self.calls if call[0] == kind]
 
 
-def build(*trackers, folder="run", automatic=False):
+def build_accelerator(*trackers, folder="run", automatic=False):
     return Accelerator(
         cpu=True, log_with=list(trackers) or None,
         project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=automatic),
     )  # fmt: skip
 
 
-def trained(accelerator):
+def prepare_training(accelerator):
+    """Return a prepared model, optimizer and loader."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     loader = DataLoader(TensorDataset(torch.randn(12, 3)), batch_size=2)
     return accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
 
 
-def update(accelerator, model, optimizer, loader, num):
+def train_batches(accelerator, model, optimizer, loader, num):
+    """Train on the first `num` batches."""
     for _, (x,) in zip(range(num), loader):
         accelerator.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
 
 
-def events(project="p"):
+def list_events(project="p"):
+    """Return the (name, step) pairs of the events in a project's log."""
     return [(each.name, each.step) for each in read_run(Path("run", project)).events]

@@ -1,4 +1,4 @@
-"""The Accelerator's methods for tracking, with trackers that the script defines."""
+"""Test the Accelerator's methods for tracking with trackers that the script defines."""
 
 import argparse
 import logging
@@ -14,21 +14,21 @@ from headway.core.tracking import guarded
 from headway.core.tracking import run_feed as feeding
 from headway.core.tracking.runlog_reader import read_run
 from headway.errors import ConfigError, TrackingError
-from tests.unit.core.tracking.own import Own, build, events, trained, update
+from tests.unit.core.tracking.own import OwnTracker, build_accelerator, list_events, prepare_training, train_batches
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
+def _run_in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-# -------------------------------------------------------------------- what is logged
+# -------------------------------------------------------------------- logged values
 
 
-def test_values_go_to_the_log_and_to_every_tracker():
-    one, two = Own(), Own()
+def test_values_reach_the_log_and_every_tracker():
+    one, two = OwnTracker(), OwnTracker()
     two.name = "two"
-    accelerator = build(one, two)
+    accelerator = build_accelerator(one, two)
     accelerator.init_trackers("p", {"lr": numpy.float64(0.1), "layers": [1, 2]})
     accelerator.log(
         {"loss": torch.tensor(0.5), "eval": {"accuracy": numpy.float32(0.25)}}, log_kwargs={"two": {"group": "a"}}
@@ -37,10 +37,10 @@ def test_values_go_to_the_log_and_to_every_tracker():
     accelerator.log_event("evaluation", samples=3)
     accelerator.end_training()
     flat = {"loss": 0.5, "eval/accuracy": 0.25}
-    assert one.of("log") == [(flat, 0, {}), ({"note": "x"}, 7, {})]
-    assert two.of("log") == [(flat, 0, {"group": "a"}), ({"note": "x"}, 7, {})]
-    assert one.of("config") == [({"lr": 0.1, "layers": [1, 2]},)]
-    ((run,),) = one.of("begin")
+    assert one.list_calls("log") == [(flat, 0, {}), ({"note": "x"}, 7, {})]
+    assert two.list_calls("log") == [(flat, 0, {"group": "a"}), ({"note": "x"}, 7, {})]
+    assert one.list_calls("config") == [({"lr": 0.1, "layers": [1, 2]},)]
+    ((run,),) = one.list_calls("begin")
     assert (run.project, run.folder, run.identity) == ("p", Path("run/p").absolute(), None)
     assert one.calls[-1] == ("finish",)
     read = read_run("run/p")
@@ -53,26 +53,26 @@ def test_values_go_to_the_log_and_to_every_tracker():
     assert read.summary["num_updates"] == 0
 
 
-def test_without_a_step_it_is_the_number_of_updates():
-    own = Own()
-    accelerator = build(own)
-    objects = trained(accelerator)
+def test_default_step_is_the_number_of_updates():
+    own = OwnTracker()
+    accelerator = build_accelerator(own)
+    objects = prepare_training(accelerator)
     accelerator.init_trackers("p")
     for _ in range(2):
-        update(accelerator, *objects, 2)
+        train_batches(accelerator, *objects, 2)
         accelerator.log({"loss": 1.0})
-    assert [step for _, step, _ in own.of("log")] == [2, 4]
+    assert [step for _, step, _ in own.list_calls("log")] == [2, 4]
 
 
 def test_images_and_artifacts_are_written_into_the_folder():
-    own = Own()
-    accelerator = build(own)
+    own = OwnTracker()
+    accelerator = build_accelerator(own)
     accelerator.init_trackers("p")
     accelerator.log_images({"one": torch.rand(3, 5, 6), "two": numpy.zeros((2, 5, 6, 1))}, step=4)
     Path("weights.bin").write_text("w")
     accelerator.log_artifact("weights.bin")
-    assert own.of("images") == [({"one": [(5, 6, 3)], "two": [(5, 6, 1)] * 2}, 4)]
-    assert own.of("artifact") == [(Path("weights.bin").absolute(), "weights.bin", 0)]
+    assert own.list_calls("images") == [({"one": [(5, 6, 3)], "two": [(5, 6, 1)] * 2}, 4)]
+    assert own.list_calls("artifact") == [(Path("weights.bin").absolute(), "weights.bin", 0)]
     run = read_run("run/p")
     assert [(each.kind, each.name, each.step) for each in run.media] == [
         ("image", "one", 4), ("image", "two/0", 4), ("image", "two/1", 4), ("artifact", "weights.bin", 0),
@@ -83,7 +83,7 @@ def test_images_and_artifacts_are_written_into_the_folder():
 
 
 def test_values_that_the_log_cannot_store_reach_trackers_and_never_end_the_run(caplog):
-    class Row(Own):
+    class Row(OwnTracker):
         name = "row"
 
         def __init__(self, takes):
@@ -91,7 +91,7 @@ def test_values_that_the_log_cannot_store_reach_trackers_and_never_end_the_run(c
             self.takes, self.name = takes, takes
 
     several = [Row(takes) for takes in ("numbers", "objects", "given")]
-    accelerator = build(*several)
+    accelerator = build_accelerator(*several)
     accelerator.init_trackers("p")
     image, vector = object(), torch.ones(2)
     values = {"loss": torch.tensor(1.0), "image": image, "in": {"vector": vector}, "none": None}
@@ -99,12 +99,12 @@ def test_values_that_the_log_cannot_store_reach_trackers_and_never_end_the_run(c
         accelerator.log(values, step=step)
     accelerator.log([1, 2])
     assert "log() takes a mapping of names and values; builtins.list is left out" in caplog.text
-    numbers, objects, given = ([each[0] for each in tracker.of("log")] for tracker in several)
+    numbers, objects, given = ([each[0] for each in tracker.list_calls("log")] for tracker in several)
     assert numbers == [{"loss": 1.0}] * 2
     assert objects == [{"loss": 1.0, "image": image, "in/vector": vector}] * 2
     assert given == [values] * 2
-    accelerator.log({"image": image}, step=3)  # nothing in it for those who take numbers
-    assert [len(tracker.of("log")) for tracker in several] == [2, 3, 3]
+    accelerator.log({"image": image}, step=3)  # no value for trackers of numbers
+    assert [len(tracker.list_calls("log")) for tracker in several] == [2, 3, 3]
     accelerator.end_training()
     read = read_run("run/p")
     assert set(read.values) == {"loss"}
@@ -112,8 +112,8 @@ def test_values_that_the_log_cannot_store_reach_trackers_and_never_end_the_run(c
     assert [(each.name, each.step, each.details) for each in read.events] == [("objects", 1, {"kinds": kinds})]
 
 
-def test_without_listeners_any_value_may_be_logged():
-    accelerator = build(folder=None)
+def test_without_trackers_any_value_can_be_logged():
+    accelerator = build_accelerator(folder=None)
     for values in ({"loss": [1.0]}, {"loss": torch.zeros(4)}, 3, None):
         accelerator.log(values)
 
@@ -121,41 +121,41 @@ def test_without_listeners_any_value_may_be_logged():
 @pytest.mark.parametrize(
     "config", [argparse.Namespace(lr=0.1), {"lr": 0.1}, None], ids=["namespace", "mapping", "none"]
 )
-def test_configurations_of_every_kind(config):
-    accelerator = build()
+def test_configurations_of_every_type_are_logged(config):
+    accelerator = build_accelerator()
     accelerator.init_trackers("p", config)
     assert read_run("run/p").config == ({} if config is None else {"lr": 0.1})
 
 
 @pytest.mark.parametrize("name", ["", "/tmp/p", "a/../b"])
-def test_names_that_are_no_folders(name):
+def test_name_that_is_not_a_folder_is_refused(name):
     with pytest.raises(ConfigError, match="project_name="):
-        build().init_trackers(name)
+        build_accelerator().init_trackers(name)
 
 
-def test_a_config_that_is_none():
+def test_invalid_config_is_refused():
     with pytest.raises(ConfigError, match="config=3"):
-        build().init_trackers("p", 3)
+        build_accelerator().init_trackers("p", 3)
 
 
-def test_the_log_of_something_else_is_an_error():
+def test_log_file_of_another_program_is_an_error():
     Path("run/p").mkdir(parents=True)
     Path("run/p/log.jsonl").write_text("mine\n")
     with pytest.raises(TrackingError, match="is not a run log of Headway's"):
-        build().init_trackers("p")
+        build_accelerator().init_trackers("p")
 
 
-def test_log_before_a_run(caplog):
-    build(Own()).log({"loss": 1.0})
+def test_log_before_init_trackers_causes_a_warning(caplog):
+    build_accelerator(OwnTracker()).log({"loss": 1.0})
     assert "log() has no effect before accelerator.init_trackers" in caplog.text
 
 
-# -------------------------------------------------------------------- trackers that are found
+# -------------------------------------------------------------------- get_tracker
 
 
 def test_get_tracker_and_trackers():
-    own = Own()
-    accelerator = build(own)
+    own = OwnTracker()
+    accelerator = build_accelerator(own)
     assert not accelerator.get_tracker("own")  # no run yet
     accelerator.init_trackers("p")
     assert accelerator.get_tracker("own") is own
@@ -165,8 +165,8 @@ def test_get_tracker_and_trackers():
         accelerator.get_tracker("wandb")
 
 
-def test_without_a_tracker_every_call_does_nothing():
-    accelerator = build(Own(fails=["begin"]))
+def test_missing_tracker_is_replaced_by_a_blank_one():
+    accelerator = build_accelerator(OwnTracker(fails=["begin"]))
     accelerator.init_trackers("p")
     blank = accelerator.get_tracker("own", unwrap=True)
     assert not blank
@@ -174,7 +174,7 @@ def test_without_a_tracker_every_call_does_nothing():
     assert accelerator.trackers == []
 
 
-def test_the_peers_base_class_serves():
+def test_subclass_of_accelerates_general_tracker_is_used():
     class Theirs(GeneralTracker):
         name = "theirs"
         requires_logging_directory = False
@@ -195,7 +195,7 @@ def test_the_peers_base_class_serves():
         def log(self, values, step=None, **kwargs):
             self.description.append((values, step))
 
-    accelerator = build(Theirs(), folder=None)
+    accelerator = build_accelerator(Theirs(), folder=None)
     accelerator.init_trackers("p", {"a": 1})
     accelerator.log({"loss": 1.0}, step=1)
     assert accelerator.get_tracker("theirs", unwrap=True) == [{"a": 1}, ({"loss": 1.0}, 1)]
@@ -205,10 +205,10 @@ def test_the_peers_base_class_serves():
 # -------------------------------------------------------------------- trackers that fail
 
 
-def test_a_tracker_that_raises_is_named_once_and_dropped_after_three(caplog):
-    bad, good = Own(fails=["log"]), Own()
+def test_failing_tracker_is_named_once_and_dropped_after_three_failures(caplog):
+    bad, good = OwnTracker(fails=["log"]), OwnTracker()
     good.name = "good"
-    accelerator = build(bad, good)
+    accelerator = build_accelerator(bad, good)
     accelerator.init_trackers("p")
     with caplog.at_level(logging.WARNING):
         for step in range(6):
@@ -218,28 +218,28 @@ def test_a_tracker_that_raises_is_named_once_and_dropped_after_three(caplog):
         "the tracker own failed: ValueError: the server is gone in log(); training goes on",
         "the tracker own is used no more: ValueError: the server is gone in log(); training goes on",
     ]
-    assert len(good.of("log")) == 6
+    assert len(good.list_calls("log")) == 6
     assert accelerator.trackers == [good]
-    assert events() == [("tracker_failed", 0), ("tracker_dropped", 0)]
+    assert list_events() == [("tracker_failed", 0), ("tracker_dropped", 0)]
     accelerator.end_training()
     assert ("finish",) not in bad.calls
     assert len(read_run("run/p").values["loss"]) == 6
 
 
-def test_failures_in_between_are_forgiven():
-    own = Own()
-    accelerator = build(own)
+def test_failures_between_successes_do_not_drop_a_tracker():
+    own = OwnTracker()
+    accelerator = build_accelerator(own)
     accelerator.init_trackers("p")
     for step in range(12):
         own.fails = {"log"} if step % 3 else set()
         accelerator.log({"loss": 1.0}, step=step)
     assert accelerator.trackers == [own]
-    assert len(own.of("log")) == 4
+    assert len(own.list_calls("log")) == 4
 
 
-def test_one_that_cannot_begin_or_be_built_is_dropped_at_once(caplog, monkeypatch):
+def test_tracker_that_cannot_begin_or_be_built_is_dropped_at_once(caplog, monkeypatch):
     monkeypatch.setattr("headway.core.tracking.local.TensorBoardAdapter.__init__", lambda self: 1 / 0)
-    accelerator = build("tensorboard", Own(fails=["begin"]))
+    accelerator = build_accelerator("tensorboard", OwnTracker(fails=["begin"]))
     accelerator.init_trackers("p")
     accelerator.log({"loss": 1.0})
     accelerator.end_training()
@@ -247,11 +247,11 @@ def test_one_that_cannot_begin_or_be_built_is_dropped_at_once(caplog, monkeypatc
     assert "the tracker own is used no more: ValueError: the server is gone in begin()" in caplog.text
 
 
-def test_a_slow_tracker_is_reported_and_the_log_ends_first(caplog, monkeypatch):
+def test_slow_tracker_is_reported_and_the_log_ends_first(caplog, monkeypatch):
     monkeypatch.setattr(feeding, "SLOW_FINISH", 0.01)
     monkeypatch.setattr(guarded, "SLOW_CALL", -1.0)
 
-    class Slow(Own):
+    class Slow(OwnTracker):
         def finish(self):
             assert read_run("run/p").is_ended
             for _ in range(6000):
@@ -262,9 +262,9 @@ def test_a_slow_tracker_is_reported_and_the_log_ends_first(caplog, monkeypatch):
 
     from time import sleep as threading_wait
 
-    slow, after = Slow(), Own()
+    slow, after = Slow(), OwnTracker()
     after.name = "after"
-    accelerator = build(slow, after)
+    accelerator = build_accelerator(slow, after)
     accelerator.init_trackers("p")
     accelerator.log({"loss": 1.0})
     accelerator.end_training()
@@ -272,26 +272,26 @@ def test_a_slow_tracker_is_reported_and_the_log_ends_first(caplog, monkeypatch):
     assert slow.calls[-1] == after.calls[-1] == ("finish",)
 
 
-def test_a_log_that_cannot_be_written_stops_nothing(caplog):
+def test_unwritable_log_does_not_stop_the_run(caplog):
     Path("run").write_text("a file where the folder should be")
-    own = Own()
-    accelerator = build(own)
+    own = OwnTracker()
+    accelerator = build_accelerator(own)
     accelerator.init_trackers("p")
     accelerator.log({"loss": 1.0})
     accelerator.end_training()
     assert "there is no log of this run" in caplog.text
-    assert len(own.of("log")) == 1
+    assert len(own.list_calls("log")) == 1
 
 
-def test_a_full_disk_is_reported_once(caplog, monkeypatch):
-    accelerator = build()
+def test_full_disk_is_reported_once(caplog, monkeypatch):
+    accelerator = build_accelerator()
     accelerator.init_trackers("p")
 
-    def full(*_, **__):
+    def raise_disk_full(*_, **__):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("headway.core.tracking.runlog.RunLog._write", full)
+        patch.setattr("headway.core.tracking.runlog.RunLog._write", raise_disk_full)
         accelerator.log({"loss": 1.0})
         accelerator.log({"loss": 1.0})
     accelerator.log({"loss": 2.0}, step=1)
@@ -299,26 +299,26 @@ def test_a_full_disk_is_reported_once(caplog, monkeypatch):
     assert [point[2] for point in read_run("run/p").values["loss"]] == [2.0]
 
 
-def test_beginnings_and_ends_leave_the_random_streams_alone():
-    class Drawing(Own):
-        def note(self, *call):
+def test_trackers_keep_the_rng_states_at_start_and_end():
+    class Drawing(OwnTracker):
+        def record_call(self, *call):
             if call[0] != "log":
                 random.random(), numpy.random.random(), torch.rand(1)
-            super().note(*call)
+            super().record_call(*call)
 
-    def state():
+    def read_states():
         return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
-    accelerator = build(Drawing())
-    before = state()
+    accelerator = build_accelerator(Drawing())
+    before = read_states()
     accelerator.init_trackers("p")
     accelerator.log({"loss": 1.0})
     accelerator.end_trackers()
-    assert state() == before
+    assert read_states() == before
 
 
-def test_values_that_are_none(tmp_path):
-    placed = build(folder=tmp_path)
+def test_none_values_are_left_out(tmp_path):
+    placed = build_accelerator(folder=tmp_path)
     placed.init_trackers("run")
     placed.log({"loss": None}, step=1)
     placed.log({"loss": torch.tensor(2.0), "lr": None, "norm": numpy.float64(0.5)}, step=2)

@@ -1,7 +1,7 @@
-"""Comet, Aim, ClearML, DVCLive, SwanLab and Trackio: each against the real package where it is installed, without a network.
+"""Test Comet, Aim, ClearML, DVCLive, SwanLab and Trackio with the real packages, offline, by reading back their files.
 
-What was written is read back from the package's own files. The suite's environment has none of them (they ask for other
-versions of what it has): install one in an environment beside it, and run this file there.
+The test environment has none of these packages, because they need other versions of its packages. To run a test,
+install one package in a separate environment and run this file there.
 """
 
 import io
@@ -19,7 +19,7 @@ from headway import Accelerator, ProjectConfiguration
 from headway.common.optional import is_available
 from headway.core.tracking.runlog_reader import read_run
 from headway.errors import OptionalDependencyMissing
-from tests.unit.core.tracking.test_trackers import CONFIG, use
+from tests.unit.core.tracking.test_trackers import CONFIG, log_everything
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ VARIABLES = """
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
+def _isolated_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in VARIABLES.split():
@@ -44,18 +44,18 @@ def start(name, project="p", config=CONFIG, **init_kwargs):
     return accelerator
 
 
-def resumed(accelerator):
+def continue_run(accelerator):
     """Continue a run after a kill: it was not ended, and the next process logs a later step."""
     accelerator.log({"loss": 0.25}, step=4)
     accelerator.end_training()
 
 
-def failures(project="p"):
+def list_failures(project="p"):
     return [each.details for each in read_run(f"run/{project}").events if each.name.startswith("tracker_")]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_missing_is_named_with_its_install_line(name):
+def test_missing_package_is_named_with_its_install_command(name):
     if is_available(name):
         pytest.skip(f"{name} is installed")
     with pytest.raises(OptionalDependencyMissing, match=f"log_with='{name}' needs {name}, .*: pip install {name}$"):
@@ -69,9 +69,9 @@ def test_comet(tmp_path, caplog):
     assert "there is no API key, so the experiment is written offline" in caplog.text
     key = accelerator.get_tracker("comet_ml", unwrap=True).get_key()
     assert accelerator.get_tracker("comet_ml").identity == {"experiment_key": key}
-    use(accelerator)
+    log_everything(accelerator)
     accelerator.end_training()
-    assert failures() == []
+    assert list_failures() == []
     (archive,) = (tmp_path / "run" / "p").glob(f"{key}*.zip")
     with zipfile.ZipFile(archive) as read:
         about = json.loads(read.read("experiment.json"))
@@ -99,10 +99,10 @@ def test_aim(tmp_path):
     accelerator = start("aim", "team/p", log_system_params=False, system_tracking_interval=None)
     run = accelerator.get_tracker("aim", unwrap=True)
     assert accelerator.get_tracker("aim").writer is run
-    use(accelerator)
+    log_everything(accelerator)
     run.close()  # killed, and started again
-    resumed(start("aim", "team/p", log_system_params=False, system_tracking_interval=None))
-    assert failures("team/p") == []
+    continue_run(start("aim", "team/p", log_system_params=False, system_tracking_interval=None))
+    assert list_failures("team/p") == []
     repo = tmp_path / "run"
     assert aim.Repo(str(repo)).list_all_runs() == [run.hash]
     read = aim.Run(run.hash, repo=str(repo), system_tracking_interval=None)
@@ -129,11 +129,11 @@ def test_clearml(monkeypatch, tmp_path, caplog):
     task = accelerator.get_tracker("clearml", unwrap=True)
     assert accelerator.get_tracker("clearml").task is task
     assert accelerator.get_tracker("clearml").identity is None
-    use(accelerator)
+    log_everything(accelerator)
     accelerator.log({"eval_f1": 0.75}, step=3)
     folder = Path(task.get_offline_mode_folder())
     accelerator.end_training()
-    assert failures() == []
+    assert list_failures() == []
     assert clearml.Task.current_task() is None
     told = [each for line in (folder / "metrics.jsonl").read_text().splitlines() for each in json.loads(line)]
     scalars = {(each["metric"], each["variant"], each["iter"]): each.get("value") for each in told}
@@ -145,7 +145,7 @@ def test_clearml(monkeypatch, tmp_path, caplog):
     (kept,) = about["configuration"].values()
     assert "layers = [1, 2]" in kept["value"]
     assert {each["key"] for each in about["execution"]["artifacts"]} == {"weights.bin", "words"}
-    # A task of the script's own is used, and left to it.
+    # A task that the script has created is used, and not closed.
     own = clearml.Task.init("q", "mine", auto_connect_arg_parser=False, reuse_last_task_id=False, **quiet)
     accelerator = start("clearml", "q")
     accelerator.log({"loss": 1.0}, step=1)
@@ -158,9 +158,9 @@ def test_dvclive(tmp_path):
     pytest.importorskip("dvclive", reason="dvclive is not installed")
     accelerator = start("dvclive", save_dvc_exp=False)
     assert accelerator.get_tracker("dvclive").live is accelerator.get_tracker("dvclive", unwrap=True)
-    use(accelerator)
-    resumed(start("dvclive", config=CONFIG | {"nothing": None}, save_dvc_exp=False))
-    assert failures() == []
+    log_everything(accelerator)
+    continue_run(start("dvclive", config=CONFIG | {"nothing": None}, save_dvc_exp=False))
+    assert list_failures() == []
     folder = tmp_path / "run" / "p" / "dvclive"
     rows = [line.split("\t") for line in (folder / "plots" / "metrics" / "loss.tsv").read_text().splitlines()]
     assert rows[0] == ["step", "loss"]
@@ -176,7 +176,7 @@ def test_dvclive(tmp_path):
     assert images == {f"{name}-00000003{part}.png" for name, part in [("samples", ""), ("maps", "-0"), ("maps", "-1")]}
 
 
-def test_a_live_of_the_scripts_own(tmp_path):
+def test_live_object_of_the_script_is_used(tmp_path):
     dvclive = pytest.importorskip("dvclive", reason="dvclive is not installed")
     live = dvclive.Live(str(tmp_path / "mine"), save_dvc_exp=False)
     accelerator = start("dvclive", live=live)
@@ -186,7 +186,7 @@ def test_a_live_of_the_scripts_own(tmp_path):
     assert json.loads((tmp_path / "mine" / "metrics.json").read_text())["loss"] == 2.0
 
 
-def swanlab_records(folder):
+def read_swanlab_records(folder):
     """Return the text of a run's file as SwanLab's own reader parses it."""
     from swanlab.sdk.internal.core_python.store import DataStoreReader
 
@@ -203,21 +203,21 @@ def test_swanlab(tmp_path, caplog):
     assert "no user is logged in, so the run is written offline" in caplog.text
     run = accelerator.get_tracker("swanlab", unwrap=True)
     assert accelerator.get_tracker("swanlab").identity == {"id": run.id}
-    use(accelerator)
+    log_everything(accelerator)
     folder = Path(run.dir)
     assert folder.is_relative_to(tmp_path / "run" / "team" / "p" / "swanlab")
     accelerator.end_training()
-    assert failures("team/p") == []
+    assert list_failures("team/p") == []
     import yaml
 
     kept = yaml.safe_load((folder / "files" / "config.yaml").read_text())
     assert kept["lr"]["value"] == 0.1
     assert kept["model"]["value"] == CONFIG["model"]
-    told = swanlab_records(folder)
+    told = read_swanlab_records(folder)
     assert all(word in told for word in (b"team-p", b"loss", b"eval/accuracy", b"odd name!"))
     assert numpy.float64(1 / 3).tobytes() in told or numpy.float32(1 / 3).tobytes() in told
     assert [path.read_text() for path in (folder / "media" / "text").iterdir()] == ["warm"]
-    assert len(list((folder / "media" / "image").iterdir())) == 2  # both maps are the same
+    assert len(list((folder / "media" / "image").iterdir())) == 2  # both maps are the same image
     assert {path.name for path in folder.rglob("*")} >= {"weights.bin", "vocabulary.txt"}
 
 
@@ -226,13 +226,13 @@ def test_trackio(monkeypatch, tmp_path):
     from trackio import utils
     from trackio.sqlite_storage import SQLiteStorage
 
-    team = uuid.uuid4().hex  # its database is where it was when the package was imported
+    team = uuid.uuid4().hex  # the database's folder was set when the package was imported
     accelerator = start("trackio", f"{team}/p", auto_log_cpu=False, auto_log_gpu=False)
     name = accelerator.get_tracker("trackio", unwrap=True).name
-    use(accelerator)
+    log_everything(accelerator)
     accelerator.get_tracker("trackio", unwrap=True).finish()  # killed, and started again
-    resumed(start("trackio", f"{team}/p", auto_log_cpu=False, auto_log_gpu=False))
-    assert failures(f"{team}/p") == []
+    continue_run(start("trackio", f"{team}/p", auto_log_cpu=False, auto_log_gpu=False))
+    assert list_failures(f"{team}/p") == []
     assert SQLiteStorage.get_runs(f"{team}-p") == [name]
     rows = SQLiteStorage.get_logs(f"{team}-p", name)
     losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
@@ -264,8 +264,8 @@ def read_dvclive(folder):
     return [(int(step), float(loss)) for step, loss in rows]
 
 
-def by_hand(kind, *args, **kwargs):
-    """Use one of Accelerate's trackers without an Accelerator, as some scripts do."""
+def use_directly(kind, *args, **kwargs):
+    """Use one of Accelerate's trackers without an Accelerator, as some scripts do, and return it."""
     tracker = kind(*args, **kwargs)
     tracker.start()
     tracker.store_init_configuration({"lr": 0.1})
@@ -277,22 +277,22 @@ def by_hand(kind, *args, **kwargs):
 EXPECTED = [(1, 1.0), (2, 0.5)]
 
 
-def test_by_hand_comet(tmp_path):
+def test_comet_tracker_used_directly(tmp_path):
     comet_ml = pytest.importorskip("comet_ml", reason="comet_ml is not installed")
     from headway.compat.accelerate.trackers import CometMLTracker
 
     config = comet_ml.ExperimentConfig(offline_directory=str(tmp_path / "files"))
-    by_hand(CometMLTracker, "mine", online=False, experiment_config=config).finish()
+    use_directly(CometMLTracker, "mine", online=False, experiment_config=config).finish()
     assert read_comet(tmp_path / "files") == EXPECTED
 
 
-def test_by_hand_aim(tmp_path):
+def test_aim_tracker_used_directly(tmp_path):
     aim = pytest.importorskip("aim", reason="aim is not installed")
     from aim.storage.context import Context
 
     from headway.compat.accelerate.trackers import AimTracker
 
-    tracker = by_hand(
+    tracker = use_directly(
         AimTracker, "mine", str(tmp_path / "repo"), log_system_params=False, system_tracking_interval=None
     )
     run_hash = tracker.tracker.hash
@@ -303,13 +303,13 @@ def test_by_hand_aim(tmp_path):
     read.close()
 
 
-def test_by_hand_clearml(monkeypatch):
+def test_clearml_tracker_used_directly(monkeypatch):
     pytest.importorskip("clearml", reason="clearml is not installed")
     from headway.compat.accelerate.trackers import ClearMLTracker
 
     monkeypatch.setattr(sys, "argv", ["train.py"])
     quiet = {"auto_connect_frameworks": False, "auto_resource_monitoring": False, "auto_connect_streams": False}
-    tracker = by_hand(ClearMLTracker, "mine", reuse_last_task_id=False, **quiet)
+    tracker = use_directly(ClearMLTracker, "mine", reuse_last_task_id=False, **quiet)
     tracker.log_table("table", columns=["a"], data=[[1], [2]], step=2)
     folder = Path(tracker.tracker.get_offline_mode_folder())
     tracker.finish()
@@ -318,34 +318,34 @@ def test_by_hand_clearml(monkeypatch):
     assert [each["type"] for each in told if each["metric"] == "table"] == ["plot"]
 
 
-def test_by_hand_dvclive(tmp_path):
+def test_dvclive_tracker_used_directly(tmp_path):
     pytest.importorskip("dvclive", reason="dvclive is not installed")
     from headway.compat.accelerate.trackers import DVCLiveTracker
 
-    by_hand(DVCLiveTracker, "ignored", dir=str(tmp_path / "live"), save_dvc_exp=False).finish()
+    use_directly(DVCLiveTracker, "ignored", dir=str(tmp_path / "live"), save_dvc_exp=False).finish()
     assert read_dvclive(tmp_path / "live") == EXPECTED
 
 
-def test_by_hand_swanlab(tmp_path):
+def test_swanlab_tracker_used_directly(tmp_path):
     pytest.importorskip("swanlab", reason="swanlab is not installed")
     from headway.compat.accelerate.trackers import SwanLabTracker
 
-    tracker = by_hand(SwanLabTracker, "mine", log_dir=str(tmp_path / "logs"))
+    tracker = use_directly(SwanLabTracker, "mine", log_dir=str(tmp_path / "logs"))
     folder = Path(tracker.tracker.dir)
     tracker.finish()
-    told = swanlab_records(folder)
+    told = read_swanlab_records(folder)
     assert b"mine" in told
     assert told.count(b"loss") >= 2
 
 
-def test_by_hand_trackio():
+def test_trackio_tracker_used_directly():
     pytest.importorskip("trackio", reason="trackio is not installed")
     from trackio.sqlite_storage import SQLiteStorage
 
     from headway.compat.accelerate.trackers import TrackioTracker
 
     project = uuid.uuid4().hex
-    tracker = by_hand(TrackioTracker, project, auto_log_cpu=False, auto_log_gpu=False)
+    tracker = use_directly(TrackioTracker, project, auto_log_cpu=False, auto_log_gpu=False)
     name = tracker.tracker.name
     tracker.finish()
     rows = SQLiteStorage.get_logs(project, name)

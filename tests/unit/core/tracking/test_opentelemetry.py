@@ -1,4 +1,4 @@
-"""OpenTelemetry: the data that a collector on loopback receives over OTLP, and runs without a collector."""
+"""Test OpenTelemetry: the data that a collector on loopback receives over OTLP, and runs without a collector."""
 
 import random
 import signal
@@ -16,14 +16,14 @@ from headway.core.tracking import otlp, selection
 from headway.core.tracking.runlog_reader import read_run
 from headway.core.tracking.selection import select_trackers
 from headway.errors import OptionalDependencyMissing
-from tests.unit.core.tracking.otlp_receiver import listening
+from tests.unit.core.tracking.otlp_receiver import run_collector
 
 CONFIG = {"lr": 0.1, "model": {"layers": [1, 2], "name": "small"}}
-AWAY = "http://127.0.0.1:9"  # nobody listens to "discard"
+AWAY = "http://127.0.0.1:9"  # nothing listens on the port of the discard service
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
+def _isolated_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         monkeypatch.delenv(name, raising=False)
@@ -31,7 +31,8 @@ def _folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def collector(monkeypatch):
-    with listening() as (found, address):
+    """Collector whose address is set in the environment."""
+    with run_collector() as (found, address):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
         yield found
 
@@ -42,7 +43,7 @@ def start(folder="run", **init_kwargs):
     return accelerator
 
 
-def test_what_is_sent(collector, monkeypatch):
+def test_sent_data_of_a_run(collector, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "api-key=secret")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
@@ -56,12 +57,12 @@ def test_what_is_sent(collector, monkeypatch):
     notify_listeners("out_of_memory", step=3, ranks=[0], rows=8, pieces=4)
     accelerator.end_trackers({"best": 0.5})
     assert random.getstate() == before
-    assert read_run("run/p").events[-1].name == "out_of_memory"  # no failure of the tracker's
+    assert read_run("run/p").events[-1].name == "out_of_memory"  # the tracker has logged no failure
 
     (about,) = {tuple(sorted(each.items())) for each in collector.resources}
     about = dict(about)
     assert (about["service.name"], about["team"], about["deployment.environment.name"]) == ("p", "vision", "test")
-    assert {each["Api-Key"] for each in map(titled, collector.headers)} == {"secret"}
+    assert {each["Api-Key"] for each in map(normalize_headers, collector.headers)} == {"secret"}
     assert dict(collector.metrics) == {
         "loss": pytest.approx(1 / 3),
         "eval/accuracy": 3,
@@ -79,7 +80,7 @@ def test_what_is_sent(collector, monkeypatch):
     ]
 
 
-def titled(headers):
+def normalize_headers(headers):
     return {name.title(): value for name, value in headers.items()}
 
 
@@ -96,7 +97,7 @@ def test_values_arrive_during_the_run(collector, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_continued_run_keeps_its_instance_id(collector, monkeypatch):
+def test_continued_run_keeps_its_instance_id(collector, monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     first = start()
     first.log({"loss": 1.0}, step=1)
@@ -138,19 +139,19 @@ def test_training_continues_without_a_collector(monkeypatch, caplog):
         assert time.monotonic() - begun < 60
         accelerator.log({"loss": 1.0}, step=1)
         time.sleep(0.02)
-    time.sleep(1.5)  # time to complain once more
+    time.sleep(1.5)  # enough time for another warning
     for step in range(5):
         accelerator.log({"loss": 1.0}, step=step)
     assert [each.name for each in accelerator.trackers] == ["opentelemetry"]
     sender = accelerator.get_tracker("opentelemetry")._sender
     accelerator.end_training()
-    assert sender.returncode == -signal.SIGKILL, "it would try for 10 s"
+    assert sender.returncode == -signal.SIGKILL, "the sender must be killed, because it would try for 10 s"
     assert sum("opentelemetry" in each.getMessage() for each in caplog.records) == 1
     (event,) = [each for each in read_run("run/p").events if each.name == "tracker_failed"]
     assert "Connection refused" in event.details["error"]
 
 
-def test_a_collector_that_refuses_is_named_at_the_end(collector, caplog):
+def test_collector_that_refuses_is_named_at_the_end(collector, caplog):
     collector.status = 401
     accelerator = start()
     accelerator.log({"loss": 1.0}, step=1)
@@ -161,7 +162,7 @@ def test_a_collector_that_refuses_is_named_at_the_end(collector, caplog):
     assert [each.name for each in read_run("run/p").events if each.name.startswith("tracker_")] == ["tracker_failed"]
 
 
-def test_a_sender_that_dies_is_named(collector, monkeypatch, caplog):
+def test_sender_that_dies_is_named(collector, monkeypatch, caplog):
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "0")  # the SDK raises ValueError
     accelerator = start()
     accelerator.get_tracker("opentelemetry")._sender.wait(60)
@@ -174,7 +175,7 @@ def test_a_sender_that_dies_is_named(collector, monkeypatch, caplog):
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_without_end_training_has_sent_everything(collector):
+def test_process_that_ends_without_end_training_has_sent_everything(collector):
     code = """
 from headway import Accelerator
 accelerator = Accelerator(cpu=True, log_with="opentelemetry")
@@ -191,7 +192,7 @@ raise SystemExit(3)
     assert dict(collector.metrics) == {"loss": 1.0, "headway.step": 1.0}
 
 
-def test_what_is_missing_is_named_with_its_install_line(monkeypatch):
+def test_missing_package_is_named_with_its_install_command(monkeypatch):
     monkeypatch.setattr(selection, "is_available", lambda name: optional.is_available(name) and "otlp" not in name)
     with pytest.raises(
         OptionalDependencyMissing,
@@ -200,11 +201,11 @@ def test_what_is_missing_is_named_with_its_install_line(monkeypatch):
         start()
 
 
-def test_all_has_it_where_an_endpoint_is_set(monkeypatch):
-    def names():
+def test_all_includes_opentelemetry_if_an_endpoint_is_set(monkeypatch):
+    def list_names():
         return [each.name for each in select_trackers("all", has_folder=True)]
 
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
-    assert "opentelemetry" not in names()
+    assert "opentelemetry" not in list_names()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", AWAY)
-    assert "opentelemetry" in names()
+    assert "opentelemetry" in list_names()

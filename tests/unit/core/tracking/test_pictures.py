@@ -1,4 +1,4 @@
-"""Images of every usual layout, and PNG files that other programs read."""
+"""Test images of all usual layouts, and that other programs can read the PNG files."""
 
 import io
 
@@ -40,7 +40,7 @@ def test_values_become_bytes():
 @pytest.mark.parametrize(
     "given", [torch.zeros(2), torch.zeros(5, 5, 5), numpy.zeros((0, 3)), "text", None, numpy.array([["a"]])], ids=repr
 )
-def test_anything_else_is_an_error_that_names_it(given):
+def test_invalid_image_is_named(given):
     with pytest.raises(TrackingError, match="'a'"):
         convert_images(given, "a")
 
@@ -55,11 +55,11 @@ def test_other_programs_read_the_files(tmp_path, channels):
         assert numpy.array_equal(numpy.asarray(read).reshape(7, 5, channels), image)
 
 
-def test_files_have_names_that_file_systems_have():
+def test_file_names_are_valid():
     assert make_file_name("eval/../über 1", "", 12) == "eval_.._über_1-00000012.png"
     assert make_file_name("..", "/1", None) == "image-1.png"
 
 
-def test_several_images_of_one_name_are_numbered():
+def test_several_images_with_one_name_are_numbered():
     found = [(name, part) for name, part, _ in number_images({"a": torch.zeros(2, 2), "b": torch.zeros(2, 3, 4, 4)})]
     assert found == [("a", ""), ("b", "/0"), ("b", "/1")]

@@ -1,4 +1,4 @@
-"""Progress: plain lines where the output is not a terminal, a bar on one, silence on other ranks."""
+"""Test progress output: plain lines if the output is not a terminal, a bar on a terminal, and nothing on other ranks."""
 
 import io
 import time
@@ -15,7 +15,7 @@ from headway.core.tracking import progress
 from headway.errors import ConfigError
 
 
-def test_plain_lines():
+def test_plain_lines_show_values_and_rates():
     out = io.StringIO()
     bar = track(range(3), description="epoch 0", interval=0.0, file=out)
     seen = []
@@ -32,7 +32,7 @@ def test_plain_lines():
     assert lines[-1].startswith("epoch 0: 3/3")
 
 
-def test_one_line_at_the_end_where_the_interval_is_long():
+def test_long_interval_gives_one_line_at_the_end():
     out = io.StringIO()
     assert list(track(iter("abc"), interval=1000, file=out)) == ["a", "b", "c"]
     assert len(out.getvalue().splitlines()) == 1
@@ -42,11 +42,13 @@ def test_one_line_at_the_end_where_the_interval_is_long():
 
 
 class Terminal(io.StringIO):
+    """Output that claims to be a terminal."""
+
     def isatty(self):
         return True
 
 
-def test_a_bar_on_a_terminal():
+def test_terminal_shows_a_bar():
     out = Terminal()
     bar = track(range(5), description="here", file=out)
     for _ in bar:
@@ -56,8 +58,8 @@ def test_a_bar_on_a_terminal():
 
 
 @pytest.mark.parametrize("name", ["FORCE_COLOR", "JPY_PARENT_PID"])
-def test_lines_where_a_file_or_a_notebook_only_looks_like_a_terminal(monkeypatch, name):
-    """As a log of CI has it, and what follows `!` in a notebook."""
+def test_log_files_and_notebooks_get_plain_lines(monkeypatch, name):
+    """Logs of CI and commands after `!` in a notebook only look like a terminal."""
     monkeypatch.setenv(name, "1")
     out = Terminal() if name == "JPY_PARENT_PID" else io.StringIO()
     for _ in track(range(3), description="outer", file=out):
@@ -68,7 +70,7 @@ def test_lines_where_a_file_or_a_notebook_only_looks_like_a_terminal(monkeypatch
     assert [line.split(":")[0] for line in out.getvalue().splitlines()] == ["inner"] * 3 + ["outer"]
 
 
-def test_a_resumed_loader_continues_its_count():
+def test_resumed_loader_continues_its_count():
     def loader():
         source = DataLoader(TensorDataset(torch.arange(32.0)), batch_size=2)
         return Accelerator(cpu=True).prepare_data_loader(source)
@@ -86,14 +88,14 @@ def test_a_resumed_loader_continues_its_count():
     assert (lines[0].split(" | ")[0], lines[-1].split(" | ")[0]) == ("5/16", "16/16")
     assert " left" in lines[0]
     assert lines[-1].split(" | ")[-1].startswith("in ")
-    # Neither the next epoch, nor the one after a break.
+    # The next epoch and the one after a break start at 0.
     for passes in (first, second):
         again = io.StringIO()
         assert len(list(track(passes, file=again))) == 16
         assert again.getvalue().startswith("16/16")
 
 
-def test_what_was_done_before_counts_for_no_rate():
+def test_initial_steps_do_not_count_for_the_rate():
     out = io.StringIO()
     bar = track(range(8, 10), total=10, initial=8, file=out)
     list(bar)
@@ -103,14 +105,14 @@ def test_what_was_done_before_counts_for_no_rate():
     assert bar.facts().endswith("1:40 left")
 
 
-def test_a_loop_that_ended_early_has_nothing_left():
+def test_loop_that_ended_early_shows_no_remaining_time():
     out = io.StringIO()
     for _ in track(range(3), file=out):
         break
     assert out.getvalue().split(" | ")[-1].startswith("in ")
 
 
-def test_an_error_passes_and_a_break_ends(capsys):
+def test_errors_and_breaks_leave_the_loop(capsys):
     out = io.StringIO()
     bar = iter(track(range(3), file=out))
     next(bar)
@@ -122,7 +124,7 @@ def test_an_error_passes_and_a_break_ends(capsys):
 
 @pytest.mark.parametrize(("rank", "local_rank", "main_only", "is_heard"),
                          [(0, 0, True, True), (2, 0, True, False), (2, 0, False, True), (1, 1, False, False)])  # fmt: skip
-def test_which_ranks_show(monkeypatch, rank, local_rank, main_only, is_heard):
+def test_ranks_that_show_progress(monkeypatch, rank, local_rank, main_only, is_heard):
     here = process.ProcessRuntime(rank, 4, local_rank, 2, process.CPU, torch.device("cpu"), owns_group=False)
     monkeypatch.setattr(scope.own(process._Process), "runtime", here)
     out = io.StringIO()
@@ -130,13 +132,13 @@ def test_which_ranks_show(monkeypatch, rank, local_rank, main_only, is_heard):
     assert bool(out.getvalue()) is is_heard
 
 
-def test_the_least_important_parts_are_left_out_of_a_narrow_line():
+def test_least_important_parts_are_left_out_of_a_narrow_line():
     bar = track(range(4), description="training", file=io.StringIO())
     bar.show(loss=0.5, learning_rate=0.001, grad_norm=2.0)
     for _ in bar:
         pass
     parts = bar._parts()
-    bar._parts = lambda: parts  # rates change while we look
+    bar._parts = lambda: parts  # fixed, because rates change with time
     whole = bar.facts()
     assert [bar.facts(len(whole)), bar.facts(10_000)] == [whole, whole]
     assert whole.startswith("4/4 | loss 0.5 | learning_rate 0.001 | grad_norm 2 | ")
@@ -154,7 +156,7 @@ def test_tensors_are_read_when_they_are_drawn():
     for number in bar:
         loss = torch.tensor(number + 0.25, requires_grad=True)
         bar.show(loss=loss, seen=torch.tensor([number]))
-        assert not bar._values["loss"].requires_grad  # no graph is kept alive
+        assert not bar._values["loss"].requires_grad  # the autograd graph is not kept alive
     assert " | loss 1.25 | seen 1 | " in out.getvalue()
     with pytest.raises(
         ConfigError, match=r"show\(loss=...\) got a tensor of shape \(2,\); give one number, such as loss.mean"
@@ -172,7 +174,7 @@ class Never:
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_a_loop_that_is_broken_off_does_not_wait_for_a_device_that_never_answers(monkeypatch, raises):
+def test_interrupted_loop_does_not_wait_for_a_device_that_never_answers(monkeypatch, raises):
     monkeypatch.setattr(progress, "Readback", Never)
     monkeypatch.setattr(progress, "_BROKEN_OFF", 0.05)
     out = io.StringIO()

@@ -1,4 +1,4 @@
-"""Values that can be logged, and the warnings for all others."""
+"""Test which values can be logged, and the descriptions of all others."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import torch
 from headway.core.tracking.values import describe_type, flatten, is_loggable, to_python
 
 
-def test_numbers_and_texts_of_every_kind_become_pythons():
+def test_numbers_and_texts_become_python_values():
     given = {
         "tensor": torch.tensor(1.5, dtype=torch.bfloat16),
         "whole": torch.tensor(3),
@@ -50,7 +50,7 @@ def test_nested_mappings_become_names_with_slashes():
     ],
     ids=str,
 )
-def test_anything_else_is_kept_and_described(value, kind):
+def test_other_values_are_kept_and_described(value, kind):
     assert flatten({"a": {"loss": value}, 1: 2.0})["a/loss"] is value
     assert not is_loggable(value)
     assert describe_type(value) == kind

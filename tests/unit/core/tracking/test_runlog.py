@@ -1,4 +1,4 @@
-"""The run log: lines are read back as written, also after kills."""
+"""Test the run log: lines are read back as written, even after kills, resumes, damage and full disks."""
 
 import json
 import math
@@ -15,17 +15,18 @@ from headway.errors import StateError, TrackingError
 
 @pytest.fixture
 def log(tmp_path):
+    """Open run log with a first line."""
     opened = RunLog(tmp_path)
     opened.write_start("digits", {"lr": 0.1})
     yield opened
     opened.close()
 
 
-def lines(log):
+def read_lines(log):
     return [json.loads(line, parse_constant=pytest.fail) for line in log.path.read_text().splitlines()]
 
 
-def again(log):
+def reopen(log):
     """Return the log as continued by the next process after a kill."""
     log.close()
     opened = RunLog(log.folder)
@@ -63,20 +64,20 @@ def test_everything_written_is_read_back(tmp_path):
     assert read_run(tmp_path / FILE).values == run.values
 
 
-def test_what_is_not_finite_is_strict_json_and_comes_back(log):
+def test_non_finite_values_are_strict_json_and_restored(log):
     log.write_values(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.0})
-    assert lines(log)[1]["values"] == {"a": "nan", "b": "inf", "c": "-inf", "d": 0.0}
+    assert read_lines(log)[1]["values"] == {"a": "nan", "b": "inf", "c": "-inf", "d": 0.0}
     values = read_run(log.folder).values
     assert math.isnan(values["a"][0][2])
     assert [values[name][0][2] for name in "bcd"] == [math.inf, -math.inf, 0.0]
 
 
-def test_each_line_is_on_its_way_when_the_call_returns(log):
+def test_each_line_is_written_when_the_call_returns(log):
     log.write_values(1, {"loss": 1.0})
-    assert lines(log)[-1]["values"] == {"loss": 1.0}
+    assert read_lines(log)[-1]["values"] == {"loss": 1.0}
 
 
-def test_a_torn_last_line_is_passed_over_and_taken_off_by_the_next_start(log):
+def test_torn_last_line_is_ignored_and_removed_by_the_next_start(log):
     log.write_values(1, {"loss": 1.0})
     whole = log.path.read_bytes()
     for cut in (b'{"kind":"val', b"{", b'{"kind":"values","time":1,"step":2,"values":{"loss":"\xc3'):
@@ -84,22 +85,22 @@ def test_a_torn_last_line_is_passed_over_and_taken_off_by_the_next_start(log):
         run = read_run(log.folder)
         assert [point[2] for point in run.values["loss"]] == [1.0]
         assert run.damaged == []
-        opened = again(log)
+        opened = reopen(log)
         opened.write_values(2, {"loss": 0.5})
         opened.close()
-        assert [entry["kind"] for entry in lines(log)] == ["run", "values", "run", "values"]
+        assert [entry["kind"] for entry in read_lines(log)] == ["run", "values", "run", "values"]
         assert [point[0] for point in read_run(log.folder).values["loss"]] == [1, 2]
 
 
-def test_a_last_line_that_only_lacks_its_end_counts(log):
+def test_last_line_without_a_line_break_counts(log):
     log.write_values(1, {"loss": 1.0})
     log.path.write_bytes(log.path.read_bytes()[:-1])
     assert len(read_run(log.folder).values["loss"]) == 1
-    again(log).close()
-    assert [entry["kind"] for entry in lines(log)] == ["run", "values", "run"]
+    reopen(log).close()
+    assert [entry["kind"] for entry in read_lines(log)] == ["run", "values", "run"]
 
 
-def test_a_torn_first_line_begins_anew(tmp_path):
+def test_torn_first_line_starts_a_new_log(tmp_path):
     (tmp_path / FILE).write_bytes(b'{"kind":"run","ti')
     with pytest.raises(TrackingError, match="no complete line yet"):
         read_run(tmp_path)
@@ -109,7 +110,7 @@ def test_a_torn_first_line_begins_anew(tmp_path):
     assert len(read_run(tmp_path).starts) == 1
 
 
-def test_a_damaged_line_is_reported_by_its_number(log):
+def test_damaged_line_is_reported_by_its_number(log):
     log.write_values(1, {"loss": 1.0})
     log.path.write_bytes(
         log.path.read_bytes() + b"\x00\x00\xff\n" + b'{"kind":"values","time":1,"step":"x","values":{}}\n'
@@ -120,7 +121,7 @@ def test_a_damaged_line_is_reported_by_its_number(log):
     assert [point[0] for point in run.values["loss"]] == [1, 2]
 
 
-def test_a_write_that_broke_off_does_not_harm_the_next_line(log):
+def test_interrupted_write_does_not_damage_the_next_line(log):
     class Full:
         closed, left = False, 12
 
@@ -140,14 +141,14 @@ def test_a_write_that_broke_off_does_not_harm_the_next_line(log):
     assert [point[0] for point in run.values["loss"]] == [2]
 
 
-def test_a_resume_supersedes_values_of_later_steps(log):
+def test_resume_supersedes_values_of_later_steps(log):
     for step in range(1, 7):
         log.write_values(step, {"loss": 10.0 - step})
     log.write_values(None, {"note": "kept"})
     log.write_values(6, {"eval_loss": 1.0})
     log.write_medium("image", "samples", 6, "samples.png")
     log.write_event("checkpoint", 6)
-    opened = again(log)
+    opened = reopen(log)
     opened.write_event("resumed", 4)
     opened.write_values(5, {"loss": 50.0})
     opened.close()
@@ -168,7 +169,7 @@ def test_a_resume_supersedes_values_of_later_steps(log):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)  # a bound for work that grows with the square: minutes
+@pytest.mark.timeout(60)  # quadratic work would take minutes
 def test_very_many_resumes_take_seconds(tmp_path):
     lines = [{"kind": "run", "format": 1, "time": 0.0}]
     for step in range(60_000):
@@ -179,31 +180,31 @@ def test_very_many_resumes_take_seconds(tmp_path):
     assert read_run(tmp_path).values == {"loss": [(step + 1, 1.0, 1.0) for step in range(60_000)]}
 
 
-def test_a_run_that_starts_over_supersedes_all_values(log):
+def test_run_that_starts_over_supersedes_all_values(log):
     log.write_values(3, {"loss": 1.0})
-    opened = again(log)
+    opened = reopen(log)
     opened.write_event("started_over", 0)
     opened.write_values(2, {"loss": 2.0})
     opened.close()
     assert [point[0] for point in read_run(log.folder).values["loss"]] == [2]
 
 
-def test_if_two_starts_logged_one_step_the_later_value_counts(log):
+def test_later_start_counts_if_two_starts_logged_one_step(log):
     log.write_values(1, {"loss": 1.0})
     log.write_values(2, {"loss": 2.0})
     log.write_values(2, {"loss": 2.5})
-    opened = again(log)
+    opened = reopen(log)
     opened.write_values(2, {"loss": 20.0})
     opened.write_values(2, {"loss": 25.0})
     opened.close()
     assert [point[2] for point in read_run(log.folder).values["loss"]] == [1.0, 20.0, 25.0]
 
 
-def test_three_starts_are_counted_and_an_end_counts_until_the_next(log):
-    second = again(log)
+def test_starts_are_counted_and_an_end_counts_until_the_next_start(log):
+    second = reopen(log)
     second.write_end({"a": 1})
     assert read_run(log.folder).is_ended
-    third = again(second)
+    third = reopen(second)
     assert third.attempt == 3
     third.close()
     run = read_run(log.folder)
@@ -211,7 +212,7 @@ def test_three_starts_are_counted_and_an_end_counts_until_the_next(log):
     assert len(run.starts) == 3
 
 
-def test_kinds_of_a_later_version_are_passed_over(log):
+def test_line_types_of_a_later_version_are_ignored(log):
     with open(log.path, "a") as file:
         file.write(
             '{"kind":"hologram","time":1.5,"step":3}\n{"kind":"values","time":2,"step":1,"values":{"a":1,"b":[1]}}\n'
@@ -221,7 +222,7 @@ def test_kinds_of_a_later_version_are_passed_over(log):
     assert list(run.values) == ["a"]
 
 
-def test_a_later_format_is_refused(tmp_path):
+def test_later_format_is_refused(tmp_path):
     (tmp_path / FILE).write_text('{"kind":"run","time":1,"format":2}\n')
     with pytest.raises(TrackingError, match=r"format 2.*upgrade"):
         read_run(tmp_path)
@@ -230,7 +231,7 @@ def test_a_later_format_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "content", ["epoch,loss\n1,2\n", '{"a": 1}\n', "[1]\n{}\n", "words without an end", "\x00\x01\n"]
 )
-def test_a_foreign_file_is_refused_and_left_alone(tmp_path, content):
+def test_foreign_file_is_refused_and_unchanged(tmp_path, content):
     path = tmp_path / FILE
     path.write_text(content)
     with pytest.raises(TrackingError, match="is not a run log of Headway's"):
@@ -240,7 +241,7 @@ def test_a_foreign_file_is_refused_and_left_alone(tmp_path, content):
     assert path.read_text() == content
 
 
-def test_the_error_for_a_missing_log_lists_the_folder(tmp_path, log):
+def test_error_for_a_missing_log_lists_the_folder(tmp_path, log):
     with pytest.raises(TrackingError, match="does not exist"):
         read_run(tmp_path / "nowhere")
     nested = tmp_path / "parent"
@@ -249,7 +250,7 @@ def test_the_error_for_a_missing_log_lists_the_folder(tmp_path, log):
         read_run(nested)
 
 
-def test_calls_out_of_order_are_errors(tmp_path):
+def test_calls_in_the_wrong_order_are_errors(tmp_path):
     log = RunLog(tmp_path)
     with pytest.raises(StateError, match=r"Call write_start\(\) first"):
         log.write_values(1, {"loss": 1.0})
@@ -275,7 +276,7 @@ def test_threads_share_a_log(log):
     assert run.damaged == []
 
 
-def test_names_of_every_kind_survive(log):
+def test_names_of_every_type_are_restored(log):
     names = ["loss/träin", "a\nb", "\u2028", '"', "\udc80"]
     log.write_values(1, dict.fromkeys(names, 1.0))
     assert list(read_run(log.folder).values) == names
@@ -293,13 +294,13 @@ def test_plain_values_are_strict_json(value):
     assert json.loads(text) == convert_to_json(value)
 
 
-def test_a_value_that_holds_itself_ends():
+def test_value_that_contains_itself_is_converted():
     loop = {}
     loop["loop"] = loop
     assert json.dumps(convert_to_json(loop))
 
 
-def test_what_is_not_a_value_stays_short():
+def test_other_objects_are_shortened():
     class Large:
         def __repr__(self):
             return "x" * 60_000
@@ -323,7 +324,7 @@ def test_what_is_not_a_value_stays_short():
     assert told["object"] == "x" * 200 + "..."
 
 
-def test_a_log_that_its_process_reopens_is_one_attempt(tmp_path):
+def test_log_that_its_process_reopens_is_one_attempt(tmp_path):
     for _ in range(2):
         log = RunLog(tmp_path)
         assert log.write_start("p") == log.attempt

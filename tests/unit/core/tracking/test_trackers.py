@@ -1,4 +1,4 @@
-"""The built-in trackers with the real packages: the files are read back with the packages' own readers."""
+"""Test the built-in trackers with the real packages: their files are read back with the packages' own readers."""
 
 import logging
 import socket
@@ -10,13 +10,13 @@ import torch
 
 from headway import Accelerator, ProjectConfiguration
 from headway.core.tracking.runlog_reader import read_run
-from tests.unit.core.tracking.wandb_file import offline_run
+from tests.unit.core.tracking.wandb_file import read_offline_run
 
 CONFIG = {"lr": 0.1, "model": {"layers": [1, 2], "name": "small"}}
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
+def _isolated_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_SILENT", "true")
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
@@ -30,7 +30,8 @@ def start(name, project="p", config=CONFIG, **init_kwargs):
     return accelerator
 
 
-def use(accelerator, steps=(1, 2, 3)):
+def log_everything(accelerator, steps=(1, 2, 3)):
+    """Log values for each step, then texts, images and artifacts."""
     for step in steps:
         accelerator.log({"loss": 1.0 / step, "eval": {"accuracy": 0.5}}, step=step)
     accelerator.log({"note": "warm", "odd name!": 2.0}, step=3)
@@ -42,7 +43,8 @@ def use(accelerator, steps=(1, 2, 3)):
     accelerator.log_artifact("folder", name="words")
 
 
-def events_of(folder):
+def read_events(folder):
+    """Return TensorBoard's reader of the event files in a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(folder), {"scalars": 0, "tensors": 0, "images": 0})
@@ -52,13 +54,13 @@ def events_of(folder):
 
 def test_tensorboard():
     accelerator = start("tensorboard")
-    use(accelerator)
+    log_everything(accelerator)
     tracker = accelerator.get_tracker("tensorboard")
     assert tracker.writer is accelerator.get_tracker("tensorboard", unwrap=True)
     tracker.writer.add_images("by hand", torch.zeros(2, 6, 5, 3), 1, dataformats="NHWC")
     tracker.log_images({"direct": torch.zeros(6, 5)}, step=1)
     accelerator.end_training()
-    read = events_of("run/p")
+    read = read_events("run/p")
     assert [(each.step, each.value) for each in read.Scalars("loss")] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     assert set(read.Tags()["scalars"]) == {"loss", "eval/accuracy", "odd name!"}
     assert read.Tensors("note/text_summary")[0].tensor_proto.string_val == [b"warm"]
@@ -71,8 +73,8 @@ def test_tensorboard():
 
 
 def test_tensorboard_skips_values_that_a_resume_supersedes():
-    use(start("tensorboard"))
-    time.sleep(1.1)  # event files are read in the order of their names, which begin with the second
+    log_everything(start("tensorboard"))
+    time.sleep(1.1)  # event files are read in the order of their names, which start with the time in seconds
     accelerator = start("tensorboard")
     writer = accelerator.get_tracker("tensorboard", unwrap=True)
     accelerator.get_tracker("tensorboard").rewind(1)
@@ -80,7 +82,7 @@ def test_tensorboard_skips_values_that_a_resume_supersedes():
     accelerator._recorder.feed._is_settled = True
     accelerator.log({"loss": 20.0}, step=2)
     accelerator.end_training()
-    assert [(each.step, each.value) for each in events_of("run/p").Scalars("loss")] == [(1, 1.0), (2, 20.0)]
+    assert [(each.step, each.value) for each in read_events("run/p").Scalars("loss")] == [(1, 1.0), (2, 20.0)]
 
 
 @pytest.mark.slow
@@ -90,12 +92,12 @@ def test_wandb_writes_offline_without_a_login(monkeypatch, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "headway"):
         accelerator = start("wandb", "team/p")
     assert "no user is logged in, so the run is written offline" in caplog.text
-    use(accelerator)
+    log_everything(accelerator)
     run = accelerator.get_tracker("wandb", unwrap=True)
     (event,) = [each for each in read_run("run/team/p").events if each.name == "tracker"]
     assert event.details == {"tracker": "wandb", "identity": {"id": run.id}}
     accelerator.end_training()
-    told = offline_run(Path("run"))
+    told = read_offline_run(Path("run"))
     assert (told["id"], told["project"], told["exit"]) == (run.id, "team-p", 0)
     assert {name: told["config"][name] for name in CONFIG} == CONFIG
     losses = [(row["global_step"], row["loss"]) for row in told["rows"] if "loss" in row]
@@ -107,10 +109,10 @@ def test_wandb_writes_offline_without_a_login(monkeypatch, tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_wandb_writes_offline_where_the_server_is_out_of_reach(monkeypatch, caplog):
+def test_wandb_writes_offline_if_the_server_is_unreachable(monkeypatch, caplog):
     import wandb
 
-    with socket.socket() as taken:  # bound and never listening: every connection is refused
+    with socket.socket() as taken:  # bound but not listening, so that every connection is refused
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -120,7 +122,7 @@ def test_wandb_writes_offline_where_the_server_is_out_of_reach(monkeypatch, capl
         accelerator.end_training()
     assert "the server cannot be reached" in caplog.text
     (folder,) = Path("run").rglob("offline-run-*")
-    assert [row["loss"] for row in offline_run(folder)["rows"]] == [1.0]
+    assert [row["loss"] for row in read_offline_run(folder)["rows"]] == [1.0]
 
 
 @pytest.mark.slow
@@ -130,13 +132,13 @@ def test_mlflow(tmp_path):
     store = f"sqlite:///{tmp_path}/store.db"
     accelerator = start("mlflow", tracking_uri=store, run_name="first")
     run_id = accelerator.get_tracker("mlflow", unwrap=True).info.run_id
-    use(accelerator)
-    # Killed here, and started again by a script that goes on by its own means, with another learning rate.
+    log_everything(accelerator)
+    # The run is killed here. The next process continues without a resume, with another learning rate.
     import mlflow
 
     mlflow.end_run("KILLED")
     accelerator = start("mlflow", config=CONFIG | {"lr": 0.2}, tracking_uri=store)
-    use(accelerator, (4,))
+    log_everything(accelerator, (4,))
     accelerator.end_training()
     assert mlflow.active_run() is None
     client = MlflowClient(store)
@@ -161,7 +163,7 @@ def test_mlflow(tmp_path):
     (tmp_path / "copies").mkdir()
     copy = client.download_artifacts(run_id, "words", str(tmp_path / "copies"))
     assert Path(copy, "vocabulary.txt").read_text() == "words"
-    # A run of the script's own is used, and left to it.
+    # A run that the script has started is used, and not ended.
     with mlflow.start_run() as own:
         accelerator = start("mlflow")
         accelerator.log({"loss": 1.0}, step=1)

@@ -1,4 +1,4 @@
-"""Reads what Weights & Biases wrote offline: records in LevelDB's log format, after a header of seven bytes."""
+"""Reader of the files that Weights & Biases writes offline: a header of seven bytes, then records in LevelDB's log format."""
 
 import json
 import struct
@@ -12,7 +12,7 @@ HEADER = 7
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
-def raw_records(path: Path) -> Iterator[bytes]:
+def read_raw_records(path: Path) -> Iterator[bytes]:
     data = path.read_bytes()
     assert data.startswith(b":W&B")
     position, parts = HEADER, b""
@@ -33,40 +33,41 @@ def raw_records(path: Path) -> Iterator[bytes]:
             yield parts
 
 
-def records(path: Path) -> Iterator[Any]:
+def read_records(path: Path) -> Iterator[Any]:
     from wandb.proto import wandb_internal_pb2
 
-    for raw in raw_records(path):
+    for raw in read_raw_records(path):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(raw)
         yield record
 
 
-def key_of(item: Any) -> str:
+def make_key(item: Any) -> str:
     return item.key or "/".join(item.nested_key)
 
 
-def offline_run(folder: Path, is_finished: bool = True) -> dict[str, Any]:
-    """Id, project, rows, config, artifacts and exit code of the one offline run in a folder.
+def read_offline_run(folder: Path, is_finished: bool = True) -> dict[str, Any]:
+    """Return id, project, rows, config, artifacts and exit code of the only offline run below a folder.
 
-    Another process writes the file, and may still do so when `finish()` has returned: the last record is waited for.
+    Another process writes the file, and may still write after `finish()` has returned. So wait for the last record, unless
+    `is_finished` is False.
     """
     (path,) = folder.rglob("*.wandb")
     deadline = time.monotonic() + 60
-    while is_finished and not any(record.WhichOneof("record_type") == "exit" for record in records(path)):
+    while is_finished and not any(record.WhichOneof("record_type") == "exit" for record in read_records(path)):
         assert time.monotonic() < deadline, f"{path} has no end"
         time.sleep(0.05)
     told: dict[str, Any] = {"rows": [], "config": {}, "artifacts": [], "exit": None}
-    for record in records(path):
+    for record in read_records(path):
         kind = record.WhichOneof("record_type")
         if kind == "run":
             told |= {"id": record.run.run_id, "project": record.run.project}
         elif kind == "history":
-            told["rows"].append({key_of(item): json.loads(item.value_json) for item in record.history.item})
+            told["rows"].append({make_key(item): json.loads(item.value_json) for item in record.history.item})
         elif kind == "artifact":
             told["artifacts"].append((record.artifact.type, record.artifact.name))
         elif kind == "exit":
             told["exit"] = record.exit.exit_code
         for update in [record.config] if kind == "config" else [record.run.config] if kind == "run" else []:
-            told["config"] |= {key_of(item): json.loads(item.value_json) for item in update.update}
+            told["config"] |= {make_key(item): json.loads(item.value_json) for item in update.update}
     return told

@@ -1,4 +1,4 @@
-"""Windows on one process: the gradient of an update is that of the whole batch, however it was cut."""
+"""Test windows on one process: the gradient of an update equals that of the whole batch, however it was split."""
 
 import copy
 from collections.abc import Iterator
@@ -19,36 +19,36 @@ from headway.core.training.windows import ConstantDivision
 from headway.errors import ConfigError, LossError
 
 
-def data(num_rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def make_data(num_rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_rows, 3, generator=generator), torch.randn(num_rows, 1, generator=generator)
 
 
-def net(seed: int = 0) -> nn.Module:
+def build_net(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
 
 
-def whole(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
-    """The gradient of the mean over all rows, by plain PyTorch."""
+def compute_whole_gradient(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    """Return the gradient of the mean over all rows, computed by plain PyTorch."""
     model = copy.deepcopy(model)
     model.zero_grad()
     mse_loss(model(x), y).backward()
     return [p.grad.clone() for p in model.parameters()]
 
 
-def grads(model: nn.Module) -> list[torch.Tensor]:
+def copy_gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
-def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+def assert_close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 class Rows(IterableDataset):
-    """Rows of unknown number."""
+    """Stream of rows without a length."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self.x, self.y = x, y
@@ -58,7 +58,7 @@ class Rows(IterableDataset):
 
 
 class Groups(torch.utils.data.Sampler[list[int]]):
-    """Ragged batches of the given sizes."""
+    """Batch sampler with batches of the given sizes."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
@@ -73,8 +73,8 @@ class Groups(torch.utils.data.Sampler[list[int]]):
             start += size
 
 
-def final_gradients(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> list[list[torch.Tensor]]:
-    """One epoch without learning; the gradients read right after each window's last backward."""
+def list_window_gradients(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> list[list[torch.Tensor]]:
+    """Train one epoch with learning rate 0, and return the gradients after each window's last backward."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     found = []
@@ -82,7 +82,7 @@ def final_gradients(accelerator: Accelerator, model: nn.Module, loader: DataLoad
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(x), y))
             if accelerator.sync_gradients:
-                found.append(grads(model))
+                found.append(copy_gradients(model))
             optimizer.step()
             optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
@@ -91,30 +91,30 @@ def final_gradients(accelerator: Accelerator, model: nn.Module, loader: DataLoad
 
 @pytest.mark.parametrize(("batch_size", "steps"), [(2, 4), (8, 1), (3, 2), (3, 5), (5, 2), (1, 8)])
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_gradients_are_those_of_the_whole_window(batch_size: int, steps: int, is_stream: bool) -> None:
-    x, y = data(19)
-    model = net()
+def test_gradients_equal_those_of_the_whole_window(batch_size: int, steps: int, is_stream: bool) -> None:
+    x, y = make_data(19)
+    model = build_net()
     dataset = Rows(x, y) if is_stream else TensorDataset(x, y)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    found = final_gradients(accelerator, model, DataLoader(dataset, batch_size=batch_size))
+    found = list_window_gradients(accelerator, model, DataLoader(dataset, batch_size=batch_size))
     size = batch_size * steps
     pieces = [slice(start, start + size) for start in range(0, 19, size)]
     assert len(found) == len(pieces)
     for piece, gradient in zip(pieces, found):
-        assert_equal(gradient, whole(model, x[piece], y[piece]))
+        assert_close(gradient, compute_whole_gradient(model, x[piece], y[piece]))
 
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=9), steps=st.integers(1, 5), seed=st.integers(0, 9))
 def test_any_ragged_split_gives_the_whole_gradient(sizes: list[int], steps: int, seed: int) -> None:
-    x, y = data(sum(sizes), seed)
-    model = net(seed)
+    x, y = make_data(sum(sizes), seed)
+    model = build_net(seed)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    found = final_gradients(accelerator, model, DataLoader(TensorDataset(x, y), batch_sampler=Groups(sizes)))
+    found = list_window_gradients(accelerator, model, DataLoader(TensorDataset(x, y), batch_sampler=Groups(sizes)))
     edges = [sum(sizes[:n]) for n in [*range(0, len(sizes), steps), len(sizes)]]
     assert len(found) == len(edges) - 1
     for start, stop, gradient in zip(edges, edges[1:], found):
-        assert_equal(gradient, whole(model, x[start:stop], y[start:stop]))
+        assert_close(gradient, compute_whole_gradient(model, x[start:stop], y[start:stop]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -123,7 +123,7 @@ def test_any_ragged_split_gives_the_whole_gradient(sizes: list[int], steps: int,
     scale=st.sampled_from([1, 1000]),
 )  # fmt: skip
 def test_any_weights_give_the_mean_over_all_items(counts: list[int], reduction: str, scale: int) -> None:
-    """Tokens per micro-batch, zero among them; a mean over none is NaN, and weighs nothing."""
+    """Weights are tokens per micro-batch and can be 0. A mean over no tokens is NaN and has weight 0."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     model = accelerator.prepare(nn.Linear(1, 1, bias=False))
     values = [torch.arange(1.0, n * scale + 1).reshape(-1, 1) for n in counts]
@@ -139,11 +139,11 @@ def test_any_weights_give_the_mean_over_all_items(counts: list[int], reduction: 
             torch.testing.assert_close(model.weight.grad.item(), window.mean().item(), rtol=1e-5, atol=0)
 
 
-def test_two_sets_of_models_have_windows_of_their_own() -> None:
-    """accumulate(d) and accumulate(g) count and close apart."""
-    x, y = data(12)
-    d, g = net(1), net(2)
-    reference_d, reference_g = whole(d, x, y), whole(g, x[4:], y[4:])
+def test_two_sets_of_models_have_separate_windows() -> None:
+    """accumulate(d) and accumulate(g) count and close their windows independently."""
+    x, y = make_data(12)
+    d, g = build_net(1), build_net(2)
+    reference_d, reference_g = compute_whole_gradient(d, x, y), compute_whole_gradient(g, x[4:], y[4:])
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     d, g, loader = accelerator.prepare(d, g, DataLoader(TensorDataset(x, y), batch_size=4))
     for step, (inputs, targets) in enumerate(loader):
@@ -154,13 +154,13 @@ def test_two_sets_of_models_have_windows_of_their_own() -> None:
             with accelerator.accumulate(g):
                 accelerator.backward(mse_loss(g(inputs), targets))
                 assert accelerator.sync_gradients == (step == 2)
-    assert_equal(grads(d), reference_d)
-    assert_equal(grads(g), reference_g)
+    assert_close(copy_gradients(d), reference_d)
+    assert_close(copy_gradients(g), reference_g)
 
 
-def test_two_losses_of_a_micro_batch_add_up() -> None:
-    x, y = data(10)
-    model = net()
+def test_two_losses_of_a_micro_batch_are_added() -> None:
+    x, y = make_data(10)
+    model = build_net()
     reference = copy.deepcopy(model)
     (mse_loss(reference(x), y) + 0.5 * reference(x).square().mean()).backward()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
@@ -170,22 +170,22 @@ def test_two_losses_of_a_micro_batch_add_up() -> None:
             outputs = model(inputs)
             accelerator.backward(mse_loss(outputs, targets), retain_graph=True)
             accelerator.backward(0.5 * outputs.square().mean())
-    assert_equal(grads(model), [p.grad for p in reference.parameters()])
+    assert_close(copy_gradients(model), [p.grad for p in reference.parameters()])
 
 
-def test_two_losses_of_a_micro_batch_cannot_weigh_differently() -> None:
+def test_two_losses_of_a_micro_batch_cannot_have_different_weights() -> None:
     accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(net())
+    model = accelerator.prepare(build_net())
     with accelerator.accumulate(model):
-        accelerator.backward(model(data(2)[0]).mean(), weight=2)
+        accelerator.backward(model(make_data(2)[0]).mean(), weight=2)
         with pytest.raises(LossError, match="weigh 2 and 3"):
-            accelerator.backward(model(data(2)[0]).mean(), weight=3)
+            accelerator.backward(model(make_data(2)[0]).mean(), weight=3)
 
 
-def test_an_evaluation_loop_that_breaks_off_does_not_disturb_the_window() -> None:
-    x, y = data(10)
-    model = net()
-    reference = whole(model, x, y)
+def test_interrupted_evaluation_loop_does_not_change_the_window() -> None:
+    x, y = make_data(10)
+    model = build_net()
+    reference = compute_whole_gradient(model, x, y)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model, loader, evaluation = accelerator.prepare(
         model, DataLoader(TensorDataset(x, y), batch_size=3), DataLoader(TensorDataset(x, y), batch_size=1)
@@ -201,14 +201,14 @@ def test_an_evaluation_loop_that_breaks_off_does_not_disturb_the_window() -> Non
                 break
             accelerator.backward(mse_loss(model(inputs), targets))
     assert accelerator.sync_gradients
-    assert_equal(grads(model), reference)
+    assert_close(copy_gradients(model), reference)
 
 
-def test_a_micro_batch_left_with_continue_weighs_nothing() -> None:
-    x, y = data(12)
-    model = net()
+def test_micro_batch_left_by_continue_has_no_weight() -> None:
+    x, y = make_data(12)
+    model = build_net()
     kept = torch.cat([torch.arange(0, 3), torch.arange(6, 12)])
-    reference = whole(model, x[kept], y[kept])
+    reference = compute_whole_gradient(model, x[kept], y[kept])
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model, loader = accelerator.prepare(model, DataLoader(TensorDataset(x, y), batch_size=3))
     for step, (inputs, targets) in enumerate(loader):
@@ -216,15 +216,15 @@ def test_a_micro_batch_left_with_continue_weighs_nothing() -> None:
             if step == 1:
                 continue
             accelerator.backward(mse_loss(model(inputs), targets))
-    assert_equal(grads(model), reference)
+    assert_close(copy_gradients(model), reference)
 
 
-def test_a_window_whose_last_micro_batch_ran_no_backward_goes_on() -> None:
-    """Neither step nor zero_grad act before one did, even where the loop calls them."""
-    x, y = data(9)
-    model = net()
+def test_window_continues_if_its_last_micro_batch_had_no_backward() -> None:
+    """step and zero_grad do nothing before a backward, even if the loop calls them."""
+    x, y = make_data(9)
+    model = build_net()
     kept = torch.cat([torch.arange(0, 3), torch.arange(6, 9)])
-    reference = whole(model, x[kept], y[kept])
+    reference = compute_whole_gradient(model, x[kept], y[kept])
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -239,13 +239,13 @@ def test_a_window_whose_last_micro_batch_ran_no_backward_goes_on() -> None:
                 optimizer.zero_grad()
                 assert accelerator.num_updates == 0
     assert accelerator.num_updates == 1
-    assert_equal(grads(model), reference)
+    assert_close(copy_gradients(model), reference)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_zero_grad_may_stand_before_backward(steps: int) -> None:
-    x, y = data(12)
-    model = net()
+def test_zero_grad_can_come_before_backward(steps: int) -> None:
+    x, y = make_data(12)
+    model = build_net()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(x, y), batch_size=2))
@@ -257,15 +257,18 @@ def test_zero_grad_may_stand_before_backward(steps: int) -> None:
             optimizer.step()
         if accelerator.sync_gradients:
             stop = 2 * (number + 1)
-            assert_equal(grads(model), whole(model, x[stop - 2 * steps : stop], y[stop - 2 * steps : stop]))
+            assert_close(
+                copy_gradients(model),
+                compute_whole_gradient(model, x[stop - 2 * steps : stop], y[stop - 2 * steps : stop]),
+            )
             seen += 1
     assert seen == accelerator.num_updates == 6 // steps
 
 
-def test_a_micro_batch_that_raised_starts_the_window_over() -> None:
-    x, y = data(6)
-    model = net()
-    reference = whole(model, x, y)
+def test_micro_batch_with_an_error_restarts_the_window() -> None:
+    x, y = make_data(6)
+    model = build_net()
+    reference = compute_whole_gradient(model, x, y)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -279,20 +282,20 @@ def test_a_micro_batch_that_raised_starts_the_window_over() -> None:
             optimizer.step()
             assert accelerator.num_updates == 0
     assert accelerator.sync_gradients
-    assert_equal(grads(model), reference)
+    assert_close(copy_gradients(model), reference)
 
 
-def test_a_window_that_weighs_nothing_makes_no_update() -> None:
+def test_window_of_weight_0_makes_no_update() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = net()
+    model = build_net()
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     for _ in range(2):
         with accelerator.accumulate(model):
-            # The masked mean over nothing: 0/0, with a gradient of 0 * inf.
-            accelerator.backward((model(data(2)[0]) * 0).sum() / torch.tensor(0.0), weight=0)
+            # A masked mean over no items is 0/0, with a gradient of 0 * inf.
+            accelerator.backward((model(make_data(2)[0]) * 0).sum() / torch.tensor(0.0), weight=0)
             assert not any(p.grad.isnan().any() for p in model.parameters())
             optimizer.step()
             schedule.step()
@@ -303,10 +306,10 @@ def test_a_window_that_weighs_nothing_makes_no_update() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_division_by_hand_outside_accumulate() -> None:
-    x, y = data(9)
-    model = net()
-    reference = whole(model, x, y)
+def test_loss_divided_by_the_script_outside_accumulate() -> None:
+    x, y = make_data(9)
+    model = build_net()
+    reference = compute_whole_gradient(model, x, y)
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(x, y), batch_size=3))
@@ -314,7 +317,7 @@ def test_division_by_hand_outside_accumulate() -> None:
         context = accelerator.no_sync(model) if number < 2 else suppress()
         with context:
             accelerator.backward(mse_loss(model(inputs), targets) / 3)
-    assert_equal(grads(model), reference)
+    assert_close(copy_gradients(model), reference)
     optimizer.step()
     optimizer.zero_grad()
     assert accelerator.num_updates == 1
@@ -323,19 +326,19 @@ def test_division_by_hand_outside_accumulate() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_explicit_weights_outside_accumulate(reduction: str) -> None:
-    """Each backward is a window of its own: its gradient is that of the mean, by itself."""
-    x, y = data(5)
-    model = net()
-    reference = whole(model, x, y)
+    """Each backward is a separate window, whose gradient is that of the mean."""
+    x, y = make_data(5)
+    model = build_net()
+    reference = compute_whole_gradient(model, x, y)
     model = (accelerator := Accelerator(cpu=True)).prepare(model)
     accelerator.backward(mse_loss(model(x), y, reduction=reduction), weight=5, reduction=reduction)
-    assert_equal(grads(model), reference)
+    assert_close(copy_gradients(model), reference)
 
 
-def test_parameters_unfrozen_after_prepare_are_corrected_too() -> None:
-    x, y = data(7)
-    model = net()
-    reference = whole(model, x, y)
+def test_parameters_unfrozen_after_prepare_are_corrected() -> None:
+    x, y = make_data(7)
+    model = build_net()
+    reference = compute_whole_gradient(model, x, y)
     model[0].requires_grad_(False)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, loader = accelerator.prepare(model, DataLoader(TensorDataset(x, y), batch_size=4))
@@ -343,13 +346,13 @@ def test_parameters_unfrozen_after_prepare_are_corrected_too() -> None:
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(inputs), targets))
-    assert_equal(grads(model), reference)
+    assert_close(copy_gradients(model), reference)
 
 
-def test_clip_and_norm_see_final_gradients() -> None:
-    x, y = data(7)
-    model = net()
-    reference = torch.stack([g.norm() for g in whole(model, x, y)]).norm()
+def test_clipping_and_norm_use_final_gradients() -> None:
+    x, y = make_data(7)
+    model = build_net()
+    reference = torch.stack([g.norm() for g in compute_whole_gradient(model, x, y)]).norm()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model, loader = accelerator.prepare(model, DataLoader(TensorDataset(x, y), batch_size=2))
     for inputs, targets in loader:
@@ -357,15 +360,15 @@ def test_clip_and_norm_see_final_gradients() -> None:
             accelerator.backward(mse_loss(model(inputs), targets))
             norm = accelerator.clip_grad_norm_(model.parameters(), reference / 2)
     torch.testing.assert_close(norm, reference)
-    torch.testing.assert_close(torch.stack([g.norm() for g in grads(model)]).norm(), reference / 2)
+    torch.testing.assert_close(torch.stack([g.norm() for g in copy_gradients(model)]).norm(), reference / 2)
     accelerator.clip_grad_value_(model.parameters(), 1e-4)
-    assert max(g.abs().max() for g in grads(model)) <= 1e-4
+    assert max(g.abs().max() for g in copy_gradients(model)) <= 1e-4
 
 
-def test_the_plain_recipe_is_a_policy() -> None:
-    """ConstantDivision divides every loss by the steps, whatever the window held."""
-    x, y = data(7)
-    model = net()
+def test_constant_division_policy() -> None:
+    """ConstantDivision divides each loss by the number of steps, regardless of the window's content."""
+    x, y = make_data(7)
+    model = build_net()
     reference = copy.deepcopy(model)
     for piece in (slice(0, 4), slice(4, 7)):
         (mse_loss(reference(x[piece]), y[piece]) / 3).backward()
@@ -374,13 +377,13 @@ def test_the_plain_recipe_is_a_policy() -> None:
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(inputs), targets))
-    assert_equal(grads(model), [p.grad for p in reference.parameters()])
+    assert_close(copy_gradients(model), [p.grad for p in reference.parameters()])
 
 
-def test_windows_may_span_epochs() -> None:
-    x, y = data(6)
-    model = net()
-    reference = whole(model, torch.cat([x, x[:2]]), torch.cat([y, y[:2]]))
+def test_windows_can_span_epochs() -> None:
+    x, y = make_data(6)
+    model = build_net()
+    reference = compute_whole_gradient(model, torch.cat([x, x[:2]]), torch.cat([y, y[:2]]))
     plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     model, loader = accelerator.prepare(model, DataLoader(TensorDataset(x, y), batch_size=2))
@@ -391,12 +394,12 @@ def test_windows_may_span_epochs() -> None:
             if epoch:
                 break
         assert accelerator.sync_gradients == (epoch == 1)
-    assert_equal(grads(model), reference)
+    assert_close(copy_gradients(model), reference)
 
 
-def test_the_steps_may_change_between_windows() -> None:
-    x, y = data(12)
-    model = net()
+def test_number_of_steps_can_change_between_windows() -> None:
+    x, y = make_data(12)
+    model = build_net()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare(model)
     start = 0
@@ -409,8 +412,8 @@ def test_the_steps_may_change_between_windows() -> None:
             start += 2
             with accelerator.accumulate(model):
                 accelerator.backward(mse_loss(model(x[piece]), y[piece]), weight=2)
-        model_grads = grads(model)
-        assert_equal(model_grads, whole(model, x[first:start], y[first:start]))
+        model_grads = copy_gradients(model)
+        assert_close(model_grads, compute_whole_gradient(model, x[first:start], y[first:start]))
     with pytest.raises(ConfigError, match="0 steps"):
         accelerator.gradient_accumulation_steps = 0
 
@@ -426,15 +429,15 @@ def test_the_steps_may_change_between_windows() -> None:
         (lambda model: model(torch.ones(2, 3)).mean(), 1, "max", "reduction='max'"),
     ],
 )
-def test_what_is_no_loss_is_refused(make, weight, reduction, message) -> None:
+def test_invalid_loss_is_refused(make, weight, reduction, message) -> None:
     accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(net())
+    model = accelerator.prepare(build_net())
     with pytest.raises(LossError, match=message):
         accelerator.backward(make(model), weight=weight, reduction=reduction)
 
 
-def test_global_batch_size_derives_the_accumulation(caplog: pytest.LogCaptureFixture) -> None:
-    x, y = data(32)
+def test_global_batch_size_sets_the_accumulation_steps(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = make_data(32)
     accelerator = Accelerator(cpu=True, global_batch_size=16)
     with caplog.at_level("INFO"):
         accelerator.prepare(DataLoader(TensorDataset(x, y), batch_size=4))
@@ -442,8 +445,8 @@ def test_global_batch_size_derives_the_accumulation(caplog: pytest.LogCaptureFix
     assert "global batch 16 = 4 per process x 1 processes x 4 accumulation steps" in caplog.text
 
 
-def test_a_global_batch_size_that_does_not_fit_is_refused() -> None:
-    x, y = data(32)
+def test_global_batch_size_that_does_not_fit_is_refused() -> None:
+    x, y = make_data(32)
     with pytest.raises(ConfigError, match=r"global_batch_size=18 is not a multiple .*\(4 samples\)"):
         Accelerator(cpu=True, global_batch_size=18).prepare(DataLoader(TensorDataset(x, y), batch_size=4))
     with pytest.raises(ConfigError, match="do not give the steps as well"):
@@ -456,13 +459,11 @@ def test_reduce_mean_divides_by_the_weight() -> None:
 
 
 @pytest.mark.parametrize("num_read", [1, 2])
-def test_batches_that_are_read_ahead_are_noticed_in_the_first_window(
-    num_read: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The epoch would end, and close a window, with the first of them."""
+def test_reading_batches_ahead_is_noticed_in_the_first_window(num_read: int, caplog: pytest.LogCaptureFixture) -> None:
+    """With batches read ahead, the epoch would end, and close a window, at the first of them."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = net()
-    model, loader = accelerator.prepare(model, DataLoader(TensorDataset(*data(16)), batch_size=2))
+    model = build_net()
+    model, loader = accelerator.prepare(model, DataLoader(TensorDataset(*make_data(16)), batch_size=2))
     batches = iter(loader)
     for x, y in islice(batches, 2) if num_read == 1 else list(islice(batches, 2)):
         with accelerator.accumulate(model):
@@ -470,10 +471,10 @@ def test_batches_that_are_read_ahead_are_noticed_in_the_first_window(
     assert ("2 batches were read before the first of them was used in accumulate()" in caplog.text) == (num_read == 2)
 
 
-def test_a_batch_that_is_skipped_is_not_taken_for_reading_ahead(caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_batch_does_not_count_as_reading_ahead(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = net()
-    model, loader = accelerator.prepare(model, DataLoader(TensorDataset(*data(16)), batch_size=2))
+    model = build_net()
+    model, loader = accelerator.prepare(model, DataLoader(TensorDataset(*make_data(16)), batch_size=2))
     for number, (x, y) in enumerate(loader):
         if number % 3 == 1:
             continue

@@ -1,4 +1,4 @@
-"""On one process a prepared loop gives, bit by bit, what the loop written by hand gives."""
+"""Test that a prepared loop on one process gives bit for bit the results of a plain loop."""
 
 import contextlib
 import copy
@@ -18,8 +18,8 @@ NUM_ROWS, BATCH, EPOCHS = 20 + 3 * 32, 32, 3  # the last batch of an epoch has 2
 
 
 @dataclass
-class Parts:
-    """A classifier and what trains it."""
+class Training:
+    """Classifier with its optimizer and loader."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -29,7 +29,7 @@ class Parts:
         return {"losses": losses, "norms": norms, "state": copy.deepcopy(self.model.state_dict())}
 
 
-def parts(kind: str, num_rows: int = NUM_ROWS, batch_size: int = BATCH) -> Parts:
+def build_training(kind: str, num_rows: int = NUM_ROWS, batch_size: int = BATCH) -> Training:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 5))
     rules: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -37,10 +37,12 @@ def parts(kind: str, num_rows: int = NUM_ROWS, batch_size: int = BATCH) -> Parts
         "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     }
     rows, labels = torch.randn(num_rows, 8), torch.randint(0, 5, (num_rows,))
-    return Parts(model, rules[kind](model.parameters()), DataLoader(TensorDataset(rows, labels), batch_size=batch_size))
+    return Training(
+        model, rules[kind](model.parameters()), DataLoader(TensorDataset(rows, labels), batch_size=batch_size)
+    )
 
 
-def by_hand(p: Parts, steps: int, precision: str) -> dict[str, Any]:
+def train_plain(p: Training, steps: int, precision: str) -> dict[str, Any]:
     losses, norms = [], []
     for _ in range(EPOCHS):
         for number, (inputs, labels) in enumerate(p.loader, start=1):
@@ -55,7 +57,8 @@ def by_hand(p: Parts, steps: int, precision: str) -> dict[str, Any]:
     return p.result(losses, norms)
 
 
-def prepared(p: Parts, steps: int, precision: str, is_inside: bool) -> dict[str, Any]:
+def train_prepared(p: Training, steps: int, precision: str, is_inside: bool) -> dict[str, Any]:
+    """Train with Headway. With `is_inside`, each backward is in an `accumulate` block."""
     accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=steps)
     model, optimizer, loader = accelerator.prepare(p.model, p.optimizer, p.loader)
     losses, norms = [], []
@@ -85,39 +88,39 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 @pytest.mark.parametrize("is_inside", [True, False])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_a_run_with_a_ragged_tail(kind: str, precision: str, is_inside: bool) -> None:
-    wanted = by_hand(parts(kind), 1, precision)
-    assert_same(prepared(parts(kind), 1, precision, is_inside), wanted)
+def test_epochs_with_a_ragged_tail(kind: str, precision: str, is_inside: bool) -> None:
+    wanted = train_plain(build_training(kind), 1, precision)
+    assert_same(train_prepared(build_training(kind), 1, precision, is_inside), wanted)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("steps", [2, 3, 5, 7])
 def test_windows_of_equal_micro_batches(steps: int, precision: str) -> None:
-    wanted = by_hand(parts("sgd", 14 * steps, 7), steps, precision)
-    assert_same(prepared(parts("sgd", 14 * steps, 7), steps, precision, is_inside=True), wanted)
+    wanted = train_plain(build_training("sgd", 14 * steps, 7), steps, precision)
+    assert_same(train_prepared(build_training("sgd", 14 * steps, 7), steps, precision, is_inside=True), wanted)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("steps", [2, 3, 4])
-def test_windows_closed_by_hand(steps: int, precision: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The loop of many scripts: Accelerator(k), backward outside accumulate, and a step every k-th time."""
-    wanted = by_hand(parts("adamw"), steps, precision)
-    assert_same(prepared(parts("adamw"), steps, precision, is_inside=False), wanted)
+def test_windows_closed_by_the_script(steps: int, precision: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Test the loop of many scripts: Accelerator(k), backward outside accumulate, and a step at every k-th batch."""
+    wanted = train_plain(build_training("adamw"), steps, precision)
+    assert_same(train_prepared(build_training("adamw"), steps, precision, is_inside=False), wanted)
     said = [record.getMessage() for record in caplog.records if "outside accumulate()" in record.getMessage()]
     assert len(said) == 1
     assert f"each loss is divided by {steps}" in said[0]
 
 
-def test_nothing_is_said_without_accumulation(caplog: pytest.LogCaptureFixture) -> None:
-    prepared(parts("sgd"), 1, "no", is_inside=False)
+def test_without_accumulation_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    train_prepared(build_training("sgd"), 1, "no", is_inside=False)
     assert not caplog.records
 
 
 @pytest.mark.parametrize("weights", [(5, 11), (3, 3)])
-def test_a_weight_that_one_process_knows_is_the_nominal_one(weights: tuple[int, ...]) -> None:
-    """Token counts differ from batch to batch: a window of one micro-batch has nothing to correct."""
+def test_explicit_weight_on_one_process_needs_no_correction(weights: tuple[int, ...]) -> None:
+    """Token counts differ between batches, but a window of one micro-batch needs no correction."""
     rows = torch.randn(sum(weights), 8)
-    plain = parts("sgd").model
+    plain = build_training("sgd").model
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(copy.deepcopy(plain))
     for piece in rows.split(list(weights)):
@@ -130,9 +133,9 @@ def test_a_weight_that_one_process_knows_is_the_nominal_one(weights: tuple[int, 
             assert torch.equal(one.grad, other.grad)
 
 
-def test_a_schedule_ticks_whenever_it_is_called_in_windows_closed_by_hand() -> None:
-    """As in Accelerate: outside accumulate each call is for a window, and only a skipped update is not."""
-    p = parts("sgd")
+def test_schedule_ticks_at_each_call_outside_accumulate() -> None:
+    """As in Accelerate, each call outside accumulate counts for a window, unless the update was skipped."""
+    p = build_training("sgd")
     schedule = torch.optim.lr_scheduler.LambdaLR(p.optimizer, lambda step: 1 / (1 + step))
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer, loader, schedule = accelerator.prepare(p.model, p.optimizer, p.loader, schedule)

@@ -1,4 +1,4 @@
-"""A strategy that puts other parameters in the place of the model's: optimizers, clipping and precision go by it."""
+"""Test a strategy that replaces the model's parameters: optimizers, clipping and precision use the new ones."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ from tests.distributed.mirror import write_package
 
 
 class Halves(SingleStrategy):
-    """Keeps the first half of each parameter's rows, as another parameter; what the rest was is of no account."""
+    """Strategy that keeps only the first half of each parameter's rows, as a new parameter."""
 
     name = "halves"
     capabilities = Capabilities(whole_gradients=False, copies=False)
@@ -59,12 +59,12 @@ class Halves(SingleStrategy):
         return super().compute_total_norm(parameters, norm_type)
 
     @contextmanager
-    def _noted(self) -> Any:
+    def _record_forward(self) -> Any:
         self.description.append("forward")
         yield
 
     def forward_context(self, precision: Precision) -> Callable[[], AbstractContextManager[Any]] | None:
-        return self._noted
+        return self._record_forward
 
     def free_gathered(self, model: nn.Module) -> None:
         self.description.append("at rest")
@@ -72,16 +72,17 @@ class Halves(SingleStrategy):
 
 @pytest.fixture
 def accelerator(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    """Accelerator with the strategy "halves", which an installed package registers."""
     write_package(tmp_path, "halves", {mesh.GROUP: {"halves": f"{__name__}:Halves"}})
     monkeypatch.syspath_prepend(str(tmp_path))
     return Accelerator(cpu=True, strategy="halves", on_non_finite="skip")
 
 
-def weight(model: nn.Module) -> nn.Parameter:
+def get_weight(model: nn.Module) -> nn.Parameter:
     return model.weight  # type: ignore[return-value]
 
 
-def test_the_strategy_is_asked_in_its_order(accelerator: Accelerator) -> None:
+def test_strategy_methods_are_called_in_order(accelerator: Accelerator) -> None:
     strategy: Any = accelerator.strategy
     with torch.device("meta"):
         model = nn.Linear(2, 4, bias=False)
@@ -96,38 +97,38 @@ def test_the_strategy_is_asked_in_its_order(accelerator: Accelerator) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.LBFGS])
-def test_an_optimizer_is_moved_over_with_its_lists_and_state(
+def test_optimizer_gets_the_new_parameters_in_its_lists_and_state(
     accelerator: Accelerator, kind: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Linear(2, 4, bias=False)
     optimizer = kind(model.parameters(), lr=0.1)
-    before = weight(model)
+    before = get_weight(model)
     before.grad = torch.ones_like(before)
     optimizer.step(*([lambda: 1.0] if kind is torch.optim.LBFGS else []))
     held = getattr(optimizer, "_params", None)
     with caplog.at_level(logging.INFO, "headway"):
         model, _ = accelerator.prepare(model, optimizer)
         accelerator.prepare(optimizer)
-    assert [p for group in optimizer.param_groups for p in group["params"]] == [weight(model)]
-    assert weight(model) is not before
+    assert [p for group in optimizer.param_groups for p in group["params"]] == [get_weight(model)]
+    assert get_weight(model) is not before
     if held is not None:
         assert held is optimizer.param_groups[0]["params"]
     else:
-        state = optimizer.state[weight(model)]
+        state = optimizer.state[get_weight(model)]
         assert state["exp_avg"].shape == (2, 2)
         assert state["step"].ndim == 0
-        assert list(optimizer.state) == [weight(model)]
+        assert list(optimizer.state) == [get_weight(model)]
     told = [line for line in caplog.messages if "were replaced" in line]
     assert len(told) == 1
     assert told[0].startswith(f"{kind.__name__} was created before prepare(): 1 of its parameters")
 
 
-def test_a_group_that_is_added_later_holds_the_parameters_as_they_are(accelerator: Accelerator) -> None:
+def test_group_added_later_gets_the_new_parameters(accelerator: Accelerator) -> None:
     model, other = nn.Linear(2, 4, bias=False), nn.Linear(2, 4, bias=False)
-    late = weight(other)
+    late = get_weight(other)
     model, other, prepared = accelerator.prepare(model, other, torch.optim.AdamW(model.parameters(), lr=0.1))
     prepared.add_param_group({"params": [late]})
-    assert prepared.param_groups[1]["params"] == [weight(other)]
+    assert prepared.param_groups[1]["params"] == [get_weight(other)]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_a_group_that_is_added_later_holds_the_parameters_as_they_are(accelerato
     [(1.0, True, False), (1.0, False, False), (float("inf"), True, True), (float("inf"), False, True), (1e30, True, False)],
     ids=["clipped", "not clipped", "infinite", "infinite, not clipped", "only the norm overflows"],
 )  # fmt: skip
-def test_the_list_from_before_is_clipped_and_no_second_norm_is_taken(
+def test_list_from_before_prepare_is_clipped_with_one_norm(
     accelerator: Accelerator, factor: float, is_clipped: bool, is_skipped: bool
 ) -> None:
     strategy: Any = accelerator.strategy
@@ -144,7 +145,7 @@ def test_the_list_from_before_is_clipped_and_no_second_norm_is_taken(
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, 2)).sum(), weight=1)
-        gradient = weight(model).grad
+        gradient = get_weight(model).grad
         assert gradient is not None
         gradient.mul_(factor)
         if is_clipped:
@@ -153,34 +154,34 @@ def test_the_list_from_before_is_clipped_and_no_second_norm_is_taken(
             if factor == 1.0:
                 torch.testing.assert_close(gradient.norm(), torch.tensor(0.5))
         optimizer.step()
-    assert strategy.num_norms == is_clipped  # the guard looks at the parts itself
+    assert strategy.num_norms == is_clipped  # the guard checks the parts without a norm
     assert optimizer.step_was_skipped == is_skipped
 
 
-def test_gradients_changed_by_hand_after_clipping_are_asked_for_again(accelerator: Accelerator) -> None:
+def test_gradients_changed_after_clipping_are_checked_again(accelerator: Accelerator) -> None:
     strategy: Any = accelerator.strategy
     model, optimizer = accelerator.prepare(*(lambda m: (m, torch.optim.SGD(m.parameters(), lr=0.1)))(nn.Linear(2, 4)))
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, 2)).sum(), weight=1)
         accelerator.clip_grad_norm_(model.parameters(), 0.5)
-        weight(model).grad.mul_(float("nan"))  # type: ignore[union-attr]
+        get_weight(model).grad.mul_(float("nan"))  # type: ignore[union-attr]
         strategy.num_norms = 0
         optimizer.step()
     assert strategy.num_norms == 0
     assert optimizer.step_was_skipped
 
 
-def test_values_are_clipped_where_they_lie(accelerator: Accelerator) -> None:
+def test_values_are_clipped_in_the_new_parameters(accelerator: Accelerator) -> None:
     model = nn.Linear(2, 4, bias=False)
     given = list(model.parameters())
     model = accelerator.prepare(model)
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, 2)).sum() * 3, weight=1)
         accelerator.clip_grad_value_(given, 0.25)
-    assert weight(model).grad.abs().max() == 0.25  # type: ignore[union-attr]
+    assert get_weight(model).grad.abs().max() == 0.25  # type: ignore[union-attr]
 
 
-def test_an_optimizer_of_another_model_is_refused(accelerator: Accelerator) -> None:
+def test_optimizer_of_another_model_is_refused(accelerator: Accelerator) -> None:
     model = nn.Linear(2, 4)
     stranger = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
     with pytest.raises(PrepareError, match="2 parameters that belong to no prepared model"):

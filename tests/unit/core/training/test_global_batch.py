@@ -1,4 +1,4 @@
-"""A global batch that the script asks for, on the ranks that are left of a run."""
+"""Test a requested global batch size on the remaining ranks of a run that has lost some."""
 
 import json
 
@@ -13,8 +13,8 @@ from headway.errors import ConfigError
 ROWS = 40
 
 
-def run(folder, until):
-    """The samples of each update, of ten samples; 4 rows are read at once."""
+def train(folder, until):
+    """Train until update `until` and save. Return the samples of each update. Batches have 4 rows."""
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, global_batch_size=10, project_config=project)
     model = torch.nn.Linear(1, 1)
@@ -39,21 +39,21 @@ def run(folder, until):
 
 
 @pytest.fixture
-def lost(monkeypatch):
-    """One rank is left of two."""
+def lost_rank(monkeypatch):
+    """Set the payload of a run that has one of two ranks left."""
     payload = {"version": 1, "settings": {}, "num_processes": 2, "min_processes": 1, "force": False}
     monkeypatch.setenv("HEADWAY_RUN", json.dumps(payload))
 
 
-def test_it_is_kept_after_a_loss_though_the_rest_does_not_divide_it(lost, tmp_path, caplog):
-    windows = run(tmp_path, 2)
+def test_global_batch_is_kept_after_a_loss_even_if_it_is_no_multiple(lost_rank, tmp_path, caplog):
+    windows = train(tmp_path, 2)
     assert windows == [[float(row) for row in range(begin, begin + 10)] for begin in (0, 10)]
     assert "the global batch of 10 samples is split unevenly among the ranks" in caplog.text
     assert read_manifest(tmp_path / "checkpoints" / "checkpoint_0").about["global_batch"] == 10
-    windows = run(tmp_path, 5)  # and by a checkpoint that such a run has made
+    windows = train(tmp_path, 5)  # the resumed run keeps it, too
     assert windows == [[float(row % ROWS) for row in range(begin, begin + 10)] for begin in (20, 30, 40)]
 
 
-def test_without_a_loss_it_is_the_scripts_error(tmp_path):
+def test_without_a_loss_an_unfit_global_batch_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"global_batch_size=10 is not a multiple .*\(4 samples\)"):
-        run(tmp_path, 1)
+        train(tmp_path, 1)

@@ -1,4 +1,4 @@
-"""Models that lie on several devices: prepare() leaves them there, and refuses to move or replicate them."""
+"""Test models on several devices: `prepare()` leaves them there, and refuses to move or replicate them."""
 
 import pytest
 import torch
@@ -7,19 +7,19 @@ from torch import nn
 from headway import Accelerator, dispatch_model
 from headway.core.training.prepared.dispatched import list_spread_places
 from headway.errors import PrepareError
-from tests.unit.offload.test_stream import streamed
+from tests.unit.offload.test_stream import stream_model
 
 CPU = torch.device("cpu")
 
 
-def build():
+def build_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
-def mapped(device_map):
-    model = build()
-    model.hf_device_map = device_map  # as transformers and Accelerate leave it; there is no second device here
+def build_mapped_model(device_map):
+    model = build_model()
+    model.hf_device_map = device_map  # set like by transformers and Accelerate; no second device exists here
     return model
 
 
@@ -33,13 +33,15 @@ def mapped(device_map):
     ],
     ids=str,
 )
-def test_a_model_on_several_devices_stays_there(device_map, monkeypatch):
-    model = mapped(device_map)
+def test_model_on_several_devices_is_not_moved(device_map, monkeypatch):
+    model = build_mapped_model(device_map)
     with pytest.raises(PrepareError, match=r"Sequential was dispatched over .*device_placement=\[True\]"):
         Accelerator(cpu=True).prepare(model, device_placement=[True])
     with pytest.raises(PrepareError, match="dispatched"):
-        Accelerator(cpu=True).prepare(nn.Sequential(model), device_placement=[True])  # a part of what is prepared
-    monkeypatch.setattr(nn.Module, "to", lambda *_: pytest.fail("it was moved"))
+        Accelerator(cpu=True).prepare(
+            nn.Sequential(model), device_placement=[True]
+        )  # the dispatched model is a submodule
+    monkeypatch.setattr(nn.Module, "to", lambda *_: pytest.fail("the model was moved"))
     for placement in (None, [False]):
         assert Accelerator(cpu=True).prepare(model, device_placement=placement) is model
 
@@ -47,21 +49,23 @@ def test_a_model_on_several_devices_stays_there(device_map, monkeypatch):
 @pytest.mark.parametrize(
     "device_map", [{"": "cpu"}, {"": 0}, {"0": 0, "2": "cuda:0"}, {"0": 0, "2": torch.device("cuda:0")}, {}], ids=str
 )
-def test_a_model_on_one_device_is_moved(device_map):
-    model = mapped(device_map)
+def test_model_on_one_device_is_moved(device_map):
+    model = build_mapped_model(device_map)
     assert Accelerator(cpu=True).prepare(model) is model
 
 
-def test_a_model_that_is_mapped_from_files_and_runs_on_the_cpu_is_all_there(tmp_path):
-    model = dispatch_model(build(), {"0": "cpu", "1": "cpu", "2": "disk"}, offload_dir=tmp_path)
+def test_model_mapped_from_files_that_runs_on_the_cpu_is_complete(tmp_path):
+    model = dispatch_model(build_model(), {"0": "cpu", "1": "cpu", "2": "disk"}, offload_dir=tmp_path)
     assert Accelerator(cpu=True).prepare(model) is model
     assert list_spread_places(model, torch.device("cuda", 0)) == ["cpu", "disk"]
 
 
-def test_a_streamed_model_is_trained_where_it_lies():
-    whole, model = build(), build()
-    streamed(model)
-    model.hf_device_map = {"": "cpu"}  # as cpu_offload() leaves it: one place, and copied from there for each use
+def test_streamed_model_is_trained_in_place():
+    whole, model = build_model(), build_model()
+    stream_model(model)
+    model.hf_device_map = {
+        "": "cpu"
+    }  # set like by cpu_offload(): weights are stored on one device and copied for each use
     inputs = torch.randn(8, 4)
     for each in (whole, model):
         accelerator = Accelerator(cpu=True)
@@ -75,9 +79,9 @@ def test_a_streamed_model_is_trained_where_it_lies():
     assert all(map(torch.equal, whole.parameters(), model.parameters()))
 
 
-def test_a_model_that_transformers_has_dispatched(tmp_path):
+def test_model_dispatched_by_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")  # transformers dispatches by it
+    pytest.importorskip("accelerate")  # transformers uses it to dispatch models
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
     )
@@ -90,7 +94,7 @@ def test_a_model_that_transformers_has_dispatched(tmp_path):
             assert model.hf_device_map == device_map
             with pytest.raises(PrepareError, match="dispatched over cpu, disk"):
                 Accelerator(cpu=True).prepare(model, device_placement=[True])
-            with pytest.raises(PrepareError, match="on the meta device"):  # Accelerate's own hooks keep it on disk
+            with pytest.raises(PrepareError, match="on the meta device"):  # Accelerate's hooks keep the weights on disk
                 Accelerator(cpu=True).prepare(model)
         else:
             assert Accelerator(cpu=True).prepare(model) is model

@@ -1,4 +1,4 @@
-"""A save between two updates on batches that were read together is a warning before the second update."""
+"""Test the warning about a save between two updates on batches that were read together, before the second update."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -15,7 +15,7 @@ WARNING = "a checkpoint was saved between two updates on batches that were read 
 
 
 class Run:
-    """A model, its optimizer and two loaders that one Accelerator has prepared.
+    """Prepared model, optimizer and two loaders of one Accelerator.
 
     Args:
         folder: Folder of the checkpoints.
@@ -40,7 +40,7 @@ class Run:
         self.accelerator.save_state()
 
 
-def save_between(run: Run) -> None:
+def save_between_updates(run: Run) -> None:
     for one, other in islice(zip(run.first, run.second), 2):
         run.train(one)
         run.save()
@@ -77,13 +77,13 @@ def save_with_an_evaluation(run: Run) -> None:
         run.save()
 
 
-def test_a_save_inside_a_round_warns_once(tmp_path: Path, caplog: Any) -> None:
-    save_between(Run(tmp_path))
+def test_save_inside_a_round_warns_once(tmp_path: Path, caplog: Any) -> None:
+    save_between_updates(Run(tmp_path))
     assert caplog.text.count(WARNING) == 1
     assert "(2 batches" in caplog.text
 
 
-def test_the_warning_comes_before_the_second_update(tmp_path: Path, caplog: Any) -> None:
+def test_warning_comes_before_the_second_update(tmp_path: Path, caplog: Any) -> None:
     run = Run(tmp_path)
     rounds = zip(run.first, run.second)
     one, other = next(rounds)
@@ -98,11 +98,11 @@ def test_the_warning_comes_before_the_second_update(tmp_path: Path, caplog: Any)
 @pytest.mark.parametrize(
     "loop", [save_after_the_round, save_after_a_joint_update, save_in_turns, save_with_an_evaluation]
 )
-def test_a_save_after_the_round_is_silent(loop: Callable[[Run], None], tmp_path: Path, caplog: Any) -> None:
+def test_save_after_the_round_causes_no_warning(loop: Callable[[Run], None], tmp_path: Path, caplog: Any) -> None:
     loop(Run(tmp_path))
     assert WARNING not in caplog.text
 
 
-def test_a_save_inside_a_window_is_silent_because_it_resumes_at_the_start(tmp_path: Path, caplog: Any) -> None:
-    save_between(Run(tmp_path, num_steps=2))
+def test_save_inside_a_window_causes_no_warning_because_it_resumes_at_the_start(tmp_path: Path, caplog: Any) -> None:
+    save_between_updates(Run(tmp_path, num_steps=2))
     assert WARNING not in caplog.text

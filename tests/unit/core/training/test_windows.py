@@ -1,4 +1,4 @@
-"""What a rollback covers is said by the state itself: every counter goes back, or is named as one that does not."""
+"""Test that a rollback restores all fields of windows and clocks, or names the fields that it does not restore."""
 
 import torch
 
@@ -7,13 +7,13 @@ from headway.core.data.loader import LoaderEvents
 from headway.core.training.windows import WHOLE, AccumulationWindow, AccumulationWindows, BatchPiece, UpdateClock
 
 
-def windows(num_steps: int = 2) -> AccumulationWindows:
+def make_windows(num_steps: int = 2) -> AccumulationWindows:
     return AccumulationWindows(num_steps, LoaderEvents())
 
 
-def test_every_field_of_the_windows_goes_back_or_is_named() -> None:
-    state = windows()
-    assert set(vars(state)) >= AccumulationWindows.NOT_ROLLED_BACK, "NOT_ROLLED_BACK names what is not there any more"
+def test_every_field_of_the_windows_is_restored_or_named() -> None:
+    state = make_windows()
+    assert set(vars(state)) >= AccumulationWindows.NOT_ROLLED_BACK, "NOT_ROLLED_BACK names fields that no longer exist"
     covered = set(vars(state)) - AccumulationWindows.NOT_ROLLED_BACK
     snapshot = state.snapshot()
     assert set(snapshot) == covered
@@ -23,8 +23,8 @@ def test_every_field_of_the_windows_goes_back_or_is_named() -> None:
     assert {name: getattr(state, name) for name in covered} == {name: snapshot[name] for name in covered}
 
 
-def test_a_counter_that_is_added_goes_back_too() -> None:
-    for state in (windows(), UpdateClock()):
+def test_added_counter_is_restored_too() -> None:
+    for state in (make_windows(), UpdateClock()):
         state.num_added = 1  # type: ignore[union-attr]
         snapshot = state.snapshot()
         state.num_added = 2  # type: ignore[union-attr]
@@ -32,13 +32,13 @@ def test_a_counter_that_is_added_goes_back_too() -> None:
         assert state.num_added == 1  # type: ignore[union-attr]
 
 
-def test_windows_go_back_to_what_they_were_and_new_ones_are_forgotten() -> None:
-    state, first, second = windows(3), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+def test_windows_are_restored_and_new_ones_are_forgotten() -> None:
+    state, first, second = make_windows(3), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     state.begin_micro_batch([first])
     state.current.micro_weight, state.current.local_weight = (2.0, 2.0), 2.0
     before, kept = dict(vars(state.current)), state.current
     snapshot = state.snapshot()
-    for _ in range(2):  # a snapshot stays good
+    for _ in range(2):  # a snapshot can be restored twice
         state.begin_micro_batch([first])
         state.current.micro_weight, state.current.local_weight = (3.0, None), 5.0
         state.current.fail()
@@ -50,8 +50,8 @@ def test_windows_go_back_to_what_they_were_and_new_ones_are_forgotten() -> None:
         assert (state.num_windows, state.is_unfinished, state.are_closed) == (1, True, False)
 
 
-def test_every_field_of_a_window_goes_back() -> None:
-    state = windows()
+def test_every_field_of_a_window_is_restored() -> None:
+    state = make_windows()
     state.begin_micro_batch([torch.nn.Linear(1, 1)])
     before, snapshot = dict(vars(state.current)), state.snapshot()
     for name in vars(state.current):
@@ -61,21 +61,21 @@ def test_every_field_of_a_window_goes_back() -> None:
     assert set(before) == set(vars(AccumulationWindow()))
 
 
-def test_an_optimizers_counts_go_back() -> None:
+def test_counts_of_an_optimizer_are_restored() -> None:
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    def learn(value: float) -> None:
+    def train(value: float) -> None:
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.full((1, 2), value)).sum())
             optimizer.step()
 
-    learn(1.0)
+    train(1.0)
     snapshots = [each.snapshot() for each in (optimizer, accelerator.clock)]
     before = optimizer.num_updates, optimizer.step_was_skipped, optimizer.last_window_length, accelerator.num_updates
     for _ in range(2):
-        learn(1.0)
+        train(1.0)
         assert accelerator.num_updates > before[-1]
         for each, snapshot in zip((optimizer, accelerator.clock), snapshots):
             each.restore(snapshot)
@@ -83,8 +83,8 @@ def test_an_optimizers_counts_go_back() -> None:
         assert now == before
 
 
-def test_a_held_update_waits_until_the_next_micro_batch_begins() -> None:
-    state, model = windows(1), torch.nn.Linear(1, 1)
+def test_held_update_waits_until_the_next_micro_batch_begins() -> None:
+    state, model = make_windows(1), torch.nn.Linear(1, 1)
     state.begin_micro_batch([model])
     state.current.close(1.0)
     assert (state.is_due, state.is_final) == (True, True)
@@ -97,8 +97,8 @@ def test_a_held_update_waits_until_the_next_micro_batch_begins() -> None:
     assert state.is_due
 
 
-def test_pieces_of_a_batch_are_one_micro_batch_and_only_the_last_ends_the_window() -> None:
-    state, model = windows(1), torch.nn.Linear(1, 1)
+def test_pieces_of_a_batch_are_one_micro_batch_and_the_last_ends_the_window() -> None:
+    state, model = make_windows(1), torch.nn.Linear(1, 1)
     seen = []
     for piece in (BatchPiece(1, 2, 4, False), BatchPiece(1, 2, 4, True)):
         state.set_piece(piece)

@@ -1,7 +1,7 @@
-"""A small Hugging Face Hub on this machine: what `create_repo`, `create_branch` and `upload_folder` ask of the real one, over HTTP.
+"""Small Hugging Face Hub on this machine, for `create_repo`, `create_branch` and `upload_folder` over HTTP.
 
-Files of more than 1 kB, and all safetensors files, go by the LFS protocol (batch, PUT, verify), the others inside the commit. What
-is asked for without the right token is refused. Of the real one it lacks xet, multipart uploads, pull requests and everything else.
+Files above 1 kB and all safetensors files use the LFS protocol (batch, PUT, verify). Other files are part of the commit.
+Requests without the right token are refused. It lacks xet, multipart uploads, pull requests and all other features.
 """
 
 import base64
@@ -16,8 +16,8 @@ from typing import Any
 TOKEN = "hf_of_this_test"
 
 
-class Store:
-    """What was uploaded: repositories with their branches, {file: content}."""
+class HubStore:
+    """Uploaded content of the hub. `repos` maps each repository to its branches, and each branch to files with content."""
 
     def __init__(self) -> None:
         self.repos: dict[str, dict[str, dict[str, bytes]]] = {}
@@ -29,13 +29,13 @@ class Store:
 
 
 @contextmanager
-def serve() -> Iterator[tuple[str, Store]]:
-    """Serve one on loopback: (its URL, what it holds)."""
-    store = Store()
+def serve_hub() -> Iterator[tuple[str, HubStore]]:
+    """Run a hub on the loopback interface during the block. Yield its URL and its store."""
+    store = HubStore()
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
         def answer(self, value: Any, status: int = 200) -> None:
             body = json.dumps(value).encode()

@@ -1,4 +1,4 @@
-"""Weights on disk: one file or shards, nothing stale beside them, tied tensors once, read back by others' loaders."""
+"""Test exported weights: one file or shards, no stale files, tied tensors once, and readable by other libraries."""
 
 import json
 import os
@@ -18,6 +18,8 @@ from headway.errors import ConfigError
 
 
 class Tied(nn.Module):
+    """Model whose output layer shares its weight with the embedding."""
+
     def __init__(self):
         super().__init__()
         self.inner = nn.Embedding(6, 4)
@@ -26,14 +28,14 @@ class Tied(nn.Module):
         self.outer.weight = self.inner.weight
 
 
-def names(folder):
+def list_names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_one_file_is_read_by_safetensors(tmp_path):
+def test_single_file_is_read_by_safetensors(tmp_path):
     model, twin = Tied(), Tied()
     Accelerator(cpu=True).save_model(model, tmp_path / "new" / "folder")
-    assert names(tmp_path / "new" / "folder") == ["model.safetensors"]
+    assert list_names(tmp_path / "new" / "folder") == ["model.safetensors"]
     missing, unexpected = safetensors.torch.load_model(twin, tmp_path / "new" / "folder" / "model.safetensors")
     assert (missing, unexpected) == (set(), []) or (not missing and not unexpected)
     for one, other in zip(model.parameters(), twin.parameters()):
@@ -41,7 +43,7 @@ def test_one_file_is_read_by_safetensors(tmp_path):
     assert twin.outer.weight is twin.inner.weight
 
 
-def test_shards_hold_each_tensor_once(tmp_path):
+def test_shards_contain_each_tensor_once(tmp_path):
     model = Tied()
     Accelerator(cpu=True).save_model(model, tmp_path, max_shard_size="100B")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -53,8 +55,8 @@ def test_shards_hold_each_tensor_once(tmp_path):
     assert all(len(safetensors.torch.load_file(tmp_path / file)) for file in set(index["weight_map"].values()))
 
 
-def test_no_save_leaves_an_older_one_behind(tmp_path):
-    """The peer leaves stale shards, and loaders prefer them."""
+def test_save_removes_files_of_earlier_saves(tmp_path):
+    """Accelerate leaves stale shards, which loaders prefer to newer files."""
     acc, model = Accelerator(cpu=True), nn.Linear(8, 8)
     single, sharded = ["model.safetensors"], None
     for size, safe in [
@@ -68,7 +70,7 @@ def test_no_save_leaves_an_older_one_behind(tmp_path):
     ]:
         nn.init.normal_(model.weight)
         acc.save_model(model, tmp_path, max_shard_size=size, safe_serialization=safe)
-        found = names(tmp_path)
+        found = list_names(tmp_path)
         if not safe:
             assert found == ["pytorch_model.bin"]
             assert torch.equal(torch.load(tmp_path / found[0])["weight"], model.weight)
@@ -80,21 +82,21 @@ def test_no_save_leaves_an_older_one_behind(tmp_path):
             assert found == sharded
 
 
-def test_files_that_headway_did_not_write_are_kept(tmp_path):
+def test_files_of_others_are_kept(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "notes.safetensors").write_text("")
     Accelerator(cpu=True).save_model(nn.Linear(2, 2), tmp_path)
-    assert names(tmp_path) == ["config.json", "model.safetensors", "notes.safetensors"]
+    assert list_names(tmp_path) == ["config.json", "model.safetensors", "notes.safetensors"]
 
 
-def test_tied_means_the_same_memory_in_the_same_layout():
+def test_tied_tensors_have_the_same_memory_and_layout():
     base = torch.arange(6.0)
     kept, tied = split_ties({"a": base, "b": base, "c": base[:3], "d": base.clone(), "e": base.reshape(2, 3)}.items())
     assert list(kept) == ["a", "c", "d", "e"]
     assert tied == {"b": "a"}
 
 
-def test_views_and_strides_are_written_by_value(tmp_path):
+def test_views_and_strided_tensors_are_written_by_value(tmp_path):
     base = torch.arange(6.0)
     save_weights({"whole": base, "part": base[:3], "strided": base[::2], "empty": base[:0]}.items(), tmp_path, "1GB")
     read = safetensors.torch.load_file(tmp_path / "model.safetensors")
@@ -113,17 +115,17 @@ def test_shards_are_planned_in_order():
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=30), st.integers(0, 25))
 @example([6, 6, 2, 6, 2, 2], 10)
 @example([5, 50, 5, 0, 50, 11, 10], 10)
-def test_shards_are_those_of_huggingface_hub(sizes, max_shard_size):
+def test_shards_equal_those_of_huggingface_hub(sizes, max_shard_size):
     hub = pytest.importorskip("huggingface_hub", reason="compares with huggingface_hub's splitter")
     tensors = {f"layers.{i}.weight": torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
-    # Without values: the hub takes all tensors of 0 bytes for one and the same memory.
+    # On meta, because the hub's function treats all tensors of 0 bytes as the same memory.
     tensors = {name: tensor.to("meta") for name, tensor in tensors.items()}
     wanted = hub.split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
     found = plan_shards({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard_size)
     assert found == list(wanted.filename_to_tensors.values())
 
 
-def test_files_and_index_are_those_of_huggingface_hub(tmp_path):
+def test_files_and_index_equal_those_of_huggingface_hub(tmp_path):
     hub = pytest.importorskip("huggingface_hub", reason="compares with huggingface_hub's files")
     sizes = (3, 40, 7, 2, 2, 9, 60, 1, 4)
     state = {f"layers.{i}.weight": torch.rand(size, 5).bfloat16() for i, size in enumerate(sizes)}
@@ -147,12 +149,12 @@ def test_save_writes_objects_and_tensors(tmp_path):
     acc.save(model.state_dict(), tmp_path / "tensors.safetensors", safe_serialization=True)
     read = safetensors.torch.load_file(tmp_path / "tensors.safetensors")
     assert torch.equal(read["inner.weight"], model.inner.weight)
-    assert names(tmp_path) == ["object.pt", "tensors.safetensors"]
+    assert list_names(tmp_path) == ["object.pt", "tensors.safetensors"]
     with pytest.raises(ConfigError, match="int"):
         acc.save(3, tmp_path / "x", safe_serialization=True)
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+def test_failed_write_keeps_the_earlier_file(tmp_path):
     save_object({"a": 1}, tmp_path / "x.pt")
     with pytest.raises(Exception, match=r"pickle|local object"):
         save_object(lambda: None, tmp_path / "x.pt")
@@ -160,16 +162,16 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_a_file_is_no_folder(tmp_path, safe):
+def test_path_of_a_file_is_refused_as_a_folder(tmp_path, safe):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
         Accelerator(cpu=True).save_model(nn.Linear(1, 1), tmp_path / "file", safe_serialization=safe)
 
 
-def test_a_log_level_in_the_environment_lets_no_rank_tell_of_each_file(tmp_path):
+def test_log_level_info_does_not_log_each_file(tmp_path):
     code = "import sys, torch; from headway.core.weights.export import save_weights as save; "
     code += "save([('a', torch.ones(1))], sys.argv[1], 9)"
     told = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True,
                           env={**os.environ, "HEADWAY_LOG_LEVEL": "info"})  # fmt: skip
-    assert names(tmp_path) == ["model.safetensors"]
+    assert list_names(tmp_path) == ["model.safetensors"]
     assert "writing" not in told.stderr

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what is found, and every fault by the name of its file."""
+"""Test how weight files are opened: which files are found, and errors that name the file."""
 
 import json
 import os
@@ -18,7 +18,8 @@ from headway.errors import CheckpointError
 STATE = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.tensor([1, 2, 3]), "b": torch.tensor(True)}
 
 
-def sharded(folder, suffix="safetensors", save=save_file):
+def save_sharded(folder, suffix="safetensors", save=save_file):
+    """Save each tensor of `STATE` in a separate file, and return the path of the index."""
     weight_map = {}
     for number, (name, tensor) in enumerate(STATE.items()):
         file = f"model-{number}.{suffix}"
@@ -29,27 +30,27 @@ def sharded(folder, suffix="safetensors", save=save_file):
     return index
 
 
-def values(checkpoint):
+def read_values(checkpoint):
     return {name: stored.tensor() for name, stored in checkpoint.tensors.items()}
 
 
-def same(found, wanted=STATE):
+def are_equal(found, wanted=STATE):
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_file_an_index_and_a_folder_of_either_kind(tmp_path):
+def test_file_index_and_folder_of_both_formats_are_opened(tmp_path):
     save_file(STATE, tmp_path / "model.safetensors")
-    assert same(values(open_checkpoint(tmp_path / "model.safetensors")))
-    assert same(values(open_checkpoint(str(tmp_path))))
+    assert are_equal(read_values(open_checkpoint(tmp_path / "model.safetensors")))
+    assert are_equal(read_values(open_checkpoint(str(tmp_path))))
     for kind, save in (("safetensors", save_file), ("bin", torch.save)):
         folder = tmp_path / kind
         folder.mkdir()
-        assert same(values(open_checkpoint(sharded(folder, kind, save))))
-        assert same(values(open_checkpoint(folder)))
+        assert are_equal(read_values(open_checkpoint(save_sharded(folder, kind, save))))
+        assert are_equal(read_values(open_checkpoint(folder)))
         assert all(stored.is_mapped for stored in open_checkpoint(folder).tensors.values())
 
 
-def test_every_dtype_reads_as_safetensors_reads_it(tmp_path):
+def test_every_dtype_is_read_like_by_safetensors(tmp_path):
     state = {}
     for name, dtype in DTYPES.items():
         if name in ("F8_E8M0",):
@@ -57,21 +58,21 @@ def test_every_dtype_reads_as_safetensors_reads_it(tmp_path):
         state[name] = torch.arange(8, dtype=torch.uint8).repeat(dtype.itemsize).view(dtype)
     save_file(state, tmp_path / "model.safetensors")
     wanted = load_file(tmp_path / "model.safetensors")
-    for name, found in values(open_checkpoint(tmp_path)).items():
+    for name, found in read_values(open_checkpoint(tmp_path)).items():
         assert found.dtype == wanted[name].dtype
         assert torch.equal(found.view(torch.uint8), wanted[name].view(torch.uint8))
 
 
-def test_safetensors_come_before_pickles_and_a_stale_file_is_never_guessed(tmp_path):
+def test_safetensors_are_preferred_and_ambiguous_folders_are_refused(tmp_path):
     torch.save({"old": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
-    sharded(tmp_path)
-    assert same(values(open_checkpoint(tmp_path)))
+    save_sharded(tmp_path)
+    assert are_equal(read_values(open_checkpoint(tmp_path)))
     save_file({"stale": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="more than one checkpoint"):
         open_checkpoint(tmp_path)
 
 
-def test_a_tensor_that_does_not_lie_on_its_own_grid_is_copied(tmp_path):
+def test_unaligned_tensor_is_copied(tmp_path):
     header = (
         b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[1,9]},"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
     )
@@ -104,7 +105,7 @@ def write_header(path, header, data=b""):
          b"", "twice"),
     ],
 )  # fmt: skip
-def test_damaged_headers(tmp_path, header, data, words):
+def test_damaged_header_is_named(tmp_path, header, data, words):
     path = tmp_path / "model.safetensors"
     write_header(path, header, data)
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -114,7 +115,7 @@ def test_damaged_headers(tmp_path, header, data, words):
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_a_cut_or_changed_file_is_an_error_or_reads_as_safetensors_reads_it(tmp_path_factory, data):
+def test_changed_file_is_an_error_or_is_read_like_by_safetensors(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("files")
     path = folder / "model.safetensors"
     save_file(STATE, path)
@@ -125,7 +126,7 @@ def test_a_cut_or_changed_file_is_an_error_or_reads_as_safetensors_reads_it(tmp_
         content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
     path.write_bytes(content)
     try:
-        found = values(open_checkpoint(path))
+        found = read_values(open_checkpoint(path))
     except CheckpointError:
         return
     wanted = load_file(path)
@@ -135,6 +136,8 @@ def test_a_cut_or_changed_file_is_an_error_or_reads_as_safetensors_reads_it(tmp_
 
 
 class Malicious:
+    """Object whose unpickling creates a folder."""
+
     def __init__(self, path):
         self.path = path
 
@@ -142,7 +145,7 @@ class Malicious:
         return os.mkdir, (self.path,)
 
 
-def test_a_pickle_that_would_execute_code_executes_nothing(tmp_path):
+def test_pickle_that_would_execute_code_is_refused(tmp_path):
     for name, protocol in (("zip", None), ("legacy", False)):
         path, proof = tmp_path / f"{name}.bin", tmp_path / f"{name}-ran"
         if protocol is None:
@@ -155,7 +158,7 @@ def test_a_pickle_that_would_execute_code_executes_nothing(tmp_path):
         assert not proof.exists()
 
 
-def test_other_faults_of_pickles(tmp_path):
+def test_other_invalid_pickles_are_refused(tmp_path):
     torch.save([torch.zeros(1)], tmp_path / "list.bin")
     with pytest.raises(CheckpointError, match="not a dict of names"):
         open_checkpoint(tmp_path / "list.bin")
@@ -165,12 +168,12 @@ def test_other_faults_of_pickles(tmp_path):
         open_checkpoint(tmp_path / "zip.bin")
     torch.save(STATE, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
     old = open_checkpoint(tmp_path / "old.bin")
-    assert same(values(old))
+    assert are_equal(read_values(old))
     assert not any(stored.is_mapped for stored in old.tensors.values())
 
 
-def test_faults_of_indexes(tmp_path):
-    index = sharded(tmp_path)
+def test_invalid_indexes_are_refused(tmp_path):
+    index = save_sharded(tmp_path)
     (tmp_path / "model-1.safetensors").rename(tmp_path / "away")
     with pytest.raises(CheckpointError, match=r"1 of 3 shards are missing: model-1\.safetensors"):
         open_checkpoint(tmp_path)
@@ -190,7 +193,7 @@ def test_faults_of_indexes(tmp_path):
         open_checkpoint(index)
 
 
-def test_what_is_not_there(tmp_path, monkeypatch):
+def test_missing_paths_and_downloads_from_the_hub(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="contains no weights"):
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -201,17 +204,17 @@ def test_what_is_not_there(tmp_path, monkeypatch):
 
     import huggingface_hub
 
-    # The Hub itself cannot be reached from a test: what is asked of it is.
+    # A test cannot reach the Hub, so check the requests to it.
     save_file(STATE, tmp_path / "model.safetensors")
     asked = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: asked.append((a, k)) or str(tmp_path))
-    assert same(values(open_checkpoint("owner/name")))
+    assert are_equal(read_values(open_checkpoint("owner/name")))
     assert asked == [(("owner/name",), {"allow_patterns": ["*.safetensors", "*.safetensors.index.json"]})]
 
-    def offline(*args, **kwargs):
+    def raise_offline(*args, **kwargs):
         raise OSError("offline")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", raise_offline)
     with pytest.raises(CheckpointError, match="could not be had from the Hub: offline"):
         open_checkpoint("owner/name")
 
@@ -220,7 +223,7 @@ def test_what_is_not_there(tmp_path, monkeypatch):
     "[" * 2000, '{"weight_map": ' * 2000, "9" * 5000, '{"weight_map": {"b": ".."}}', '{"weight_map": {"b": "."}}',
     '{"weight_map": {"b": "\\u0000"}}', '{"weight_map": {"b": "\\ud800"}}', '{"weight_map": []}',
 ])  # fmt: skip
-def test_odd_indexes(tmp_path, text):
+def test_hostile_indexes_are_refused(tmp_path, text):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(text)
     for source in (index, tmp_path):
@@ -228,14 +231,14 @@ def test_odd_indexes(tmp_path, text):
             open_checkpoint(source)
 
 
-def test_a_shard_whose_name_is_too_long(tmp_path):
+def test_shard_with_a_name_that_is_too_long_is_missing(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"b": "n" * 300}}))
     with pytest.raises(CheckpointError, match="1 of 1 shards are missing"):
         open_checkpoint(index)
 
 
-def test_what_is_not_a_regular_file_is_not_opened(tmp_path):
+def test_anything_but_a_regular_file_is_not_opened(tmp_path):
     for name in ("model.safetensors.index.json", "model.safetensors", "model.bin"):
         os.mkfifo(tmp_path / name)
         with pytest.raises(CheckpointError, match="not a regular file"):
@@ -247,7 +250,7 @@ def test_what_is_not_a_regular_file_is_not_opened(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [[0, 2**63], [0, 2**62, 8], [1] * 65])
-def test_shapes_that_torch_cannot_make(tmp_path, shape):
+def test_shapes_that_torch_cannot_create_are_refused(tmp_path, shape):
     size = 0 if 0 in shape else 4
     write_header(
         tmp_path / "a.safetensors", {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}, bytes(size)
@@ -259,7 +262,7 @@ def test_shapes_that_torch_cannot_make(tmp_path, shape):
 @pytest.mark.parametrize(
     "state", [{"a": torch.ones(2, 2).to_sparse()}, {"a": torch.ones(2, device="meta")}, {1: torch.ones(2)}]
 )
-def test_a_pickle_of_what_is_no_weight(tmp_path, state):
+def test_pickle_of_other_objects_is_refused(tmp_path, state):
     torch.save(state, tmp_path / "model.bin")
     with pytest.raises(CheckpointError, match=r"not a plain tensor|not a dict of names"):
         open_checkpoint(tmp_path)
@@ -267,7 +270,7 @@ def test_a_pickle_of_what_is_no_weight(tmp_path, state):
 
 @given(shape=st.lists(st.integers(0, 5), max_size=4), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_box_of_a_tensor_is_read_by_itself(tmp_path_factory, shape, data):
+def test_box_of_a_tensor_is_read_alone(tmp_path_factory, shape, data):
     folder = tmp_path_factory.mktemp("box")
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
     save_file({"x": whole}, folder / "model.safetensors")
@@ -286,7 +289,7 @@ def test_a_box_of_a_tensor_is_read_by_itself(tmp_path_factory, shape, data):
             assert torch.equal(room.float(), wanted)
 
 
-def test_a_file_that_became_shorter_is_an_error_where_a_box_is_read(tmp_path):
+def test_file_that_became_shorter_is_an_error_when_a_box_is_read(tmp_path):
     save_file(STATE, tmp_path / "model.safetensors")
     stored = open_checkpoint(tmp_path).tensors["a.weight"]
     os.truncate(tmp_path / "model.safetensors", 100)

@@ -1,4 +1,4 @@
-"""Files that several threads write in ranges have the serial writer's bytes and hashes, and errors leave no thread."""
+"""Test files written by several threads: bytes and hashes equal those of the serial writer, and errors leave no thread."""
 
 import os
 import threading
@@ -17,8 +17,8 @@ from headway.core.weights.shards import TensorSpec, write_file
 from headway.errors import CheckpointError
 
 
-class Assembled:
-    """A tensor that counts how many of its kind are in memory."""
+class AssembledTensor:
+    """Chunked tensor that counts how many assembled tensors are in memory."""
 
     in_memory = 0
     most = 0
@@ -28,18 +28,18 @@ class Assembled:
 
     def whole(self):
         made = self._tensor.clone()
-        Assembled.in_memory += 1
-        Assembled.most = max(Assembled.most, Assembled.in_memory)
-        weakref.finalize(made.untyped_storage(), Assembled._free)
+        AssembledTensor.in_memory += 1
+        AssembledTensor.most = max(AssembledTensor.most, AssembledTensor.in_memory)
+        weakref.finalize(made.untyped_storage(), AssembledTensor._free)
         return made
 
     @staticmethod
     def _free():
-        Assembled.in_memory -= 1
+        AssembledTensor.in_memory -= 1
 
 
-def many():
-    """Tensors over several ranges, of every kind: in order, transposed, conjugate, empty, without dims, a view of one element."""
+def make_tensors():
+    """Return tensors of all types that together fill several ranges."""
     torch.manual_seed(0)
     large = torch.randn(3000, 1700)
     return {
@@ -56,42 +56,44 @@ def many():
     }
 
 
-def specs_of(tensors):
+def make_specs(tensors):
     return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def hashes(data, piece):
+def hash_pieces(data, piece):
     return [xxhash.xxh3_128(data[start : start + piece]).hexdigest() for start in range(0, len(data), piece)]
 
 
 @pytest.mark.parametrize("num_threads", [0, 4])
 @pytest.mark.parametrize("piece", [RANGE, RANGE // 4])
-def test_the_file_is_that_of_the_serial_writer(tmp_path, piece, num_threads):
-    tensors = many()
-    write_file(tmp_path / "serial", specs_of(tensors), tensors.items(), {"a": "b"})
+def test_file_equals_that_of_the_serial_writer(tmp_path, piece, num_threads):
+    tensors = make_tensors()
+    write_file(tmp_path / "serial", make_specs(tensors), tensors.items(), {"a": "b"})
     with ParallelWriter(num_threads) as writer:
         files = [
-            writer.write(tmp_path / name, specs_of(tensors), tensors.items(), {"a": "b"}, piece=piece, is_forced=True)
+            writer.write(tmp_path / name, make_specs(tensors), tensors.items(), {"a": "b"}, piece=piece, is_forced=True)
             for name in ("one", "two")
         ]
     wanted = (tmp_path / "serial").read_bytes()
     for file in files:
         assert file.path.read_bytes() == wanted
-        assert (file.num_bytes, file.digests) == (len(wanted), hashes(wanted, piece))
+        assert (file.num_bytes, file.digests) == (len(wanted), hash_pieces(wanted, piece))
     assert not [thread for thread in threading.enumerate() if thread.name == "headway-write"]
 
 
 @pytest.mark.parametrize(("limit", "most", "num_threads"), [(30 * 2**20, 4, 4), (1, 3, 4), (1, 3, 0)])
-def test_assembled_tensors_are_bounded(tmp_path, monkeypatch, limit, most, num_threads):
+def test_memory_for_assembled_tensors_is_limited(tmp_path, monkeypatch, limit, most, num_threads):
     monkeypatch.setattr(parallel_writer, "MAX_COPIES", limit)
-    monkeypatch.setattr(Assembled, "most", 0)
+    monkeypatch.setattr(AssembledTensor, "most", 0)
     tensors = {str(i): torch.full((5_000_000 if i % 2 else 100,), float(i)) for i in range(12)}  # 20 MB and 400 bytes
     with ParallelWriter(num_threads) as writer:
-        writer.write(tmp_path / "f", specs_of(tensors), [(name, Assembled(each)) for name, each in tensors.items()])
-    write_file(tmp_path / "serial", specs_of(tensors), tensors.items())
+        writer.write(
+            tmp_path / "f", make_specs(tensors), [(name, AssembledTensor(each)) for name, each in tensors.items()]
+        )
+    write_file(tmp_path / "serial", make_specs(tensors), tensors.items())
     assert (tmp_path / "f").read_bytes() == (tmp_path / "serial").read_bytes()
-    assert Assembled.in_memory == 0
-    assert Assembled.most <= most  # a small one may wait in a range that is not full
+    assert AssembledTensor.in_memory == 0
+    assert AssembledTensor.most <= most  # a small tensor can wait in a range that is not full
 
 
 @pytest.mark.parametrize(
@@ -103,21 +105,21 @@ def test_assembled_tensors_are_bounded(tmp_path, monkeypatch, limit, most, num_t
         ([("a", torch.ones(2)), ("a", torch.ones(2))], "a came as"),
     ],
 )
-def test_other_values_than_were_said_are_refused(tmp_path, values, said):
+def test_values_that_differ_from_the_specs_are_refused(tmp_path, values, said):
     with pytest.raises(CheckpointError, match=said), ParallelWriter() as writer:
         writer.write(tmp_path / "f", {"a": TensorSpec((2,), torch.float32)}, values)
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 @pytest.mark.parametrize(("num_elements", "num_threads"), [(2, 4), (20_000_000, 4), (2, 0), (20_000_000, 0)])
-def test_an_error_of_a_thread_names_the_file_and_leaves_nothing_open(tmp_path, num_elements, num_threads):
+def test_error_in_a_thread_names_the_file_and_leaves_no_open_file(tmp_path, num_elements, num_threads):
     tensors = {"a": torch.ones(num_elements)}
     before = set(os.listdir("/proc/self/fd"))
 
     def write_all():
         with ParallelWriter(num_threads) as writer:
             for path in (tmp_path / "f", Path("/dev/full"), tmp_path / "g"):
-                writer.write(path, specs_of(tensors), tensors.items())
+                writer.write(path, make_specs(tensors), tensors.items())
 
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         write_all()
@@ -125,12 +127,12 @@ def test_an_error_of_a_thread_names_the_file_and_leaves_nothing_open(tmp_path, n
     assert not [thread for thread in threading.enumerate() if thread.name == "headway-write"]
 
 
-def test_an_error_of_the_caller_ends_the_threads(tmp_path):
+def test_error_of_the_caller_ends_the_threads(tmp_path):
     tensors = {"a": torch.ones(20_000_000)}
 
     def write_and_interrupt():
         with ParallelWriter() as writer:
-            writer.write(tmp_path / "f", specs_of(tensors), tensors.items())
+            writer.write(tmp_path / "f", make_specs(tensors), tensors.items())
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -138,8 +140,8 @@ def test_an_error_of_the_caller_ends_the_threads(tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name == "headway-write"]
 
 
-@pytest.mark.parametrize("num_bytes", [1, 2**30])  # from which on several threads write
-def test_weights_that_a_disk_changes_replace_nothing(tmp_path, monkeypatch, num_bytes):
+@pytest.mark.parametrize("num_bytes", [1, 2**30])  # bytes from which several threads write
+def test_weights_changed_by_the_disk_replace_no_file(tmp_path, monkeypatch, num_bytes):
     monkeypatch.setattr(parallel_writer, "_LARGE", num_bytes)
     tensors = {"a": torch.ones(5_000_000), "b": torch.ones(30)}
     save_weights(tensors.items(), tmp_path, "10GB")
@@ -151,7 +153,7 @@ def test_weights_that_a_disk_changes_replace_nothing(tmp_path, monkeypatch, num_
 
 
 def _change_on_write(monkeypatch):
-    """Let the writer leave a file whose last byte is another one than it was given."""
+    """Let the writer change the last byte of each file after writing it."""
     finish = parallel_writer._DiskSink.finish
 
     def finish_and_change(sink):
@@ -164,11 +166,11 @@ def _change_on_write(monkeypatch):
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2**30])
-def test_weights_in_shards_are_the_same_from_one_and_several_threads(tmp_path, monkeypatch, num_bytes):
+def test_sharded_weights_are_equal_from_one_and_several_threads(tmp_path, monkeypatch, num_bytes):
     monkeypatch.setattr(parallel_writer, "_LARGE", num_bytes)
     torch.manual_seed(0)
     tensors = {f"layer.{i}": torch.randn(300, 200).t() for i in range(6)}
-    files = save_weights(((name, Assembled(each)) for name, each in tensors.items()), tmp_path / "a", 600_000)
+    files = save_weights(((name, AssembledTensor(each)) for name, each in tensors.items()), tmp_path / "a", 600_000)
     assert [file.name for file in files][-1] == "model.safetensors.index.json"
     assert len(files) == 4
     read = {name: each for file in files[:-1] for name, each in safetensors.torch.load_file(file).items()}

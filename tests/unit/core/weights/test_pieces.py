@@ -1,4 +1,4 @@
-"""Where the parts of a DTensor lie, against torch's own arithmetic."""
+"""Test the positions of a DTensor's parts, compared with torch's own computation."""
 
 import hypothesis.strategies as st
 import pytest
@@ -15,7 +15,7 @@ from tests.unit.core.checkpoint.amount import EXAMPLES
 @pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.integers(0, 60), st.lists(st.tuples(st.one_of(st.none(), st.integers(1, 5)), st.integers(1, 6)), max_size=3))
-def test_a_dim_is_cut_as_torch_cuts_it(length, cuts):
+def test_dim_is_split_like_by_torch(length, cuts):
     found = compute_ranges(length, cuts)
     placements = [Shard(0) if factor is None else _StridedShard(0, split_factor=factor) for factor, _ in cuts]
     assert sorted(place for runs in found.values() for start, stop in runs for place in range(start, stop)) == list(
@@ -38,7 +38,7 @@ def test_equal_runs_and_writers_are_counted():
     assert TensorSplit(((1, 1, 1),), (5, 3, 3)).steps == [(5, 1, 1), (3, 1, 1), (3, 1, 1)]
 
 
-def test_ties_of_pieces_go_by_memory():
+def test_pieces_are_tied_by_their_memory():
     memory = torch.arange(8.0)
     one, other = (ShardPiece((16,), torch.float32, (TensorBox((0,), memory[:], True),)) for _ in range(2))
     apart = ShardPiece((16,), torch.float32, (TensorBox((0,), memory.clone(), True),))

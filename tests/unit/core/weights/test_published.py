@@ -1,4 +1,4 @@
-"""What others open: transformers and PEFT the folders of save_state and push_to_hub, torch.distributed.checkpoint those of merge."""
+"""Test that other libraries open our files: transformers and PEFT those of save_state and push_to_hub, torch those of merge."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from headway import Accelerator
 from headway.cli.main import group
 from headway.core.weights.export import copy_files
 from headway.errors import ConfigError
-from tests.unit.core.weights.hub import TOKEN, serve
+from tests.unit.core.weights.hub import TOKEN, serve_hub
 
 PUSH = """
 import sys, torch, transformers
@@ -53,7 +53,7 @@ for folder in sys.argv[2:]:
 """
 
 
-def run(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_code(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     offline = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_VERBOSITY": "error"}
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
@@ -65,10 +65,10 @@ def run(code: str, *arguments: object, **environment: str) -> subprocess.Complet
 
 
 @pytest.mark.slow
-def test_from_pretrained_opens_what_was_pushed_saved_and_merged(tmp_path):
+def test_from_pretrained_opens_pushed_saved_and_merged_folders(tmp_path):
     pytest.importorskip("transformers")
-    with serve() as (url, store):
-        done = run(PUSH, tmp_path, HF_ENDPOINT=url, HF_TOKEN=TOKEN)
+    with serve_hub() as (url, store):
+        done = run_code(PUSH, tmp_path, HF_ENDPOINT=url, HF_TOKEN=TOKEN)
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == [f"{url}/somebody/pushed/commit/{'0' * 40}"] * 2
         assert store.messages == ["first", "second"]
@@ -80,7 +80,7 @@ def test_from_pretrained_opens_what_was_pushed_saved_and_merged(tmp_path):
             (tmp_path / branch).mkdir()
             for name, content in files.items():
                 (tmp_path / branch / name).write_bytes(content)
-    (tmp_path / "next" / "model.safetensors").unlink()  # of the branch that it began with
+    (tmp_path / "next" / "model.safetensors").unlink()  # a file of the branch from which it was created
     merged = CliRunner().invoke(group, ["merge", str(tmp_path / "saved"), str(tmp_path / "merged")])
     assert merged.exit_code == 0, merged.output
     bare = CliRunner().invoke(group, ["merge", str(tmp_path / "saved"), str(tmp_path / "dcp"), "--to", "dcp"])
@@ -88,7 +88,7 @@ def test_from_pretrained_opens_what_was_pushed_saved_and_merged(tmp_path):
     back = CliRunner().invoke(group, ["merge", str(tmp_path / "dcp"), str(tmp_path / "back")])
     assert back.exit_code == 0, back.output
     folders = [tmp_path / name for name in ("main", "next", "saved", "merged", "back")]
-    done = run(OPEN, tmp_path, *folders, HF_HUB_OFFLINE="1")
+    done = run_code(OPEN, tmp_path, *folders, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
 
 
@@ -115,7 +115,7 @@ assert not torch.equal(base.eval()(x).logits, transformers.LlamaForCausalLM.from
 @pytest.mark.slow
 def test_peft_opens_the_adapters(tmp_path):
     pytest.importorskip("peft")
-    done = run(ADAPTERS, tmp_path)
+    done = run_code(ADAPTERS, tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "saved" / "adapter_model.safetensors").is_file()
     assert not (tmp_path / "saved" / "model.safetensors").exists()
@@ -134,9 +134,9 @@ except HfHubHTTPError as error:
 
 
 @pytest.mark.slow
-def test_a_wrong_token_is_refused_and_nothing_is_uploaded():
-    with serve() as (url, store):
-        done = run(REFUSED, HF_ENDPOINT=url)
+def test_wrong_token_is_refused_and_nothing_is_uploaded():
+    with serve_hub() as (url, store):
+        done = run_code(REFUSED, HF_ENDPOINT=url)
         assert done.stdout == "401\n", done.stderr
         assert store.repos == {}
 
@@ -154,9 +154,9 @@ assert sys.argv[2] not in arguments.to_json_string()
 
 
 @pytest.mark.slow
-def test_the_trainer_uploads_what_it_saves(tmp_path):
-    with serve() as (url, store):
-        done = run(TRAINER, tmp_path, TOKEN, HF_ENDPOINT=url)
+def test_trainer_uploads_the_files_it_saves(tmp_path):
+    with serve_hub() as (url, store):
+        done = run_code(TRAINER, tmp_path, TOKEN, HF_ENDPOINT=url)
         assert done.returncode == 0, done.stderr
         assert store.messages == ["Model save"]
         files = store.repos["team/net"]["main"]
@@ -164,12 +164,12 @@ def test_the_trainer_uploads_what_it_saves(tmp_path):
         assert json.loads(files["training_args.json"])["hub_token"] == "<HUB_TOKEN>"
 
 
-def test_an_unknown_kind_of_weights_is_refused(tmp_path):
+def test_unknown_format_of_weights_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"save_state\(weights='onnx'\); allowed: 'huggingface' or None"):
         Accelerator(cpu=True).save_state(tmp_path / "saved", weights="onnx")
 
 
-def test_only_files_that_describe_are_copied(tmp_path):
+def test_only_description_files_are_copied(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir(), there.mkdir()
     for name in ("config.json", "tokenizer.json", "model.safetensors", "manifest.json", "merges.txt"):
@@ -181,7 +181,7 @@ def test_only_files_that_describe_are_copied(tmp_path):
 # ---------------------------------------------------------------- torch.distributed.checkpoint
 
 
-def saved(folder: Path) -> nn.Module:
+def save_model(folder: Path) -> nn.Module:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).bfloat16())
@@ -196,8 +196,8 @@ def merge(*arguments: object) -> str:
     return done.output
 
 
-def test_torch_loads_what_merge_writes(tmp_path):
-    model = saved(tmp_path / "saved")
+def test_torch_loads_the_output_of_merge(tmp_path):
+    model = save_model(tmp_path / "saved")
     assert ".metadata" in merge(tmp_path / "saved", tmp_path / "dcp", "--to", "dcp")
     state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
@@ -208,8 +208,8 @@ def test_torch_loads_what_merge_writes(tmp_path):
     "wrap",
     [lambda s: s, lambda s: {"model": s, "step": 3}, lambda s: {"app": {"model": s, "optim": {"a": torch.ones(2)}}}],
 )
-def test_merge_reads_what_torch_writes(wrap, tmp_path):
-    model = saved(tmp_path / "saved")
+def test_merge_reads_checkpoints_of_torch(wrap, tmp_path):
+    model = save_model(tmp_path / "saved")
     dcp.save(wrap(model.state_dict()), checkpoint_id=tmp_path / "dcp", no_dist=True)
     merge(tmp_path / "dcp", tmp_path / "merged")
     from safetensors.torch import load_file
@@ -220,13 +220,15 @@ def test_merge_reads_what_torch_writes(wrap, tmp_path):
 
 
 class Harm:
+    """Object whose unpickling would run a command."""
+
     def __reduce__(self):
         return os.system, ("touch harmed",)
 
 
-def test_a_table_of_contents_that_would_run_something_is_refused(tmp_path, monkeypatch):
+def test_metadata_that_would_run_a_command_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    saved(tmp_path / "saved")
+    save_model(tmp_path / "saved")
     merge(tmp_path / "saved", tmp_path / "dcp", "--to", "dcp")
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Harm()))
     done = CliRunner().invoke(group, ["merge", str(tmp_path / "dcp"), str(tmp_path / "merged")])

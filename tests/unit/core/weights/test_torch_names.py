@@ -1,4 +1,4 @@
-"""Private names of torch that `headway.core.weights` uses do what it uses them for."""
+"""Test that the private names of torch that `headway.core.weights` uses exist and work."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch import nn
 from headway.core.weights import _torch
 
 
-def test_a_compiled_module_holds_the_module_under_that_name():
+def test_compiled_module_contains_the_module_under_the_known_name():
     module = nn.Linear(2, 2)
     compiled = torch.compile(module)
     assert getattr(compiled, _torch.COMPILED_MODULE) is module

@@ -1,4 +1,4 @@
-"""Optimizer steps that can be undone: restored state, measured and reserved memory."""
+"""Test optimizer steps that can be undone: restored state, and measured and reserved memory."""
 
 import copy
 from typing import Any
@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.extras.replay.snapshot import AllocationMeter, OptimizerRecord, StepUndo
-from tests.unit.extras.replay.test_step import automatic, net, plain
+from tests.unit.extras.replay.test_step import build_net, train_automatic, train_plain
 
 
-def test_undo_puts_parameters_state_and_groups_back() -> None:
-    model = net()
+def test_undo_restores_parameters_state_and_groups() -> None:
+    model = build_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for number in range(2):
         for p in model.parameters():
@@ -29,7 +29,7 @@ def test_undo_puts_parameters_state_and_groups_back() -> None:
         assert len(optimizer.state) == 4, number
 
 
-def test_the_meter_counts_what_is_alive_at_once() -> None:
+def test_meter_counts_bytes_alive_at_once() -> None:
     x = torch.ones(1000)
     with AllocationMeter() as meter:
         kept = x * 2
@@ -52,7 +52,7 @@ def test_temporaries_of_a_foreach_step_are_measured() -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """The bytes of every tensor that is made."""
+    """Mode that records the bytes of every new tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,9 +65,9 @@ class Sizes(TorchDispatchMode):
 
 
 def test_temporaries_are_reserved_block_by_block() -> None:
-    """A device whose free memory lies in several places has room for them, and none for their sum in one place.
+    """A device with fragmented memory has room for the blocks, but not for their sum in one block.
 
-    On torch's meta device, which allocates nothing and tells all sizes: there is no other here.
+    Use torch's meta device, which allocates nothing and reports all sizes, because no other device is available.
     """
     parameters = [nn.Parameter(torch.ones(size, device="meta")) for size in (1 << 20, 1 << 19, *[1000] * 600)]
     for parameter in parameters:
@@ -76,14 +76,14 @@ def test_temporaries_are_reserved_block_by_block() -> None:
     known.measure_step(lambda: known._optimizer.step() is None)
     with Sizes() as sizes, AllocationMeter() as meter:
         known.reserve_memory()
-    assert max(sizes.found) == 4 << 20  # the largest parameter's
+    assert max(sizes.found) == 4 << 20  # for the largest parameter
     assert {size for size in sizes.found if size > 1 << 20} == {4 << 20, 2 << 20}
-    assert len(sizes.found) < 40, "small ones together"
+    assert len(sizes.found) < 40, "small blocks must be reserved together"
     assert meter.peak == sum(sizes.found) == known.num_bytes >= 6 << 20
     assert meter.live == 0
 
 
-def test_the_hosts_memory_is_reserved_in_one() -> None:
+def test_host_memory_is_reserved_in_one_block() -> None:
     parameters = [nn.Parameter(torch.ones(1 << 20)) for _ in range(4)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -115,28 +115,28 @@ class Steady(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(("grows_at", "copied"), [(0, [1, 2]), (3, [1, 2, 4])])
-def test_a_foreign_optimizer_is_copied_to_the_host_only_until_its_state_exists(
+def test_foreign_optimizer_is_copied_to_the_host_only_until_its_state_exists(
     grows_at: int, copied: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies: list[int] = []
     real = StepUndo.__init__
 
-    def spy(undo: StepUndo, optimizer: Any) -> None:
+    def record_and_copy(undo: StepUndo, optimizer: Any) -> None:
         copies.append(optimizer.num_steps + 1)
         real(undo, optimizer)
 
-    monkeypatch.setattr(StepUndo, "__init__", spy)
-    wanted, _ = plain(lambda p: Steady(p, grows_at), 6, 1)
-    found, _ = automatic(lambda p: Steady(p, grows_at), 1, set())
+    monkeypatch.setattr(StepUndo, "__init__", record_and_copy)
+    wanted, _ = train_plain(lambda p: Steady(p, grows_at), 6, 1)
+    found, _ = train_automatic(lambda p: Steady(p, grows_at), 1, set())
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
     assert copies == copied
     copies.clear()
-    found, _ = automatic(lambda p: Steady(p, grows_at), 1, {1, 2})
+    found, _ = train_automatic(lambda p: Steady(p, grows_at), 1, {1, 2})
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("faults", "num_copies"), [(set(), 2), ({1}, 3), ({2}, 3)])
-def test_a_published_optimizer_is_copied_twice_and_comes_out_the_same(
+def test_published_optimizer_is_copied_twice_with_unchanged_results(
     faults: set[int], num_copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schedulefree = pytest.importorskip("schedulefree", reason="schedulefree is not installed")
@@ -149,7 +149,7 @@ def test_a_published_optimizer_is_copied_twice_and_comes_out_the_same(
         optimizer.train()
         return optimizer
 
-    wanted, _ = plain(make, 6, 1)
-    found, _ = automatic(make, 1, faults)
+    wanted, _ = train_plain(make, 6, 1)
+    found, _ = train_automatic(make, 1, faults)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
     assert len(copies) == num_copies

@@ -1,4 +1,4 @@
-"""Automatic micro-batching on one process: sizes of pieces, replay, and undone optimizer steps."""
+"""Test automatic micro-batching on one process: sizes of pieces, replay, and undone optimizer steps."""
 
 import dataclasses
 from collections import UserDict, namedtuple
@@ -28,6 +28,8 @@ Pair = namedtuple("Pair", "x y")
 
 @dataclasses.dataclass
 class Record:
+    """Record with rows and a name."""
+
     x: torch.Tensor
     name: str
 
@@ -35,7 +37,7 @@ class Record:
 # ---------------------------------------------------------------- pieces
 
 
-def test_everything_with_one_entry_a_row_is_cut() -> None:
+def test_values_with_one_entry_per_row_are_sliced() -> None:
     x = torch.arange(14).reshape(7, 2)
     batch = {
         "x": x, "pair": Pair(x, numpy.arange(7)), "names": list("abcdefg"), "weights": torch.ones(3), "flag": True,
@@ -55,13 +57,13 @@ def test_everything_with_one_entry_a_row_is_cut() -> None:
     assert len(batch["nested"]["x"][0]) == 7
 
 
-def test_a_list_of_tensors_of_the_batch_is_no_list_of_rows() -> None:
+def test_list_of_batch_tensors_is_not_a_list_of_rows() -> None:
     x = torch.arange(4).reshape(2, 2)
     assert [each.tolist() for each in slice_rows([x, x], 1, 2, 2)] == [[[2, 3]], [[2, 3]]]
 
 
 @given(st.integers(1, 500), st.integers(1, 500))
-def test_cuts_cover_the_batch_in_as_few_even_pieces_as_the_limit_allows(num_rows: int, limit: int) -> None:
+def test_batch_is_split_into_as_few_even_pieces_as_the_limit_allows(num_rows: int, limit: int) -> None:
     cuts = PieceSize(limit=limit).split_rows(num_rows)
     sizes = [stop - start for start, stop in cuts]
     assert [start for start, _ in cuts] == [0, *(stop for _, stop in cuts[:-1])]
@@ -71,13 +73,13 @@ def test_cuts_cover_the_batch_in_as_few_even_pieces_as_the_limit_allows(num_rows
     assert len(cuts) == -(-num_rows // limit)
 
 
-def test_seven_rows_are_four_and_three() -> None:
+def test_seven_rows_are_split_into_four_and_three() -> None:
     assert PieceSize(limit=4).split_rows(7) == [(0, 4), (4, 7)]
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(200, 2000))
-def test_size_grows_back_but_never_thrashes(fits: int, num_rows: int, num_batches: int) -> None:
-    """Memory for `fits` rows: few failures, whatever the number of batches, and in the end at least half of what fits."""
+def test_piece_size_grows_back_without_thrashing(fits: int, num_rows: int, num_batches: int) -> None:
+    """Memory fits `fits` rows. Few batches fail, whatever their number, and finally pieces have at least half of this size."""
     size, num_failures = PieceSize(), 0
     for _ in range(num_batches):
         while (largest := max(stop - start for start, stop in size.split_rows(num_rows))) > fits:
@@ -90,7 +92,7 @@ def test_size_grows_back_but_never_thrashes(fits: int, num_rows: int, num_batche
     assert 2 * max(stop - start for start, stop in size.split_rows(num_rows)) >= min(fits, num_rows)
 
 
-def test_size_comes_back_when_the_room_does() -> None:
+def test_piece_size_grows_back_when_memory_is_available() -> None:
     size = PieceSize()
     size.shrink(8, 16)
     for _ in range(200):
@@ -98,7 +100,7 @@ def test_size_comes_back_when_the_room_does() -> None:
     assert size.split_rows(32) == [(0, 32)]
 
 
-def test_size_stays_without_room() -> None:
+def test_piece_size_stays_without_memory() -> None:
     size = PieceSize()
     size.shrink(8, 16)
     for _ in range(200):
@@ -107,8 +109,8 @@ def test_size_stays_without_room() -> None:
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(-2, 2))
-def test_measured_sizes_are_found_by_at_most_three_replays(fits: int, num_rows: int, error: int) -> None:
-    """Pieces of `fits` rows fit, and `fits + error` are predicted: after ten updates as few pieces as fit, or one try failed."""
+def test_measured_sizes_are_found_with_few_replays(fits: int, num_rows: int, error: int) -> None:
+    """Pieces of `fits` rows fit, and `fits + error` are predicted. After ten updates, the pieces are as few as possible."""
     size, num_failures, num_tries = PieceSize(), 0, 0
     for _ in range(10):
         while (largest := max(stop - start for start, stop in size.split_rows(num_rows))) > fits:
@@ -125,20 +127,20 @@ def test_measured_sizes_are_found_by_at_most_three_replays(fits: int, num_rows: 
     assert not size.is_calibrating
 
 
-def test_a_calibration_cuts_a_batch_into_two_sizes() -> None:
+def test_calibration_splits_a_batch_into_two_sizes() -> None:
     size = PieceSize()
     size.shrink(5, 20, is_measured=True)
     assert [stop - start for start, stop in size.split_rows(20)] == [5, 5, 5, 3, 2]
-    assert size.split_rows(9) == [(0, 2), (2, 6), (6, 9)], "the first piece is not measured"
+    assert size.split_rows(9) == [(0, 2), (2, 6), (6, 9)], "the first piece is not measured, so it can be smaller"
     assert len(size.split_rows(20)) == size.count_pieces(20)
     assert size.split_rows(4) == [(0, 4)]
-    assert len(size.split_rows(4, least=3)) == 3, "another rank has more rows"
+    assert len(size.split_rows(4, least=3)) == 3, "the number of pieces must follow another rank with more rows"
     size.shrink(1, 5, is_measured=True)
     assert [stop - start for start, stop in size.split_rows(3)] == [1, 1, 1]
 
 
-def test_a_calibration_counts_updates() -> None:
-    """The first update creates optimizer state; a window of several batches holds a second set of gradients."""
+def test_calibration_counts_updates() -> None:
+    """The first update creates optimizer state, and a window of several batches needs a second set of gradients."""
     size = PieceSize()
     size.shrink(5, 20, is_measured=True)
     for is_update in (False, False, True, False, False):
@@ -149,7 +151,7 @@ def test_a_calibration_counts_updates() -> None:
     assert [stop - start for start, stop in size.split_rows(20)] == [10, 10]
 
 
-def test_a_prediction_that_saves_no_piece_is_not_tried() -> None:
+def test_prediction_that_saves_no_piece_is_not_tried() -> None:
     size = PieceSize()
     size.shrink(7, 20, is_measured=True)
     for _ in range(2):
@@ -157,7 +159,7 @@ def test_a_prediction_that_saves_no_piece_is_not_tried() -> None:
     assert (size.limit, size.patience) == (7, FIRST_PATIENCE)
 
 
-def test_a_prediction_above_a_size_that_failed_comes_second_and_is_tried_once() -> None:
+def test_prediction_above_a_failed_size_is_tried_second_and_once() -> None:
     size, sizes = PieceSize(), []
     size.shrink(5, 10, is_measured=True)
     for _ in range(6):
@@ -170,15 +172,15 @@ def test_a_prediction_above_a_size_that_failed_comes_second_and_is_tried_once() 
     assert (size.limit, size.patience) == (7, 2 * FIRST_PATIENCE)
 
 
-# ---------------------------------------------------------------- the result
+# ---------------------------------------------------------------- updates compared with plain PyTorch
 
 
-def data(num_rows: int = 36) -> TensorDataset:
+def make_data(num_rows: int = 36) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     return TensorDataset(torch.randn(num_rows, 3, generator=generator), torch.randn(num_rows, 1, generator=generator))
 
 
-def net() -> nn.Module:
+def build_net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
 
@@ -214,11 +216,11 @@ class Averaging(torch.optim.Optimizer):
                 p -= group["lr"] / self.num_steps * torch.stack(state["history"]).mean(0)
 
 
-def plain(make: Any, num_updates: int, steps: int) -> tuple[list[torch.Tensor], Any]:
-    """Train with plain PyTorch on whole batches."""
-    model = net()
+def train_plain(make: Any, num_updates: int, steps: int) -> tuple[list[torch.Tensor], Any]:
+    """Train with plain PyTorch on whole batches. Return the parameters and the optimizer."""
+    model = build_net()
     optimizer = make(list(model.parameters()))
-    x, y = data().tensors
+    x, y = make_data().tensors
     size = 6 * steps
     for number in range(num_updates):
         rows = slice(number * size % 36, number * size % 36 + size)
@@ -228,20 +230,24 @@ def plain(make: Any, num_updates: int, steps: int) -> tuple[list[torch.Tensor], 
     return [p.detach() for p in model.parameters()], optimizer
 
 
-def automatic(make: Any, steps: int, faults: set[int], where: str = "post") -> tuple[list[torch.Tensor], Any]:
-    """Six batches of 6 rows, with failures in the given calls of the optimizer's step (after it has changed parameters)."""
+def train_automatic(make: Any, steps: int, faults: set[int], where: str = "post") -> tuple[list[torch.Tensor], Any]:
+    """Train on six batches of 6 rows, with out-of-memory errors in the given calls of the optimizer's step.
+
+    The error is raised after the step changed the parameters, or before it if `where` is not "post". Return the parameters and
+    the optimizer.
+    """
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, microbatching="auto")
-    model = net()
+    model = build_net()
     optimizer = make(list(model.parameters()))
     calls = [0]
 
-    def fail(*_: Any) -> None:
+    def fail_in_some_calls(*_: Any) -> None:
         calls[0] += 1
         if calls[0] in faults:
             raise RuntimeError(TEXT)
 
-    (optimizer.register_step_post_hook if where == "post" else optimizer.register_step_pre_hook)(fail)
-    model, prepared, loader = accelerator.prepare(model, optimizer, DataLoader(data(), batch_size=6))
+    (optimizer.register_step_post_hook if where == "post" else optimizer.register_step_pre_hook)(fail_in_some_calls)
+    model, prepared, loader = accelerator.prepare(model, optimizer, DataLoader(make_data(), batch_size=6))
     for batch in loader:
         accelerator.forward_backward(batch, lambda piece: mse_loss(model(piece[0]), piece[1]))
         prepared.step()
@@ -251,10 +257,10 @@ def automatic(make: Any, steps: int, faults: set[int], where: str = "post") -> t
 
 @pytest.mark.parametrize("name", list(MAKERS))
 @pytest.mark.parametrize("steps", [1, 3])
-def test_updates_after_an_undone_first_step_are_plain_torchs(name: str, steps: int) -> None:
-    wanted, reference = plain(MAKERS[name], 6 // steps, steps)
+def test_updates_after_an_undone_first_step_equal_plain_torch(name: str, steps: int) -> None:
+    wanted, reference = train_plain(MAKERS[name], 6 // steps, steps)
     for faults in (set(), {1}, {1, 2}):
-        found, optimizer = automatic(MAKERS[name], steps, faults)
+        found, optimizer = train_automatic(MAKERS[name], steps, faults)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
         for one, other in zip(optimizer.state.values(), reference.state.values()):
             assert one.keys() == other.keys()
@@ -262,27 +268,27 @@ def test_updates_after_an_undone_first_step_are_plain_torchs(name: str, steps: i
                 assert one["step"] == other["step"]
 
 
-def test_an_unknown_optimizer_can_go_back_at_any_step() -> None:
-    wanted, _ = plain(MAKERS["unknown"], 6, 1)
-    found, optimizer = automatic(MAKERS["unknown"], 1, {1, 3, 6})
+def test_unknown_optimizer_can_be_restored_at_any_step() -> None:
+    wanted, _ = train_plain(MAKERS["unknown"], 6, 1)
+    found, optimizer = train_automatic(MAKERS["unknown"], 1, {1, 3, 6})
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
     assert (optimizer.num_steps, optimizer.param_groups[0]["k"]) == (6, 6)
 
 
-def test_a_later_step_of_torchs_own_ends_the_run() -> None:
+def test_out_of_memory_in_a_later_step_of_torchs_optimizers_ends_the_run() -> None:
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
-        automatic(MAKERS["adam"], 1, {3})
+        train_automatic(MAKERS["adam"], 1, {3})
 
 
-# ---------------------------------------------------------------- both forms
+# ---------------------------------------------------------------- microbatches() and forward_backward()
 
 
-def test_the_loop_form_as_the_issue_has_it() -> None:
+def test_loop_over_microbatches() -> None:
     accelerator = Accelerator(cpu=True, microbatching="auto")
-    model = net()
+    model = build_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    rows = [{"x": x, "y": y} for x, y in data()]
+    rows = [{"x": x, "y": y} for x, y in make_data()]
     model, optimizer, loader, scheduler = accelerator.prepare(
         model, optimizer, DataLoader(rows, batch_size=7), scheduler
     )
@@ -301,18 +307,18 @@ def test_the_loop_form_as_the_issue_has_it() -> None:
     assert scheduler.last_epoch == 6
 
 
-def test_without_auto_both_forms_run_whole_batches() -> None:
+def test_without_auto_both_methods_run_whole_batches() -> None:
     accelerator = Accelerator(cpu=True)
-    model, x = accelerator.prepare(net()), torch.ones(5, 3)
+    model, x = accelerator.prepare(build_net()), torch.ones(5, 3)
     assert [piece is x for piece in accelerator.microbatches(x)] == [True]
     loss = accelerator.forward_backward(x, lambda piece: model(piece).square().mean())
     torch.testing.assert_close(loss, model(x).square().mean().detach())
     assert model[0].weight.grad is not None
 
 
-def test_independent_schedules_tick_once_a_batch() -> None:
+def test_independent_schedules_tick_once_per_batch() -> None:
     accelerator = Accelerator(cpu=True, microbatching="auto", step_scheduler_with_optimizer=False)
-    model = net()
+    model = build_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
@@ -332,9 +338,9 @@ def test_independent_schedules_tick_once_a_batch() -> None:
     assert schedule.last_epoch == 2
 
 
-def test_zero_grad_before_backward_drops_what_was_put_aside() -> None:
+def test_zero_grad_before_backward_discards_saved_gradients() -> None:
     accelerator = Accelerator(cpu=True, microbatching="auto")
-    model = net()
+    model = build_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator._training_step.transaction.size.limit = 2
@@ -344,15 +350,15 @@ def test_zero_grad_before_backward_drops_what_was_put_aside() -> None:
                 optimizer.zero_grad()
                 accelerator.backward(model(piece).mean())
                 optimizer.step()
-    wanted = net()
+    wanted = build_net()
     wanted(torch.ones(4, 3)).mean().backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in wanted.parameters()])
 
 
-def test_two_losses_of_a_piece_and_gradients_left_over() -> None:
-    """Two backwards in each piece, on top of gradients that an earlier, uncleared window left."""
+def test_two_losses_per_piece_are_added_to_remaining_gradients() -> None:
+    """Each piece has two backwards, in addition to gradients that remain from an earlier window."""
     accelerator = Accelerator(cpu=True, microbatching="auto", gradient_accumulation_steps=2)
-    model, reference = net(), net()
+    model, reference = build_net(), build_net()
     model = accelerator.prepare(model)
     accelerator._training_step.transaction.size.limit = 3
     x = torch.randn(8, 3)
@@ -366,13 +372,13 @@ def test_two_losses_of_a_piece_and_gradients_left_over() -> None:
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
 
 
-def test_a_policy_that_counts_micro_batches_sees_parts() -> None:
+def test_policy_that_counts_micro_batches_counts_pieces_as_parts() -> None:
     found = []
     for limit in (None, 3):
         accelerator = Accelerator(
             cpu=True, microbatching="auto", gradient_accumulation_steps=3, loss_policy=ConstantDivision()
         )
-        model = accelerator.prepare(net())
+        model = accelerator.prepare(build_net())
         accelerator._training_step.transaction.size.limit = limit
         for number in range(3):
             accelerator.forward_backward(torch.ones(5, 3) * number, lambda piece: model(piece).mean())
@@ -382,7 +388,7 @@ def test_a_policy_that_counts_micro_batches_sees_parts() -> None:
 
 def test_leaving_the_loop_undoes_the_batch() -> None:
     accelerator = Accelerator(cpu=True, microbatching="auto", gradient_accumulation_steps=2)
-    model = accelerator.prepare(net())
+    model = accelerator.prepare(build_net())
     accelerator.forward_backward(torch.ones(4, 3), lambda piece: model(piece).mean())
     before = [p.grad.clone() for p in model.parameters()]
     accelerator._training_step.transaction.size.limit = 2
@@ -395,9 +401,9 @@ def test_leaving_the_loop_undoes_the_batch() -> None:
         accelerator.forward_backward(torch.ones(4, 3), lambda piece: (_ for _ in ()).throw(ValueError("mine")))
 
 
-def test_manual_changes_of_gradients_cannot_be_repeated() -> None:
+def test_gradients_changed_by_hand_cannot_be_replayed() -> None:
     accelerator = Accelerator(cpu=True, microbatching="auto")
-    model = net()
+    model = build_net()
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.register_step_post_hook(lambda *_: (_ for _ in ()).throw(RuntimeError(TEXT)))
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -407,9 +413,9 @@ def test_manual_changes_of_gradients_cannot_be_repeated() -> None:
         optimizer.step()
 
 
-def test_padding_labels_without_weights_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_padding_labels_without_weights_cause_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True, microbatching="auto")
-    model = accelerator.prepare(net())
+    model = accelerator.prepare(build_net())
     batch = {"x": torch.ones(4, 3), "labels": torch.tensor([[1], [-100], [2], [3]])}
     for _ in range(2):
         accelerator.forward_backward(batch, lambda piece: model(piece["x"]).mean())
@@ -418,7 +424,7 @@ def test_padding_labels_without_weights_are_warned_about_once(caplog: pytest.Log
 
 def test_invalid_values_are_refused() -> None:
     accelerator = Accelerator(cpu=True, microbatching="auto")
-    model = net()
+    model = build_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     with pytest.raises(StateError, match="microbatches"), accelerator.accumulate(model):
@@ -439,30 +445,30 @@ def test_invalid_values_are_refused() -> None:
 
 def test_misspelled_settings_are_named() -> None:
     accelerator = Accelerator(cpu=True, microbatching="auto")
-    model = net()
+    model = build_net()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = torch.ones(4, 3)
 
-    def run(piece: torch.Tensor) -> torch.Tensor:
+    def compute_loss(piece: torch.Tensor) -> torch.Tensor:
         return model(piece).mean()
 
     with pytest.raises(LossError, match=r"forward_backward got weight=3; give a function from a piece"):
-        accelerator.forward_backward(batch, run, weight=3)  # type: ignore[arg-type]
+        accelerator.forward_backward(batch, compute_loss, weight=3)  # type: ignore[arg-type]
     with pytest.raises(LossError, match=r"got fn=Tensor, which cannot be called; give the batch first"):
-        accelerator.forward_backward(run, batch)  # type: ignore[arg-type]
+        accelerator.forward_backward(compute_loss, batch)  # type: ignore[arg-type]
     for piece in accelerator.microbatches(batch):
         with pytest.raises(StateError, match="microbatches inside a piece"):
             next(iter(accelerator.microbatches(piece)))
         with pytest.raises(StateError, match="forward_backward inside a piece"):
-            accelerator.forward_backward(piece, run)
-        with accelerator.accumulate(model):  # which is unharmed
-            accelerator.backward(run(piece))
+            accelerator.forward_backward(piece, compute_loss)
+        with accelerator.accumulate(model):  # the piece still works
+            accelerator.backward(compute_loss(piece))
             optimizer.step()
             optimizer.zero_grad()
     assert optimizer.num_updates == 1
 
 
-def test_a_layout_that_cannot_go_back_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategy_without_rollback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SingleStrategy, "capabilities", Capabilities(rollback=False))
     with pytest.raises(
         UnsupportedError, match="the single strategy does not support rollback; leave microbatching off"

@@ -1,4 +1,4 @@
-"""CUDA's caching allocator, by cases worked out by hand from its rules."""
+"""Test the model of CUDA's caching allocator by cases computed by hand from its rules."""
 
 import random
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(("asked", "block"), [(1, 512), (512, 512), (513, 1024), (MIB, MIB), (MIB + 1, MIB + 512)])
-def test_requests_are_rounded_to_512(asked, block):
+def test_requests_are_rounded_to_512_bytes(asked, block):
     assert round_to_block(asked) == block
 
 
@@ -40,31 +40,31 @@ def test_small_requests_share_a_segment_until_it_is_full():
     assert (allocator.allocated, allocator.reserved) == (2 * MIB + 512, 4 * MIB)
 
 
-def test_a_large_block_is_split_only_if_more_than_a_mebibyte_is_left():
+def test_large_block_is_split_only_if_more_than_a_mebibyte_remains():
     allocator = Allocator()
-    allocator.allocate("a", 9 * MIB)  # 20 taken, 11 left
-    allocator.allocate("b", 10 * MIB)  # 1 left: not more than 1, so the block is 11
+    allocator.allocate("a", 9 * MIB)  # segment of 20, of which 11 remain
+    allocator.allocate("b", 10 * MIB)  # 1 would remain, so the block takes all 11
     assert (allocator.allocated, allocator.reserved) == (20 * MIB, 20 * MIB)
     allocator.free("b")
     allocator.allocate("c", 10 * MIB - 512)
     assert allocator.allocated == 19 * MIB - 512
 
 
-def test_small_and_large_ones_never_share():
+def test_small_and_large_requests_share_no_segment():
     allocator = Allocator()
     allocator.allocate("a", 5 * MIB)
     allocator.allocate("b", MIB)
     assert allocator.reserved == 22 * MIB
 
 
-def test_the_smallest_block_that_fits_is_taken():
+def test_smallest_block_that_fits_is_taken():
     allocator = Allocator()
     for key, size in enumerate((30, 14, 20)):
         allocator.allocate(key, size * MIB)
     for key in range(3):
         allocator.free(key)
     allocator.allocate("x", 13 * MIB)
-    assert allocator.allocated == 14 * MIB  # of the 14: 1 left is not split off
+    assert allocator.allocated == 14 * MIB  # takes the 14, because the remaining 1 is not split off
     allocator.allocate("y", 20 * MIB)
     allocator.allocate("z", 30 * MIB)
     assert allocator.reserved == 64 * MIB
@@ -79,17 +79,17 @@ def test_neighbors_are_merged_but_segments_are_not():
         allocator.free(key)
     allocator.allocate("x", 15 * MIB)  # b, c and d
     assert allocator.reserved == 40 * MIB
-    allocator.allocate("y", 24 * MIB)  # 20 + 15 were free, in two segments
+    allocator.allocate("y", 24 * MIB)  # 20 and 15 were free, but in two segments
     assert allocator.reserved == 64 * MIB
 
 
-def test_fragments_cost_what_they_cost():
+def test_fragmented_memory_is_reserved_again():
     allocator = Allocator()
     for key in range(8):
         allocator.allocate(key, 5 * MIB)
     for key in range(0, 8, 2):
         allocator.free(key)
-    allocator.allocate("x", 6 * MIB)  # 20 are free, no 6 of them side by side
+    allocator.allocate("x", 6 * MIB)  # 20 are free, but no 6 of them are contiguous
     assert (allocator.allocated, allocator.reserved) == (26 * MIB, 60 * MIB)
 
 
@@ -97,22 +97,22 @@ def test_expandable_segments_grow_by_pages_and_do_not_fragment_at_the_end():
     allocator = Allocator(expandable=True)
     allocator.allocate("a", 30 * MIB)
     assert allocator.reserved == 40 * MIB  # pages of 20
-    allocator.allocate("b", 25 * MIB)  # 10 are there, 15 more: one page
+    allocator.allocate("b", 25 * MIB)  # 10 are free, and one page provides the other 15
     assert (allocator.allocated, allocator.reserved) == (55 * MIB, 60 * MIB)
     allocator.free("b")
-    allocator.allocate("c", 45 * MIB)  # 30 are there
+    allocator.allocate("c", 45 * MIB)  # 30 are free
     assert (allocator.allocated, allocator.reserved) == (75 * MIB, 80 * MIB)
     allocator.allocate("small", 100)
     assert allocator.reserved == 82 * MIB
 
 
-def test_a_block_of_an_expandable_segment_counts_as_large_as_it_can_grow():
+def test_growing_block_of_an_expandable_segment_counts_as_the_largest():
     allocator = Allocator(expandable=True)
-    allocator.allocate("a", 24 * MIB)  # 40 taken
-    allocator.allocate("b", 5 * MIB)  # 11 left, with all the addresses there are behind them
+    allocator.allocate("a", 24 * MIB)  # reserves 40
+    allocator.allocate("b", 5 * MIB)  # 11 remain, which can still grow
     allocator.free("a")
-    allocator.allocate("c", 10 * MIB)  # of the 24 that cannot grow
-    allocator.allocate("d", 24 * MIB)  # of the 11, which grow by a page
+    allocator.allocate("c", 10 * MIB)  # taken from the 24 that cannot grow
+    allocator.allocate("d", 24 * MIB)  # taken from the 11, which grow by a page
     assert allocator.reserved == 60 * MIB
 
 
@@ -133,7 +133,7 @@ def test_nothing_is_lost_in_a_long_random_run():
         assert allocator.allocated == 0
 
 
-def test_a_replay_knows_its_peak_and_what_was_in_use_then():
+def test_replay_returns_the_peak_and_its_parts():
     events = [
         MemoryEvent(1, 3 * MIB, kind="weights"),
         MemoryEvent(2, 4 * MIB, kind="activations"),
@@ -147,7 +147,7 @@ def test_a_replay_knows_its_peak_and_what_was_in_use_then():
     assert split_by_kind(events, 3) == {"weights": 3 * MIB, "gradients": 2 * MIB}
 
 
-def test_a_key_that_is_in_use_is_refused():
+def test_key_in_use_is_refused():
     allocator = Allocator()
     allocator.allocate(1, 5)
     with pytest.raises(StateError, match="already"):

@@ -1,4 +1,4 @@
-"""Calibration records: reading, writing and precedence. tests/gpu measures a real GPU."""
+"""Test calibration records: reading, writing and precedence. tests/gpu measures a real GPU."""
 
 import json
 
@@ -15,17 +15,18 @@ MADE_UP = CalibrationRecord("NVIDIA A100-SXM4-80GB", 81920 * MIB, (8, 0), 431 * 
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def records_path(tmp_path, monkeypatch):
+    """Path of the file of records in a temporary HEADWAY_HOME."""
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path / "home"))
     return tmp_path / "home" / "devices.json"
 
 
-def test_a_record_is_kept_and_comes_before_the_assumption(home):
+def test_record_is_kept_and_replaces_the_assumption(records_path):
     assumed = find_device("a100-80gb")
     assert "assumed" in assumed.source
-    write_record(home, "a100-80gb", MADE_UP)
-    write_record(home, "rtx-9999", MADE_UP)
-    assert read_records(home) == {"a100-80gb": MADE_UP, "rtx-9999": MADE_UP}
+    write_record(records_path, "a100-80gb", MADE_UP)
+    write_record(records_path, "rtx-9999", MADE_UP)
+    assert read_records(records_path) == {"a100-80gb": MADE_UP, "rtx-9999": MADE_UP}
     found = find_device("A100-80GB")
     assert found.overhead == (431 * MIB, 431 * MIB, 559 * MIB)
     assert (
@@ -40,10 +41,10 @@ def test_a_record_is_kept_and_comes_before_the_assumption(home):
     assert find_device("rtx-9999").memory == 81920 * MIB  # not in the table
 
 
-def test_a_file_with_other_contents_is_reported(home):
-    home.parent.mkdir()
+def test_damaged_file_is_reported(records_path):
+    records_path.parent.mkdir()
     for content in ("no json", "[]", json.dumps({"a100-80gb": {"overhead": 3}})):
-        home.write_text(content)
+        records_path.write_text(content)
         with pytest.raises(ConfigError, match="remove it, and calibrate again"):
             find_device("t4")
 
@@ -63,21 +64,21 @@ def test_a_file_with_other_contents_is_reported(home):
         ("NVIDIA H100 NVL", 95320, "h100-nvl"),
     ],
 )
-def test_a_card_in_the_table_gets_its_name_from_there(product, mebibytes, name):
+def test_gpu_in_the_table_gets_its_name_from_the_table(product, mebibytes, name):
     assert name_card(product, mebibytes * MIB) == name
 
 
-def test_this_is_the_machines_own_card(home, monkeypatch):
+def test_this_means_the_gpu_of_the_machine(records_path, monkeypatch):
     monkeypatch.setattr(calibration, "read_device_properties", lambda: ("NVIDIA A100-SXM4-80GB", 81153 * MIB, (8, 0)))
     assert find_device("this") == DEVICES["a100-80gb"]
-    write_record(home, "a100-80gb", MADE_UP)
+    write_record(records_path, "a100-80gb", MADE_UP)
     assert find_device("this").overhead[0] == 431 * MIB
     monkeypatch.setattr(calibration, "read_device_properties", lambda: ("NVIDIA Novum", 81153 * MIB, (12, 0)))
     with pytest.raises(ConfigError, match="headway estimate --calibrate"):
         find_device("this")
 
 
-def test_without_a_card_it_says_so(home, monkeypatch):
+def test_missing_gpu_is_reported(records_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for words in (["--calibrate"], ["bert", "--device", "this"]):
         ended = CliRunner().invoke(command, words)
@@ -87,4 +88,4 @@ def test_without_a_card_it_says_so(home, monkeypatch):
         ended = CliRunner().invoke(command, words)
         assert isinstance(ended.exception, ConfigError)
         assert said in str(ended.exception)
-    assert not home.exists()
+    assert not records_path.exists()

@@ -1,4 +1,4 @@
-"""Copies that CUDA's kernels make, and RMSNorm as one kernel: figures of torch's allocator in the CUDA build (H100)."""
+"""Test copies made by CUDA's kernels, and RMSNorm as one kernel, against figures of torch's allocator on an H100."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from headway.forecasting.tracing.trace import StorageTracker
 ROWS = 16 * 196 * 384 * 4
 
 
-def asked(function, *shape, turned=False):
-    """Return the large allocations (positive) and frees of forward and backward, by the gradient's layout."""
+def list_allocations(function, *shape, turned=False):
+    """Return the large allocations (positive) and frees of forward and of backward."""
     device, found = find_device("h100"), []
     with substitute_kernels(device, "no"), FakeTensorMode():
         x = torch.empty(shape, requires_grad=True)
@@ -26,7 +26,7 @@ def asked(function, *shape, turned=False):
         with tracker:
             held = torch.autograd.grad(outputs, x, gradient)
         sizes = [event.num_bytes if abs(event.num_bytes) > 1 << 16 else 0 for event in tracker.events]
-        sizes[0] = sizes[found[0] - 1] = 0  # what was marked
+        sizes[0] = sizes[found[0] - 1] = 0  # the marked tensors
         assert held
         return [[size for size in part if size] for part in (sizes[: found[0]], sizes[found[0] :])]
 
@@ -40,33 +40,33 @@ def asked(function, *shape, turned=False):
         (lambda x: x.log_softmax(-1), [ROWS], [ROWS, ROWS, -ROWS]),
     ],
 )
-def test_a_gradient_that_does_not_lie_in_a_row_is_copied(function, forward, backward):
-    assert asked(function, 16, 196, 384, turned=True) == [forward, backward]
-    plain = asked(function, 16, 196, 384)
+def test_transposed_gradient_is_copied(function, forward, backward):
+    assert list_allocations(function, 16, 196, 384, turned=True) == [forward, backward]
+    plain = list_allocations(function, 16, 196, 384)
     assert plain[0] == forward
     assert len(plain[1]) == len(backward) - 2
 
 
-def test_what_picks_values_out_adds_into_zeros_in_place():
-    """For a subclass such as a fake tensor, torch allocates zeros and then a sum."""
+def test_gathered_values_are_added_into_zeros_in_place():
+    """For a tensor subclass such as a fake tensor, torch allocates zeros and then a sum."""
     picks = (
         lambda x: x.index_select(1, torch.zeros(100, dtype=torch.long)),
         lambda x: x.max(1).values,
         lambda x: x[:, torch.zeros(100, dtype=torch.long)],
     )
     for function in picks:
-        assert asked(function, 16, 196, 384)[1] == [ROWS]
+        assert list_allocations(function, 16, 196, 384)[1] == [ROWS]
 
 
-def test_losses_that_are_reduced_ask_for_each_elements_own():
+def test_reduced_losses_allocate_unreduced_ones():
     loss = torch.nn.functional
-    assert asked(lambda x: loss.huber_loss(x, x.detach()), 16, 196, 384)[0] == [ROWS, -ROWS]
-    logits = asked(lambda x: loss.binary_cross_entropy_with_logits(x, x.detach()), 16, 196, 384)[0]
+    assert list_allocations(lambda x: loss.huber_loss(x, x.detach()), 16, 196, 384)[0] == [ROWS, -ROWS]
+    logits = list_allocations(lambda x: loss.binary_cross_entropy_with_logits(x, x.detach()), 16, 196, 384)[0]
     assert logits == [ROWS, ROWS, -ROWS, -ROWS]
 
 
-def test_rms_norm_is_one_kernel_and_differs_where_torch_takes_none():
-    """Weights in another dtype: torch's own operations, each with a result."""
+def test_rms_norm_is_one_kernel_unless_torch_uses_none():
+    """With weights in another dtype torch runs single operations, each with a result."""
     device = find_device("h100")
     with substitute_kernels(device, "no"), FakeTensorMode(allow_non_fake_inputs=True):
         norm, rows = torch.nn.RMSNorm(512), torch.empty(64, 512)

@@ -1,4 +1,4 @@
-"""Finding GPUs by name."""
+"""Test finding GPUs by name."""
 
 import pytest
 
@@ -19,11 +19,11 @@ from headway.forecasting.device.devices import find_device
         ("AMD Instinct MI300X", "mi300x"),
     ],
 )
-def test_a_product_by_its_own_name(product, name):
+def test_gpu_is_found_by_its_product_name(product, name):
     assert find_device(product).name == name
 
 
-def test_some_card_by_its_memory():
+def test_gpu_is_described_by_its_memory():
     assert find_device("48GiB").memory == 48 << 30
     assert find_device("24 GB").memory == 24_000_000_000
     assert "only its memory was given" in find_device("48GiB").caveats[0]

@@ -1,4 +1,4 @@
-"""Which kernel attention takes on CUDA; tests/simulated_cuda/test_attention.py compares whole grids with torch's own choice."""
+"""Test the kernel of attention on CUDA. tests/simulated_cuda/test_attention.py compares whole grids with torch's choice."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ H100, A100, T4 = (9, 0), (8, 0), (7, 5)
         (T4, (2, 14), FP32, 30, 8, False, 0.0, "efficient"),
     ],
 )
-def test_the_kernel(capability, version, dtype, width, groups, mask, p, kernel):
+def test_chosen_kernel(capability, version, dtype, width, groups, mask, p, kernel):
     query, key = torch.empty(2, 8, 16, width, dtype=dtype), torch.empty(2, groups, 16, width, dtype=dtype)
     added = torch.empty(2, 1, 16, 16, dtype=dtype) if mask else None
     assert AttentionKernel(capability, version).choose_kernel(query, key, added, p, False, True) == kernel
@@ -46,7 +46,7 @@ SCORES = 2 * 4 * LENGTH * LENGTH * 4
 
 
 class Attention(torch.nn.Module):
-    """Four heads of queries, two of keys and values."""
+    """Four heads of queries, and two of keys and values."""
 
     def __init__(self) -> None:
         super().__init__()

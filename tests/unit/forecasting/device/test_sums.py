@@ -1,4 +1,4 @@
-"""What sums ask for on CUDA: figures of torch's own kernels, as its allocator recorded them in the CUDA build (kinds.h's devices)."""
+"""Test the memory requested by sums on CUDA, against figures recorded by torch's allocator in its CUDA build."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from headway.forecasting.device.devices import find_device
 from headway.forecasting.device.sums import make_sum_rules
 
 
-def asked(device, shape, dims, dtype=torch.float32):
+def list_requests(device, shape, dims, dtype=torch.float32):
     card = find_device(device)
     return make_sum_rules(card.processors, card.threads)["aten::sum"](
         (torch.empty(shape, dtype=dtype, device="meta"), dims)
@@ -43,19 +43,19 @@ def asked(device, shape, dims, dtype=torch.float32):
         ("rtx-3090", (20000, 77), [0], 779264),
     ],
 )
-def test_sums_ask_for_what_torch_asks_for(device, shape, dims, num_bytes):
+def test_sums_request_as_much_as_torch(device, shape, dims, num_bytes):
     """torch also counts flags of a few bytes per block, and unused bytes of allocator blocks (below 1 MiB)."""
-    assert 0 <= num_bytes - sum(asked(device, shape, dims)) < 1 << 20
-    halves = sum(asked(device, shape, dims, torch.bfloat16))
-    assert 0 <= num_bytes - halves < 1 << 20  # sums are made in float32
+    assert 0 <= num_bytes - sum(list_requests(device, shape, dims)) < 1 << 20
+    halves = sum(list_requests(device, shape, dims, torch.bfloat16))
+    assert 0 <= num_bytes - halves < 1 << 20  # sums are computed in float32
 
 
-def test_a_sum_that_a_block_can_do_asks_for_nothing():
-    assert asked("h100", (64, 64), [0]) == []
-    assert asked("h100", (100_000, 64), [1]) == []
-    assert asked("h100", (0, 64), [0]) == []
+def test_sum_within_a_block_requests_nothing():
+    assert list_requests("h100", (64, 64), [0]) == []
+    assert list_requests("h100", (100_000, 64), [1]) == []
+    assert list_requests("h100", (0, 64), [0]) == []
 
 
-def test_numbers_that_are_not_floating_become_int64_before_they_are_summed():
-    assert asked("h100", (64, 64), [0], torch.bool) == [64 * 64 * 8]
-    assert asked("h100", (64, 64), [0], torch.int64) == []
+def test_integers_become_int64_before_they_are_summed():
+    assert list_requests("h100", (64, 64), [0], torch.bool) == [64 * 64 * 8]
+    assert list_requests("h100", (64, 64), [0], torch.int64) == []

@@ -1,4 +1,4 @@
-"""Steps whose sizes depend on values: the largest size is used and reported as a caveat."""
+"""Test steps whose sizes depend on values: the largest size is used and reported as a caveat."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ WIDTH, ROWS = 48, 40
 
 
 class Experts(nn.Module):
-    """A mixture of experts with `where`, as people write it."""
+    """Mixture of experts that selects rows with `where`."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Experts(nn.Module):
 
 
 class Masked(nn.Module):
-    """A mask of bools as an index, read and written."""
+    """Boolean mask as an index, for reading and writing."""
 
     def __init__(self):
         super().__init__()
@@ -55,59 +55,64 @@ class Recognizer(nn.Module):
         return self.layer(x).log_softmax(-1).unsqueeze(1)
 
 
-def ctc(outputs, _):
+def compute_ctc(outputs, _):
     lengths = torch.full((1,), outputs.shape[0]), torch.full((1,), 5)
     return nn.functional.ctc_loss(outputs, torch.ones(1, 5, dtype=torch.long), *lengths)
 
 
-def mse(outputs, targets):
+def compute_mse(outputs, targets):
     return nn.functional.mse_loss(outputs, targets)
 
 
-def batch():
+def make_batch():
     torch.manual_seed(0)
     return torch.rand(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
 
 
-def measured(model, loss):
+def measure_peak(model, loss):
     optimizer = torch.optim.SGD(model.parameters())
 
-    def work():
-        for inputs, targets in (batch(), batch()):
+    def train_model():
+        for inputs, targets in (make_batch(), make_batch()):
             outputs = model(inputs)
             value = loss(outputs, targets)
             value.backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    return profile_peak(work, sum(parameter.nbytes for parameter in model.parameters()))
+    return profile_peak(train_model, sum(parameter.nbytes for parameter in model.parameters()))
 
 
-@pytest.mark.parametrize(("model", "loss"), [(Experts, mse), (Masked, mse)])
-def test_no_less_than_a_run_takes(model, loss):
-    found = trace_step(model, batch, StepRecipe(torch.optim.SGD, loss), find_device("cpu"))
+@pytest.mark.parametrize(("model", "loss"), [(Experts, compute_mse), (Masked, compute_mse)])
+def test_forecast_is_at_least_the_memory_of_a_run(model, loss):
+    found = trace_step(model, make_batch, StepRecipe(torch.optim.SGD, loss), find_device("cpu"))
     assert any("taken at their largest" in caveat for caveat in found.caveats)
-    assert compute_exact_peak(found.events) >= measured(model(), loss)
+    assert compute_exact_peak(found.events) >= measure_peak(model(), loss)
 
 
 @pytest.mark.parametrize("normed", [spectral_norm, nn.utils.spectral_norm])
 def test_spectral_norm_needs_no_values(normed):
     found = trace_step(
-        lambda: normed(nn.Linear(WIDTH, WIDTH)), batch, StepRecipe(torch.optim.SGD, mse), find_device("cpu")
+        lambda: normed(nn.Linear(WIDTH, WIDTH)),
+        make_batch,
+        StepRecipe(torch.optim.SGD, compute_mse),
+        find_device("cpu"),
     )
     assert not any("largest" in caveat for caveat in found.caveats)
 
 
-def test_what_ctc_asks_for_besides_may_come_on_top():
-    found = trace_step(Recognizer, batch, StepRecipe(torch.optim.SGD, ctc), find_device("a100-40gb"))
+def test_possible_extra_memory_of_ctc_is_reported():
+    found = trace_step(Recognizer, make_batch, StepRecipe(torch.optim.SGD, compute_ctc), find_device("a100-40gb"))
     assert any("taken at their largest" in caveat for caveat in found.caveats)
     assert any("CTC loss is not counted" in caveat for caveat in found.caveats)
     assert separate_unsure(found.events)[1] > 0
 
 
-def test_unique():
-    def loss(outputs, _):
+def test_unique_is_taken_at_its_largest():
+    def compute_loss(outputs, _):
         return outputs.sum() + torch.unique(outputs.detach()).sum()
 
-    found = trace_step(lambda: nn.Linear(WIDTH, WIDTH), batch, StepRecipe(torch.optim.SGD, loss), find_device("cpu"))
+    found = trace_step(
+        lambda: nn.Linear(WIDTH, WIDTH), make_batch, StepRecipe(torch.optim.SGD, compute_loss), find_device("cpu")
+    )
     assert any("taken at their largest" in caveat for caveat in found.caveats)

@@ -1,4 +1,4 @@
-"""Extrapolated traces of repeated blocks equal those of all blocks."""
+"""Test that extrapolated traces of repeated blocks equal traces of all blocks."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Chain(nn.Module):
-    """Blocks in a list, or each under a name of its own, where nothing is found to repeat."""
+    """Blocks in a list, or each as an attribute, where no repetition is found."""
 
     def __init__(self, widths: list[int], is_list: bool = True) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ class Chain(nn.Module):
         return self.last(hidden).mean()
 
 
-class Reaching(Chain):
-    """Wants a block by its number."""
+class IndexingChain(Chain):
+    """Chain that accesses a block by its number."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.first(inputs)
@@ -69,7 +69,9 @@ class Reaching(Chain):
         return self.last(hidden).mean()
 
 
-def traced(make: Callable[[], nn.Module], prepare: Callable[[nn.Module], object] | None = None, **recipe: Any) -> Trace:
+def trace_model(
+    make: Callable[[], nn.Module], prepare: Callable[[nn.Module], object] | None = None, **recipe: Any
+) -> Trace:
     CALLS.clear()
     options = {"optimizer": partial(torch.optim.AdamW, foreach=True), **recipe}
     return trace_step(
@@ -77,15 +79,15 @@ def traced(make: Callable[[], nn.Module], prepare: Callable[[nn.Module], object]
     )
 
 
-def said(found: Trace) -> list[MemoryEvent]:
+def list_events(found: Trace) -> list[MemoryEvent]:
     return [event._replace(where="") for event in found.events]
 
 
-def both(kind: type[Chain], widths: list[int], prepare: Any = None, **recipe: Any) -> tuple[Trace, Trace, int]:
-    """By a list and by names, and how many blocks were called for the first."""
-    found = traced(lambda: kind(widths), prepare, **recipe)
+def trace_both(kind: type[Chain], widths: list[int], prepare: Any = None, **recipe: Any) -> tuple[Trace, Trace, int]:
+    """Trace the blocks in a list and as attributes. Also return the number of block calls in the first trace."""
+    found = trace_model(lambda: kind(widths), prepare, **recipe)
     num_calls = len(CALLS)
-    return found, traced(lambda: kind(widths, is_list=False), prepare, **recipe), num_calls
+    return found, trace_model(lambda: kind(widths, is_list=False), prepare, **recipe), num_calls
 
 
 @pytest.mark.parametrize(
@@ -98,10 +100,10 @@ def both(kind: type[Chain], widths: list[int], prepare: Any = None, **recipe: An
     ],
     ids=["alike", "first ones differ", "in turn", "with a head and a tail"],
 )
-def test_events_are_those_of_tracing_all(widths: list[int], per_step: int) -> None:
-    found, full, num_calls = both(Chain, widths)
+def test_events_equal_those_of_tracing_all_blocks(widths: list[int], per_step: int) -> None:
+    found, full, num_calls = trace_both(Chain, widths)
 
-    assert said(found) == said(full)
+    assert list_events(found) == list_events(full)
     assert found.phases == full.phases
     assert found.operations == full.operations
     assert found.work.keys() == full.work.keys()
@@ -123,36 +125,36 @@ def test_events_are_those_of_tracing_all(widths: list[int], per_step: int) -> No
     ],
     ids=str,
 )
-def test_with_every_recipe(recipe: dict[str, Any]) -> None:
-    found, full, num_calls = both(Chain, [32] * FEWEST, **recipe)
+def test_every_recipe_is_extrapolated(recipe: dict[str, Any]) -> None:
+    found, full, num_calls = trace_both(Chain, [32] * FEWEST, **recipe)
 
-    assert said(found) == said(full)
+    assert list_events(found) == list_events(full)
     assert num_calls == 2 * 12 * recipe.get("accumulation", 1)
 
 
 @pytest.mark.slow
-def test_what_prepare_does_to_some_blocks_counts() -> None:
+def test_changes_made_by_prepare_to_some_blocks_count() -> None:
     def recompute_first_half(model: nn.Module) -> None:
         assert isinstance(model, Chain)
         for block in list(model.all())[: FEWEST // 2]:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
 
-    found, full, _ = both(Chain, [32] * FEWEST, recompute_first_half)
+    found, full, _ = trace_both(Chain, [32] * FEWEST, recompute_first_half)
 
-    assert said(found) == said(full)
-    assert said(found) != said(traced(lambda: Chain([32] * FEWEST)))
+    assert list_events(found) == list_events(full)
+    assert list_events(found) != list_events(trace_model(lambda: Chain([32] * FEWEST)))
 
 
 @pytest.mark.slow
 def test_model_that_cannot_be_shortened_is_traced_whole() -> None:
-    found, full, _ = both(Reaching, [32] * FEWEST)
+    found, full, _ = trace_both(IndexingChain, [32] * FEWEST)
 
-    assert said(found) == said(full)
+    assert list_events(found) == list_events(full)
     assert [*range(FEWEST)] * 2 == CALLS
 
 
 @pytest.mark.slow
-def test_loop_of_ones_own_runs_once() -> None:
+def test_given_loop_runs_once() -> None:
     runs: list[int] = []
 
     def loop(model: nn.Module, batches: Any, optimizer: Any) -> None:
@@ -162,12 +164,12 @@ def test_loop_of_ones_own_runs_once() -> None:
             model(batch).backward()
             optimizer.step()
 
-    traced(lambda: Chain([32] * FEWEST), loop=loop)
+    trace_model(lambda: Chain([32] * FEWEST), loop=loop)
 
     assert runs == [FEWEST]
 
 
-def test_blocks_that_are_found() -> None:
+def test_repeated_blocks_are_found() -> None:
     found = find_blocks(Chain([64, *[32, 48] * 16]))
 
     assert found is not None
@@ -177,12 +179,12 @@ def test_blocks_that_are_found() -> None:
     assert [block.up.out_features for block in model.blocks] == [64, *[32, 48] * 3]
 
 
-def test_too_few_blocks_are_left_alone() -> None:
+def test_too_few_blocks_are_not_extrapolated() -> None:
     assert find_blocks(Chain([32] * (FEWEST - 1))) is None
     assert find_blocks(Chain([*range(8, 48)])) is None
 
 
-def test_numbers_of_blocks_are_no_difference_and_other_settings_are() -> None:
+def test_numbers_of_blocks_are_ignored_and_other_settings_compared() -> None:
     model = Chain([32] * 20)
     assert find_blocks(model) is not None
     for index, block in enumerate(model.blocks):
@@ -196,24 +198,24 @@ def test_another_batch_takes_one_trace_with_four_repetitions() -> None:
     proofs: list[RepeatProof] = []
     recipe = StepRecipe(optimizer=partial(torch.optim.AdamW, foreach=True), precision="bf16")
 
-    def traced_batch(size: int, is_list: bool, proofs: list[RepeatProof] | None = None) -> Trace:
+    def trace_batch(size: int, is_list: bool, proofs: list[RepeatProof] | None = None) -> Trace:
         CALLS.clear()
         make = partial(Chain, [32] * FEWEST, is_list)
         return trace_step(make, lambda: torch.zeros(size, 8), recipe, find_device("h100"), proofs=proofs)
 
-    # With 4 rows two tensors of unlike kinds have one size by chance, and what is proved of them serves no other batch.
+    # With 4 rows, two tensors of different kinds have the same size by chance, so the proof holds for no other batch.
     for size, repetitions in ((4, 12), (9, 12), (10, 4), (3000, 4)):
-        found = traced_batch(size, True, proofs)
+        found = trace_batch(size, True, proofs)
         assert len(CALLS) == 2 * repetitions
-        full = traced_batch(size, False)
-        assert said(found) == said(full)
+        full = trace_batch(size, False)
+        assert list_events(found) == list_events(full)
         assert (found.phases, found.operations) == (full.phases, full.operations)
     assert len(proofs) == 2
 
 
 @pytest.mark.slow
-def test_batch_that_takes_another_way_is_proved_anew() -> None:
-    class Forked(Chain):
+def test_batch_on_another_path_is_proved_again() -> None:
+    class ForkedChain(Chain):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             hidden = self.first(inputs)
             for block in self.all():
@@ -225,7 +227,7 @@ def test_batch_that_takes_another_way_is_proved_anew() -> None:
     for size, num_proofs in ((4, 1), (8, 2), (9, 2), (5, 2)):
         found, full = (
             trace_step(
-                partial(Forked, [32] * FEWEST, is_list),
+                partial(ForkedChain, [32] * FEWEST, is_list),
                 lambda: torch.zeros(size, 8),
                 recipe,
                 find_device("h100"),
@@ -233,5 +235,5 @@ def test_batch_that_takes_another_way_is_proved_anew() -> None:
             )
             for is_list, known in ((True, proofs), (False, None))
         )
-        assert said(found) == said(full)
+        assert list_events(found) == list_events(full)
         assert len(proofs) == num_proofs

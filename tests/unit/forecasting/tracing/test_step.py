@@ -1,4 +1,4 @@
-"""Training loops, compared with torch's profiler of the same loop on real tensors."""
+"""Test training loops against torch's profiler of the same loop on real tensors."""
 
 import pytest
 import torch
@@ -59,11 +59,11 @@ def zero_grad_before_backward(model, batches, optimizer):
 
 
 def loss_function(model, batches, optimizer):
-    def compute(inputs, targets):
+    def compute_loss(inputs, targets):
         return nn.functional.cross_entropy(model(inputs), targets)
 
     for inputs, targets in batches:
-        compute(inputs, targets).backward()
+        compute_loss(inputs, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -71,50 +71,50 @@ def loss_function(model, batches, optimizer):
 LOOPS = {each.__name__: each for each in (plain, zero_grad_before_backward, loss_function)}
 
 
-def batch():
+def make_batch():
     return torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.long)
 
 
-def adamw(parameters):
+def build_adamw(parameters):
     return torch.optim.AdamW(parameters)
 
 
-def measured(loop, keeps=False):
+def measure_peak(loop, keeps=False):
     """Return the peak bytes of two updates, measured by torch's profiler."""
     model = Classifier(keeps)
-    optimizer = adamw(model.parameters())
+    optimizer = build_adamw(model.parameters())
     held = sum(parameter.nbytes for parameter in model.parameters())
-    return profile_peak(lambda: loop(model, (batch() for _ in range(2)), optimizer), held)
+    return profile_peak(lambda: loop(model, (make_batch() for _ in range(2)), optimizer), held)
 
 
-def forecast(loop, keeps=False, **recipe):
-    made = StepRecipe(adamw, nn.functional.cross_entropy, loop=loop, **recipe)
-    return trace_step(lambda: Classifier(keeps), batch, made, CPU)
+def forecast_loop(loop, keeps=False, **recipe):
+    made = StepRecipe(build_adamw, nn.functional.cross_entropy, loop=loop, **recipe)
+    return trace_step(lambda: Classifier(keeps), make_batch, made, CPU)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_takes_what_the_profiler_sees(name, keeps):
-    real = measured(LOOPS[name], keeps)
-    assert compute_exact_peak(forecast(name, keeps).events) == pytest.approx(real, rel=0.005)
-    assert compute_exact_peak(forecast(LOOPS[name], keeps).events) == pytest.approx(real, rel=0.005)
+def test_forecast_of_a_loop_equals_the_profilers_peak(name, keeps):
+    real = measure_peak(LOOPS[name], keeps)
+    assert compute_exact_peak(forecast_loop(name, keeps).events) == pytest.approx(real, rel=0.005)
+    assert compute_exact_peak(forecast_loop(LOOPS[name], keeps).events) == pytest.approx(real, rel=0.005)
 
 
 def test_loops_differ():
-    sizes = {name: compute_exact_peak(forecast(name, keeps=True).events) for name in LOOPS}
+    sizes = {name: compute_exact_peak(forecast_loop(name, keeps=True).events) for name in LOOPS}
     logits = ROWS * CLASSES * 4
     assert sizes["plain"] >= sizes["loss_function"] + logits
     assert sizes["zero_grad_before_backward"] > sizes["plain"]
 
 
-def test_phases_of_a_loop_of_the_users_own():
-    own, known = forecast(plain), forecast("plain")
+def test_phases_of_a_given_loop():
+    own, known = forecast_loop(plain), forecast_loop("plain")
     assert list(own.phases) == list(known.phases)
     kinds = [{event.kind for event in found.events} for found in (own, known)]
     assert kinds[0] == kinds[1] >= {"weights", "batch", "activations", "gradients", "optimizer state"}
 
 
-def test_accumulation_and_autocast_in_a_loop_of_the_users_own():
+def test_accumulation_and_autocast_in_a_given_loop():
     def loop(model, batches, optimizer):
         for index, (inputs, targets) in enumerate(batches):
             loss = nn.functional.cross_entropy(model(inputs), targets) / 2
@@ -123,33 +123,33 @@ def test_accumulation_and_autocast_in_a_loop_of_the_users_own():
                 optimizer.step()
                 optimizer.zero_grad()
 
-    found = forecast(loop, accumulation=2, precision="bf16")
+    found = forecast_loop(loop, accumulation=2, precision="bf16")
     assert [name for name in found.phases if "update" in name] == ["step 1 update", "step 2 update"]
     assert found.operations["aten::_to_copy"] > 0
 
 
-def test_a_loop_that_makes_no_updates_is_an_error():
-    def forgetful(model, batches, optimizer):
+def test_loop_without_updates_is_an_error():
+    def train_without_updates(model, batches, optimizer):
         for inputs, targets in batches:
             nn.functional.cross_entropy(model(inputs), targets).backward()
 
     with pytest.raises(ConfigError, match="made 0 updates; it must"):
-        forecast(forgetful)
+        forecast_loop(train_without_updates)
     with pytest.raises(ConfigError, match="made 0 updates and no backward"):
-        forecast(lambda model, batches, optimizer: None)
+        forecast_loop(lambda model, batches, optimizer: None)
 
 
-def test_another_name_is_an_error():
+def test_unknown_loop_is_an_error():
     with pytest.raises(ConfigError, match="loop='fast'; allowed: plain, zero_grad_before_backward, loss_function"):
         StepRecipe(None, loop="fast")
 
 
-def test_a_loop_of_the_users_own_clips_by_itself():
+def test_given_loop_clips_itself():
     with pytest.raises(ConfigError, match="the loop clips its gradients itself"):
-        forecast(plain, max_norm=1.0)
+        forecast_loop(plain, max_norm=1.0)
 
 
-class Marks(StepObserver):
+class RecordingObserver(StepObserver):
     """Observer that records all reports in order."""
 
     def __init__(self):
@@ -159,10 +159,10 @@ class Marks(StepObserver):
         self.seen += [(id(tensor), kind) for tensor in tensors]
 
 
-def test_weights_and_buffers_are_asked_for_in_the_order_in_which_a_model_is_moved():
+def test_weights_and_buffers_are_requested_in_the_order_of_moving_a_model():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)), nn.BatchNorm2d(8))
     model.register_parameter("scale", nn.Parameter(torch.ones(8)))
-    moved, marks = [], Marks()
+    moved, marks = [], RecordingObserver()
     model._apply(lambda tensor: moved.append(id(tensor)) or tensor)
     mark_model(model, marks)
     known = {

@@ -1,4 +1,4 @@
-"""A bucket in memory, by obstore's own store, in place of a server."""
+"""Fixture with a bucket in memory, from obstore's own store, instead of a server."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from headway.common.object_client import ObjectClient, get_client
 
 @pytest.fixture
 def bucket(monkeypatch):
-    """The client of s3://bucket, with parts of 1,000 bytes."""
+    """Client of s3://bucket, with parts of 1,000 bytes."""
     obstore = pytest.importorskip("obstore", reason="needs obstore: pip install 'headway[s3]'")
     from headway.common import object_path
     from headway.core.weights import parallel_writer
@@ -19,7 +19,7 @@ def bucket(monkeypatch):
     monkeypatch.setattr("obstore.store.from_url", lambda url, **_: store)
     for module in (object_path, object_store, log_mirror, parallel_writer):
         monkeypatch.setattr(module, "PART", 1000)
-    plain = ObjectClient.put  # the store in memory keeps the buffers that it is given
+    plain = ObjectClient.put  # the store in memory keeps the given buffers
     monkeypatch.setattr(
         ObjectClient, "put", lambda self, key, data, replaces="any": plain(self, key, bytes(data), replaces)
     )

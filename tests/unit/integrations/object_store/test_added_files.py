@@ -1,4 +1,4 @@
-"""Files that a save adds to a checkpoint in an object store: found again by who wants them, in parts or not."""
+"""Test files that a save adds to a checkpoint in an object store. They are found again, in parts or not."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from headway import Accelerator, ProjectConfiguration
 from headway.cli.checkpoints import merge as command
 
 
-def test_merge_brings_what_from_pretrained_needs(bucket, tmp_path):
+def test_merge_copies_the_files_that_from_pretrained_needs(bucket, tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
@@ -28,23 +28,23 @@ def test_merge_brings_what_from_pretrained_needs(bucket, tmp_path):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_compiled_code_is_taken_up_from_a_store(bucket, monkeypatch):
-    """torch's artifacts are stood in for by bytes; `test_compiled.py` has real ones, in a folder."""
+def test_compiled_code_is_loaded_from_a_store(bucket, monkeypatch):
+    """Bytes stand in for torch's artifacts. `test_compiled.py` uses real ones, in a folder."""
     monkeypatch.setenv("HEADWAY_SECRET", "a secret of sixteen characters or more")
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"code" * 700, None))
     taken: list[bytes] = []
     monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda data: taken.append(data) or object())
     project = ProjectConfiguration("s3://bucket/run", automatic_checkpoint_naming=True, keep_compiled=True)
 
-    def start() -> Accelerator:
+    def start_training() -> Accelerator:
         accelerator = Accelerator(cpu=True, project_config=project)
         accelerator.prepare(torch.nn.Linear(2, 1))
         return accelerator
 
-    first = start()
+    first = start_training()
     first.save_state()
     first.end_training()
-    second = start()
+    second = start_training()
     second.resume("latest")
     second.end_training()
     assert taken == [b"code" * 700]

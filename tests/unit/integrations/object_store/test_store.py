@@ -1,4 +1,4 @@
-"""Places in object stores, files in parts, and checkpoints as objects, on a store in memory."""
+"""Test paths in object stores, files in parts, and checkpoints as objects, on a store in memory."""
 
 import random
 import threading
@@ -27,7 +27,7 @@ from headway.integrations.object_store.log_mirror import MirroredFolder, fetch_l
 from headway.integrations.object_store.store import FetchedCheckpoint, ObjectStore
 
 
-def test_urls_are_told_from_folders():
+def test_urls_are_distinguished_from_folders():
     path = to_path("s3://bucket/run/a")
     assert isinstance(path, ObjectPath)
     assert (str(path), path.name, str(path.parent), path.key) == ("s3://bucket/run/a", "a", "s3://bucket/run", "run/a")
@@ -47,7 +47,7 @@ def test_urls_are_told_from_folders():
 
 
 @pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 2000, 5005])
-def test_a_file_is_its_parts(bucket, size):
+def test_file_is_stored_in_parts(bucket, size):
     data, path = random.Random(size).randbytes(size), to_path("s3://bucket/a/file")
     with path.open("wb") as file:
         for start in range(0, size, 700):
@@ -67,20 +67,20 @@ def test_a_file_is_its_parts(bucket, size):
         to_path("s3://bucket/a/fil").open()
 
 
-def test_a_part_that_cannot_be_sent_is_an_error(bucket, monkeypatch):
-    def fail(self, key, data, replaces="any"):
+def test_failed_part_is_an_error(bucket, monkeypatch):
+    def fail_to_put(self, key, data, replaces="any"):
         raise ObjectStoreError("no room")
 
-    monkeypatch.setattr(ObjectClient, "put", fail)
+    monkeypatch.setattr(ObjectClient, "put", fail_to_put)
     with pytest.raises(ObjectStoreError, match="no room"), to_path("s3://bucket/a").open("wb") as file:
         file.write(bytes(10_000))
 
 
-def test_conditions(bucket):
+def test_conditional_writes(bucket):
     first = bucket.put("x", b"1", None)
     assert first is not None
     assert bucket.put("x", b"2", None) is None
-    assert bucket.put("x", b"1", None) is not None, "its own work, whose answer was lost"
+    assert bucket.put("x", b"1", None) is not None, "the client's own write, whose answer was lost"
     second = bucket.put("x", b"2", first)
     assert second is not None
     assert bucket.put("x", b"3", first) is None
@@ -91,8 +91,8 @@ def test_conditions(bucket):
     assert bucket.get_size("x") is None
 
 
-def written(url, value=1.0, nonce="0123456789abcdef"):
-    """A checkpoint of one tensor in two boxes and one whole one, committed; its folder."""
+def write_checkpoint(url, value=1.0, nonce="0123456789abcdef"):
+    """Commit a checkpoint with one tensor in two files and another one in a single file. Return its folder."""
     final = to_path(url)
     staging = folders.find_store(final).staging(nonce)
     content = {
@@ -112,21 +112,21 @@ def written(url, value=1.0, nonce="0123456789abcdef"):
     return final
 
 
-def test_a_checkpoint_is_written_read_and_replaced(bucket):
-    final = written("s3://bucket/checkpoint_1")
+def test_checkpoint_is_written_read_and_replaced(bucket):
+    final = write_checkpoint("s3://bucket/checkpoint_1")
     manifest = verify_checkpoint(final)
     assert set(manifest.files) == {f"data-0123456789abcdef/{name}" for name in
                                    ("model-00000.safetensors", "model-00001.safetensors", "optimizer-00000.safetensors")}  # fmt: skip
     tensors, _ = read_state(final, manifest, True)
     assert torch.equal(tensors["model/0/w"], torch.cat([torch.full((300, 4), 1.0), torch.full((300, 4), 2.0)]))
-    written("s3://bucket/checkpoint_1", 5.0, "f" * 16)
+    write_checkpoint("s3://bucket/checkpoint_1", 5.0, "f" * 16)
     assert read_state(final, read_manifest(final), True)[0]["optimizer/0/m"][0] == 5
     assert all("f" * 16 in name or name == "manifest.json" for name, _ in final.list_objects())
     assert [path.name for path in folders.list_committed(final.parent)] == ["checkpoint_1"]
 
 
-def test_a_commit_needs_all_parts(bucket):
-    final = written("s3://bucket/checkpoint_1")
+def test_commit_needs_all_parts(bucket):
+    final = write_checkpoint("s3://bucket/checkpoint_1")
     manifest = read_manifest(final)
     key = (final / "data-0123456789abcdef" / "model-00001.safetensors").make_part_key(1)
     for spoil in (lambda: bucket.put(key, b"short"), lambda: bucket.delete([key])):
@@ -139,9 +139,9 @@ def test_a_commit_needs_all_parts(bucket):
     assert not (staging.parent / "manifest.json").exists()
 
 
-def test_the_oldest_go_with_their_manifest_first(bucket):
+def test_oldest_checkpoint_is_removed_with_its_manifest_first(bucket):
     for number in range(3):
-        written(f"s3://bucket/checkpoint_{number}")
+        write_checkpoint(f"s3://bucket/checkpoint_{number}")
     place = to_path("s3://bucket")
     bucket.put("checkpoint_0/notes.txt", b"mine")
     removed = folders.remove_old_checkpoints(place, 1, [place / "checkpoint_1"])
@@ -151,7 +151,7 @@ def test_the_oldest_go_with_their_manifest_first(bucket):
 
 
 def test_ranges_are_fetched_once_and_compared(bucket, monkeypatch):
-    final = written("s3://bucket/checkpoint_1")
+    final = write_checkpoint("s3://bucket/checkpoint_1")
     manifest = read_manifest(final)
     name = "data-0123456789abcdef/model-00000.safetensors"
     asked = []
@@ -176,7 +176,7 @@ def test_ranges_are_fetched_once_and_compared(bucket, monkeypatch):
     assert not folder.exists()
 
 
-def test_small_pieces_are_many_in_an_object_store_only(bucket, tmp_path):
+def test_pieces_are_small_in_an_object_store_only(bucket, tmp_path):
     tensors = [("x", torch.zeros(200_000))]
     [local] = write_shards(tmp_path, {"a.safetensors": tensors})
     [there] = write_shards(to_path("s3://bucket"), {"a.safetensors": tensors})
@@ -188,7 +188,7 @@ def test_small_pieces_are_many_in_an_object_store_only(bucket, tmp_path):
     assert "piece" not in back["b"].encode()
 
 
-def test_a_log_goes_on_where_it_was(bucket):
+def test_log_continues_where_it_ended(bucket):
     mirror = MirroredFolder(to_path("s3://bucket/run/digits"))
     (mirror.folder / "log.jsonl").write_text("one\n" * 500)
     (mirror.folder / "pictures").mkdir()
@@ -207,15 +207,15 @@ def test_a_log_goes_on_where_it_was(bucket):
         assert not each.folder.exists()
 
 
-def test_a_lock_knows_its_own_writes_that_were_never_answered(bucket, monkeypatch):
+def test_lock_recognizes_its_own_unanswered_writes(bucket, monkeypatch):
     held = ObjectLock(to_path("s3://bucket/checkpoints"), "run", "1")
     plain = ObjectClient.put
 
-    def deaf(self, key, data, replaces="any"):
+    def put_without_answer(self, key, data, replaces="any"):
         plain(self, key, data, replaces)
         raise ObjectStoreError("no answer")
 
-    monkeypatch.setattr(ObjectClient, "put", deaf)
+    monkeypatch.setattr(ObjectClient, "put", put_without_answer)
     with pytest.raises(ObjectStoreError):
         held.check()
     monkeypatch.setattr(ObjectClient, "put", plain)
@@ -228,20 +228,20 @@ def test_a_lock_knows_its_own_writes_that_were_never_answered(bucket, monkeypatc
 
 
 @pytest.mark.parametrize("has_come_through", [True, False])
-def test_a_commit_that_is_never_answered_keeps_its_files(bucket, monkeypatch, has_come_through):
-    written("s3://bucket/checkpoint_1")
+def test_unanswered_commit_keeps_its_files(bucket, monkeypatch, has_come_through):
+    write_checkpoint("s3://bucket/checkpoint_1")
     plain = ObjectClient.put
 
-    def deaf(self, key, data, replaces="any"):
+    def put_without_answer(self, key, data, replaces="any"):
         if not key.endswith("manifest.json"):
             return plain(self, key, data, replaces)
         if has_come_through:
             plain(self, key, data, replaces)
         raise ObjectStoreError("no answer")
 
-    monkeypatch.setattr(ObjectClient, "put", deaf)
+    monkeypatch.setattr(ObjectClient, "put", put_without_answer)
     with pytest.raises(ObjectStoreError):
-        written("s3://bucket/checkpoint_2")
+        write_checkpoint("s3://bucket/checkpoint_2")
     monkeypatch.setattr(ObjectClient, "put", plain)
     final = to_path("s3://bucket/checkpoint_2")
     folders.find_store(final / "data-0123456789abcdef").abandon()
@@ -253,12 +253,12 @@ def test_a_commit_that_is_never_answered_keeps_its_files(bucket, monkeypatch, ha
 
 @pytest.mark.parametrize("has_former", [True, False])
 @pytest.mark.parametrize("is_removed", [True, False])
-def test_a_commit_that_was_overtaken_is_taken_back_where_it_lost_files(bucket, is_removed, has_former):
-    final = written("s3://bucket/checkpoint_1")
+def test_overtaken_commit_is_undone_if_it_lost_files(bucket, is_removed, has_former):
+    final = write_checkpoint("s3://bucket/checkpoint_1")
     manifest = read_manifest(final)
     calls = []
 
-    def fence():
+    def check_lock():
         calls.append(1)
         if len(calls) == 2:
             if is_removed:
@@ -276,19 +276,19 @@ def test_a_commit_that_was_overtaken_is_taken_back_where_it_lost_files(bucket, i
         (final / "manifest.json").unlink()
     if is_removed:
         with pytest.raises(CheckpointError, match="taken"):
-            ObjectStore(final).commit(staging, bare, fence)
+            ObjectStore(final).commit(staging, bare, check_lock)
         if has_former:  # the previous checkpoint is still there
             assert bucket.get(f"{final.key}/manifest.json")[0] == former
             verify_checkpoint(final)
         else:
             assert not (final / "manifest.json").exists()
     else:
-        ObjectStore(final).commit(staging, bare, fence)
+        ObjectStore(final).commit(staging, bare, check_lock)
         verify_checkpoint(final)
 
 
 @pytest.mark.parametrize("part", [1000, 2**14, 2**18])
-def test_several_threads_send_what_one_does(bucket, monkeypatch, part):
+def test_several_threads_send_the_same_bytes_as_one(bucket, monkeypatch, part):
     for module in (object_path, parallel_writer):
         monkeypatch.setattr(module, "PART", part)
     torch.manual_seed(0)
@@ -307,11 +307,11 @@ def test_several_threads_send_what_one_does(bucket, monkeypatch, part):
         assert found == wanted
 
 
-def test_a_part_that_cannot_be_sent_by_a_thread_is_an_error(bucket, monkeypatch):
-    def fail(self, key, data, replaces="any"):
+def test_part_that_a_thread_cannot_send_is_an_error(bucket, monkeypatch):
+    def fail_to_put(self, key, data, replaces="any"):
         raise ObjectStoreError(f"no room for {key}")
 
-    monkeypatch.setattr(ObjectClient, "put", fail)
+    monkeypatch.setattr(ObjectClient, "put", fail_to_put)
     with pytest.raises(ObjectStoreError, match="no room for several/a"):
         write_shards(to_path("s3://bucket/several"), {"a": [("x", torch.ones(3))], "b": [("x", torch.ones(3))]})
 

@@ -1,4 +1,4 @@
-"""Waiting for machines: messages and their times, names of missing machines, and the error for a taken port."""
+"""Test waiting for machines: messages and their times, names of missing machines, and the error for a port in use."""
 
 import math
 import os
@@ -17,19 +17,19 @@ from headway.launch.agent.ports import describe_taken_port, is_port_taken
 from headway.launch.agent.rendezvous_wait import RendezvousWait, call_in_time
 
 
-def a_store() -> SealedStore:
+def make_store() -> SealedStore:
     """Return a store within this process."""
     return SealedStore(HashStore(), "meeting", Seal(b"", UnsealedCounter(print)))
 
 
 @pytest.fixture
 def said(monkeypatch):
-    """List of the printed lines. The first message is printed at once."""
+    """List for printed lines. The first message is printed at once."""
     monkeypatch.setattr(rendezvous_wait, "FIRST_MESSAGE", 0.0)
     return []
 
 
-def test_it_is_said_at_once_and_then_sparingly(monkeypatch):
+def test_messages_are_printed_at_once_and_then_rarely(monkeypatch):
     now, lines = [0.0], []
     monkeypatch.setattr(rendezvous_wait.time, "monotonic", lambda: now[0])
     waiting = RendezvousWait(lines.append, 2000, "--timeout")
@@ -45,7 +45,7 @@ def test_it_is_said_at_once_and_then_sparingly(monkeypatch):
     assert "(2000 s: --timeout)" in lines[0]
 
 
-def test_for_ever(said):
+def test_waiting_may_be_unlimited(said):
     waiting = RendezvousWait(said.append, math.inf, "--timeout")
     waiting.print_if_due("one waits")
     assert said == ["headway: one waits, for as long as it takes (--timeout)"]
@@ -53,7 +53,7 @@ def test_for_ever(said):
 
 
 def test_missing_machines_are_named(said):
-    store = a_store()
+    store = make_store()
     arrival.record_arrival(store, 2)
     with pytest.raises(
         LaunchError, match=r"the 4 machines did not meet at h:1: machines 1, 3 did not come within 0.1 s \(--timeout"
@@ -66,13 +66,13 @@ def test_missing_machines_are_named(said):
 
 
 def test_machines_that_arrive_in_time_print_nothing():
-    store, lines = a_store(), []
+    store, lines = make_store(), []
     arrival.record_arrival(store, 1)
     wait_for_all(store, 0, 2, RendezvousWait(lines.append, 30, "--timeout"), "h:1", "machine")
     assert lines == []
 
 
-def test_a_port_is_waited_for(said):
+def test_port_is_waited_for(said):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -85,7 +85,7 @@ def test_a_port_is_waited_for(said):
         wait_for_host("127.0.0.1", port, RendezvousWait(said.append, 30, "--timeout"), "machine 1 of 2")
 
 
-def test_a_call_that_does_not_return_is_given_up(said):
+def test_call_that_does_not_return_is_given_up(said):
     never = threading.Event()
     with pytest.raises(LaunchError, match="too late"):
         call_in_time(never.wait, RendezvousWait(said.append, 0.1, "--timeout"), "it takes long", "too late")
@@ -96,8 +96,8 @@ def test_a_call_that_does_not_return_is_given_up(said):
         call_in_time(lambda: 1 / 0, RendezvousWait(said.append, 5, "--timeout"), "", "")
 
 
-def test_the_watch_reports_while_another_rendezvous_waits(said):
-    store, told = a_store(), threading.Event()
+def test_watch_reports_while_another_rendezvous_waits(said):
+    store, told = make_store(), threading.Event()
     watch = RendezvousWatch(
         lambda: store,
         1,
@@ -112,7 +112,7 @@ def test_the_watch_reports_while_another_rendezvous_waits(said):
     assert watch.describe_late().startswith("the 3 tasks did not meet at h:1: tasks 0, 2 did not come within 9 s")
 
 
-def test_who_holds_a_port():
+def test_holder_of_a_port_is_named():
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         held.listen()
@@ -125,7 +125,7 @@ def test_who_holds_a_port():
     assert "--main_process_port 4711, which is free" in describe_taken_port(port, 4711)
 
 
-def test_an_engines_error_is_understood():
+def test_error_of_a_port_in_use_is_recognized():
     inner = RuntimeError(
         "The server socket has failed to listen. code: -98, name: EADDRINUSE, message: address already in use"
     )

@@ -1,4 +1,4 @@
-"""The agent's next action, for every combination of its inputs."""
+"""Test the agent's next action for every combination of its inputs."""
 
 from itertools import product
 
@@ -8,7 +8,7 @@ from headway.errors import PREEMPTED
 from headway.launch.agent.decision import AgentAction, AgentSnapshot, decide_action
 
 TABLE = [
-    # exit codes of the ranks that have ended, and what else is seen -> what is next
+    # exit codes of the ranks that have ended, other observations, and the next action
     ([], {}, AgentAction.GO_ON),
     ([0], {}, AgentAction.GO_ON),
     ([0, 0], {}, AgentAction.GO_ON),
@@ -18,7 +18,7 @@ TABLE = [
     ([PREEMPTED], {"has_saved": True}, AgentAction.END_SAVED),
     ([0, PREEMPTED], {"has_saved": True}, AgentAction.END_SAVED),
     ([PREEMPTED], {"has_saved": True, "is_aborted": True, "hangs": True, "is_alone": True}, AgentAction.END_SAVED),
-    ([PREEMPTED], {}, AgentAction.END_FAILED),  # a program's own use of that code
+    ([PREEMPTED], {}, AgentAction.END_FAILED),  # the program itself uses this exit code
     ([PREEMPTED, 1], {"has_saved": True}, AgentAction.END_FAILED),
     ([PREEMPTED, 1], {"has_saved": True, "is_alone": True}, AgentAction.END_ALONE),
     ([], {"is_aborted": True}, AgentAction.END_ABORTED),
@@ -34,11 +34,11 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("codes", "flags", "step"), TABLE)
-def test_the_next_step(codes, flags, step):
+def test_next_action(codes, flags, step):
     assert decide_action(AgentSnapshot(dict(enumerate(codes)), **flags)) is step
 
 
-def test_ranks_that_run_are_let_run_only_where_nothing_is_seen():
+def test_agent_goes_on_only_if_nothing_is_observed():
     names = ("has_saved", "is_aborted", "hangs", "is_alone")
     for codes, *flags in product([(), (0,), (1,), (PREEMPTED,), (0, PREEMPTED), (1, PREEMPTED)], *[(False, True)] * 4):
         seen = AgentSnapshot(dict(enumerate(codes)), **dict(zip(names, flags)))

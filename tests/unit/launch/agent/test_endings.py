@@ -1,4 +1,4 @@
-"""The first failure: which of several ends is the cause, its report, and failure.json."""
+"""Test the first failure: which of several exits is the cause, its report, and failure.json."""
 
 import json
 import signal
@@ -15,20 +15,24 @@ from headway.launch.agent.records import ExceptionRecord, RankExit, read_record,
 from headway.launch.memory_watch import MemoryWatch
 
 
-def record(kind="ValueError", text="bad luck", line="train.py:3", at=10.0):
+def make_record(kind="ValueError", text="bad luck", line="train.py:3", at=10.0):
     return ExceptionRecord(kind, text, line, f"Traceback of {kind}\n{kind}: {text}\n", at)
 
 
-def death(rank, code=1, rec=None, **more):
+def make_exit(rank, code=1, rec=None, **more):
     return RankExit(rank, "box", 100 + rank, code, rec, **more)
 
 
-LOST = record("RuntimeError", "[gloo/pair.cc] Connection closed by peer [127.0.0.1]:1234", "train.py:9", at=9.0)
+LOST = make_record("RuntimeError", "[gloo/pair.cc] Connection closed by peer [127.0.0.1]:1234", "train.py:9", at=9.0)
 
 
-def test_the_earliest_exception_is_first():
+def test_earliest_exception_is_first():
     report = FailureReport(
-        (death(0, rec=record(at=10.2)), death(1, rec=record("KeyError", "'x'", "train.py:5", at=10.1))), 2
+        (
+            make_exit(0, rec=make_record(at=10.2)),
+            make_exit(1, rec=make_record("KeyError", "'x'", "train.py:5", at=10.1)),
+        ),
+        2,
     )
     assert report.first.rank == 1
     text = report.format_text()
@@ -40,22 +44,28 @@ def test_the_earliest_exception_is_first():
     assert report.exit_code == 1
 
 
-def test_a_lost_connection_is_a_consequence_even_if_it_is_noticed_first():
-    assert FailureReport((death(0, rec=LOST), death(1, rec=record(at=11.0))), 2).first.rank == 1
-    assert FailureReport((death(0, rec=LOST), death(1, code=3)), 2).first.rank == 1
-    assert FailureReport((death(0, rec=LOST), death(1, code=-9)), 2).first.rank == 1
-    assert FailureReport((death(0, rec=LOST),), 2).first.rank == 0
+def test_lost_connection_is_a_consequence_even_if_noticed_first():
+    assert FailureReport((make_exit(0, rec=LOST), make_exit(1, rec=make_record(at=11.0))), 2).first.rank == 1
+    assert FailureReport((make_exit(0, rec=LOST), make_exit(1, code=3)), 2).first.rank == 1
+    assert FailureReport((make_exit(0, rec=LOST), make_exit(1, code=-9)), 2).first.rank == 1
+    assert FailureReport((make_exit(0, rec=LOST),), 2).first.rank == 0
 
 
-def test_lost_connections_are_a_plain_line():
-    text = FailureReport((death(0, rec=record(at=11.0)), death(1, rec=LOST)), 2).format_text()
+def test_lost_connection_is_reported_in_one_line():
+    text = FailureReport((make_exit(0, rec=make_record(at=11.0)), make_exit(1, rec=LOST)), 2).format_text()
     assert text.splitlines()[-1] == "headway: rank 1 then lost its connection to rank 0 (train.py:9)"
     assert "gloo" not in text
 
 
 def test_lost_connections_of_several_ranks_are_one_line():
     late = replace(LOST, line="train.py:12")
-    deaths = (death(0, rec=LOST), death(1, code=-9), death(2, rec=LOST), death(3, rec=late), death(4, code=5))
+    deaths = (
+        make_exit(0, rec=LOST),
+        make_exit(1, code=-9),
+        make_exit(2, rec=LOST),
+        make_exit(3, rec=late),
+        make_exit(4, code=5),
+    )
     text = FailureReport(deaths, 6).format_text()
     assert text.splitlines()[2:] == [
         "headway: ranks 0, 2 then lost their connection to the others (train.py:9)",
@@ -65,83 +75,85 @@ def test_lost_connections_of_several_ranks_are_one_line():
     ]
 
 
-def test_what_is_kept_is_the_whole_text(tmp_path):
+def test_whole_text_is_kept_in_the_file(tmp_path):
     noisy = replace(LOST, text=f"{LOST.text}. This is typically caused by a remote worker crashing. GLHF! 🏖️")
-    report = FailureReport((death(0, rec=noisy),), 2)
+    report = FailureReport((make_exit(0, rec=noisy),), 2)
     report.write(tmp_path / "failure.json")
     kept = json.loads((tmp_path / "failure.json").read_text())["first"]["record"]
     assert kept["text"] == noisy.text
 
 
-def test_the_screen_shows_the_short_trace_and_the_record_keeps_both(tmp_path, monkeypatch):
+def test_screen_shows_the_short_trace_and_the_record_keeps_both(tmp_path, monkeypatch):
     from headway.core.config.files import read_config
 
-    def fails():
+    def fail_to_read():
         read_config(tmp_path / "none.yaml")
 
     for level, is_short in (("info", True), ("debug", False)):
         monkeypatch.setenv("HEADWAY_LOG_LEVEL", level)
         with pytest.raises(ValueError, match="cannot be read") as raised:
-            fails()
+            fail_to_read()
         assert write_record(tmp_path / "error.json", raised.value, "a note")
         found = read_record(tmp_path / "error.json")
         assert "headway/core/config/files.py" in found.trace
-        shown = FailureReport((death(0, rec=found),), 2).format_text()
+        shown = FailureReport((make_exit(0, rec=found),), 2).format_text()
         assert ("headway/core/config/files.py" not in shown) is is_short
         assert shown.endswith(("a note", "a note\nheadway: the other 1 process has been ended"))
 
 
 def test_identical_failures_are_counted():
-    report = FailureReport(tuple(death(rank, rec=record(at=10 + rank)) for rank in (0, 1, 2, 5)), 8)
+    report = FailureReport(tuple(make_exit(rank, rec=make_record(at=10 + rank)) for rank in (0, 1, 2, 5)), 8)
     text = report.format_text()
     assert "the same on ranks 1-2, 5" in text
     assert "the other 4 processes have been ended" in text
     assert text.count("bad luck") == 1
 
 
-def test_a_kill_is_explained_by_the_counters():
-    report = FailureReport((death(1, code=-9),), 2, memory="the kernel's out-of-memory killer sent it")
+def test_kill_is_explained_by_the_counters():
+    report = FailureReport((make_exit(1, code=-9),), 2, memory="the kernel's out-of-memory killer sent it")
     assert "rank 1 was ended by SIGKILL: the kernel's out-of-memory killer sent it" in report.format_text()
     assert report.exit_code == 137
     assert (
         "nothing in the kernel's counters says that memory ran out"
-        in FailureReport((death(1, code=-9),), 2).format_text()
+        in FailureReport((make_exit(1, code=-9),), 2).format_text()
     )
 
 
-def test_a_crash_shows_its_python_stack():
+def test_crash_shows_its_python_stack():
     report = FailureReport(
-        (death(0, rec=LOST), death(1, code=-signal.SIGSEGV, crash="File train.py, line 7 in main")), 2
+        (make_exit(0, rec=LOST), make_exit(1, code=-signal.SIGSEGV, crash="File train.py, line 7 in main")), 2
     )
     assert report.first.rank == 1
     assert "ended by SIGSEGV\nFile train.py, line 7 in main" in report.format_text()
     assert report.exit_code == 139
 
 
-def test_an_engine_that_gave_up_shows_the_users_lines_alone():
+def test_abort_by_a_library_shows_only_lines_of_the_user():
     library = [f'  File "{module.__file__}", line 7 in wait' for module in (threading, torch)]
     own = '  File "train.py", line 9 in <module>'
     dump = "\n".join(["Fatal Python error: Aborted", "", "Thread 0x1:", library[0], "", "Thread 0x2:", *library, own])
-    text = FailureReport((death(0, code=-signal.SIGABRT, crash=dump),), 2).format_text()
+    text = FailureReport((make_exit(0, code=-signal.SIGABRT, crash=dump),), 2).format_text()
     assert "was ended by SIGABRT: a library gave up" in text
     assert text.endswith(f"\nThread 0x2:\n{own}\nheadway: the other 1 process has been ended")
 
 
-def test_a_rank_that_the_launcher_ended_is_not_reported():
-    report = FailureReport((death(0, code=None, rec=LOST), death(1, rec=record())), 2)
+def test_rank_ended_by_the_launcher_is_not_reported():
+    report = FailureReport((make_exit(0, code=None, rec=LOST), make_exit(1, rec=make_record())), 2)
     assert report.first.rank == 1
-    assert FailureReport((death(1, rec=record()), death(0, code=None)), 2).format_text().count("rank 0") == 0
-
-
-def test_somebody_elses_signal():
     assert (
-        "rank 0 was ended by SIGTERM, which was sent from outside of this run"
-        in FailureReport((death(0, code=-15),), 2).format_text()
+        FailureReport((make_exit(1, rec=make_record()), make_exit(0, code=None)), 2).format_text().count("rank 0") == 0
     )
 
 
-def test_the_exit_code_of_the_first():
-    assert FailureReport((death(0, code=7),), 2).exit_code == 7
+def test_signal_from_outside_is_named():
+    assert (
+        "rank 0 was ended by SIGTERM, which was sent from outside of this run"
+        in FailureReport((make_exit(0, code=-15),), 2).format_text()
+    )
+
+
+def test_exit_code_is_that_of_the_first_failure():
+    assert FailureReport((make_exit(0, code=7),), 2).exit_code == 7
 
 
 def _failing():
@@ -151,7 +163,7 @@ def _failing():
         return error
 
 
-def test_a_record_is_written_and_read(tmp_path):
+def test_record_is_written_and_read(tmp_path):
     error = _failing()
     path = tmp_path / "error.json"
     assert write_record(path, error)
@@ -159,18 +171,18 @@ def test_a_record_is_written_and_read(tmp_path):
     assert found.kind == "JSONDecodeError"
     assert found.text == str(error)
     assert found.trace.startswith("Traceback")
-    # The innermost line is in the standard library; the user's is the one that called it.
+    # The innermost line is in the standard library, and the reported one is the user's call.
     assert found.line.endswith("in _failing")
     assert "test_endings.py:" in found.line
-    # torch's agent reads the same file.
+    # torch's agent reads the same file
     assert json.loads(path.read_text())["message"]["extraInfo"]["timestamp"].isdigit()
 
 
-def test_a_record_that_cannot_be_written_is_said(tmp_path):
+def test_record_that_cannot_be_written_is_reported(tmp_path):
     assert not write_record(tmp_path / "no" / "folder", ValueError())
 
 
-def test_the_record_of_torchs_own_decorator_is_read(tmp_path):
+def test_record_of_torchs_decorator_is_read(tmp_path):
     path = tmp_path / "error.json"
     inner = {"message": "KeyError: 'x'", "extraInfo": {"py_callstack": "Traceback ...", "timestamp": "12"}}
     path.write_text(json.dumps({"message": inner}))
@@ -178,18 +190,18 @@ def test_the_record_of_torchs_own_decorator_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}", '{"message": "x"}'])
-def test_a_broken_record_is_none(tmp_path, content):
+def test_damaged_record_is_none(tmp_path, content):
     path = tmp_path / "error.json"
     path.write_text(content)
     assert read_record(path) is None
 
 
-def test_no_line_of_the_users():
+def test_error_without_a_line_of_the_user():
     assert find_users_line(None) == ""
 
 
-def test_failure_json(tmp_path):
-    report = FailureReport((death(0, rec=LOST), death(1, rec=record())), 2, "memory")
+def test_failure_json_is_written(tmp_path):
+    report = FailureReport((make_exit(0, rec=LOST), make_exit(1, rec=make_record())), 2, "memory")
     report.write(tmp_path / "logs" / "failure.json")
     content = json.loads((tmp_path / "logs" / "failure.json").read_text())
     assert content["first"]["rank"] == 1
@@ -209,7 +221,7 @@ class TestMemoryWatch:
         (folder / "memory.max").write_text(f"{64 * 2**30}\n")
 
     @pytest.mark.parametrize("path", ["", "jobs/7"])
-    def test_version_2(self, tmp_path, path):
+    def test_version_2_counters(self, tmp_path, path):
         self._v2(tmp_path, 1, path)
         watch = MemoryWatch(tmp_path)
         assert watch.describe_kills() == ""
@@ -217,7 +229,7 @@ class TestMemoryWatch:
         assert "out-of-memory killer" in watch.describe_kills()
         assert "61.0 GiB of 64.0 GiB" in watch.describe_kills()
 
-    def test_version_1(self, tmp_path):
+    def test_version_1_counters(self, tmp_path):
         (tmp_path / "proc/self").mkdir(parents=True)
         (tmp_path / "proc/self/cgroup").write_text("4:memory:/docker/1\n0::/\n")
         folder = tmp_path / "sys/fs/cgroup/memory/docker/1"
@@ -229,7 +241,7 @@ class TestMemoryWatch:
         (folder / "memory.limit_in_bytes").write_text("2048\n")
         assert "1.0 KiB of 2.0 KiB" in watch.describe_kills()
 
-    def test_the_hosts_counter_where_there_is_no_cgroup(self, tmp_path):
+    def test_counter_of_the_host_is_used_without_a_cgroup(self, tmp_path):
         (tmp_path / "proc").mkdir()
         (tmp_path / "proc/vmstat").write_text("pgfault 1\noom_kill 3\n")
         watch = MemoryWatch(tmp_path)

@@ -1,3 +1,5 @@
+"""Test the watch for hangs with the heartbeat files of two ranks."""
+
 import json
 import os
 import sysconfig
@@ -14,8 +16,8 @@ from headway.launch.watch.views import encode_view
 STDLIB = sysconfig.get_path("stdlib")
 
 
-class Ranks:
-    """Pulses of two ranks, written by the test instead of the ranks."""
+class RankFiles:
+    """Heartbeat files of two ranks, written by the test instead of the ranks."""
 
     def __init__(self, folder, said, machines=None, timeout=0.3):
         paths = [folder / f"rank{rank}.pulse" for rank in range(2)]
@@ -32,25 +34,26 @@ class Ranks:
         self.pulses[rank].set_note({"stack": [[file, line, "main"]], "still": time.monotonic(), "torch": []})
         self.pulses[rank].record_beat(1)
 
-    def look(self):
+    def check_ranks(self):
         for one in self.pulses:
-            one.record_beat(2)  # a busy machine must not make them late
+            one.record_beat(2)  # a busy machine must not delay them
         self.watch._check_ranks(self.watch._workers)
         return None if self.watch.found is None else HangReport(self.watch.found)
 
 
 @pytest.fixture
 def said():
+    """List for printed messages."""
     return []
 
 
-def test_a_missing_rank_is_found_in_the_pulses(tmp_path, said):
-    ranks = Ranks(tmp_path, said)
+def test_missing_rank_is_found_in_the_heartbeat_files(tmp_path, said):
+    ranks = RankFiles(tmp_path, said)
     ranks.pulses[1].note_progress(12, 1)
     ranks.pulses[0].enter_collective("gather", "/u/train.py:7")
-    assert ranks.look() is None
+    assert ranks.check_ranks() is None
     time.sleep(0.35)
-    report = ranks.look()
+    report = ranks.check_ranks()
     assert report is not None
     assert "rank 1 of 2 is missing from gather, where rank 0 has waited" in report.format_headline()
     assert "rank 1 (host" in report.format_text()
@@ -63,7 +66,7 @@ def test_a_missing_rank_is_found_in_the_pulses(tmp_path, said):
     assert describe_progress(ranks.workers[0].path) == ""
 
 
-def test_what_a_rank_dumps_when_it_is_asked_is_no_file_being_written(tmp_path):
+def test_requested_stack_dump_does_not_count_as_writing(tmp_path):
     path = tmp_path / "rank0.pulse"
     pulse.create_pulse(path)
     worker = Worker(0, os.getpid(), path)
@@ -79,8 +82,8 @@ def test_what_a_rank_dumps_when_it_is_asked_is_no_file_being_written(tmp_path):
         assert worker.written == 3.0
 
 
-def test_a_write_excuses_up_to_its_last_byte(tmp_path, said):
-    ranks = Ranks(tmp_path, said, timeout=1.0)
+def test_write_excuses_up_to_its_last_byte(tmp_path, said):
+    ranks = RankFiles(tmp_path, said, timeout=1.0)
     ranks.beat(1, writer.__file__, 3)
     ranks.pulses[0].enter_collective("gather", "/u/train.py:7")
     ranks.watch._read_view(ranks.workers[1])
@@ -92,42 +95,42 @@ def test_a_write_excuses_up_to_its_last_byte(tmp_path, said):
     assert view.excused_age == pytest.approx(view.writing_age)
 
 
-def test_one_that_comes_is_not_missing(tmp_path, said):
-    ranks = Ranks(tmp_path, said)
+def test_rank_that_arrives_is_not_missing(tmp_path, said):
+    ranks = RankFiles(tmp_path, said)
     number = ranks.pulses[0].enter_collective("gather", "/u/train.py:7")
     time.sleep(0.35)
     ranks.pulses[0].leave_collective(number)
-    assert ranks.look() is None
+    assert ranks.check_ranks() is None
 
 
 @pytest.mark.slow
-def test_a_debugger_is_reported_once_and_extends_the_time(tmp_path, said):
-    ranks = Ranks(tmp_path, said, timeout=1.5)
+def test_debugger_is_reported_once_and_extends_the_time(tmp_path, said):
+    ranks = RankFiles(tmp_path, said, timeout=1.5)
     ranks.beat(1, f"{STDLIB}/pdb.py", 3)
     ranks.pulses[0].enter_collective("gather", "/u/train.py:7")
     time.sleep(1.6)
-    assert ranks.look() is None
-    assert ranks.look() is None
+    assert ranks.check_ranks() is None
+    assert ranks.check_ranks() is None
     assert len(said) == 1
     assert "a debugger holds it" in said[0]
     ranks.beat(1, "/u/train.py", 9)
-    assert ranks.look() is None  # it has just gone on
+    assert ranks.check_ranks() is None  # it has just continued
     time.sleep(1.6)
-    assert ranks.look() is not None
+    assert ranks.check_ranks() is not None
 
 
-def test_the_script_decides_the_timeout(tmp_path, said):
-    ranks = Ranks(tmp_path, said)
+def test_script_sets_the_timeout(tmp_path, said):
+    ranks = RankFiles(tmp_path, said)
     ranks.pulses[0].set_timeout(60.0)
     ranks.pulses[0].enter_collective("gather", "/u/train.py:7")
     time.sleep(0.35)
-    assert ranks.look() is None
+    assert ranks.check_ranks() is None
 
 
-def test_machine_0_judges_for_all(tmp_path, said):
+def test_machine_0_decides_for_all(tmp_path, said):
     told = []
 
-    class Machines:
+    class FakeMachines:
         others = None
 
         def send_views(self, views):
@@ -136,32 +139,32 @@ def test_machine_0_judges_for_all(tmp_path, said):
         def get_views(self):
             return self.others
 
-    machines = Machines()
-    ranks = Ranks(tmp_path, said, machines)
+    machines = FakeMachines()
+    ranks = RankFiles(tmp_path, said, machines)
     ranks.pulses[0].enter_collective("gather", "/u/train.py:7")
     time.sleep(0.35)
-    assert ranks.look() is None  # another machine's turn
+    assert ranks.check_ranks() is None  # another machine must decide
     assert [view["rank"] for view in told[0]] == [0, 1]
     machines.others = []
     ranks.watch._workers = (ranks.workers[0],)
-    assert ranks.look() is None  # that machine has not said anything yet
+    assert ranks.check_ranks() is None  # that machine has not sent anything yet
     machines.others = [told[0][1]]
-    report = ranks.look()
+    report = ranks.check_ranks()
     assert report is not None
     assert "rank 1 of 2 is missing" in report.format_headline()
 
 
-def test_a_restart_begins_anew(tmp_path, said):
-    ranks = Ranks(tmp_path, said)
+def test_restart_begins_a_new_watch(tmp_path, said):
+    ranks = RankFiles(tmp_path, said)
     ranks.pulses[0].enter_collective("gather", "/u/train.py:7")
     time.sleep(0.35)
-    assert ranks.look() is not None
+    assert ranks.check_ranks() is not None
     ranks.watch.end_attempt()
     assert ranks.watch._workers == ()
     ranks.watch.note_ended({})
     watch = HangWatch(0, said.append)
     watch.begin_attempt(ranks.workers, 2)
-    assert watch._thread is None  # a timeout of 0 watches nobody
+    assert watch._thread is None  # a timeout of 0 disables the watch
     watch.note_ended({1: 0})
     assert ranks.workers[1].exit_code == 0
     assert encode_view(ranks.watch._read_view(ranks.workers[1]))["exit_code"] == 0

@@ -1,3 +1,5 @@
+"""Test the diagnosis of hangs from views of ranks, and its report."""
+
 import dataclasses
 import json
 import math
@@ -19,25 +21,25 @@ WRITER = (Frame(writer.__file__, 9, "join"), Frame("/u/t.py", 7, "main"))
 SITE, STDLIB = sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
 
 
-def inside(rank, age, *, number=5, operation="all_reduce", group="0", **more):
+def make_inside(rank, age, *, number=5, operation="all_reduce", group="0", **more):
     call = CollectiveCall(group, number, operation, age, more.pop("members", None))
     return RankView(rank, **{"beat_age": 0.5, "state": "S", "calls": (call,), **more})
 
 
-def outside(rank, *, number=4, group="0", **more):
+def make_outside(rank, *, number=4, group="0", **more):
     return RankView(
         rank, **{"beat_age": 0.5, "state": "R", "calls": (CollectiveCall(group, number, "all_reduce"),), **more}
     )
 
 
-def missing(views, timeout=10.0):
+def list_missing(views, timeout=10.0):
     verdict = diagnose_hang(views, timeout)
     return None if verdict is None else [view.rank for view in verdict.missing]
 
 
-def test_one_that_does_not_come():
-    assert missing([inside(0, 11), outside(1), inside(2, 3)]) == [1]
-    verdict = diagnose_hang([inside(0, 11), outside(1), inside(2, 3)], 10)
+def test_rank_that_does_not_arrive_is_missing():
+    assert list_missing([make_inside(0, 11), make_outside(1), make_inside(2, 3)]) == [1]
+    verdict = diagnose_hang([make_inside(0, 11), make_outside(1), make_inside(2, 3)], 10)
     assert verdict is not None
     assert [view.rank for view in verdict.waiting] == [0, 2]
 
@@ -45,13 +47,16 @@ def test_one_that_does_not_come():
 @pytest.mark.parametrize(
     "views",
     [
-        [outside(0), outside(1)],  # a long computation everywhere
-        [inside(0, 9), outside(1)],  # an evaluation on one rank
-        [inside(0, 20), inside(1, 1)],  # it has come
-        [inside(0, 20), outside(1, number=5)],  # it has come and left: what is seen of rank 0 is a little old
-        [inside(0, 20), outside(1, excused_age=2)],  # a debugger held it two seconds ago
-        [inside(0, 20), outside(1), outside(2, exit_code=1)],  # a failure, which is reported as such
-        [inside(0, 20), inside(1, 20, excused_age=3)],
+        [make_outside(0), make_outside(1)],  # long computation on all ranks
+        [make_inside(0, 9), make_outside(1)],  # evaluation on one rank
+        [make_inside(0, 20), make_inside(1, 1)],  # it has come
+        [
+            make_inside(0, 20),
+            make_outside(1, number=5),
+        ],  # it has arrived and left, and the view of rank 0 is a little old
+        [make_inside(0, 20), make_outside(1, excused_age=2)],  # held by a debugger two seconds ago
+        [make_inside(0, 20), make_outside(1), make_outside(2, exit_code=1)],  # failed, which is reported differently
+        [make_inside(0, 20), make_inside(1, 20, excused_age=3)],
         [],
     ],
 )
@@ -59,40 +64,42 @@ def test_no_false_alarm(views):
     assert diagnose_hang(views, 10) is None
 
 
-def test_timeout_zero_is_for_ever():
-    assert diagnose_hang([inside(0, 1e9), outside(1)], 0) is None
-    assert diagnose_hang([inside(0, 1e9, lenience=5), outside(1)], 0) is None
+def test_timeout_of_zero_means_no_limit():
+    assert diagnose_hang([make_inside(0, 1e9), make_outside(1)], 0) is None
+    assert diagnose_hang([make_inside(0, 1e9, lenience=5), make_outside(1)], 0) is None
 
 
-def test_one_rank_asks_for_lenience_and_all_get_it():
-    for views in ([inside(0, 17, lenience=8), inside(1, 17)], [inside(0, 17, lenience=8), outside(1)],
-                  [inside(0, 17), outside(1, lenience=8)]):  # fmt: skip
+def test_lenience_of_one_rank_holds_for_all():
+    for views in ([make_inside(0, 17, lenience=8), make_inside(1, 17)], [make_inside(0, 17, lenience=8), make_outside(1)],
+                  [make_inside(0, 17), make_outside(1, lenience=8)]):  # fmt: skip
         assert diagnose_hang(views, 10) is None
-    verdict = diagnose_hang([inside(0, 19, lenience=8), outside(1), inside(2, 3)], 10)
+    verdict = diagnose_hang([make_inside(0, 19, lenience=8), make_outside(1), make_inside(2, 3)], 10)
     assert verdict is not None
     assert [view.rank for view in verdict.missing] == [1]
     assert "(timeout 18 s)" in report.format_headline(verdict)
     assert "8 s of this timeout were added because a rank waits for data" in report.format_report(verdict)
-    assert missing([inside(0, 17), outside(1, phase="ended", lenience=8)]) == [1]  # who has ended asks for nothing
+    assert list_missing([make_inside(0, 17), make_outside(1, phase="ended", lenience=8)]) == [
+        1
+    ]  # a rank that has ended requests nothing
 
 
 @pytest.mark.parametrize(
     ("view", "told"),
     [
-        (outside(1, state="T", beat_age=8.0, pid=77), "is stopped (process state T"),
-        (outside(1, beat_age=8.0), "holds the interpreter lock in C code (no heartbeat for 8 s)"),
-        (outside(1, phase="ended"), "has finished its script"),
-        (outside(1, exit_code=0), "has finished its script"),
-        (outside(1, beat_age=None, calls=()), "is not a Python program that Headway started"),
-        (outside(1, state="D"), "the kernel says D"),
-        (outside(1, calls=None), "is at"),
-        (inside(1, 20, state="T"), "is stopped"),  # inside as well, and stopped there
-        (outside(1, frames=(Frame(f"{SITE}/torch/utils/data/dataloader.py", 9, "_get"), Frame("/u/t.py", 3, "main"))),
+        (make_outside(1, state="T", beat_age=8.0, pid=77), "is stopped (process state T"),
+        (make_outside(1, beat_age=8.0), "holds the interpreter lock in C code (no heartbeat for 8 s)"),
+        (make_outside(1, phase="ended"), "has finished its script"),
+        (make_outside(1, exit_code=0), "has finished its script"),
+        (make_outside(1, beat_age=None, calls=()), "is not a Python program that Headway started"),
+        (make_outside(1, state="D"), "the kernel says D"),
+        (make_outside(1, calls=None), "is at"),
+        (make_inside(1, 20, state="T"), "is stopped"),  # stopped inside the operation
+        (make_outside(1, frames=(Frame(f"{SITE}/torch/utils/data/dataloader.py", 9, "_get"), Frame("/u/t.py", 3, "main"))),
          "waits for data at /u/t.py:3 in main"),
     ],
 )  # fmt: skip
-def test_the_report_describes_the_missing_rank(view, told):
-    verdict = diagnose_hang([inside(0, 11), view], 10)
+def test_report_describes_the_missing_rank(view, told):
+    verdict = diagnose_hang([make_inside(0, 11), view], 10)
     assert verdict is not None
     assert report.format_headline(verdict) == (
         "this run hangs: rank 1 of 2 is missing from all_reduce, where rank 0 has waited for 11 s (timeout 10 s)"
@@ -101,8 +108,8 @@ def test_the_report_describes_the_missing_rank(view, told):
     json.dumps(report.encode_diagnosis(verdict))
 
 
-def test_another_order():
-    verdict = diagnose_hang([inside(0, 11), inside(1, 12, operation="broadcast")], 10)
+def test_different_order_of_operations_is_reported():
+    verdict = diagnose_hang([make_inside(0, 11), make_inside(1, 12, operation="broadcast")], 10)
     assert verdict is not None
     assert verdict.missing == ()
     assert "all 2 ranks have waited for 12 s (timeout 10 s), but not in the same operation" in report.format_report(
@@ -112,8 +119,8 @@ def test_another_order():
     assert "rank 1 waits in broadcast #5" in report.format_report(verdict)
 
 
-def test_a_rank_that_cannot_leave_an_earlier_operation():
-    verdict = diagnose_hang([inside(0, 11, number=6), inside(1, 12)], 10)
+def test_rank_that_cannot_leave_an_earlier_operation_is_reported():
+    verdict = diagnose_hang([make_inside(0, 11, number=6), make_inside(1, 12)], 10)
     assert verdict is not None
     assert (
         "not in the same operation: rank 1 cannot leave an earlier one, or their order differs"
@@ -122,24 +129,29 @@ def test_a_rank_that_cannot_leave_an_earlier_operation():
 
 
 def test_all_ranks_wait_in_one_operation():
-    verdict = diagnose_hang([inside(0, 11), inside(1, 12)], 10)
+    verdict = diagnose_hang([make_inside(0, 11), make_inside(1, 12)], 10)
     assert verdict is not None
     assert "in the same operation: the network between them is the suspect" in report.format_headline(verdict)
 
 
-def test_a_group_of_some_ranks():
-    views = [inside(0, 11, group="tp", members=(0, 1)), outside(1, group="tp"), outside(2), outside(3)]
-    assert missing(views) == [1]
+def test_group_of_some_ranks():
+    views = [
+        make_inside(0, 11, group="tp", members=(0, 1)),
+        make_outside(1, group="tp"),
+        make_outside(2),
+        make_outside(3),
+    ]
+    assert list_missing(views) == [1]
 
 
-def test_the_ledger_has_priority_over_the_flight_recorder():
-    view = inside(0, 11, group="headway", operation="objects")
+def test_ledger_has_priority_over_the_flight_recorder():
+    view = make_inside(0, 11, group="headway", operation="objects")
     view = dataclasses.replace(view, calls=(*view.calls, CollectiveCall("0", 9, "all_gather", 11.0)))
     assert view.operation == "gather_object"
     assert view.number_in("0") == 9
 
 
-def test_meeting_is_waiting():
+def test_rendezvous_counts_as_waiting():
     frame = Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 9, "init_process_group")
     waits = RankView(0, beat_age=0.1, frames=(frame, Frame("/u/t.py", 3, "main")), still_age=11)
     verdict = diagnose_hang([waits, RankView(1, beat_age=0.1, frames=(Frame("/u/t.py", 1, "main"),))], 10)
@@ -157,8 +169,8 @@ def test_excuses():
     assert hang.find_excuse(RankView(1, writing_age=0), 10) == ""
 
 
-def test_ranks_are_counted_together():
-    views = [inside(rank, 11) for rank in range(6)] + [outside(6), outside(7)]
+def test_ranks_are_listed_as_ranges():
+    views = [make_inside(rank, 11) for rank in range(6)] + [make_outside(6), make_outside(7)]
     text = report.format_headline(diagnose_hang(views, 10))
     assert "ranks 6-7 of 8 are missing from all_reduce, where ranks 0-5 have waited" in text
 
@@ -196,7 +208,7 @@ def test_every_verdict_is_sound(views, timeout):
     assert verdict.waiting[0].wait is not None
     assert max(view.wait.age for view in verdict.waiting) > timeout
     assert all(view.excused_age > timeout for view in verdict.missing)
-    # A rank that waits like the others is never accused, unless it is stopped, mute or over.
+    # A rank that waits like the others is never missing, unless it is stopped, silent or has ended.
     assert all(view.wait is None or view.is_mute or view.has_ended for view in verdict.missing)
     assert report.format_report(verdict).startswith("this run hangs: ")
     json.dumps(report.encode_diagnosis(verdict))
@@ -205,7 +217,7 @@ def test_every_verdict_is_sound(views, timeout):
 @pytest.mark.slow
 @given(TABLES, st.floats(1, 50))
 @settings(max_examples=200, deadline=None)
-def test_more_timeout_never_finds_more(views, timeout):
+def test_longer_timeout_never_finds_more(views, timeout):
     if diagnose_hang(views, timeout) is None:
         assert diagnose_hang(views, 2 * timeout) is None
 
@@ -213,7 +225,7 @@ def test_more_timeout_never_finds_more(views, timeout):
 @pytest.mark.slow
 @given(TABLES)
 @settings(max_examples=200, deadline=None)
-def test_a_view_travels_between_machines(views):
+def test_view_is_encoded_and_decoded(views):
     for view in views:
         back = decode_view(json.loads(json.dumps(encode_view(view))))
         assert dataclasses.replace(back, frames=()) == dataclasses.replace(view, frames=())
@@ -221,7 +233,7 @@ def test_a_view_travels_between_machines(views):
         assert back.frames[:1] == view.frames[:1]
 
 
-def test_waiting_for_the_parts_of_others_is_no_collective_and_still_a_wait():
+def test_waiting_for_the_commit_of_a_checkpoint_is_a_wait_without_a_collective():
     commits = RankView(0, beat_age=0.1, phase=pulse.PARTS, phase_age=11, frames=WRITER, writing_age=11)
     writes = RankView(1, beat_age=0.1, frames=WRITER, writing_age=11, still_age=11, excused_age=11)
     verdict = diagnose_hang([commits, writes], 10)
@@ -236,15 +248,15 @@ def test_waiting_for_the_parts_of_others_is_no_collective_and_still_a_wait():
     assert hang.find_excuse(dataclasses.replace(commits, writing_age=1), 10) == ""
 
 
-def test_a_hook_of_the_users_is_not_a_slow_disk():
+def test_hook_of_the_user_is_no_slow_disk():
     hooked = RankView(1, beat_age=0.1, frames=(Frame("/u/t.py", 3, "hook"), *WRITER), writing_age=11, still_age=11)
-    assert hang.is_writing(hooked)  # bytes would excuse it
+    assert hang.is_writing(hooked)  # written bytes would excuse it
     assert not hang.is_stuck_writing(hooked, 10)
     assert hang.is_stuck_writing(dataclasses.replace(hooked, frames=WRITER), 10)
-    assert not hang.is_stuck_writing(RankView(1, frames=WRITER, still_age=11), 10)  # nobody has looked at its bytes
+    assert not hang.is_stuck_writing(RankView(1, frames=WRITER, still_age=11), 10)  # its bytes were not measured
 
 
-def test_who_lingers():
+def test_lingering_rank_is_reported():
     over = RankView(0, exit_code=0, phase="ended", phase_age=11, idle_age=11)
     stuck = RankView(1, phase="ended", phase_age=11, idle_age=11, frames=(Frame("/u/t.py", 3, "tidy"),))
     verdict = hang.diagnose_lingering([over, stuck], 10, 2)
@@ -255,10 +267,10 @@ def test_who_lingers():
     assert "is at /u/t.py:3 in tidy" in text
     json.dumps(report.encode_diagnosis(verdict))
     for calm in (
-        [over, dataclasses.replace(stuck, idle_age=2)],  # an upload is at work
+        [over, dataclasses.replace(stuck, idle_age=2)],  # an upload is running
         [over, dataclasses.replace(stuck, phase_age=2)],
-        [RankView(0, phase=""), stuck],  # others still train
-        [dataclasses.replace(over, exit_code=1), stuck],  # a failure, which is told as such
+        [RankView(0, phase=""), stuck],  # others are still training
+        [dataclasses.replace(over, exit_code=1), stuck],  # failed, which is reported differently
         [over],
     ):
         assert hang.diagnose_lingering(calm, 10, 2) is None

@@ -1,3 +1,5 @@
+"""Test what is read from the stacks of ranks: conditions, loops, activities and places."""
+
 import sysconfig
 
 import pytest
@@ -32,6 +34,7 @@ finish()                                               # 20
 
 @pytest.fixture
 def script(tmp_path):
+    """Path of a script whose line numbers the tests use."""
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return str(path)
@@ -50,12 +53,12 @@ def script(tmp_path):
         (19, None),
     ],
 )
-def test_a_condition_that_not_every_rank_passes(script, line, told):
+def test_condition_that_not_every_rank_passes(script, line, told):
     found = stacks.find_condition([Frame(script, line, "train")])
     assert (None if found is None else (found[0].line, found[1])) == told
 
 
-def test_a_condition_of_a_caller(script):
+def test_condition_of_a_caller(script):
     inner = Frame(__file__, 1, "helper")
     found = stacks.find_condition([inner, Frame(script, 5, "train")])
     assert found is not None
@@ -63,12 +66,12 @@ def test_a_condition_of_a_caller(script):
 
 
 @pytest.mark.parametrize("text", ["def (", "\0"])
-def test_a_file_that_is_no_python(tmp_path, text):
+def test_file_that_is_not_python_is_ignored(tmp_path, text):
     (tmp_path / "x.py").write_text(text)
     assert stacks.find_condition([Frame(str(tmp_path / "x.py"), 1, "f"), Frame("/nowhere/y.py", 3, "g")]) is None
 
 
-def test_who_has_left_a_loop(script):
+def test_loop_that_a_rank_has_left(script):
     waiting = [Frame(script, 5, "train"), Frame(script, 19, "<module>")]
     outside = [Frame("/elsewhere.py", 3, "finish"), Frame(script, 20, "<module>")]
     assert stacks.find_left_loop(outside, waiting) == Frame(script, 3, "train")
@@ -80,7 +83,7 @@ def test_who_has_left_a_loop(script):
     assert stacks.find_left_loop([], waiting) is None
 
 
-def test_the_main_thread_of_a_dump():
+def test_main_thread_of_a_dump():
     text = (
         'Thread 0x01 (most recent call first):\n  File "/lib/threading.py", line 3 in wait\n\n'
         'Current thread 0x02 (most recent call first):\n  File "/elsewhere/a b.py", line 12 in <lambda>\n'
@@ -118,7 +121,7 @@ def test_activities_are_read_from_a_stack():
     )
 
 
-def test_a_place_is_formatted_for_people(tmp_path, monkeypatch):
+def test_place_is_formatted_for_people(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("\n  step()  \n")
     place = Frame(str(tmp_path / "train.py"), 2, "<module>")

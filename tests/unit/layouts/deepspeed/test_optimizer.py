@@ -1,4 +1,4 @@
-"""Flat ranges as boxes: each value once, in its place."""
+"""Test flat ranges as boxes: each value occurs once, in its place."""
 
 import itertools
 

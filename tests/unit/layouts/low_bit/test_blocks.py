@@ -1,4 +1,4 @@
-"""Codes and scales become values and codes and scales again, bit for bit, if the blocks do not change."""
+"""Test that values of codes and scales become the same codes and scales again if the blocks do not change."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def make_values(shape: tuple[int, ...], scale: float) -> torch.Tensor:
 @pytest.mark.parametrize("scale", [1.0, 1e-12])
 @pytest.mark.parametrize("shape", [(64,), (5, 13), (3, 5), (0,), (2, 3, 8)])
 @pytest.mark.parametrize("table", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
-def test_quantizing_the_values_of_codes_returns_them(table, shape, scale):
+def test_quantized_values_of_codes_equal_the_codes(table, shape, scale):
     given = make_values(shape, scale)
     codes, scales = quantize_blocks(given if table is SIGNED else given.abs(), table, 8)
     assert codes.shape == shape
@@ -29,7 +29,7 @@ def test_quantizing_the_values_of_codes_returns_them(table, shape, scale):
     assert torch.equal(again[1], scales)
 
 
-def test_a_block_keeps_the_scale_of_a_negative_extreme():
+def test_block_keeps_the_scale_of_a_negative_extreme():
     given = torch.tensor([0.2, -2.0, 0.8, -1.9])
     codes, scales = quantize_blocks(given, SIGNED, 4)
     assert scales.tolist() == [2.0]
@@ -37,7 +37,7 @@ def test_a_block_keeps_the_scale_of_a_negative_extreme():
     assert found.tolist() == pytest.approx([0.2, -2.0, 0.8, -1.8])
 
 
-def test_values_of_shards_that_are_whole_blocks_are_those_of_the_whole():
+def test_shards_of_whole_blocks_equal_the_whole():
     given = make_values((16, 16), 1.0)
     codes, scales = quantize_blocks(given, SIGNED, 8)
     for number, part in enumerate(given.chunk(4)):

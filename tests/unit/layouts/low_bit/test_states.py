@@ -1,4 +1,4 @@
-"""States of torchao's and bitsandbytes' optimizers as values, and what is refused, on one process."""
+"""Test states of torchao's and bitsandbytes' optimizers as plain values, and what is refused, on one process."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ def list_tensors(optimizer: Any) -> list[torch.Tensor]:
 
 
 def check_round_trip(optimizer: Any) -> None:
+    """Check that exported and quantized states equal the original ones."""
     before = [each.clone() for each in list_tensors(optimizer)]
     for parameter, entry in optimizer.state.items():
         found = optimizer.state[parameter] = states.export_state(optimizer, entry)
@@ -81,7 +82,7 @@ def test_norms_of_whole_parameters_are_refused():
 
 
 def test_cpu_offload_is_for_one_process():
-    """The class cannot be made without a GPU."""
+    """torchao's class cannot be instantiated without a GPU."""
     kind = type("CPUOffloadOptimizer", (torch.optim.AdamW,), {"__module__": "torchao.optim.cpu_offload"})
     optimizer = kind(make_parameters())
     one, two = (SimpleNamespace(everyone=SimpleNamespace(world_size=count)) for count in (1, 2))
@@ -103,7 +104,7 @@ def test_moments_of_another_package_are_refused():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_stochastic_rounding_does_not_depend_on_the_random_state_and_keeps_it(monkeypatch):
+def test_stochastic_rounding_ignores_and_keeps_the_random_state(monkeypatch):
     optim = pytest.importorskip("torchao.optim", reason="torchao is not installed")
     found = []
     for seed in (1, 2):

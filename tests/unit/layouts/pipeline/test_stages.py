@@ -1,4 +1,4 @@
-"""Where a model is cut into stages, and which stages hold what."""
+"""Test where a model is cut into stages, and which stages hold which parameters."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -17,60 +17,60 @@ from headway.layouts.pipeline.stages import find_stages
 from tests.distributed.layouts import GPT
 
 
-def cut(num_stages, model=None, **options):
+def find_cut(num_stages, model=None, **options):
     return find_stages(model or GPT(num_blocks=5), num_stages, PipelineOptions(**options))
 
 
 @pytest.mark.parametrize(
     ("num_stages", "sizes"), [(1, [5]), (2, [3, 2]), (3, [2, 2, 1]), (4, [1, 2, 1, 1]), (5, [1, 1, 1, 1, 1])]
 )
-def test_stages_have_equally_many_blocks_and_the_last_has_none_to_spare(num_stages, sizes):
-    bounds = cut(num_stages).bounds
+def test_stages_have_equally_many_blocks_and_the_last_has_no_more(num_stages, sizes):
+    bounds = find_cut(num_stages).bounds
     assert [b - a for a, b in pairwise(bounds)] == sizes
 
 
 def test_modules_beside_the_blocks_are_on_the_first_or_the_last_stage():
-    assert cut(2).sides == {
+    assert find_cut(2).sides == {
         "tokens": frozenset({0}),
         "positions": frozenset({0}),
         "norm": frozenset({1}),
         "head": frozenset({1}),
     }
-    moved = cut(2, first=("norm",), last=("norm", "positions")).sides
+    moved = find_cut(2, first=("norm",), last=("norm", "positions")).sides
     assert moved["norm"] == {0, 1}
     assert moved["positions"] == {1}
 
 
-def test_who_holds_a_parameter():
+def test_holders_of_a_parameter():
     model = GPT(num_blocks=3)
     model.scale = nn.Parameter(torch.ones(1))
-    holders = cut(3, model).map_holders(model)
+    holders = find_cut(3, model).map_holders(model)
     by_name = {name: set(holders[id(p)]) for name, p in model.named_parameters()}
-    assert by_name["tokens.weight"] == {0, 2}  # the head is the embedding
+    assert by_name["tokens.weight"] == {0, 2}  # head and embedding share the weight
     assert by_name["positions.weight"] == {0}
     assert by_name["blocks.1.up.weight"] == {1}
     assert by_name["norm.weight"] == {2}
     assert by_name["scale"] == {0, 1, 2}
 
 
-def test_stages_by_name():
-    assert cut(3, split=("blocks.1", "blocks.4")).bounds == (0, 1, 4, 5)
+def test_stages_may_be_given_by_name():
+    assert find_cut(3, split=("blocks.1", "blocks.4")).bounds == (0, 1, 4, 5)
     with pytest.raises(ConfigError, match=r"names 'blocks.9'; the blocks are blocks.0, blocks.1"):
-        cut(2, split="blocks.9")
+        find_cut(2, split="blocks.9")
     with pytest.raises(ConfigError, match="the first block of each of stages 2 to 3, in order"):
-        cut(3, split=("blocks.4", "blocks.1"))
+        find_cut(3, split=("blocks.4", "blocks.1"))
     with pytest.raises(ConfigError, match=r"names 'blocks'; the modules with parameters outside of the blocks"):
-        cut(2, last="blocks")
+        find_cut(2, last="blocks")
 
 
-def test_too_few_blocks():
+def test_too_few_blocks_are_refused():
     with pytest.raises(PrepareError, match=r"has 5 repeated blocks .* too few for 6 stages"):
-        cut(6)
+        find_cut(6)
     with pytest.raises(PrepareError, match="has no repeated blocks"):
-        cut(2, nn.Linear(2, 2))
+        find_cut(2, nn.Linear(2, 2))
 
 
-def test_options_that_do_not_fit():
+def test_invalid_options_are_refused():
     with pytest.raises(ConfigError, match="allowed: gpipe, 1f1b, interleaved, zero_bubble, zbv"):
         PipelineOptions(schedule="pipedream")
     with pytest.raises(ConfigError, match="needs a schedule of several stages a rank"):
@@ -94,7 +94,7 @@ def test_layouts_with_a_pipeline():
     assert [list(group) for group in Layout(pp=2, replicate=2).list_groups("pp")] == [[0, 2], [1, 3]]
 
 
-def test_a_sparse_gradient_of_what_a_stage_returns():
+def test_sparse_gradient_of_a_stages_output():
     joined = torch.ones(2, 3, requires_grad=True)
     whole = torch.gather(joined, 1, torch.tensor([[0], [2]]), sparse_grad=True)
     chunk = SimpleNamespace(outputs={0: [joined]}, gradients={})
@@ -103,10 +103,10 @@ def test_a_sparse_gradient_of_what_a_stage_returns():
     assert chunk.gradients[0][0].to_dense().tolist() == [[1, 0, 0], [0, 0, 1]]
 
 
-def test_a_container_without_a_forward_is_placed_by_its_children():
+def test_container_without_a_forward_is_placed_by_its_children():
     model = GPT(num_blocks=3)
     model.heads = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-    sides = cut(2, model).sides
+    sides = find_cut(2, model).sides
     assert "heads" not in sides
     assert sides["heads.a"] == sides["heads.b"] == {1}
-    assert cut(2, model, first=("heads",)).sides["heads.b"] == {0}
+    assert find_cut(2, model, first=("heads",)).sides["heads.b"] == {0}

@@ -1,4 +1,4 @@
-"""Plans that are found in a model's structure: what is split, how heads are counted, and what is left whole."""
+"""Test plans found from the structure of a model: what is split, how heads are counted, and what stays whole."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,12 +16,12 @@ from headway.layouts.tensor.crossings import SplitAxis
 from tests.sweep.models import CASES
 
 
-def found(model: nn.Module, size: int = 2, is_sharded: bool = False) -> TensorParallelOptions:
+def find_plan(model: nn.Module, size: int = 2, is_sharded: bool = False) -> TensorParallelOptions:
     return automatic.complete_plan(model, TensorParallelOptions(), size, is_sharded)
 
 
 class PackedAttention(nn.Module):
-    """nanoGPT's: one matrix for q, k and v, and a head count that forward uses."""
+    """Attention of nanoGPT: one matrix for q, k and v, and a head count used by forward."""
 
     def __init__(self, n_embd: int = 16, n_head: int = 4) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class PackedAttention(nn.Module):
 
 
 class FlatBlock(nn.Module):
-    """All matrices of a block side by side, norms within heads, and a head that all queries share."""
+    """Block with all matrices side by side, norms within heads, and keys that queries may share."""
 
     def __init__(
         self, width: int = 16, num_keys: int = 4, between: Callable[[torch.Tensor], torch.Tensor] = gelu
@@ -67,28 +67,28 @@ class Stack(nn.Module):
         return x
 
 
-def test_matrices_side_by_side_are_taken_in_the_order_of_their_calls() -> None:
-    options = found(Stack(FlatBlock))
+def test_matrices_side_by_side_are_split_in_the_order_of_their_calls() -> None:
+    options = find_plan(Stack(FlatBlock))
     rows = dict.fromkeys(("blocks.*.out", "blocks.*.down"), "rowwise")
     columns = dict.fromkeys((f"blocks.*.{name}" for name in ("q", "k", "v", "up")), "colwise")
-    # The norm acts on this rank's heads alone, so its gradient is a term of the whole.
+    # The norm acts only on this rank's heads, so its gradient is a term of the sum.
     assert options.plan == {**columns, **rows, "blocks.*.norm_q": "replicated_with_grad_allreduce"}
     assert options.divide == ()
 
 
 def test_heads_that_do_not_divide_leave_their_matrices_whole() -> None:
-    plan = found(Stack(lambda: FlatBlock(num_keys=1))).plan
+    plan = find_plan(Stack(lambda: FlatBlock(num_keys=1))).plan
     assert plan == {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-    assert found(Stack(FlatBlock), 8).plan == plan
+    assert find_plan(Stack(FlatBlock), 8).plan == plan
 
 
 def test_packed_matrices_and_counted_heads() -> None:
     model = nn.Sequential(nn.LayerNorm(16), PackedAttention())
-    options = found(model)
+    options = find_plan(model)
     assert options.plan == {"*.c_attn": "packed_qkv_colwise", "*.c_proj": "rowwise"}
     assert set(options.divide) == {"*.n_head", "*.n_embd"}
-    # Where parameters are sharded along the packed dimension too, what is cut is joined again.
-    sharded = found(model, is_sharded=True)
+    # If parameters are also sharded along the packed dimension, the parts are joined again.
+    sharded = find_plan(model, is_sharded=True)
     assert sharded.plan == {"*.c_attn": "colwise_gather_output", "*.c_proj": "rowwise_split_input"}
     assert (sharded.divide, sharded.keep) == ((), ("*.n_head",))
 
@@ -96,19 +96,19 @@ def test_packed_matrices_and_counted_heads() -> None:
 @pytest.mark.parametrize(
     "between", [lambda x: softmax(x, -1), lambda x: x - x.mean(-1, keepdim=True), lambda x: x.flip(-1)]
 )
-def test_what_mixes_all_of_a_layers_outputs_is_not_split(between: Any) -> None:
-    plan = found(Stack(lambda: FlatBlock(between=between))).plan
+def test_matrices_around_an_operation_that_mixes_outputs_are_not_split(between: Any) -> None:
+    plan = find_plan(Stack(lambda: FlatBlock(between=between))).plan
     assert plan is not None
     assert {name.removeprefix("blocks.*.") for name in plan} == {"q", "k", "v", "out", "norm_q"}
 
 
 @pytest.mark.parametrize("name", ["Mamba", "ConvNeXt", "U-Net", "CNN, BatchNorm", "LSTM"])
 def test_models_without_such_matrices_have_no_plan(name: str) -> None:
-    assert found(CASES[name].make()).plan is None
+    assert find_plan(CASES[name].make()).plan is None
 
 
-def test_a_model_without_values_has_the_same_plan_and_nothing_changes() -> None:
-    """Neither values nor modes nor random numbers; hooks of the user's are not called."""
+def test_model_without_values_has_the_same_plan_and_nothing_changes() -> None:
+    """Neither values nor modes nor the random state change, and hooks of the user are not called."""
     with torch.device("meta"):
         bare = CASES["T5"].make()
     model, calls = CASES["T5"].make().train(), []
@@ -116,8 +116,8 @@ def test_a_model_without_values_has_the_same_plan_and_nothing_changes() -> None:
         module.register_forward_hook(lambda *_: calls.append(1))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
-    options = found(model)
-    assert options == found(bare)
+    options = find_plan(model)
+    assert options == find_plan(bare)
     assert options.plan is not None
     assert options.plan["encoder.block.*.layer.*.SelfAttention.relative_attention_bias.weight"] == "rowwise"
     assert options.divide
@@ -127,16 +127,16 @@ def test_a_model_without_values_has_the_same_plan_and_nothing_changes() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def transformers_model(name: str, **sizes: Any) -> nn.Module:
+def build_transformers_model(name: str, **sizes: Any) -> nn.Module:
     import transformers
 
     config = getattr(transformers, name.replace("ForCausalLM", "Config"))
     return getattr(transformers, name)(config(vocab_size=64, **sizes))  # type: ignore[no-any-return]
 
 
-def test_what_cannot_be_called_alone_is_not_split() -> None:
-    """MPT's attention is given positions of all heads, which no trial knows."""
-    assert found(transformers_model("MptForCausalLM", d_model=16, n_layers=2, n_heads=4)).plan is None
+def test_module_that_cannot_be_called_alone_is_not_split() -> None:
+    """MPT's attention gets positions of all heads, which the trial call does not know."""
+    assert find_plan(build_transformers_model("MptForCausalLM", d_model=16, n_layers=2, n_heads=4)).plan is None
 
 
 class WithoutHooks(nn.LayerNorm):
@@ -144,40 +144,40 @@ class WithoutHooks(nn.LayerNorm):
         raise RuntimeError("no hooks")
 
 
-def test_what_takes_no_hooks_cannot_be_tried() -> None:
+def test_module_that_refuses_hooks_is_not_split() -> None:
     block = FlatBlock()
     block.norm_q = WithoutHooks(4)
-    assert found(Stack(lambda: block)).plan is None
+    assert find_plan(Stack(lambda: block)).plan is None
 
 
-def arranged(model: nn.Module) -> list[str]:
-    options = replace(found(model), sequence_parallel=True)
+def list_gathered(model: nn.Module) -> list[str]:
+    options = replace(find_plan(model), sequence_parallel=True)
     cuts = plans.read_plan(model, SplitAxis(None, None, 0, 2), options)
     region = plans.arrange_sequences(model, cuts)
     automatic.check_parts(model, cuts, region)
     return region.gathered
 
 
-def test_an_attention_that_stays_whole_would_see_parts_of_sequences() -> None:
-    """Both halves are looked at: to causal attention, the first one is a sequence."""
-    model = transformers_model("GPTBigCodeForCausalLM", n_embd=16, n_layer=2, n_head=4, n_positions=32)
-    assert not any("attn" in name for name in found(model).plan or {})
+def test_attention_that_stays_whole_is_refused_with_parts_of_sequences() -> None:
+    """The check uses both halves, because to causal attention the first half is a complete sequence."""
+    model = build_transformers_model("GPTBigCodeForCausalLM", n_embd=16, n_layer=2, n_head=4, n_positions=32)
+    assert not any("attn" in name for name in find_plan(model).plan or {})
     with pytest.raises(PrepareError, match=r"h\.0' .GPTBigCodeBlock. could not be shown"):
-        arranged(model)
+        list_gathered(model)
 
 
-def test_modules_that_are_given_whole_sequences() -> None:
-    assert arranged(CASES["GPT-2"].make())[:2] == ["transformer.h.0.attn", "transformer.h.0.mlp"]
-    # BERT normalises within its attention, on parts; the attention itself gets all.
-    assert arranged(CASES["BERT"].make())[:2] == [
+def test_modules_that_get_whole_sequences() -> None:
+    assert list_gathered(CASES["GPT-2"].make())[:2] == ["transformer.h.0.attn", "transformer.h.0.mlp"]
+    # BERT normalizes within its attention block, on parts. Only the attention itself gets whole sequences.
+    assert list_gathered(CASES["BERT"].make())[:2] == [
         "bert.encoder.layer.0.attention.self",
         "bert.encoder.layer.0.intermediate",
     ]
-    decoder = [name for name in arranged(CASES["T5"].make()) if name.startswith("decoder.block.0.")]
+    decoder = [name for name in list_gathered(CASES["T5"].make()) if name.startswith("decoder.block.0.")]
     assert [name.rpartition(".")[2] for name in decoder] == ["SelfAttention", "EncDecAttention", "DenseReluDense"]
 
 
-def test_a_plan_that_is_given_or_the_models_own_stays() -> None:
+def test_given_plan_and_plan_of_the_model_are_kept() -> None:
     given = TensorParallelOptions({"blocks.0.up": "colwise_gather_output"})
     assert automatic.complete_plan(Stack(FlatBlock), given, 2) is given
-    assert found(CASES["Llama"].make()).plan is None
+    assert find_plan(CASES["Llama"].make()).plan is None

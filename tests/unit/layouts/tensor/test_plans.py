@@ -1,4 +1,4 @@
-"""Plans are read, and what does not fit is refused, before a model is changed: no process group is needed for that."""
+"""Test that plans are read, and invalid ones refused, before a model changes. No process group is needed for this."""
 
 import importlib
 import inspect
@@ -20,7 +20,7 @@ from tests.distributed.cut_models import GPT, GPT_PLAN
 AXIS = SplitAxis(None, None, 0, 2)
 
 
-def read(model: nn.Module, plan: dict[str, Any] | None, **more: Any) -> plans.ModelSplit:
+def read_and_check(model: nn.Module, plan: dict[str, Any] | None, **more: Any) -> plans.ModelSplit:
     options = TensorParallelOptions(plan, **more)
     cuts = plans.read_plan(model, AXIS, options)
     calls.check_heads(model, cuts, AXIS.size, options)
@@ -30,24 +30,24 @@ def read(model: nn.Module, plan: dict[str, Any] | None, **more: Any) -> plans.Mo
     return cuts
 
 
-def test_every_style_can_be_made() -> None:
+def test_every_style_can_be_built() -> None:
     assert all(isinstance(styles.make_style(name), styles.SplitStyle) for name in STYLES)
 
 
-def test_a_star_is_one_part_of_a_name() -> None:
+def test_star_matches_one_part_of_a_name() -> None:
     assert plans.is_match("blocks.*.up", "blocks.11.up")
     assert not plans.is_match("blocks.*", "blocks.1.up")
-    cuts = read(GPT(), GPT_PLAN)
+    cuts = read_and_check(GPT(), GPT_PLAN)
     assert {"blocks.0.attention.q", "blocks.1.down", "head"} < set(cuts.sites)
 
 
-def test_a_tied_embedding_is_cut_as_its_head() -> None:
-    assert isinstance(read(GPT(), GPT_PLAN).sites["tokens"].style, styles.EmbeddingRowwise)
-    assert "tokens" not in read(GPT(tied=False), GPT_PLAN).sites
+def test_tied_embedding_is_split_like_its_head() -> None:
+    assert isinstance(read_and_check(GPT(), GPT_PLAN).sites["tokens"].style, styles.EmbeddingRowwise)
+    assert "tokens" not in read_and_check(GPT(tied=False), GPT_PLAN).sites
 
 
-class Fixed(nn.Module):
-    """Counts its heads in forward."""
+class CountedHeads(nn.Module):
+    """Module that uses its number of heads in forward."""
 
     def __init__(self, num_heads: int = 4) -> None:
         super().__init__()
@@ -65,11 +65,11 @@ WRONG = {
     "ties in two ways": (GPT, {"head": "colwise", "tokens": "embedding_colwise"}, {}, ConfigError, "in two ways"),
     "no plan": (GPT, None, {}, ConfigError, "no tensor-parallel plan of its own, and its structure gives none"),
     "heads": (lambda: GPT(width=12, num_heads=3), GPT_PLAN, {}, PrepareError, "3 heads, which cannot be divided among 2"),
-    "counted heads": (Fixed, {"q": "colwise"}, {}, PrepareError, "divide=.'num_heads',"),
+    "counted heads": (CountedHeads, {"q": "colwise"}, {}, PrepareError, "divide=.'num_heads',"),
     "counts that do not divide": (
-        lambda: Fixed(3), {"q": "colwise"}, {"divide": ("num_heads",)}, ConfigError, "'num_heads' is 3",
+        lambda: CountedHeads(3), {"q": "colwise"}, {"divide": ("num_heads",)}, ConfigError, "'num_heads' is 3",
     ),
-    "no count": (Fixed, {"q": "colwise"}, {"keep": ("heads",)}, ConfigError, "no such integer"),
+    "no count": (CountedHeads, {"q": "colwise"}, {"keep": ("heads",)}, ConfigError, "no such integer"),
     "sparse": (
         lambda: nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)), {"0": "embedding_rowwise"}, {}, PrepareError, "max_norm=1.0",
     ),
@@ -87,18 +87,18 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_is_an_error_that_names_it(name: str) -> None:
+def test_invalid_plan_is_an_error_that_names_the_module(name: str) -> None:
     make, plan, more, error, said = WRONG[name]
     model = make()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(error, match=said):
-        read(model, plan, **more)
+        read_and_check(model, plan, **more)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
 def test_counts_may_be_kept_or_divided() -> None:
-    read(Fixed(), {"q": "colwise"}, keep=("num_heads",))
-    model, options = Fixed(), TensorParallelOptions({"q": "colwise"}, divide=("num_heads",))
+    read_and_check(CountedHeads(), {"q": "colwise"}, keep=("num_heads",))
+    model, options = CountedHeads(), TensorParallelOptions({"q": "colwise"}, divide=("num_heads",))
     cuts = plans.read_plan(model, AXIS, options)
     calls.check_heads(model, cuts, 2, options)
     calls.divide_counts(model, cuts, 2, options)
@@ -114,7 +114,7 @@ def test_loss_parallel_needs_a_head_that_gathers() -> None:
 # ---------------------------------------------------------------- transformers
 
 
-def transformers_plans() -> Iterator[tuple[str, dict[str, str]]]:
+def iterate_transformers_plans() -> Iterator[tuple[str, dict[str, str]]]:
     import transformers.models as models
     from transformers import PretrainedConfig
 
@@ -132,19 +132,19 @@ def transformers_plans() -> Iterator[tuple[str, dict[str, str]]]:
 
 
 @pytest.mark.slow
-def test_the_plans_of_transformers_name_styles_that_are_served() -> None:
-    found = dict(transformers_plans())
+def test_plans_of_transformers_use_supported_styles() -> None:
+    found = dict(iterate_transformers_plans())
     refused = {
         name: [*sorted(set(plan.values()) - set(STYLES)), *plans.list_faults(plan)]
         for name, plan in found.items()
         if set(plan.values()) - set(STYLES) or plans.list_faults(plan)
     }
     assert len(found) >= len(refused) + 140, refused
-    # Plans of transformers that would compute something else.
+    # Plans of transformers with which a model would compute other results.
     assert set(refused) <= {"inkling.InklingTextConfig", "inkling2.Inkling2TextConfig"}
 
 
-def test_no_style_of_transformers_is_missing() -> None:
+def test_all_styles_of_transformers_are_supported() -> None:
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     of_experts = {"grouped_gemm", "ep_dispatch_experts"}

@@ -1,4 +1,4 @@
-"""Memory budgets, measured or given by the user."""
+"""Test memory budgets, measured or given by the user."""
 
 import psutil
 import pytest
@@ -17,7 +17,7 @@ from headway.errors import DeviceMapError
 from headway.offload.placement import budget
 
 
-def test_text_devices_and_order():
+def test_budgets_are_parsed_and_ordered():
     given = {"disk": "1GB", "cpu": "2GiB", "cuda:1": 5, 0: "10 MB", "3": 7}
     before = dict(given)
     found = get_max_memory(given)
@@ -25,7 +25,7 @@ def test_text_devices_and_order():
     assert given == before
 
 
-def test_every_fault_is_named():
+def test_every_invalid_budget_is_named():
     with pytest.raises(
         DeviceMapError,
         match=r"'gpu': 'gpu' is not a device.*-1: -1 is not a device.*'cpu': '10 potatoes' is not a size",
@@ -33,13 +33,13 @@ def test_every_fault_is_named():
         get_max_memory({"gpu": 1, -1: 1, "cpu": "10 potatoes"})
 
 
-def test_the_machine_is_measured():
+def test_memory_of_the_machine_is_measured():
     found = get_max_memory()
     assert 0 < found["cpu"] <= psutil.virtual_memory().total
     assert len(found) == 1 + torch.cuda.device_count()
 
 
-def test_a_containers_limit_counts(tmp_path):
+def test_limit_of_a_container_counts(tmp_path):
     folder = tmp_path / "sys/fs/cgroup"
     files = {"memory.max": "1000000", "memory.current": "700000", "memory.stat": "anon 5\ninactive_file 200000\n"}
     for path, text in [(tmp_path / "proc/self/cgroup", "0::/\n"), *((folder / name, files[name]) for name in files)]:
@@ -50,7 +50,7 @@ def test_a_containers_limit_counts(tmp_path):
     assert budget.measure_available_memory(tmp_path) > 500_000
 
 
-def test_devices():
+def test_devices_are_parsed():
     assert [budget.parse_device(d) for d in (1, "1", "cuda", "cuda:2", torch.device("cpu"), "disk", "mps")] == [
         1, 1, 0, 2, "cpu", "disk", "mps",
     ]  # fmt: skip
@@ -59,8 +59,8 @@ def test_devices():
             budget.parse_device(wrong)
 
 
-class FourOfAKind:
-    """torch.cuda as a machine with four GPUs would show it; there is none here."""
+class FourGpus:
+    """Stand-in for torch.cuda on a machine with four GPUs."""
 
     current = 0
     is_available = staticmethod(lambda: True)
@@ -78,25 +78,26 @@ class FourOfAKind:
 
 @pytest.fixture
 def four(monkeypatch):
-    module = FourOfAKind()
+    """torch.cuda replaced by one with four GPUs."""
+    module = FourGpus()
     found = torch.get_device_module
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module if kind == "cuda" else found(kind))
     return module
 
 
-def test_cuda_without_an_index_is_the_ranks_own(four, monkeypatch):
+def test_cuda_without_an_index_is_the_device_of_the_rank(four, monkeypatch):
     assert budget.parse_device("cuda") == 0
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert get_max_memory({"cuda": 5, "cpu": 1}) == {2: 5, "cpu": 1}
     assert budget.parse_device(torch.device("cuda")) == 2
     assert [budget.parse_device(name) for name in ("cuda:0", "0", 0, "cuda:3")] == [0, 0, 0, 3]
-    monkeypatch.setenv("LOCAL_RANK", "7")  # each process is shown its own devices only
+    monkeypatch.setenv("LOCAL_RANK", "7")  # each process sees only its own devices
     assert budget.parse_device("cuda") == 0
-    four.current = 1  # the script has chosen one
+    four.current = 1  # chosen by the script
     assert budget.parse_device("cuda") == 1
 
 
-def test_a_started_runtime_knows_its_device(four, monkeypatch):
+def test_device_of_a_started_runtime_is_used(four, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("HEADWAY_DEVICE", "cuda")
     assert process.start().device == torch.device("cuda", 3)
@@ -105,15 +106,15 @@ def test_a_started_runtime_knows_its_device(four, monkeypatch):
     assert budget.parse_device("xpu") == 0
 
 
-def test_a_device_with_two_budgets_is_refused():
+def test_device_with_two_budgets_is_refused():
     with pytest.raises(DeviceMapError, match="'cuda:0': device 0 already has a budget under another name"):
         get_max_memory({0: 1, "cuda:0": 2})
 
 
-ABSENT = 4000  # no machine has so many
+ABSENT = 4000  # no machine has so many devices
 
 
-def test_a_plan_for_another_machine_is_said_to_be_one(caplog):
+def test_plan_for_another_machine_is_reported(caplog):
     model = torch.nn.Linear(3, 3)
     assert infer_auto_device_map(model, {ABSENT: "1GB"}) == {"": ABSENT}
     assert f"names {ABSENT}, and this machine has " in caplog.text
@@ -123,7 +124,7 @@ def test_a_plan_for_another_machine_is_said_to_be_one(caplog):
     assert caplog.text == ""
 
 
-def test_a_budget_for_a_device_that_is_not_here_places_nothing(tmp_path):
+def test_budget_for_a_missing_device_places_nothing(tmp_path):
     model = torch.nn.Linear(3, 3)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(
@@ -134,7 +135,7 @@ def test_a_budget_for_a_device_that_is_not_here_places_nothing(tmp_path):
     load_checkpoint_and_dispatch(model, tmp_path, device_map="auto", max_memory={"cpu": "1GB"})
 
 
-def test_a_device_to_run_on_that_is_not_here():
+def test_missing_execution_device_is_refused():
     model = torch.nn.Linear(3, 3)
     with pytest.raises(DeviceMapError, match=f"execution_device={ABSENT} cannot run the model: this machine has "):
         cpu_offload(model, ABSENT)

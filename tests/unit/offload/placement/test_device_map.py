@@ -1,4 +1,4 @@
-"""Device maps: placement of real models, hand-written maps, balancing and the report."""
+"""Test device maps: placement of real models, maps by hand, balancing and the report."""
 
 import pytest
 import torch
@@ -17,18 +17,18 @@ from headway import (
 from headway.errors import DeviceMapError
 from headway.offload.placement.automatic_map import resolve_device_map
 from headway.offload.placement.device_map import DeviceMap, get_device
-from tests.unit.offload.placement.models import MODELS, Chain, build, layers
+from tests.unit.offload.placement.models import MODELS, Chain, build_layers, build_model
 
 peer = pytest.importorskip("accelerate.utils.modeling")
 
 
-def meta_model(name):
+def build_meta_model(name):
     with init_empty_weights():
-        return build(name)
+        return build_model(name)
 
 
-def loads(model, device_map):
-    """Bytes on each device, every tensor once, by the map alone."""
+def sum_bytes(model, device_map):
+    """Return the bytes on each device according to the map, with each tensor counted once."""
     found, seen = {}, set()
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in tensors:
@@ -39,17 +39,23 @@ def loads(model, device_map):
     return found
 
 
-def test_no_device_is_empty_while_layers_go_to_the_cpu():
-    model = layers(40_000, 40_000, 160_000, 40_000, 40_000)
+def test_no_device_is_empty_while_layers_are_placed_on_the_cpu():
+    model = build_layers(40_000, 40_000, 160_000, 40_000, 40_000)
     budgets = {0: 170_000, 1: 170_000, 2: 170_000, "cpu": 10**9}
     assert infer_auto_device_map(model, budgets) == {"0": 0, "1": 0, "2": 1, "3": 2, "4": 2}
     assert "cpu" in peer.infer_auto_device_map(model, dict(budgets)).values()
 
 
-def test_room_for_the_largest_offloaded_layer_is_kept_on_the_main_device():
-    model = layers(10, 10, 10, 10, 30)
-    assert infer_auto_device_map(model, {0: 60, "cpu": 100}) == {"0": 0, "1": 0, "2": 0, "3": "cpu", "4": "cpu"}
-    found = infer_auto_device_map(layers(10, 10, 10, 30), {0: 50, 1: 10, "cpu": 100})
+def test_space_for_the_largest_offloaded_layer_is_kept_on_the_main_device():
+    model = build_layers(10, 10, 10, 10, 30)
+    assert infer_auto_device_map(model, {0: 60, "cpu": 100}) == {
+        "0": 0,
+        "1": 0,
+        "2": 0,
+        "3": "cpu",
+        "4": "cpu",
+    }
+    found = infer_auto_device_map(build_layers(10, 10, 10, 30), {0: 50, 1: 10, "cpu": 100})
     assert found == {"0": 0, "1": 0, "2": 1, "3": "cpu"}
     assert found.plan.row(0).streamed == 30
     assert found.plan.headroom(0) == 0
@@ -62,13 +68,13 @@ def test_room_for_the_largest_offloaded_layer_is_kept_on_the_main_device():
     [{0: 0.7, 1: 0.7}, {0: 0.4, 1: 0.5, 2: 0.5}, {0: 0.4, "cpu": 0.4}, {0: 0.4, 1: 0.3, "cpu": 1.0}, {"cpu": 0.6}],
 )
 def test_real_models_fit_their_budgets(name, shares):
-    model = meta_model(name)
+    model = build_meta_model(name)
     total = compute_module_sizes(model)[""]
     budgets = {device: int(total * share) for device, share in shares.items()}
     classes = model._no_split_modules
     found = infer_auto_device_map(model, budgets, no_split_module_classes=classes)
     check_device_map(model, found)
-    held = loads(model, found)
+    held = sum_bytes(model, found)
     assert all(held[device] <= budgets[device] for device in held if device in budgets and device != 0)
     for path, module in model.named_modules():
         if type(module).__name__ in classes:
@@ -79,15 +85,18 @@ def test_real_models_fit_their_budgets(name, shares):
     assert all(len(devices) == 1 for devices in names.values())
     for row in found.plan.rows:
         assert row.headroom is None or row.headroom >= 0
-    # Never less on the accelerators than the peer, which may overfill but does not fill better.
-    theirs = loads(model, peer.infer_auto_device_map(model, dict(budgets), no_split_module_classes=classes))
+    # The accelerators hold at least as much as with Accelerate's map, unless that one overfills them.
+    theirs = sum_bytes(
+        model,
+        peer.infer_auto_device_map(model, dict(budgets), no_split_module_classes=classes),
+    )
     accelerators = [device for device in budgets if isinstance(device, int)]
     if all(theirs.get(device, 0) <= budgets[device] for device in accelerators) and name != "t5":
         assert sum(held.get(d, 0) for d in accelerators) >= sum(theirs.get(d, 0) for d in accelerators)
 
 
-def test_the_same_map_as_the_peer_where_that_one_is_right():
-    model = meta_model("llama")
+def test_map_equals_accelerates_where_that_is_correct():
+    model = build_meta_model("llama")
     total = compute_module_sizes(model)[""]
     for budgets in ({0: total // 3, 1: total // 3, "cpu": total}, {0: 2 * total}, {"cpu": 2 * total}):
         theirs = peer.infer_auto_device_map(model, dict(budgets), no_split_module_classes=model._no_split_modules)
@@ -100,7 +109,7 @@ def test_tied_layers_stay_together():
     block = sizes["blocks.0"]
     found = infer_auto_device_map(model, {0: sizes["embedding"] + block, 1: 10 * block}, "Block")
     assert found == {"embedding": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 1, "blocks.3": 1, "head": 0}
-    # Where the first device is too small for the tied layers, they go where there is room: nothing is offloaded.
+    # If the first device is too small for the tied layers, another device holds them, and nothing is offloaded.
     found = infer_auto_device_map(model, {0: 2 * block, 1: sizes["embedding"] + 2 * block}, "Block")
     assert found == {"embedding": 1, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "blocks.3": 1, "head": 1}
 
@@ -114,58 +123,58 @@ def test_parameters_tied_at_the_top_and_in_a_block():
     assert set(found) == {"extra", "embedding", "blocks.0", "blocks.1", "head"}
 
 
-def test_buffers_of_offloaded_layers_stay_on_the_main_device_or_go_with_them():
-    def model():
-        blocks = layers(10, 10, 10)
+def test_buffers_of_offloaded_layers_stay_on_the_main_device_or_are_offloaded():
+    def build_with_buffers():
+        blocks = build_layers(10, 10, 10)
         for block in blocks:
             block.register_buffer("b", torch.empty(10, dtype=torch.int8, device="meta"))
         return blocks
 
-    stays = infer_auto_device_map(model(), {0: 50, "cpu": 100})
+    stays = infer_auto_device_map(build_with_buffers(), {0: 50, "cpu": 100})
     assert list(stays.values()) == [0, "cpu", "cpu"]
     assert (stays.plan.row(0).weights, stays.plan.row(0).streamed) == (40, 10)
-    goes = infer_auto_device_map(model(), {0: 40, "cpu": 100}, offload_buffers=True)
+    goes = infer_auto_device_map(build_with_buffers(), {0: 40, "cpu": 100}, offload_buffers=True)
     assert list(goes.values()) == [0, "cpu", "cpu"]
     assert (goes.plan.row(0).weights, goes.plan.row(0).streamed) == (20, 20)
 
 
-def test_the_cpu_runs_layers_that_are_on_disk():
-    found = infer_auto_device_map(layers(10, 10, 10), {"cpu": 20})
+def test_cpu_runs_layers_that_are_on_disk():
+    found = infer_auto_device_map(build_layers(10, 10, 10), {"cpu": 20})
     assert found == {"0": "cpu", "1": "disk", "2": "disk"}
     assert found.main_device == "cpu"
-    assert infer_auto_device_map(layers(10, 10), {"cpu": 12}) == {"": "disk"}
-    assert infer_auto_device_map(layers(10, 10), {0: 0, "disk": "1GB"}) == {"": "disk"}
+    assert infer_auto_device_map(build_layers(10, 10), {"cpu": 12}) == {"": "disk"}
+    assert infer_auto_device_map(build_layers(10, 10), {0: 0, "disk": "1GB"}) == {"": "disk"}
 
 
-def test_what_cannot_fit_is_an_error_that_names_the_layer():
+def test_layer_that_cannot_fit_is_named_in_an_error():
     with pytest.raises(DeviceMapError, match=r"cpu: 9 B.*the largest one \(1\) takes 10 B.*Raise max_memory"):
-        infer_auto_device_map(layers(5, 10), {"cpu": 9})
+        infer_auto_device_map(build_layers(5, 10), {"cpu": 9})
     with pytest.raises(DeviceMapError, match="does not fit"):
-        infer_auto_device_map(layers(10, 10, 10), {"cpu": 10, "disk": 15})
+        infer_auto_device_map(build_layers(10, 10, 10), {"cpu": 10, "disk": 15})
 
 
-def test_an_accelerator_too_small_to_run_a_layer_is_left_for_the_cpu(caplog):
-    found = infer_auto_device_map(layers(5, 100), {0: 50, "cpu": 200})
+def test_accelerator_too_small_for_a_layer_is_not_used(caplog):
+    found = infer_auto_device_map(build_layers(5, 100), {0: 50, "cpu": 200})
     assert found == {"": "cpu"}
     assert "no accelerator in {0: 50 B, cpu: 200 B} has room" in caplog.text
 
 
-def test_dtypes_count():
+def test_dtypes_are_taken_into_account():
     model = Chain(3)
     size = compute_module_sizes(model)[""]
     assert set(infer_auto_device_map(model, {0: size // 2, "cpu": size}, dtype=torch.float16).values()) == {0}
     assert "cpu" in infer_auto_device_map(model, {0: size, "cpu": 2 * size}, dtype="float64").values()
 
 
-def test_a_model_that_is_one_layer_and_one_without_tensors():
+def test_single_layer_and_model_without_tensors():
     assert infer_auto_device_map(nn.Linear(2, 2), {0: 100}) == {"": 0}
     assert infer_auto_device_map(nn.Sequential(nn.ReLU(), nn.ReLU()), {0: 100}) == {"": 0}
     assert infer_auto_device_map(nn.Sequential(), {0: 100}) == {"": 0}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_balance_on_real_models(name):
-    model = meta_model(name)
+def test_real_models_are_balanced(name):
+    model = build_meta_model(name)
     classes = model._no_split_modules
     total = compute_module_sizes(model)[""]
     budgets = {0: total, 1: total, 2: total, "cpu": total}
@@ -174,29 +183,45 @@ def test_balance_on_real_models(name):
     found = infer_auto_device_map(model, limits, classes)
     assert set(found.values()) == {0, 1, 2}
     theirs = peer.infer_auto_device_map(
-        model, peer.get_balanced_memory(model, dict(budgets), classes), no_split_module_classes=classes
+        model,
+        peer.get_balanced_memory(model, dict(budgets), classes),
+        no_split_module_classes=classes,
     )
-    assert max(loads(model, found).values()) <= max(loads(model, theirs).values())
+    assert max(sum_bytes(model, found).values()) <= max(sum_bytes(model, theirs).values())
     assert resolve_device_map(model, "auto", budgets) == found == resolve_device_map(model, "balanced", budgets)
 
 
-def test_the_first_device_is_kept_low_also_where_numbers_do_not_start_at_zero():
-    model = layers(*[10] * 6)
-    assert list(resolve_device_map(model, "balanced_low_0", {2: 100, 3: 100, 5: 100}).values()) == [3, 3, 3, 5, 5, 5]
-    assert list(resolve_device_map(model, "balanced_low_0", {2: 100, 3: 20, 5: 20}).values()) == [2, 2, 3, 3, 5, 5]
+def test_first_device_is_kept_low_even_if_numbers_do_not_start_at_0():
+    model = build_layers(*[10] * 6)
+    assert list(resolve_device_map(model, "balanced_low_0", {2: 100, 3: 100, 5: 100}).values()) == [
+        3,
+        3,
+        3,
+        5,
+        5,
+        5,
+    ]
+    assert list(resolve_device_map(model, "balanced_low_0", {2: 100, 3: 20, 5: 20}).values()) == [
+        2,
+        2,
+        3,
+        3,
+        5,
+        5,
+    ]
     assert list(resolve_device_map(model, "sequential", {2: 100, 3: 20}).values()) == [2]
     low = get_balanced_memory(model, {2: 100, 3: 100, "cpu": 7}, low_zero=True)
     assert low == {2: 0, 3: 100, "cpu": 7}
 
 
-def test_balance_where_nothing_is_to_be_balanced():
-    model = layers(10, 10)
+def test_budgets_stay_where_nothing_can_be_balanced():
+    model = build_layers(10, 10)
     assert get_balanced_memory(model, {"cpu": 5}) == {"cpu": 5}
     assert get_balanced_memory(model, {0: 50, "cpu": 5}) == {0: 50, "cpu": 5}
     assert get_balanced_memory(model, {0: 5, 1: 5}) == {0: 5, 1: 5}
 
 
-def test_hand_written_maps_are_checked_with_every_fault():
+def test_maps_by_hand_are_checked_and_every_fault_is_named():
     model = Chain(2)
     with pytest.raises(DeviceMapError) as caught:
         check_device_map(model, {"embeding": 0, "blocks.0": "gpu", "blocks.1.up": 1})
@@ -210,7 +235,7 @@ def test_hand_written_maps_are_checked_with_every_fault():
     check_device_map(model, {"": "cpu"})
 
 
-def test_maps_as_users_write_them():
+def test_forms_of_maps():
     model = Chain(1)
     assert resolve_device_map(model, {"": torch.device("cpu")}) == {"": "cpu"}
     assert resolve_device_map(model, "cpu") == {"": "cpu"}
@@ -228,7 +253,7 @@ def test_tied_weights_on_different_devices_are_reported(caplog):
     assert "embedding.weight, head.weight are one parameter, placed on 2 devices" in caplog.text
 
 
-def test_the_longest_entry_decides():
+def test_longest_entry_applies():
     device_map = {"": 0, "a.b": "cpu", "a.b.c": 1}
     assert [get_device(device_map, name) for name in ("x", "a", "a.b.weight", "a.b.c.weight", "a.bc")] == [
         0,
@@ -247,7 +272,7 @@ names = st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map(".".join)
 
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(names, st.sampled_from([0, 1, "cpu"]), min_size=1))
-def test_cleaning_changes_no_place(entries):
+def test_cleaning_changes_no_placement(entries):
     leaves = {name: device for name, device in entries.items() if not any(o.startswith(f"{name}.") for o in entries)}
     cleaned = clean_device_map(leaves)
     assert {name: get_device(cleaned, name) for name in leaves} == leaves
@@ -260,8 +285,8 @@ def test_cleaning_within_a_module():
     assert clean_device_map(device_map, "a") == {"a": 0, "b.x": 0, "b.y": 0}
 
 
-def test_the_report_of_a_placement():
-    found = infer_auto_device_map(layers(1024, 1024, 1024, 2048), {0: 5000, "cpu": 10**6}, clean_result=False)
+def test_report_of_a_placement():
+    found = infer_auto_device_map(build_layers(1024, 1024, 1024, 2048), {0: 5000, "cpu": 10**6}, clean_result=False)
     assert found.explain().splitlines() == [
         "device  units  weights  streaming     budget   headroom",
         "     0      2  2.0 KiB    2.0 KiB    4.9 KiB      904 B",
@@ -272,7 +297,7 @@ def test_the_report_of_a_placement():
     assert DeviceMap({"": "cpu"}).explain() == "the whole model: cpu"
 
 
-def test_the_report_of_a_placement_can_be_logged(caplog):
+def test_report_can_be_logged(caplog):
     caplog.set_level("INFO")
-    infer_auto_device_map(layers(10), {0: 10}, verbose=True)
+    infer_auto_device_map(build_layers(10), {0: 10}, verbose=True)
     assert "headroom" in caplog.text

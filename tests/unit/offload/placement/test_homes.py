@@ -1,4 +1,4 @@
-"""Homes: where each tensor of a model stays by its device map."""
+"""Test homes: the device on which each tensor of a model stays according to its device map."""
 
 import pytest
 import torch
@@ -12,42 +12,42 @@ from headway.offload.placement.homes import CPU, DISK, Placement, get_home, make
 MPS = torch.device("mps")
 
 
-def model() -> nn.Module:
+def build_model() -> nn.Module:
     return nn.ModuleDict({"a": nn.BatchNorm1d(2), "b": nn.Linear(2, 2, bias=False), "c": nn.Linear(2, 2, bias=False)})
 
 
-def test_buffers_of_offloaded_parts_stay_where_they_run():
-    settled = make_placement(model(), DeviceMap({"a": "disk", "b": "cpu", "c": "disk"}))
+def test_buffers_of_offloaded_modules_stay_where_they_run():
+    settled = make_placement(build_model(), DeviceMap({"a": "disk", "b": "cpu", "c": "disk"}))
     assert settled.main == CPU
     buffers = ("a.running_mean", "a.running_var", "a.num_batches_tracked")
     assert {settled.homes[name] for name in buffers} == {CPU}
     assert (settled.homes["a.weight"], settled.homes["b.weight"]) == (DISK, CPU)
-    kept = make_placement(model(), DeviceMap({"": "disk"}), offload_buffers=True)
+    kept = make_placement(build_model(), DeviceMap({"": "disk"}), offload_buffers=True)
     assert {kept.homes[name] for name in buffers} == {DISK}
 
 
-def test_a_tied_tensor_has_one_home():
-    tied = model()
+def test_tied_tensor_has_one_home():
+    tied = build_model()
     tied["c"].weight = tied["b"].weight
     settled = make_placement(tied, DeviceMap({"a": "cpu", "b": "disk", "c": "cpu"}))
     assert settled.homes["b.weight"] == settled.homes["c.weight"] == DISK
 
 
-def test_the_devices_that_compute():
+def test_devices_that_compute():
     settled = Placement(DeviceMap({"a": "disk", "b": "mps", "c": "cpu"}), MPS, {})
     assert settled.list_devices() == {MPS}
     assert [settled.get_run_device(name) for name in "abc"] == [MPS] * 3
     assert Placement(DeviceMap({"": "disk"}), CPU, {}).list_devices() == set()
 
 
-def test_what_cannot_compute_here_is_refused():
+def test_device_that_cannot_compute_is_refused():
     for absent in ("disk", 99, "cuda:99"):
         with pytest.raises(DeviceMapError, match=r"^main_device=.* cannot run the model: this machine has"):
-            make_placement(model(), DeviceMap({"": "cpu"}), absent)
+            make_placement(build_model(), DeviceMap({"": "cpu"}), absent)
     assert resolve_compute_device("cpu", "main_device") == get_home("cpu") == CPU
 
 
 @pytest.mark.parametrize("given", ["meta", {"": "meta"}])
 def test_meta_is_no_home(given):
     with pytest.raises(DeviceMapError, match="'meta' devices have no values; give 'cpu', 'disk' or an accelerator"):
-        resolve_device_map(model(), given)
+        resolve_device_map(build_model(), given)

@@ -1,4 +1,4 @@
-"""Meta models: nothing is allocated, nothing is lost, and torch is left as it was."""
+"""Test meta models: nothing is allocated, no value is lost, and torch is restored."""
 
 import threading
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ from torch.overrides import _get_current_function_mode_stack
 
 from headway import init_empty_weights, init_on_device
 from headway.errors import MetaModelError
-from tests.unit.offload.placement.models import MODELS, build
+from tests.unit.offload.placement.models import MODELS, build_model
 
 
 @contextmanager
-def torch_is_left_as_it_was():
+def check_torch_is_restored():
     before = (nn.Module.register_parameter, nn.Module.register_buffer, torch.get_default_device())
     yield
     assert (nn.Module.register_parameter, nn.Module.register_buffer, torch.get_default_device()) == before
@@ -25,18 +25,18 @@ def torch_is_left_as_it_was():
 
 
 @pytest.fixture(autouse=True)
-def untouched():
-    with torch_is_left_as_it_was():
+def torch_is_restored():
+    with check_torch_is_restored():
         yield
 
 
 @pytest.mark.parametrize("include_buffers", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_real_model_without_memory_has_the_same_tensors_and_ties(name, include_buffers):
+def test_meta_model_has_the_tensors_and_ties_of_a_real_one(name, include_buffers):
     torch.manual_seed(0)
-    real = build(name)
+    real = build_model(name)
     with init_empty_weights(include_buffers=include_buffers):
-        empty = build(name)
+        empty = build_model(name)
     for (ours, parameter), (theirs, value) in zip(
         empty.named_parameters(remove_duplicate=False), real.named_parameters(remove_duplicate=False), strict=True
     ):
@@ -94,7 +94,7 @@ def test_large_parameters_are_never_allocated():
     assert sum(parameter.numel() for parameter in model.parameters()) > 3 << 42
 
 
-def test_a_parameter_that_is_registered_twice_stays_one():
+def test_parameter_registered_twice_stays_one():
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()
@@ -115,7 +115,7 @@ def test_a_parameter_that_is_registered_twice_stays_one():
 class Rates(nn.Module):
     def __init__(self):
         super().__init__()
-        # Not linspace, which transformers exchanges while it loads a model, on all threads.
+        # Not linspace, because transformers replaces it on all threads while it loads a model.
         self.rates = [rate.item() for rate in torch.arange(3) / 2]
 
 
@@ -140,7 +140,7 @@ class Branching(nn.Module):
             self.flag = True
 
 
-def test_a_constructor_that_reads_a_value_is_named():
+def test_constructor_that_reads_a_value_is_named():
     with init_empty_weights():
         assert Outer(Rates).inner.rates == [0.0, 0.5, 1.0]
     with (
@@ -162,7 +162,7 @@ def test_a_constructor_that_reads_a_value_is_named():
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_values_that_are_asked_for_are_named_within_containers_of_the_users_own_classes(kind):
+def test_value_read_through_a_container_class_is_named(kind):
     class Values(kind):
         pass
 
@@ -188,14 +188,14 @@ def test_every_way_to_read_a_value_gives_the_same_error(read):
         Reader()
 
 
-def test_other_errors_pass_unchanged():
+def test_other_errors_are_raised_unchanged():
     with pytest.raises(KeyError, match="mine"), init_empty_weights():
         raise KeyError("mine")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), init_empty_weights():
         torch.ones(2, 3) @ torch.ones(2, 3)
 
 
-def test_blocks_nest_and_the_innermost_counts():
+def test_innermost_block_applies():
     with init_empty_weights():
         outer = nn.Linear(2, 2)
         with init_on_device("cpu"):
@@ -210,22 +210,22 @@ def test_blocks_nest_and_the_innermost_counts():
     assert batch.weight.is_meta
 
 
-def test_the_innermost_counts_where_it_is_the_real_device_for_everything():
+def test_innermost_block_may_be_a_real_device():
     with init_empty_weights(include_buffers=True), init_on_device("cpu", include_buffers=True):
         inner = nn.BatchNorm1d(2)
     assert not inner.weight.is_meta
     assert torch.equal(inner.weight, torch.ones(2))
 
 
-def test_other_threads_are_not_concerned():
+def test_other_threads_are_unaffected():
     inside, done, found = threading.Event(), threading.Event(), []
 
-    def elsewhere():
+    def build_elsewhere():
         inside.wait(20)
         found.append(nn.Linear(300, 300))
         done.set()
 
-    thread = threading.Thread(target=elsewhere)
+    thread = threading.Thread(target=build_elsewhere)
     thread.start()
     with init_empty_weights():
         inside.set()
@@ -236,7 +236,7 @@ def test_other_threads_are_not_concerned():
     assert found[0].weight.std() > 0
 
 
-def test_the_environment_sets_the_default(monkeypatch):
+def test_environment_sets_the_default(monkeypatch):
     monkeypatch.setenv("HEADWAY_INIT_INCLUDE_BUFFERS", "1")
     with init_empty_weights():
         assert nn.BatchNorm1d(2).running_mean.is_meta
@@ -244,7 +244,7 @@ def test_the_environment_sets_the_default(monkeypatch):
         assert not nn.BatchNorm1d(2).running_mean.is_meta
 
 
-def test_real_modules_keep_their_values_when_they_are_put_into_a_meta_model():
+def test_real_modules_keep_their_values_in_a_meta_model():
     real = nn.Linear(2, 2)
     with init_empty_weights():
         model = nn.Sequential(real, nn.Linear(2, 2))

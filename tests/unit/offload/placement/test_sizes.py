@@ -1,4 +1,4 @@
-"""Sizes: bytes by dtype, tied tensors once, and agreement with Accelerate where that is correct."""
+"""Test sizes: bytes by dtype, tied tensors once, and agreement with Accelerate where that is correct."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from headway import (
 )
 from headway.errors import ConfigError
 from headway.offload.placement.sizes import CustomDtype, count_tensor_bytes, get_stored_dtype
-from tests.unit.offload.placement.models import MODELS, Chain, build
+from tests.unit.offload.placement.models import MODELS, Chain, build_model
 
 peer = pytest.importorskip("accelerate.utils.modeling")
 
@@ -26,17 +26,17 @@ peer = pytest.importorskip("accelerate.utils.modeling")
         ("float16", 2), ("torch.int8", 1), ("int4", 0.5), (CustomDtype.INT2, 0.25), ("fp8", 1), (torch.uint4, 0.5),
     ],
 )  # fmt: skip
-def test_an_element(dtype, size):
+def test_bytes_of_an_element(dtype, size):
     assert dtype_byte_size(dtype) == size
 
 
 @pytest.mark.parametrize("dtype", ["float17", "nn", ""])
-def test_no_dtype(dtype):
+def test_unknown_dtype_is_refused(dtype):
     with pytest.raises(ConfigError, match="not a dtype; give one of torch's"):
         dtype_byte_size(dtype)
 
 
-def test_what_a_dtype_converts():
+def test_stored_dtype_of_each_kind():
     kinds = {torch.float32: torch.float16, torch.bfloat16: torch.float16, torch.int64: torch.int64,
              torch.bool: torch.bool, torch.float8_e4m3fn: torch.float8_e4m3fn, torch.complex64: torch.complex64}  # fmt: skip
     for own, stored in kinds.items():
@@ -47,12 +47,12 @@ def test_what_a_dtype_converts():
 
 @pytest.mark.parametrize("dtype", [None, "float16", "int4"])
 @pytest.mark.parametrize("name", MODELS)
-def test_real_models_as_the_peer_counts_them(name, dtype):
+def test_sizes_of_real_models_equal_accelerates(name, dtype):
     with torch.device("meta"):
-        model = build(name)
+        model = build_model(name)
     theirs = peer.compute_module_sizes(model, dtype="float16" if dtype == "float16" else None)
     ours = compute_module_sizes(model, dtype=dtype)
-    # The peer also converts what no checkpoint holds.
+    # Accelerate also converts tensors that no checkpoint contains.
     outside = compute_module_sizes(model, buffers_only=True)
     if dtype == "int4":
         assert ours[""] - outside[""] == -(-(theirs[""] - outside[""]) // 8)
@@ -65,13 +65,13 @@ def test_real_models_as_the_peer_counts_them(name, dtype):
         assert calculate_maximum_sizes(model) == peer.calculate_maximum_sizes(model)
 
 
-def test_loading_in_a_wider_dtype_takes_more():
+def test_loading_in_a_wider_dtype_needs_more_memory():
     model = nn.Linear(4, 4, bias=False, dtype=torch.float16)
     assert compute_module_sizes(model, dtype=torch.float32)[""] == 64
     assert compute_module_sizes(model, dtype="int8", special_dtypes={"weight": torch.float64})[""] == 128
 
 
-def test_tied_weights_count_once_and_under_the_first_name():
+def test_tied_weights_count_once_under_their_first_name():
     model = Chain(1)
     sizes = compute_module_sizes(model)
     assert sizes["embedding"] == 100 * 16 * 4
@@ -79,7 +79,7 @@ def test_tied_weights_count_once_and_under_the_first_name():
     assert find_tied_parameters(model) == [["embedding.weight", "head.weight"]]
 
 
-def test_tied_at_the_top_and_modules_used_twice():
+def test_tied_parameters_at_the_top_and_modules_used_twice():
     model = nn.Module()
     model.a = nn.Parameter(torch.ones(2))
     model.b = model.a
@@ -89,7 +89,7 @@ def test_tied_at_the_top_and_modules_used_twice():
     assert compute_module_sizes(model)[""] == 4 * (2 + 4 + 2)
 
 
-def test_named_tensors_as_the_peer_names_them():
+def test_named_tensors_equal_accelerates():
     model = nn.Sequential(nn.BatchNorm1d(2))
     model.register_buffer("own", torch.ones(1), persistent=False)
     for options in ({}, {"recurse": True}, {"include_buffers": False, "recurse": True},
@@ -98,7 +98,7 @@ def test_named_tensors_as_the_peer_names_them():
         assert ours == [name for name, _ in peer.named_module_tensors(model, **options)]
 
 
-def test_the_largest_layer():
+def test_largest_layer():
     model = Chain(2)
     sizes = compute_module_sizes(model)
     parts = list(model.named_children())
@@ -106,9 +106,9 @@ def test_the_largest_layer():
     assert get_max_layer_size(parts, sizes, None) == (6400, ["embedding"])
 
 
-def test_quantized_tensors_count_their_inner_tensors():
-    class Halves(torch.Tensor):
-        """Looks like float32, holds int8 and a scale."""
+def test_inner_tensors_of_quantized_tensors_are_counted():
+    class QuantizedTensor(torch.Tensor):
+        """Tensor that appears as float32, and holds int8 values and a scale."""
 
         @staticmethod
         def __new__(cls, values, scale):
@@ -122,7 +122,7 @@ def test_quantized_tensors_count_their_inner_tensors():
 
         @staticmethod
         def __tensor_unflatten__(inner, meta, size, stride):
-            return Halves(inner["values"], inner["scale"])
+            return QuantizedTensor(inner["values"], inner["scale"])
 
         @classmethod
         def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -130,7 +130,7 @@ def test_quantized_tensors_count_their_inner_tensors():
                 return cls(args[0].values, args[0].scale)
             raise NotImplementedError(func)
 
-    weight = Halves(torch.ones(10, dtype=torch.int8), torch.ones(1))
+    weight = QuantizedTensor(torch.ones(10, dtype=torch.int8), torch.ones(1))
     module = nn.Module()
     module.weight = nn.Parameter(weight, requires_grad=False)
     assert count_tensor_bytes(weight, torch.float16) == 14

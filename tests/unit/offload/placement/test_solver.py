@@ -1,4 +1,4 @@
-"""The placement solver against brute force."""
+"""Test the placement solver against brute force."""
 
 from itertools import combinations_with_replacement, product
 
@@ -10,25 +10,27 @@ from headway.offload.placement.solver import Part, balance_loads, minimize_first
 DISK = 1 << 62
 
 
-def load(run, passing=0):
+def sum_load(run, passing=0):
     return sum(p.size + p.kept for p in run) + max([passing, *(p.passing for p in run)])
 
 
-def contiguous(parts, num_devices):
-    """All ways to give consecutive runs to devices in order."""
+def iterate_contiguous(parts, num_devices):
+    """Iterate over all ways to give consecutive parts to devices in order."""
     yield from combinations_with_replacement(range(num_devices), len(parts))
 
 
 def fits_whole(parts, budgets, device):
-    return all(load([p for p, where in zip(parts, device) if where == d]) <= budget for d, budget in enumerate(budgets))
+    return all(
+        sum_load([p for p, where in zip(parts, device) if where == d]) <= budget for d, budget in enumerate(budgets)
+    )
 
 
-def needs_of_main(away):
+def sum_needs_of_main(away):
     return max((p.size - p.buffers for p in away), default=0) + sum(p.kept + p.buffers for p in away)
 
 
 def fits_offloaded(parts, budgets, device):
-    """Whether a placement can run. A part's entry is a budget index, or len(budgets) if it is offloaded."""
+    """Return whether a placement can run. A part's entry is a budget index, or len(budgets) if it is offloaded."""
     used = [where for where in device if where < len(budgets)]
     if not used:
         return False
@@ -37,14 +39,14 @@ def fits_offloaded(parts, budgets, device):
     passing_away = max((p.passing for p in away), default=0)
     for d, budget in enumerate(budgets):
         run = [p for p, where in zip(parts, device) if where == d]
-        extra = needs_of_main(away) if d == main else 0
-        if load(run, passing_away if d == main else 0) + extra > budget:
+        extra = sum_needs_of_main(away) if d == main else 0
+        if sum_load(run, passing_away if d == main else 0) + extra > budget:
             return False
     return True
 
 
 @st.composite
-def problems(draw, ties=False, plain=False):
+def draw_problem(draw, ties=False, plain=False):
     top = draw(st.sampled_from([3, 10, 100]))
     parts = []
     for _ in range(draw(st.integers(1, 7))):
@@ -63,10 +65,10 @@ def problems(draw, ties=False, plain=False):
 
 
 @settings(max_examples=120, deadline=None)
-@given(problems())
-def test_everything_is_on_compute_devices_whenever_a_contiguous_placement_fits(problem):
+@given(draw_problem())
+def test_all_parts_are_on_devices_if_a_contiguous_placement_fits(problem):
     parts, budgets = problem
-    possible = any(fits_whole(parts, budgets, device) for device in contiguous(parts, len(budgets)))
+    possible = any(fits_whole(parts, budgets, device) for device in iterate_contiguous(parts, len(budgets)))
     found = solve_placement(parts, budgets, [DISK])
     assert (found is not None and not found.is_offloading) == possible
     if possible:
@@ -75,10 +77,10 @@ def test_everything_is_on_compute_devices_whenever_a_contiguous_placement_fits(p
 
 
 @settings(max_examples=120, deadline=None)
-@given(problems(ties=True))
-def test_tied_pieces_may_go_to_any_device(problem):
+@given(draw_problem(ties=True))
+def test_tied_parts_may_be_on_any_device(problem):
     parts, budgets = problem
-    # Above 512 choices the solver tries the place of the first member alone.
+    # With more than 512 choices the solver only tries the place of the first member.
     assume(len(budgets) ** sum(part.is_tied for part in parts) <= 512)
     free = [i for i, part in enumerate(parts) if not part.is_tied]
     possible = any(
@@ -95,13 +97,13 @@ def test_tied_pieces_may_go_to_any_device(problem):
 
 
 @settings(max_examples=120, deadline=None)
-@given(problems())
-def test_offloading_keeps_as_much_on_the_devices_as_any_contiguous_placement(problem):
+@given(draw_problem())
+def test_offloading_keeps_as_much_on_devices_as_any_contiguous_placement(problem):
     parts, budgets = problem
     best = max(
         (
             sum(p.size for p, where in zip(parts, device) if where < len(budgets))
-            for device in contiguous(parts, len(budgets) + 1)
+            for device in iterate_contiguous(parts, len(budgets) + 1)
             if fits_offloaded(parts, budgets, device)
         ),
         default=None,
@@ -115,7 +117,7 @@ def test_offloading_keeps_as_much_on_the_devices_as_any_contiguous_placement(pro
 
 
 @settings(max_examples=120, deadline=None)
-@given(problems(plain=True), st.integers(0, 300))
+@given(draw_problem(plain=True), st.integers(0, 300))
 def test_stores_are_filled_in_order_within_their_limits(problem, memory):
     parts, budgets = problem
     found = solve_placement(parts, budgets, [memory, DISK])
@@ -126,8 +128,8 @@ def test_stores_are_filled_in_order_within_their_limits(problem, memory):
 
 
 @settings(max_examples=120, deadline=None)
-@given(problems(plain=True))
-def test_no_device_is_left_empty_that_could_hold_an_offloaded_piece(problem):
+@given(draw_problem(plain=True))
+def test_no_device_that_could_hold_an_offloaded_part_is_empty(problem):
     parts, budgets = problem
     found = solve_placement(parts, budgets, [DISK])
     if found is not None and found.is_offloading:
@@ -138,44 +140,44 @@ def test_no_device_is_left_empty_that_could_hold_an_offloaded_piece(problem):
 
 
 @settings(max_examples=120, deadline=None)
-@given(problems())
-def test_balance_has_the_smallest_largest_load(problem):
+@given(draw_problem())
+def test_balance_has_the_smallest_maximum(problem):
     parts, budgets = problem
-    fitting = [device for device in contiguous(parts, len(budgets)) if fits_whole(parts, budgets, device)]
+    fitting = [device for device in iterate_contiguous(parts, len(budgets)) if fits_whole(parts, budgets, device)]
 
-    def largest(device):
-        return max(load([p for p, where in zip(parts, device) if where == d]) for d in range(len(budgets)))
+    def measure_largest(device):
+        return max(sum_load([p for p, where in zip(parts, device) if where == d]) for d in range(len(budgets)))
 
     loads = balance_loads(parts, budgets)
     assert (loads is None) == (not fitting)
     if fitting:
-        assert max(loads) == min(map(largest, fitting))
+        assert max(loads) == min(map(measure_largest, fitting))
         assert solve_placement(parts, [*loads[:-1], budgets[-1]], []) is not None
 
 
-def test_balance_leaves_no_device_behind():
+def test_balance_leaves_no_device_empty():
     assert balance_loads([Part(10)] * 9, [100] * 4) == [20, 20, 30, 20]
 
 
 @settings(max_examples=120, deadline=None)
-@given(problems())
-def test_smallest_first_is_smallest(problem):
+@given(draw_problem())
+def test_smallest_first_load_is_the_minimum(problem):
     parts, budgets = problem
     found = minimize_first_load(parts, budgets)
     loads = [
-        load([p for p, where in zip(parts, device) if where == 0])
-        for device in contiguous(parts, len(budgets))
+        sum_load([p for p, where in zip(parts, device) if where == 0])
+        for device in iterate_contiguous(parts, len(budgets))
         if fits_whole(parts, budgets, device)
     ]
     assert (None if found is None else found[0]) == min(loads, default=None)
 
 
-def test_the_case_that_left_a_device_empty():
+def test_former_case_with_an_empty_device():
     found = solve_placement([Part(k * 1000) for k in (40, 40, 160, 40, 40)], [170_000] * 3, [DISK])
     assert found.device == [0, 0, 1, 2, 2]
 
 
-def test_a_device_that_runs_offloaded_pieces_need_not_hold_one():
+def test_device_that_runs_offloaded_parts_need_not_hold_one():
     parts = [Part(10), Part(10)]
     assert solve_placement(parts, [12], [DISK]) is None
     found = solve_placement(parts, [12], [DISK], may_hold_nothing=True)

@@ -1,4 +1,4 @@
-"""Boxes of sharded tensors on each rank, compared with boxes that are worked out by hand."""
+"""Test boxes of sharded tensors on each rank against boxes computed by hand."""
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,7 +9,7 @@ from headway.planning.dry_run.boxes import RankBoxes, list_coordinates
 from headway.planning.dry_run.fake_group import pretend_ranks
 
 
-def test_rows_are_cut_as_torch_chunks_them():
+def test_rows_are_split_like_torch_chunks_them():
     layout = parse_layout("fsdp").resolve(4)
     with pretend_ranks(4, 0):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
@@ -27,7 +27,7 @@ def test_replicas_have_equal_boxes():
     assert found == [[((0, 0), (2, 3))], [((2, 0), (2, 3))]] * 2
 
 
-def test_a_matrix_is_cut_along_both_dims():
+def test_matrix_is_split_along_both_dimensions():
     layout = parse_layout("fsdp+tp=2").resolve(4)
     with pretend_ranks(4, 0):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
@@ -36,10 +36,10 @@ def test_a_matrix_is_cut_along_both_dims():
     assert found == [[((0, 0), (2, 3))], [((0, 3), (2, 3))], [((2, 0), (2, 3))], [((2, 3), (2, 3))]]
 
 
-def test_a_plain_tensor_is_one_box_on_every_rank():
+def test_plain_tensor_is_one_box_on_every_rank():
     assert RankBoxes(parse_layout("tp").resolve(2)).list_boxes(torch.zeros(4, 6)) == [[((0, 0), (4, 6))]] * 2
 
 
-def test_joint_axes_number_the_ranks_of_shards_and_parts_of_sequences():
+def test_joint_axes_number_the_ranks_of_shards_and_sequence_parts():
     found = list_coordinates(parse_layout("fsdp=2+cp=2").resolve(4))
     assert [place["shard_cp"] for place in found] == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""Plans of models with repeated blocks equal those of running all blocks."""
+"""Test that plans of models with repeated blocks equal those of running all blocks."""
 
 from functools import partial
 
@@ -12,21 +12,21 @@ from headway.core.config.mesh import parse_layout
 from headway.forecasting.device.devices import find_device
 from headway.planning.compare import plan
 from headway.planning.dry_run.trial import can_repeat_blocks, dry_run_rank, dry_run_repeated
-from tests.unit.planning.models import Chain, chain_loss, config, loss, tied
+from tests.unit.planning.models import Chain, chain_loss, llama_config, loss, tied
 
 DEPTH = 17
 
 
-def llama():
+def deep_llama():
     from transformers import LlamaForCausalLM
 
     from headway.forecasting.tracing.attention_masks import skip_causal_mask
 
-    return skip_causal_mask(LlamaForCausalLM(config(num_hidden_layers=DEPTH)))
+    return skip_causal_mask(LlamaForCausalLM(llama_config(num_hidden_layers=DEPTH)))
 
 
-def both(make, strategy, num_ranks, step, options=None, precision="no"):
-    """The dry run from a few blocks, and that of all."""
+def run_both(make, strategy, num_ranks, step, options=None, precision="no"):
+    """Return the dry run from a few blocks, and that of all blocks."""
     given = step, torch.optim.AdamW, precision, options or EngineOptions(), 8, None, find_device("h100")
 
     def run(make):
@@ -47,8 +47,8 @@ def both(make, strategy, num_ranks, step, options=None, precision="no"):
         pytest.param("fsdp+cp=2", 4, marks=pytest.mark.matrix),
     ],
 )
-def test_numbers_are_those_of_running_all(strategy, num_ranks):
-    found, whole = both(llama, strategy, num_ranks, loss, precision="bf16")
+def test_results_equal_those_of_running_all_blocks(strategy, num_ranks):
+    found, whole = run_both(deep_llama, strategy, num_ranks, loss, precision="bf16")
     assert found == whole
     assert (found.peak, found.buckets) == (whole.peak, whole.buckets)
     assert found.trace.phases == whole.trace.phases
@@ -65,18 +65,18 @@ def test_numbers_are_those_of_running_all(strategy, num_ranks):
         pytest.param(EngineOptions(sharding=ShardingOptions(reshard_after_forward=False)), marks=pytest.mark.matrix),
     ],
 )
-def test_with_options(options):
-    found, whole = both(llama, "fsdp", 8, loss, options)
+def test_options_keep_the_results_equal(options):
+    found, whole = run_both(deep_llama, "fsdp", 8, loss, options)
     assert found == whole
     assert found.peak == whole.peak
 
 
 @pytest.mark.slow
-def test_a_list_that_is_the_model_itself():
+def test_list_that_is_the_model_itself():
     def make():
         return nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.ReLU()) for _ in range(DEPTH)))
 
-    found, whole = both(make, "fsdp", 4, chain_loss)
+    found, whole = run_both(make, "fsdp", 4, chain_loss)
     assert found == whole
     assert [piece.name for piece in found.pieces] == [name for name, _ in make().named_parameters()]
 
@@ -91,9 +91,9 @@ class Widening(Chain):
 
 
 @pytest.mark.slow
-def test_blocks_that_do_not_repeat_are_run_whole():
-    assert both(partial(Widening, 24, DEPTH), "fsdp", 4, chain_loss)[0] is None
-    assert both(tied, "fsdp", 4, loss)[0] is None  # two blocks
+def test_different_blocks_are_run_whole():
+    assert run_both(partial(Widening, 24, DEPTH), "fsdp", 4, chain_loss)[0] is None
+    assert run_both(tied, "fsdp", 4, loss)[0] is None  # only two blocks
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Forecasts of a user's script equal those of its model, and name operations that prevent them."""
+"""Test that forecasts of a user's script equal those of its model, and name operations that prevent them."""
 
 import json
 import os
@@ -44,15 +44,15 @@ raise SystemExit("the script was not left")
 """
 
 
-def net():
+def build_net():
     return nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256))
 
 
-def batch(size):
+def make_batch(size):
     return torch.zeros(size, 256), torch.zeros(size, 256)
 
 
-def estimate(folder: Path, text: str, *more: str, device="a100-40gb"):
+def run_estimate(folder: Path, text: str, *more: str, device="a100-40gb"):
     script = folder / "train.py"
     script.write_text(text)
     command = [sys.executable, "-m", "headway", "estimate", "--script", str(script), "--device", device, *more]
@@ -61,13 +61,13 @@ def estimate(folder: Path, text: str, *more: str, device="a100-40gb"):
     )
 
 
-def forecast_of(folder, text, *more, device="a100-40gb"):
-    ended = estimate(folder, text, "--json", *more, device=device)
+def forecast_script(folder, text, *more, device="a100-40gb"):
+    ended = run_estimate(folder, text, "--json", *more, device=device)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout)
 
 
-def script(options="", line="pass", after="pass"):
+def make_script(options="", line="pass", after="pass"):
     return SCRIPT.format(options=options, line=line, after=after)
 
 
@@ -81,10 +81,17 @@ def script(options="", line="pass", after="pass"):
     ],
     ids=["plain", "bf16", "fp16", "accumulated"],
 )
-def test_a_script_takes_what_its_model_takes(tmp_path, options, same, device):
-    found = forecast_of(tmp_path, script(options), device=device)
+def test_forecast_of_a_script_equals_that_of_its_model(tmp_path, options, same, device):
+    found = forecast_script(tmp_path, make_script(options), device=device)
     own = headway.forecast(
-        net, batch, loss=nn.functional.mse_loss, batch_size=512, device=device, largest=False, optimizer="adamw", **same
+        build_net,
+        make_batch,
+        loss=nn.functional.mse_loss,
+        batch_size=512,
+        device=device,
+        largest=False,
+        optimizer="adamw",
+        **same,
     )
     assert found["batch_size"] == 512
     assert found["allocated"] == pytest.approx(own.allocated, rel=0.01)
@@ -93,50 +100,50 @@ def test_a_script_takes_what_its_model_takes(tmp_path, options, same, device):
         assert found["split"].get(kind, 0) == pytest.approx(own.split.get(kind, 0), rel=0.01, abs=1024)
 
 
-def test_it_gets_its_own_arguments_and_its_prints_stay_out_of_the_json(tmp_path):
-    found = forecast_of(tmp_path, script(after="print('working')"), "--", "64")
+def test_script_gets_its_arguments_and_its_output_is_not_in_the_json(tmp_path):
+    found = forecast_script(tmp_path, make_script(after="print('working')"), "--", "64")
     assert found["batch_size"] == 64
     assert "train.py" in found["peak_line"] or found["peak_line"] == ""
 
 
-def test_a_neighboring_file_named_like_a_standard_module_does_no_harm(tmp_path):
+def test_neighboring_file_named_like_a_standard_module_is_ignored(tmp_path):
     beside, page = tmp_path / "beside", tmp_path / "page.html"
     beside.mkdir()
     (beside / "html.py").write_text("raise AssertionError('of the user')")
-    (beside / "train.py").write_text(script())
+    (beside / "train.py").write_text(make_script())
     more = ["--script", "beside/train.py", "--device", "t4", "--page", str(page)]
     command = [sys.executable, "-m", "headway", "estimate", *more]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert (ended.returncode, page.exists()) == (0, True), ended.stderr[-3000:]
 
 
-def test_a_value_that_is_read_is_named(tmp_path):
-    found = forecast_of(tmp_path, script(after="total = loss.item()"))
+def test_line_that_reads_a_value_is_named(tmp_path):
+    found = forecast_script(tmp_path, make_script(after="total = loss.item()"))
     assert any("train.py:25" in each and "taken as 1" in each for each in found["caveats"])
 
 
-def test_an_optimizer_that_never_steps_makes_it_a_lower_bound(tmp_path):
+def test_optimizer_without_steps_makes_the_forecast_a_lower_bound(tmp_path):
     rare = "rare = accelerator.prepare(torch.optim.AdamW(nn.Linear(4, 4).parameters()))\n"
-    text = script().replace("for step,", f"{rare}for step,").replace("assert step < 8", "assert step < 60")
+    text = make_script().replace("for step,", f"{rare}for step,").replace("assert step < 8", "assert step < 60")
     endless = text.replace("in enumerate(loader)", "in enumerate(each for _ in range(20) for each in loader)")
     for loop, updates in ((endless, 50), (text.replace("raise SystemExit", "str"), 8)):
-        found = forecast_of(tmp_path, loop)
+        found = forecast_script(tmp_path, loop)
         said = (
             f"a lower bound: 1 of 2 optimizers had stepped fewer than 2 times when another had made {updates} updates"
         )
         assert any(said in each for each in found["caveats"])
 
 
-def test_every_optimizer_is_waited_for(tmp_path):
-    """Two models; the second learns in every third batch only, and its Adam keeps twice its weights."""
+def test_forecast_waits_for_every_optimizer(tmp_path):
+    """The second of two models is trained in every third batch only, and its Adam keeps twice its weights."""
     second = (
         "other = nn.Linear(256, 2048)\nrare = torch.optim.AdamW(other.parameters())\n"
         "other, rare = accelerator.prepare(other, rare)\n"
     )
     learns = "if step % 3 == 2: accelerator.backward(other(inputs).square().mean()); rare.step(); rare.zero_grad()"
-    found = forecast_of(tmp_path, script(after=learns).replace("for step,", f"{second}for step,"))
+    found = forecast_script(tmp_path, make_script(after=learns).replace("for step,", f"{second}for step,"))
     assert not any("lower bound" in each for each in found["caveats"])
-    weights = sum(each.numel() for each in net().parameters()) + 257 * 2048
+    weights = sum(each.numel() for each in build_net().parameters()) + 257 * 2048
     assert found["split"]["weights"] == pytest.approx(4 * weights, rel=0.01)
     assert found["split"]["optimizer state"] == pytest.approx(8 * weights, rel=0.01)
 
@@ -169,17 +176,19 @@ Trainer(Net(), arguments, train_dataset=rows, eval_dataset=rows, compute_metrics
 """
 
 
-def test_a_trainer_with_metrics_needs_no_switch(tmp_path):
-    found = forecast_of(tmp_path, TRAINED)
+def test_trainer_with_metrics_needs_no_option(tmp_path):
+    found = forecast_script(tmp_path, TRAINED)
     assert found["batch_size"] == 64
-    assert found["split"]["weights"] == pytest.approx(4 * sum(each.numel() for each in net().parameters()), rel=0.01)
+    assert found["split"]["weights"] == pytest.approx(
+        4 * sum(each.numel() for each in build_net().parameters()), rel=0.01
+    )
 
 
-def test_metrics_and_a_script_that_ends_by_itself(tmp_path):
-    text = script(after="seen = accelerator.gather_for_metrics(outputs).numpy(); break").replace(
+def test_metrics_and_a_script_that_ends_itself(tmp_path):
+    text = make_script(after="seen = accelerator.gather_for_metrics(outputs).numpy(); break").replace(
         "raise SystemExit", "str"
     )
-    found = forecast_of(tmp_path, text)
+    found = forecast_script(tmp_path, text)
     assert any("ended after its first update" in each for each in found["caveats"])
 
 
@@ -216,17 +225,17 @@ accelerator.end_training()
 """
 
 
-def test_a_dry_run_saves_loads_and_tracks_nothing(tmp_path):
+def test_dry_run_saves_loads_and_tracks_nothing(tmp_path):
     def list_files():
         return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
 
-    found = forecast_of(tmp_path, KEEPING)
+    found = forecast_script(tmp_path, KEEPING)
     assert [path.name for path in list_files()] == ["train.py"]
     subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True, timeout=300)
     written = list_files()
     assert {"manifest.json", "model.safetensors", "plain.pt", "log.jsonl"} <= {path.name for path in written}
-    # The finished run's checkpoint is not loaded, because no update would be left.
-    again = forecast_of(tmp_path, KEEPING)
+    # The checkpoint of the finished run is not loaded, because no update would remain.
+    again = forecast_script(tmp_path, KEEPING)
     assert again["split"] == found["split"]
     (tmp_path / "train.py").touch()
     assert {path for path, time in list_files().items() if written.get(path) != time} == {tmp_path / "train.py"}
@@ -235,26 +244,26 @@ def test_a_dry_run_saves_loads_and_tracks_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (script(line="outputs = outputs.repeat_interleave(outputs.argmax(1), 0)"), "depends on values"),
+        (make_script(line="outputs = outputs.repeat_interleave(outputs.argmax(1), 0)"), "depends on values"),
         ("print('no training')", "made no update"),
         ("raise SystemExit(3)", "ended with 3"),
-        (script().replace("optimizer = ", "model = torch.compile(model)\noptimizer = ", 1), "torch.compile"),
+        (make_script().replace("optimizer = ", "model = torch.compile(model)\noptimizer = ", 1), "torch.compile"),
     ],
     ids=["data-dependent", "no-training", "exit", "compiled"],
 )  # fmt: skip
 def test_operations_that_prevent_a_forecast_are_reported(tmp_path, text, said):
-    ended = estimate(tmp_path, text)
+    ended = run_estimate(tmp_path, text)
     assert ended.returncode != 0
     assert said in ended.stderr
 
 
-def test_an_error_of_the_script_is_its_own(tmp_path):
-    ended = estimate(tmp_path, "int('x')")
+def test_error_of_the_script_is_reported_unchanged(tmp_path):
+    ended = run_estimate(tmp_path, "int('x')")
     assert ended.returncode != 0
     assert "invalid literal for int()" in ended.stderr
 
 
-def test_wrong_use(tmp_path):
+def test_invalid_use_is_refused(tmp_path):
     command = [sys.executable, "-m", "headway", "estimate"]
     for flags, said in ((["--script", "no.py", "--device", "t4"], "there is no script no.py"),
                         (["--script", "no.py"], "--script needs --device"),

@@ -1,4 +1,4 @@
-"""Plans of pipelines and of context parallelism, compared with numbers computed by hand."""
+"""Test plans of pipelines and of context parallelism against numbers computed by hand."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ MATRIX = 24 * 24 * 4
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch that can be cut."""
+    """Batch that can be split."""
 
     count: int
 
@@ -35,40 +35,40 @@ class Rows:
         return self.loss(model, self.inputs())
 
 
-def four():
+def build_four():
     return Chain(depth=4)
 
 
-def of(schedule, num=8, make=four, ranks=4, strategy="pp", rows=8):
+def plan_pipeline(schedule, num=8, make=build_four, ranks=4, strategy="pp", rows=8):
     return plan(make, strategy, ranks, step=Rows(rows), kwargs_handlers=[PipelineOptions(schedule, num)])
 
 
-def test_stages_by_hand():
-    found = of("1f1b")
+def test_stages_equal_numbers_by_hand():
+    found = plan_pipeline("1f1b")
     assert [stage.share.weights for stage in found.stages] == [MATRIX] * 4
     assert [stage.share.gradients for stage in found.stages] == [MATRIX] * 4
-    # 8 micro-batches of one row, of which stage k has at most 4 - k under way; each layer keeps its input. The first stage's
+    # 8 micro-batches of one row, of which stage k has at most 4 - k in progress. Each layer keeps its input. The first stage's
     # inputs are views of the batch.
     assert [stage.activations for stage in found.stages] == [8 * ROW, 3 * ROW, 2 * ROW, 1 * ROW]
     sent = [sum(v.num_bytes for e, v in stage.exchanges.items() if e.kind == "send") for stage in found.stages]
     assert sent == [8 * ROW, 16 * ROW, 16 * ROW, 8 * ROW]
     assert found.shares.find_fullest().rank == 0
     assert found.total == found.rank0.num_bytes + 8 * ROW
-    assert found.peak > found.total  # with temporaries
+    assert found.peak > found.total  # includes temporaries
     assert (found.saved.num_files, found.saved.per_rank) == (4, 3 * MATRIX)
     assert "by place along the pipeline" in str(found)
 
 
 @pytest.mark.slow
 def test_gpipe_keeps_all_micro_batches():
-    found = of("gpipe")
+    found = plan_pipeline("gpipe")
     assert [stage.activations for stage in found.stages] == [8 * ROW] * 4
-    # As a loop runs it that calls the model: all ranks get its outputs.
+    # A loop that calls the model gets its outputs on all ranks.
     assert found.sent()["pp", "broadcast"] == 8 * ROW
 
 
 def test_replicas_of_stages():
-    found = of("1f1b", 4, ranks=8, strategy="ddp=4+pp=2")
+    found = plan_pipeline("1f1b", 4, ranks=8, strategy="ddp=4+pp=2")
     assert [found.shares.get_share(rank).weights for rank in range(8)] == [2 * MATRIX] * 8
     assert found.sent()["replicate", "all_reduce"] == pytest.approx(2 * MATRIX * 2 * 3 / 4, abs=16)
     assert [stage.share.rank for stage in found.stages] == [0, 4]
@@ -77,8 +77,8 @@ def test_replicas_of_stages():
     assert spent.seconds == pytest.approx(spent.by_axis["replicate"], rel=0.1)
 
 
-def events(schedule, place, num, num_stages):
-    """Of stages that take 1 for a forward and 2 for a backward."""
+def make_events(schedule, place, num, num_stages):
+    """Return events of a stage that takes 1 for a forward and 2 for a backward."""
     back = [place + 1] if place + 1 < num_stages else []
     ahead = [place - 1] if place else []
     forward = [*(("recv", 0, r) for r in ahead), ("compute", 1, 0), *(("send", 0, r) for r in back)]
@@ -89,8 +89,8 @@ def events(schedule, place, num, num_stages):
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_the_bubble_of_equal_stages(schedule):
-    lanes = [StageTimeline(events(schedule, place, 6, 4), place) for place in range(4)]
+def test_idle_time_of_equal_stages(schedule):
+    lanes = [StageTimeline(make_events(schedule, place, 6, 4), place) for place in range(4)]
     taken = simulate_stages(lanes, lambda event: event.amount)
     assert taken == 3 * (6 + 4 - 1)
     assert [lane.busy for lane in lanes] == [18] * 4
@@ -101,11 +101,11 @@ def test_the_bubble_of_equal_stages(schedule):
     ("num_stages", "num"),
     [pytest.param(4, 16, marks=pytest.mark.matrix), pytest.param(4, 8, marks=pytest.mark.matrix), (2, 8)],
 )
-def test_bubbles_are_those_of_the_schedules_theory(num_stages, num):
-    """Of two stages a rank, and backward in two equal halves where it is split; the first stage has no gradient of inputs."""
+def test_idle_time_equals_that_of_the_schedules_theory(num_stages, num):
+    """With two stages per rank, and backward split into two equal halves. The first stage has no gradient of inputs."""
     idle = {}
     for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"):
-        found = of(schedule, num, lambda: Chain(depth=16), num_stages, rows=num)
+        found = plan_pipeline(schedule, num, lambda: Chain(depth=16), num_stages, rows=num)
         lanes = [StageTimeline(stage.events, stage.share.rank) for stage in found.stages]
         taken = simulate_stages(lanes, lambda event: event.amount if event.kind == "compute" else 0.0)
         idle[schedule] = 1 - lanes[-1].busy / taken
@@ -122,19 +122,19 @@ def test_stages_that_wait_for_each_other_are_reported():
 
 
 @pytest.mark.slow
-def test_the_bubble_is_part_of_the_cost():
+def test_idle_time_is_part_of_the_cost():
     fast = ClusterRates(intra=1e30, inter=1e30, flops=1e6)
-    many, few = (compute_cost(of("1f1b", num), fast) for num in (8, 4))
+    many, few = (compute_cost(plan_pipeline("1f1b", num), fast) for num in (8, 4))
     assert 0 < many.bubble < few.bubble
     assert many.seconds == pytest.approx(many.compute + many.bubble)
 
 
-def test_a_schedule_needs_a_batch_that_can_be_cut():
+def test_schedule_needs_a_batch_that_can_be_split():
     with pytest.raises(UnsupportedError, match="inputs\\(\\), loss\\(model, inputs\\)"):
-        plan(four, "pp", 4, step=chain_loss, kwargs_handlers=[PipelineOptions("1f1b")])
+        plan(build_four, "pp", 4, step=chain_loss, kwargs_handlers=[PipelineOptions("1f1b")])
 
 
-def test_too_few_blocks_are_a_reason():
+def test_too_few_blocks_are_reported():
     (row,) = compare_layouts(partial(plan, chain, num_ranks=4, step=chain_loss), ["pp"]).rows
     assert row.plan is None
     assert "too few for 4 stages" in row.reason
@@ -142,16 +142,16 @@ def test_too_few_blocks_are_a_reason():
 
 @pytest.mark.slow
 def test_stages_in_shards():
-    """Each rank holds and writes half of its stage; what is gathered stays for the window, with the gradients."""
-    found, alone = plan(four, "pp=2+fsdp", 4, step=chain_loss), plan(four, "pp", 2, step=chain_loss)
+    """Each rank holds and writes half of its stage. Gathered parameters and gradients stay during the window."""
+    found, alone = plan(build_four, "pp=2+fsdp", 4, step=chain_loss), plan(build_four, "pp", 2, step=chain_loss)
     assert [stage.share.weights for stage in found.stages] == [MATRIX] * 2
     assert found.gathered == 2 * 2 * MATRIX
     assert alone.gathered == 0
     assert (found.shares.saved.num_files, found.shares.saved.num_bytes) == (4, alone.shares.saved.num_bytes)
 
 
-def test_stages_in_parts_of_matrices():
-    """A run compares the gradients of whole parameters at its first update; a plan has none to compare."""
+def test_stages_with_split_matrices():
+    """A run compares the gradients of whole parameters at its first update. A plan has none to compare."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, max_position_embeddings=8)
@@ -167,18 +167,18 @@ def test_stages_in_parts_of_matrices():
 
 
 def test_without_a_step_stages_have_weights_only():
-    found = plan(four, "pp", 2)
+    found = plan(build_four, "pp", 2)
     assert [stage.share.weights for stage in found.stages] == [2 * MATRIX] * 2
     assert found.exchanges is None
     assert "not counted" in str(found)
 
 
 @pytest.mark.slow
-def test_parameters_are_shared_along_both_axes_of_cut_sequences():
+def test_parameters_are_shared_along_both_axes_of_split_sequences():
     found, shards = plan(llama, "fsdp+cp=2", 4, step=loss), plan(llama, "fsdp", 4, step=loss)
     for rank in range(4):
         assert found.shares.get_share(rank) == shards.shares.get_share(rank)
-    # Of four ranks that share parameters each sends three quarters, of two that share a sequence half.
+    # Each of four ranks that share parameters sends three quarters, and each of two that share a sequence sends half.
     assert found.sent()["shard_cp", "all_gather"] == shards.sent()["shard", "all_gather"]
     assert found.saved == shards.saved
     assert found.gathered == shards.gathered

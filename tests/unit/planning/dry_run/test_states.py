@@ -1,4 +1,4 @@
-"""Bytes of optimizer state in a plan, compared with those of torch's optimizers on one process."""
+"""Test bytes of optimizer state in a plan against those of torch's optimizers on one process."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ import headway
 
 
 class Model(nn.Module):
-    """Its large matrix is owned by rank 0, and rank 1 has an empty shard of its scalar bias."""
+    """Model with a large matrix that rank 0 owns, and a scalar bias of which rank 1 has an empty shard."""
 
     def __init__(self):
         super().__init__()
@@ -19,9 +19,9 @@ class Model(nn.Module):
         return self.large(x).sum() + sum(part(x).sum() for part in self.small) + self.scalar.sum()
 
 
-def test_shards_that_the_dry_run_rank_lacks_are_counted():
+def test_shards_missing_on_the_dry_run_rank_are_counted():
     planned = headway.plan(Model, "fsdp", 2, step=lambda model: model(torch.zeros(8, 64)), optimizer="muon")
     states = [planned.shares.get_share(rank).optimizer_state for rank in range(2)]
-    matrices = 4 * (64 * 64 + 12 * 64 * 24)  # one momentum of each
+    matrices = 4 * (64 * 64 + 12 * 64 * 24)  # one momentum for each
     assert sum(states) == matrices + 2 * 4 + 2 * 4  # two moments of the scalar, and its step count on both ranks
-    assert states[1] > states[0]  # so the dry run was that of rank 1
+    assert states[1] > states[0]  # so rank 1 was dry-run

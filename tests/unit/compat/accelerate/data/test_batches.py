@@ -1,9 +1,10 @@
-"""Nested batches as functions."""
+"""Test Accelerate's functions on nested batches: apply, move, concatenate, convert and inspect."""
 
 from collections import OrderedDict, defaultdict, namedtuple
 
 import pytest
 import torch
+from accelerate.utils import operations as their_operations
 
 from headway.compat.accelerate.data import batches
 
@@ -11,6 +12,8 @@ Pair = namedtuple("Pair", "one other")
 
 
 class Encoding(dict):
+    """Dictionary with its own `to`, like the encodings of transformers."""
+
     def to(self, device):
         return Encoding({key: f"{value}@{device}" for key, value in self.items()})
 
@@ -24,13 +27,13 @@ def test_containers_keep_their_types():
     assert found["order"]["x"][1] == "text"
 
 
-def test_other_leaves_are_an_error_where_asked():
+def test_unsupported_leaf_raises_an_error_on_request():
     with pytest.raises(TypeError, match=r"Unsupported types .<class 'str'>. passed to `abs`"):
         batches.recursively_apply(abs, ["a"], error_on_other_type=True)
     assert batches.recursively_apply(len, ["abc"], test_type=lambda leaf: isinstance(leaf, str)) == [3]
 
 
-def test_sending():
+def test_send_to_device():
     counted = defaultdict(list, {"x": torch.ones(1)})
     sent = batches.send_to_device({"a": counted, "b": Encoding(x=1), "c": [torch.ones(2), 3]}, "meta", skip_keys=["c"])
     assert isinstance(sent["a"], defaultdict)
@@ -41,7 +44,7 @@ def test_sending():
     assert batches.send_to_device(Pair(torch.ones(1), "text"), "meta", non_blocking=True).one.is_meta
 
 
-def test_joining():
+def test_concatenate():
     joined = batches.concatenate([Pair(torch.ones(1), {"x": torch.zeros(2)})] * 2)
     assert isinstance(joined, Pair)
     assert joined.other["x"].shape == (4,)
@@ -51,7 +54,7 @@ def test_joining():
         batches.concatenate(["one", "two"])
 
 
-def test_converting_and_looking():
+def test_conversions_and_queries():
     half = torch.ones(2, dtype=torch.bfloat16)
     assert batches.convert_to_fp32([half])[0].dtype == torch.float32
     assert batches.convert_outputs_to_fp32(lambda: {"x": half})()["x"].dtype == torch.float32
@@ -63,3 +66,8 @@ def test_converting_and_looking():
     assert not batches.is_namedtuple((1, 2))
     assert batches.honor_type(Pair(1, 2), iter([3, 4])) == Pair(3, 4)
     assert batches.is_torch_tensor(half)
+
+
+def test_batch_size_of_any_object_equals_accelerates():
+    for data in ({"x": torch.ones(3, 2)}, [], "text", [torch.ones(2)]):
+        assert batches.ignorant_find_batch_size(data) == their_operations.ignorant_find_batch_size(data)

@@ -1,4 +1,4 @@
-"""Orders, draws and ends under `import accelerate`, as Accelerate's own loaders have them."""
+"""Test that sample orders, random draws and ends of loaders under `import accelerate` equal those of Accelerate."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from headway.core.data.build import prepare_loader
 from headway.core.data.loader import LoaderEvents
 from headway.core.data.sampling.order import LoadingRules, SamplerOrder
 from headway.core.data.sampling.shard import ShardIndex
-from tests.unit.core.data.fakes import Numbers, Stream, on_ranks
+from tests.unit.core.data.fakes import Numbers, Stream, run_on_ranks
 
 
 def prepare(loader, shard=ShardIndex(0, 1), collectives=None, rules=None, device=None, **config):
@@ -21,14 +21,14 @@ def prepare(loader, shard=ShardIndex(0, 1), collectives=None, rules=None, device
     )  # fmt: skip
 
 
-def epoch(loader):
+def read_epoch(loader):
     return [row for batch in loader for row in batch.tolist()]
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"replacement": True}, {"num_samples": 5}, {"num_samples": 30, "replacement": True}], ids=str
 )
-def test_a_seedable_order_is_that_of_accelerates_sampler(options):
+def test_seedable_order_equals_that_of_accelerates_sampler(options):
     theirs = SeedableRandomSampler(range(12), data_seed=3, **options)
     ours = SeededShuffle(RandomSampler(range(12), **options), 3)
     assert len(ours) == len(theirs)
@@ -37,7 +37,7 @@ def test_a_seedable_order_is_that_of_accelerates_sampler(options):
         assert list(map(int, ours.draw(number))) == list(theirs)
 
 
-def test_it_begins_with_data_seed_or_with_torchs_seed():
+def test_seedable_order_starts_with_data_seed_or_torchs_seed():
     torch.manual_seed(4)
     loader = DataLoader(Numbers(12), batch_size=4, shuffle=True)
     by_torch, given = (
@@ -45,23 +45,23 @@ def test_it_begins_with_data_seed_or_with_torchs_seed():
         prepare(loader, use_seedable_sampler=True, data_seed=8),
     )
     for prepared, seed in ((by_torch, 4), (given, 8)):
-        assert epoch(prepared) == torch.randperm(12, generator=torch.Generator().manual_seed(seed)).tolist()
-        assert epoch(prepared) == torch.randperm(12, generator=torch.Generator().manual_seed(seed + 1)).tolist()
+        assert read_epoch(prepared) == torch.randperm(12, generator=torch.Generator().manual_seed(seed)).tolist()
+        assert read_epoch(prepared) == torch.randperm(12, generator=torch.Generator().manual_seed(seed + 1)).tolist()
 
 
-def test_it_moves_the_global_stream_as_far_as_a_plain_loader_without_shuffling():
+def test_seedable_order_advances_the_global_rng_like_a_loader_without_shuffling():
     torch.manual_seed(4)
-    epoch(DataLoader(Numbers(8), batch_size=4))
+    read_epoch(DataLoader(Numbers(8), batch_size=4))
     expected = torch.rand(1)
     torch.manual_seed(4)
-    epoch(prepare(DataLoader(Numbers(8), batch_size=4, shuffle=True), use_seedable_sampler=True))
+    read_epoch(prepare(DataLoader(Numbers(8), batch_size=4, shuffle=True), use_seedable_sampler=True))
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_a_resumed_loader_goes_on_in_the_seed_of_the_run_it_resumes():
+def test_resumed_loader_keeps_the_seed_of_the_run_it_resumes():
     torch.manual_seed(4)
     first = prepare(DataLoader(Numbers(12), batch_size=4, shuffle=True), use_seedable_sampler=True)
-    epoch(first)
+    read_epoch(first)
     passing = iter(first)
     begun = next(passing).tolist()
     state = first.state_dict()
@@ -69,43 +69,43 @@ def test_a_resumed_loader_goes_on_in_the_seed_of_the_run_it_resumes():
     torch.manual_seed(5)
     other = prepare(DataLoader(Numbers(12), batch_size=4, shuffle=True), use_seedable_sampler=True)
     other.load_state_dict(state)
-    assert epoch(other) == rest
+    assert read_epoch(other) == rest
     assert sorted(begun + rest) == list(range(12))
-    assert epoch(other) == epoch(first)
+    assert read_epoch(other) == read_epoch(first)
 
 
-def test_ranks_shuffle_by_one_generator_that_was_seeded_when_the_loader_was_prepared():
+def test_ranks_shuffle_with_one_generator_seeded_in_prepare():
     torch.manual_seed(4)
     possible = []
-    for _ in range(2):  # played by threads, ranks draw from one stream, and either may come first
+    for _ in range(2):  # ranks are threads here and share one RNG, so either may draw first
         generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         sampler = RandomSampler(range(8), generator=generator)
         possible.append([list(sampler) for _ in range(2)])
 
-    def on_rank(rank, collectives):
+    def run_rank(rank, collectives):
         loader = DataLoader(Numbers(8), batch_size=4, shuffle=True)
         prepared = prepare(loader, ShardIndex(rank, 2), collectives, use_seedable_sampler=False)
-        return [epoch(prepared) for _ in range(2)]
+        return [read_epoch(prepared) for _ in range(2)]
 
     torch.manual_seed(4)
-    first, second = on_ranks(2, on_rank)
+    first, second = run_on_ranks(2, run_rank)
     assert [one + other for one, other in zip(first, second)] in possible
 
 
-def test_other_samplers_draw_from_the_streams_that_they_find():
+def test_other_samplers_draw_from_the_current_rng_state():
     config = DataLoaderConfiguration(use_seedable_sampler=True)
     sampler = SubsetRandomSampler(range(9))
     torch.manual_seed(4)
-    expected = epoch(DataLoader(Numbers(9), batch_size=3, sampler=sampler))
+    expected = read_epoch(DataLoader(Numbers(9), batch_size=3, sampler=sampler))
     torch.manual_seed(4)
     prepared = prepare(DataLoader(Numbers(9), batch_size=3, sampler=sampler), use_seedable_sampler=True)
     assert isinstance(prepared._feed.order, SamplerOrder)
-    assert epoch(prepared) == expected
+    assert read_epoch(prepared) == expected
     assert not AccelerateRules().has_seeded_order(config)
 
 
 @pytest.mark.parametrize(("rules", "num_ahead"), [(AccelerateRules(), 1), (LoadingRules(), 0)], ids=["theirs", "ours"])
-def test_a_batch_is_fetched_before_the_one_in_hand_is_done_with(rules, num_ahead):
+def test_accelerates_rules_fetch_one_batch_ahead(rules, num_ahead):
     data = Numbers(6)
     for number, _ in enumerate(prepare(DataLoader(data, batch_size=2), rules=rules), start=1):
         assert len(data.fetched) == min(6, 2 * (number + num_ahead))
@@ -114,16 +114,16 @@ def test_a_batch_is_fetched_before_the_one_in_hand_is_done_with(rules, num_ahead
 @pytest.mark.parametrize(
     ("is_dispatched", "expected"), [(None, [[8, 9, 10], [11, 12, 0]]), (False, [[8, 9, 10, 11], [12, 0, 1, 2]])]
 )
-def test_a_stream_ends_in_batches_of_equal_size_where_accelerates_main_process_reads_it(is_dispatched, expected):
-    def on_rank(rank, collectives):
+def test_stream_ends_with_equal_batches_if_dispatched(is_dispatched, expected):
+    def run_rank(rank, collectives):
         loader = DataLoader(Stream(13), batch_size=4)
-        device = torch.device("cpu")  # without one Accelerate does not dispatch
+        device = torch.device("cpu")  # Accelerate dispatches only if a device is given
         prepared = prepare(loader, ShardIndex(rank, 2), collectives, device=device, dispatch_batches=is_dispatched)
         return [batch.tolist() for batch in prepared][-1]
 
-    assert on_ranks(2, on_rank) == expected
+    assert run_on_ranks(2, run_rank) == expected
 
 
-def test_a_dispatcher_made_by_hand_takes_split_batches():
+def test_dispatcher_built_by_hand_accepts_split_batches():
     loader = DataLoaderDispatcher(list(range(8)), split_batches=True, batch_size=4)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -1,4 +1,4 @@
-"""Samplers, shards and loaders as scripts build them by hand: the same indices as the real package, everywhere."""
+"""Test that samplers, dataset shards and loaders that scripts build by hand give the same indices as Accelerate's."""
 
 from itertools import product
 
@@ -14,7 +14,7 @@ LENGTHS = [*range(14), 23, 24, 25]
 
 
 class Ragged:
-    """Batches of any length, with no batch size."""
+    """Batch sampler whose batches differ in length and which has no batch size."""
 
     def __init__(self, num_batches):
         self.batches = [list(range(10 * n, 10 * n + n % 3 + 1)) for n in range(num_batches)]
@@ -38,7 +38,7 @@ class Stream(IterableDataset):
 
 
 class Shuffled(Stream):
-    """With a generator of its own, which a shard seeds by its epoch."""
+    """Stream shuffled by its own generator, which a shard seeds by the epoch."""
 
     def __init__(self, length):
         super().__init__(length)
@@ -50,7 +50,7 @@ class Shuffled(Stream):
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
 @pytest.mark.parametrize("split", [False, True])
-def test_batches_are_shared_alike(num_processes, split):
+def test_batch_sampler_shards_equal_accelerates(num_processes, split):
     num_cases = 0
     for length, size, drop, even in product(LENGTHS, (1, 2, 3, 4, 6), (False, True), (False, True)):
         if split and size % num_processes:
@@ -71,7 +71,7 @@ def test_batches_are_shared_alike(num_processes, split):
 
 
 @pytest.mark.parametrize("even", [False, True])
-def test_batches_of_any_length_are_shared_alike(even):
+def test_batches_of_different_lengths_are_split_like_accelerates(even):
     for num_batches, num_processes in product(range(10), (1, 2, 3)):
         for index in range(num_processes):
             one, other = (
@@ -81,7 +81,7 @@ def test_batches_of_any_length_are_shared_alike(even):
             assert list(other) == list(one), (num_batches, num_processes, index)
 
 
-def test_what_cannot_be_split_is_an_error():
+def test_batch_size_that_cannot_be_split_is_refused():
     for kind in (theirs, ours):
         with pytest.raises(ValueError, match="3"):
             kind.BatchSamplerShard(BatchSampler(SequentialSampler(range(9)), 3, False), 2, 0, True)
@@ -89,7 +89,7 @@ def test_what_cannot_be_split_is_an_error():
             kind.IterableDatasetShard(Stream(9), 3, False, 2, 0, True)
 
 
-def test_streams_are_shared_alike():
+def test_dataset_shards_equal_accelerates():
     num_cases = 0
     for length, size, drop, count, split in product(LENGTHS, (1, 2, 4), (False, True), (1, 2, 4), (False, True)):
         if split and size % count:
@@ -104,7 +104,7 @@ def test_streams_are_shared_alike():
     assert num_cases > 400
 
 
-def test_a_streams_own_generator_follows_the_epoch():
+def test_generator_of_a_stream_follows_the_epoch():
     one, other = (kind.IterableDatasetShard(Shuffled(9), 2, False, 2, 1) for kind in (theirs, ours))
     for epoch in (0, 3, 4):
         one.set_epoch(epoch)
@@ -113,7 +113,7 @@ def test_a_streams_own_generator_follows_the_epoch():
 
 
 @pytest.mark.parametrize("options", [{"data_seed": 7}, {"data_seed": 7, "replacement": True, "num_samples": 5}, {}])
-def test_seeded_orders_are_the_same(options):
+def test_seeded_orders_equal_accelerates(options):
     torch.manual_seed(3)
     one, other = (kind.SeedableRandomSampler(range(11), **options) for kind in (theirs, ours))
     orders = [list(one) for _ in range(3)]
@@ -130,7 +130,7 @@ def test_seeded_orders_are_the_same(options):
     assert list(other) == list(one)
 
 
-def test_what_skips():
+def test_skipping_samplers_and_loaders_equal_accelerates():
     for count in range(5):
         batches = BatchSampler(SequentialSampler(range(10)), 3, False)
         one, other = (kind.SkipBatchSampler(batches, count) for kind in (theirs, ours))
@@ -142,7 +142,7 @@ def test_what_skips():
         assert [each.tolist() for each in other] == [each.tolist() for each in one]
 
 
-def test_the_sampler_below():
+def test_get_sampler_finds_the_innermost_sampler():
     sampler = SequentialSampler(range(6))
     batches = BatchSampler(sampler, 2, False)
     for loader in (
@@ -155,7 +155,7 @@ def test_the_sampler_below():
 
 
 @pytest.mark.parametrize(("split", "even", "drop"), list(product((False, True), (False, True), (False, True))))
-def test_a_loader_shared_out_by_the_function(split, even, drop):
+def test_prepare_data_loader_splits_like_accelerates(split, even, drop):
     for length, index in product((8, 16, 19), (0, 1)):
         one, other = (
             kind.prepare_data_loader(
@@ -167,19 +167,19 @@ def test_a_loader_shared_out_by_the_function(split, even, drop):
             )
             for kind in (theirs, loaders)
         )
-        # Headway's ranks stay in step: one without a batch in the last round gets one that weighs nothing.
+        # All ranks of Headway have equally many batches. A rank without rows gets a filler batch of weight 0.
         found = [each.tolist() for each in other if even or other.num_valid]
         assert found == [each.tolist() for each in one], (length, index)
         assert not isinstance(other, loaders.DataLoaderDispatcher)
 
 
-def test_a_seedable_order_of_one_process():
-    def make(kind, **options):
+def test_seedable_order_of_one_process():
+    def prepare(kind, **options):
         torch.manual_seed(4)
         loader = DataLoader(range(9), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1))
         return kind.prepare_data_loader(loader, put_on_device=True, **options)
 
-    one, other = make(theirs), make(loaders)
+    one, other = prepare(theirs), prepare(loaders)
     assert [each.tolist() for each in other] == [each.tolist() for each in one]
-    dispatched = make(loaders, dispatch_batches=True)
+    dispatched = prepare(loaders, dispatch_batches=True)
     assert sorted(row for each in dispatched for row in each.tolist()) == list(range(9))

@@ -1,4 +1,4 @@
-"""What is installed and what this machine can do, as Accelerate says it."""
+"""Test the functions that report installed packages and the abilities of the machine against Accelerate's."""
 
 import accelerate.utils
 import accelerate.utils.imports as theirs
@@ -11,22 +11,24 @@ from headway.compat.accelerate.launching import available
 from headway.compat.accelerate.served.tables import SERVED
 from headway.errors import ConfigError
 
-# A setting of Accelerate's; what it does with pipelines; and one with arguments.
+# `is_rich_available` depends on a setting of Accelerate, and `is_torch_version` takes arguments.
 ELSEWHERE = {"is_rich_available", "is_torch_version"}
+
+
 PROBES = sorted(name for name in SERVED if name.startswith("is_") and hasattr(theirs, name) and name not in ELSEWHERE)
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_the_answer_is_that_of_accelerate(name):
+def test_probe_answers_like_accelerate(name):
     assert getattr(headway, name)() == bool(getattr(theirs, name)())
 
 
-def test_there_are_many():
+def test_probes_are_many():
     assert len(PROBES) > 50
 
 
-def test_a_mere_folder_is_no_package(tmp_path, monkeypatch):
-    """Trackers make folders of their own names beside the script: `wandb/`, say."""
+def test_folder_without_init_is_not_a_package(tmp_path, monkeypatch):
+    """Trackers create folders with their own names beside the script, such as `wandb/`."""
     (tmp_path / "tracker_of_nobody").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     probe = available._probe("is_tracker_available", "tracker_of_nobody")
@@ -35,7 +37,7 @@ def test_a_mere_folder_is_no_package(tmp_path, monkeypatch):
     assert probe()
 
 
-def test_versions():
+def test_versions_are_compared():
     assert headway.compare_versions("torch", ">=", "2.0")
     assert not headway.compare_versions(version.parse("1.9"), ">", "1.10")
     assert headway.compare_versions(version.parse("2.0.0rc1"), "<", "2.0")
@@ -46,8 +48,15 @@ def test_versions():
         headway.is_torch_version("=>", "2.0")
 
 
-def test_a_version_in_a_range():
+def test_package_version_is_in_a_range():
     assert available._has("numpy", "1.0")
     assert not available._has("numpy", "99.0")
     assert not available._has("numpy", below="1.0")
     assert not available._has("no_such.package")
+
+
+def test_fp8_capability(monkeypatch):
+    monkeypatch.setattr(available, "_ask", lambda field: ["8.9"])
+    assert available.check_cuda_fp8_capability() is True
+    monkeypatch.setattr(available, "_ask", lambda field: ["8.6", "9.0"])
+    assert available.check_cuda_fp8_capability() is False

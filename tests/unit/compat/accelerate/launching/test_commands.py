@@ -1,4 +1,4 @@
-"""Command lines that name a config file of Accelerate's."""
+"""Test command lines that name a config file of Accelerate, and `accelerate to-fsdp2`."""
 
 import json
 
@@ -21,49 +21,49 @@ fsdp_config:
 """
 
 
-def settings(path):
+def read_settings(path):
     return {name: value.value for name, value in parse_config(open(path, "rb").read(), str(path)).items()}
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_accelerates_file_is_translated(tmp_path, joined):
+def test_config_file_of_accelerate_is_translated(tmp_path, joined):
     file = tmp_path / "theirs.yaml"
     file.write_text(THEIRS)
     told = [f"--config-file={file}"] if joined else ["--config_file", str(file)]
     line, more = replace_config_file(["--cpu", *told, "--debug", "train.py", "--config_file", "the script's"], tmp_path)
     assert line[:2] == ["--cpu", "--config_file"]
     assert line[3:] == ["--debug", "train.py", "--config_file", "the script's"]
-    assert settings(line[2]).items() >= {"num_processes": 4, "strategy": "fsdp"}.items()
+    assert read_settings(line[2]).items() >= {"num_processes": 4, "strategy": "fsdp"}.items()
     assert more == {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 
 
-def test_headways_file_stays(tmp_path):
+def test_config_file_of_headway_is_kept(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text("num_processes: 2\n")
     line = ["--config_file", str(file), "train.py"]
     assert replace_config_file(line, tmp_path) == (line, {})
 
 
-def test_what_follows_the_script_is_its_own(tmp_path):
+def test_script_arguments_are_kept(tmp_path):
     for line in (["train.py", "--config_file", "missing.yaml"], ["-m", "train", "--config_file", "missing.yaml"]):
         assert replace_config_file(line, tmp_path) == (line, {})
 
 
-def test_a_file_of_one_process_starts_one(tmp_path):
+def test_file_for_one_process_starts_one(tmp_path):
     file = tmp_path / "single.yaml"
     file.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 8\n")
     line, _ = replace_config_file(["--config_file", str(file), "train.py"], tmp_path)
-    assert settings(line[1])["num_processes"] == 1
+    assert read_settings(line[1])["num_processes"] == 1
 
 
-def test_a_key_that_is_lost_is_said(tmp_path, capsys):
+def test_dropped_key_is_reported(tmp_path, capsys):
     file = tmp_path / "theirs.yaml"
     file.write_text("distributed_type: MEGATRON_LM\nmegatron_lm_config:\n  megatron_lm_tp_degree: 2\n")
     replace_config_file(["--config_file", str(file), "train.py"], tmp_path)
     assert "megatron_lm_config" in capsys.readouterr().err
 
 
-def test_an_unknown_key_is_an_error(tmp_path):
+def test_unknown_key_is_refused(tmp_path):
     file = tmp_path / "theirs.yaml"
     file.write_text("num_proceses: 2\n")
     with pytest.raises(ConfigError, match="num_proceses"):
@@ -77,14 +77,14 @@ SECTIONS = st.dictionaries(
 
 
 @given(section=SECTIONS)
-def test_keys_of_version_two_are_the_peers(section):
+def test_fsdp2_keys_equal_accelerates(section):
     for config in ({"fsdp_config": section}, {}):
         texts = [json.dumps(config)] * 2
         theirs, ours = to_fsdp2.convert_config_to_fsdp2, commands.convert_config_to_fsdp2
         assert ours(json.loads(texts[0])) == theirs(json.loads(texts[1]))
 
 
-def test_a_file_is_rewritten_for_version_two(tmp_path, monkeypatch, capsys):
+def test_to_fsdp2_rewrites_a_file(tmp_path, monkeypatch, capsys):
     source, made = tmp_path / "one.yaml", tmp_path / "two.yaml"
     source.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n")
     line = ["accelerate", "to-fsdp2", "--config_file", str(source)]

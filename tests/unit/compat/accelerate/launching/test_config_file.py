@@ -1,4 +1,4 @@
-"""Files of Accelerate's: what each key becomes."""
+"""Test the translation of Accelerate's config files: the setting that each key becomes, and keys that are lost."""
 
 import pytest
 import yaml
@@ -7,7 +7,7 @@ from headway.compat.accelerate.launching.config_file import translate
 from headway.core.config.launch import LaunchConfig
 from headway.errors import ConfigError
 
-# What the peer's `config` writes for a machine with eight GPUs.
+# File that `accelerate config` writes for a machine with eight GPUs.
 GPUS = """
 compute_environment: LOCAL_MACHINE
 debug: false
@@ -29,12 +29,12 @@ use_cpu: false
 """
 
 
-def of(text):
+def translate_text(text):
     return translate(yaml.safe_load(text), "a.yaml")
 
 
-def test_an_ordinary_file_is_kept_whole():
-    made = of(GPUS)
+def test_usual_file_is_translated_without_loss():
+    made = translate_text(GPUS)
     assert made.num_lost == 0
     assert [key for key, _ in made.lines] == list(yaml.safe_load(GPUS))
     assert made.config == LaunchConfig(
@@ -57,8 +57,8 @@ deepspeed_config:
 """
 
 
-def test_every_key_of_deepspeed_is_told():
-    made = of(DEEPSPEED)
+def test_all_keys_of_deepspeed_are_reported():
+    made = translate_text(DEEPSPEED)
     assert made.num_lost == 0
     assert set(dict(made.lines)) == {f"deepspeed_config.{key}" for key in yaml.safe_load(DEEPSPEED)["deepspeed_config"]} | {
         "distributed_type", "together",
@@ -68,32 +68,34 @@ def test_every_key_of_deepspeed_is_told():
     )
 
 
-def test_deepspeed_by_its_own_file():
-    made = of("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json, zero3_init_flag: true}")
+def test_deepspeed_config_file_is_kept():
+    made = translate_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json, zero3_init_flag: true}"
+    )
     assert made.num_lost == 1
     assert "supports models on the meta device" in dict(made.lines)["deepspeed_config.zero3_init_flag"]
     assert made.config == LaunchConfig(strategy="deepspeed", deepspeed_config_file="ds.json")
 
 
-def test_accumulation_that_deepspeed_leaves_to_the_script():
-    assert of("deepspeed_config: {gradient_accumulation_steps: auto}").config == LaunchConfig()
+def test_automatic_accumulation_steps_stay_unset():
+    assert translate_text("deepspeed_config: {gradient_accumulation_steps: auto}").config == LaunchConfig()
 
 
-def test_processes_on_the_cpu():
-    assert of("distributed_type: MULTI_CPU\nnum_processes: 4\nuse_cpu: true\n").config == LaunchConfig(
+def test_multi_cpu_becomes_cpu():
+    assert translate_text("distributed_type: MULTI_CPU\nnum_processes: 4\nuse_cpu: true\n").config == LaunchConfig(
         cpu=True, num_processes=4
     )
 
 
 @pytest.mark.parametrize("kind", ["MULTI_GPU", "MULTI_NPU", "MULTI_HPU"])
-def test_every_kind_of_accelerator_is_found_by_the_launch(kind):
-    made = of(f"distributed_type: {kind}\n")
+def test_all_accelerator_types_are_left_to_the_launcher(kind):
+    made = translate_text(f"distributed_type: {kind}\n")
     assert made.num_lost == 0
     assert "one process per accelerator" in dict(made.lines)["distributed_type"]
 
 
-def test_undecided_stays_undecided():
-    assert of("num_processes: -1\nmain_process_ip: null\n").config == LaunchConfig()
+def test_undecided_values_stay_unset():
+    assert translate_text("num_processes: -1\nmain_process_ip: null\n").config == LaunchConfig()
 
 
 @pytest.mark.parametrize(
@@ -116,20 +118,20 @@ def test_undecided_stays_undecided():
         ("rdzv_backend: etcd", "rdzv_backend='etcd'"),
     ],
 )
-def test_what_cannot_be(text, message):
+def test_invalid_file_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
-        of(text)
+        translate_text(text)
 
 
-def test_fp8_is_kept_and_its_engine_and_tpus_are_lost_by_name():
-    made = of("mixed_precision: fp8\nfp8_config:\n  backend: TE\ndistributed_type: XLA\ntpu_name: mine\n")
+def test_fp8_is_kept_and_its_engine_and_tpus_are_reported_as_lost():
+    made = translate_text("mixed_precision: fp8\nfp8_config:\n  backend: TE\ndistributed_type: XLA\ntpu_name: mine\n")
     assert made.config.mixed_precision == "fp8"
     assert made.num_lost == 3
     assert "float8 runs through torchao" in dict(made.lines)["fp8_config.backend"]
     assert "TPU" in dict(made.lines)["tpu_name"]
 
 
-# As Accelerate's questionnaire writes it: version 1, and sizes besides.
+# File that `accelerate config` writes for FSDP version 1.
 SHARDED = """
 distributed_type: FSDP
 fsdp_config:
@@ -148,8 +150,8 @@ fsdp_config:
 """
 
 
-def test_every_key_of_sharding_is_told():
-    made = of(SHARDED)
+def test_all_keys_of_fsdp_are_reported():
+    made = translate_text(SHARDED)
     assert made.num_lost == 0
     told = dict(made.lines)
     keys = {f"fsdp_config.{key}" for key in yaml.safe_load(SHARDED)["fsdp_config"]}
@@ -162,8 +164,8 @@ def test_every_key_of_sharding_is_told():
     )  # fmt: skip
 
 
-def test_sizes_make_the_layout():
-    made = of(
+def test_sizes_give_the_layout():
+    made = translate_text(
         "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_min_num_params: 2000, fsdp_auto_wrap_policy: SIZE_BASED_WRAP}\n"
         "parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 4, "
         "parallelism_config_tp_size: 2, parallelism_config_cp_size: 1}\n"
@@ -179,14 +181,14 @@ def test_sizes_make_the_layout():
     [("FULL_SHARD", "fsdp", None), ("1", "fsdp", None), (2, "fsdp", False), ("NO_SHARD", "ddp", None),
      ("HYBRID_SHARD", "hsdp", None), ("hybrid_shard_zero2", "hsdp", False)],
 )  # fmt: skip
-def test_the_layouts_of_version_1(word, strategy, reshards):
-    config = of(f"fsdp_config: {{fsdp_sharding_strategy: {word}}}").config
+def test_sharding_strategies_of_fsdp_1_give_layouts(word, strategy, reshards):
+    config = translate_text(f"fsdp_config: {{fsdp_sharding_strategy: {word}}}").config
     assert config.strategy == strategy
     assert (config.fsdp_reshard_after_forward if config.is_set("fsdp_reshard_after_forward") else None) is reshards
 
 
-def test_what_is_not_served_is_counted():
-    made = of(
+def test_unsupported_keys_are_counted_and_explained():
+    made = translate_text(
         "distributed_type: FSDP\nfsdp_config: {fsdp_ignored_modules: head, fsdp_shard_more: 1, fsdp_min_num_params: 0}\n"
         "parallelism_config: {parallelism_config_sp_size: 2, parallelism_config_sp_backend: deepspeed}\n"
     )

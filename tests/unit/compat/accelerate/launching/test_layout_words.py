@@ -1,4 +1,4 @@
-"""Accelerate's words for layouts: each key is served, needless or refused, and none is forgotten."""
+"""Test Accelerate's options for layouts: each is supported, unneeded or refused, and none is missing."""
 
 from functools import partial
 
@@ -15,18 +15,18 @@ from headway.core.config.values import check_file_value
 from headway.errors import ConfigError
 
 
-def read(**fsdp):
+def read_fsdp_options(**fsdp):
     found = LayoutRequest()
     for name, value in fsdp.items():
         read_fsdp(found, name, value)
     return found
 
 
-def settings(found):
+def get_settings(found):
     return {name: value for name, (value, _) in found.settings.items()}
 
 
-def test_no_flag_of_the_peers_launcher_is_forgotten():
+def test_all_layout_flags_of_accelerate_launch_are_known():
     flags = {action.dest for action in launch_command_parser()._actions}
     fsdp = {flag.removeprefix("fsdp_") for flag in flags if flag.startswith("fsdp_")}
     sizes = {flag.removeprefix("parallelism_config_") for flag in flags if flag.startswith("parallelism_config_")}
@@ -78,11 +78,11 @@ def test_no_flag_of_the_peers_launcher_is_forgotten():
         ("activation_checkpointing_offload", False, {"activation_checkpointing_offload": False}),
     ],
 )
-def test_what_is_served(name, value, wanted):
-    found = read(**{name: value})
-    assert settings(found) == wanted
+def test_supported_option_becomes_a_setting(name, value, wanted):
+    found = read_fsdp_options(**{name: value})
+    assert get_settings(found) == wanted
     assert found.refused == {}
-    for setting, decided in wanted.items():  # and the config file takes it back
+    for setting, decided in wanted.items():  # a config file accepts the value, too
         assert check_file_value(SETTINGS[setting], decided, "") == decided
 
 
@@ -94,9 +94,9 @@ def test_what_is_served(name, value, wanted):
      ("state_dict_type", "FULL_STATE_DICT"), ("state_dict_config", object()), ("optim_state_dict_config", object()),
      ("min_num_params", 0)],
 )  # fmt: skip
-def test_what_changes_nothing_says_why(name, value):
-    found = read(**{name: value})
-    assert settings(found) == found.refused == {}
+def test_option_without_effect_gets_a_reason(name, value):
+    found = read_fsdp_options(**{name: value})
+    assert get_settings(found) == found.refused == {}
     [(key, text)] = found.lines
     assert (key, text.partition(": ")[0]) == (f"fsdp_{name}", "not needed")
 
@@ -105,17 +105,22 @@ def test_what_changes_nothing_says_why(name, value):
     ("name", "value"),
     [("ignored_modules", "head"), ("param_init_fn", print), ("auto_wrap_policy", lambda *a: True)],
 )
-def test_what_is_refused_has_a_remedy(name, value):
-    assert len(read(**{name: value}).refused[f"fsdp_{name}"].split()) > 8
+def test_refused_option_gets_a_remedy(name, value):
+    assert len(read_fsdp_options(**{name: value}).refused[f"fsdp_{name}"].split()) > 8
 
 
-def test_policies_of_precision():
-    assert read(mixed_precision_policy="bf16").dtypes == {"param_dtype": "bf16", "reduce_dtype": "bf16"}
+def test_mixed_precision_policies_become_dtypes():
+    assert read_fsdp_options(mixed_precision_policy="bf16").dtypes == {"param_dtype": "bf16", "reduce_dtype": "bf16"}
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    assert read(mixed_precision_policy=policy).dtypes == {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    assert read(mixed_precision_policy={"output_dtype": torch.float32}).dtypes == {"output_dtype": torch.float32}
+    assert read_fsdp_options(mixed_precision_policy=policy).dtypes == {
+        "param_dtype": torch.bfloat16,
+        "reduce_dtype": torch.float32,
+    }
+    assert read_fsdp_options(mixed_precision_policy={"output_dtype": torch.float32}).dtypes == {
+        "output_dtype": torch.float32
+    }
     with pytest.raises(ConfigError, match="has 'dtype'; allowed: param_dtype"):
-        read(mixed_precision_policy={"dtype": torch.float32})
+        read_fsdp_options(mixed_precision_policy={"dtype": torch.float32})
 
 
 @pytest.mark.parametrize(
@@ -127,12 +132,12 @@ def test_policies_of_precision():
      ("state_dict_type", "SHARDED", "allowed: FULL_STATE_DICT"), ("backward_prefetch", "PRE", "allowed: BACKWARD_PRE"),
      ("sharding", "x", "fsdp_sharding is not an FSDP option")],
 )  # fmt: skip
-def test_what_cannot_be(name, value, told):
+def test_invalid_option_is_refused(name, value, told):
     with pytest.raises(ConfigError, match=told):
-        read(**{name: value})
+        read_fsdp_options(**{name: value})
 
 
-def test_sizes_and_sharding_together():
+def test_sizes_and_sharding_are_combined():
     found = LayoutRequest()
     found.use_shards("--use_fsdp")
     assert found.find_strategy() == ("fsdp", "--use_fsdp")
@@ -144,13 +149,13 @@ def test_sizes_and_sharding_together():
     assert (text, keys) == ("ddp=2+fsdp=4", "parallelism_config_dp_replicate_size, parallelism_config_dp_shard_size")
 
 
-def test_two_layouts_at_once():
+def test_contradicting_layouts_are_refused():
     with pytest.raises(ConfigError, match="ask for different layouts"):
-        read(sharding_strategy="NO_SHARD", reshard_after_forward="HYBRID_SHARD").find_strategy()
+        read_fsdp_options(sharding_strategy="NO_SHARD", reshard_after_forward="HYBRID_SHARD").find_strategy()
     with pytest.raises(
         ConfigError, match="says fsdp_reshard_after_forward=False, but fsdp_reshard_after_forward says True"
     ):
-        read(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward=True)
+        read_fsdp_options(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward=True)
     found = LayoutRequest()
     found.use_shards("fsdp_plugin")
     read_size(found, "tp_size", 8)

@@ -1,4 +1,4 @@
-"""Hooks that bring weights to where a module runs: by the peer's names and meanings, and nothing is left on the way."""
+"""Test hooks that bring weights to the device of a module: Accelerate's names and meanings, and no leftovers."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -24,42 +24,42 @@ from headway import (
 )
 from headway.compat.accelerate.modules import align
 from headway.offload.stream import DeviceStream
-from tests.unit.offload.placement.models import Chain, build
+from tests.unit.offload.placement.models import Chain, build_model
 
-needs_peer = pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="the peer is not installed")
+needs_peer = pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="accelerate is not installed")
 
 
 @pytest.fixture
 def copies(monkeypatch):
-    """Everything is copied, as if the CPU that it runs on were another device; tells what was."""
+    """Copy all weights, as if the CPU were another device, and return the list of copied tensors."""
     made = []
     original = align._place_copies
 
-    def hang(places, homes, device, tied=None):
+    def place_copies_elsewhere(places, homes, device, tied=None):
         class Elsewhere:
-            """Equal to no tensor's device, and still where tensors can be copied to."""
+            """Device that equals no tensor's device, but to which tensors can be copied."""
 
-        def copied(home, _):
+        def copy_tensor(home, _):
             made.append(home)
             if home.requires_grad and torch.is_grad_enabled():
                 return home.clone()
             copy = home.detach().clone()
             return nn.Parameter(copy, requires_grad=home.requires_grad) if isinstance(home, nn.Parameter) else copy
 
-        monkeypatch.setattr(align, "_copy_tensor", copied)
+        monkeypatch.setattr(align, "_copy_tensor", copy_tensor)
         return original(places, homes, Elsewhere(), tied)
 
-    monkeypatch.setattr(align, "_place_copies", hang)
+    monkeypatch.setattr(align, "_place_copies", place_copies_elsewhere)
     return made
 
 
-def network():
+def build_network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
 
 
 class Lazy(Mapping):
-    """Values that are made when they are asked for."""
+    """Mapping that creates each value on request and records the requested names."""
 
     def __init__(self, state):
         self.state, self.asked = state, []
@@ -75,8 +75,8 @@ class Lazy(Mapping):
         return len(self.state)
 
 
-def test_offloaded_weights_come_for_the_forward_only(copies):
-    model = network()
+def test_offloaded_weights_are_on_the_device_only_during_the_forward(copies):
+    model = build_network()
     x = torch.randn(6, 3)
     expected = model(x)
     attach_align_device_hook(model, "cpu", offload=True)
@@ -93,8 +93,8 @@ def test_offloaded_weights_come_for_the_forward_only(copies):
     assert model[0].weight is weight
 
 
-def test_an_error_in_the_forward_leaves_nothing_behind(copies):
-    model = network()
+def test_error_in_the_forward_restores_the_weights(copies):
+    model = build_network()
     attach_align_device_hook(model, "cpu", offload=True)
     weight = model[0].weight
     with pytest.raises(RuntimeError):
@@ -104,8 +104,8 @@ def test_an_error_in_the_forward_leaves_nothing_behind(copies):
     assert model[0].weight is weight
 
 
-def test_gradients_come_home(copies):
-    model, other = network(), network()
+def test_gradients_reach_the_offloaded_weights(copies):
+    model, other = build_network(), build_network()
     attach_align_device_hook(model, "cpu", offload=True)
     x = torch.randn(6, 3)
     for each in (model, other):
@@ -114,9 +114,9 @@ def test_gradients_come_home(copies):
         assert torch.equal(parameter.grad, wanted.grad)
 
 
-def test_what_a_forward_writes_goes_home(copies):
-    """Running statistics, where buffers come and go too."""
-    model, other = network(), network()
+def test_values_written_in_a_forward_are_copied_back(copies):
+    """Check the running statistics of a batch norm with offloaded buffers."""
+    model, other = build_network(), build_network()
     attach_align_device_hook(model, "cpu", offload=True, offload_buffers=True)
     x = torch.randn(6, 3)
     with torch.no_grad():
@@ -125,8 +125,8 @@ def test_what_a_forward_writes_goes_home(copies):
     assert model[1].num_batches_tracked == 1
 
 
-def test_a_map_that_is_asked_each_time(copies):
-    model = network().eval()
+def test_weights_map_is_read_at_each_forward(copies):
+    model = build_network().eval()
     state = Lazy(model.state_dict())
     x = torch.randn(2, 3)
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_tied_weights_are_copied_once(copies):
     hook.pre_forward(model)
     assert model.head.weight is model.embedding.weight
     assert sum(home.shape == (100, 16) for home in copies) == 1
-    hook.pre_forward(model)  # within itself
+    hook.pre_forward(model)  # a nested call
     assert sum(home.shape == (100, 16) for home in copies) == 1
     hook.post_forward(model, None)
     hook.post_forward(model, None)
@@ -158,10 +158,12 @@ def test_tied_weights_are_copied_once(copies):
     assert model.head.weight is copies[[home.shape for home in copies].index((100, 16))]
 
 
-def test_inputs_move_but_for_skipped_keys_and_results_come_back():
+def test_inputs_move_except_skipped_keys_and_outputs_return():
     seen = []
 
     class Look(nn.Module):
+        """Record the device types of the inputs."""
+
         def forward(self, x, cache=None, mask=None):
             seen.append((x.device.type, cache.device.type, mask.device.type))
             return x
@@ -184,12 +186,12 @@ def test_without_offload_weights_move_once():
     assert all(p.is_meta for p in model.parameters())
     assert model.head.weight is model.embedding.weight
     assert isinstance(model.blocks[0].up.weight, nn.Parameter)
-    untouched = network()
+    untouched = build_network()
     add_hook_to_module(untouched, AlignDevicesHook(None, place_submodules=True))
     assert untouched[0].weight.device.type == "cpu"
 
 
-def test_align_module_device_for_the_block_only():
+def test_align_module_device_lasts_for_the_block():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     weight = model[0].weight
     with align_module_device(model[0], "meta"):
@@ -197,15 +199,15 @@ def test_align_module_device_for_the_block_only():
         assert isinstance(model[0].weight, nn.Parameter)
         assert not model[1].weight.is_meta
     assert model[0].weight is weight
-    with align_module_device(model[0]):  # nobody knows another device
+    with align_module_device(model[0]):  # no other device is known
         assert model[0].weight is weight
     with pytest.raises(KeyError, match="in the block"), align_module_device(model[0], "meta"):
         raise KeyError("in the block")
     assert model[0].weight is weight
 
 
-def test_what_is_written_in_the_block_is_kept(copies):
-    model = network()
+def test_values_written_in_the_block_are_kept(copies):
+    model = build_network()
     attach_align_device_hook(model, "cpu", offload=True)
     home = model[0].weight
     with align_module_device(model[0]), torch.no_grad():
@@ -216,7 +218,7 @@ def test_what_is_written_in_the_block_is_kept(copies):
     assert home.unique().tolist() == [2.0]
 
 
-def test_a_streamed_model_says_so_and_aligns():
+def test_streamed_model_has_offloaded_params_and_aligns():
     """Copies within host memory stand for a device."""
     from headway.core.weights.names import TensorLocation
     from headway.offload.execution import _LoadWeights
@@ -229,12 +231,17 @@ def test_a_streamed_model_says_so_and_aligns():
         assert module.weight.device == stream.device
 
 
-def test_whole_classes_shared_modules_and_names():
+def test_preloaded_classes_shared_modules_and_nested_names_get_hooks():
     model = Chain(2)
     model.again = model.blocks[0]
     attach_align_device_hook(model, "cpu", offload=True, preload_module_classes=["Block"])
     hooks = {name: module._hf_hook for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
-    assert set(hooks) == {"embedding", "blocks.0", "blocks.1", "head"}  # the shared one once, none within
+    assert set(hooks) == {
+        "embedding",
+        "blocks.0",
+        "blocks.1",
+        "head",
+    }  # one hook for the shared module, and none inside the blocks
     assert hooks["blocks.0"].place_submodules
     attach_align_device_hook(model.head, "cpu")
     assert isinstance(model.head._hf_hook, SequentialHook)  # appended
@@ -254,12 +261,12 @@ def test_whole_classes_shared_modules_and_names():
 
 @needs_peer
 @pytest.mark.parametrize("offload", [False, True, {"model.embed_tokens": True, "model.layers": False, "lm_head": True}])
-def test_blocks_get_the_hooks_that_the_peer_gives_them(offload):
+def test_blocks_get_the_same_hooks_as_from_accelerate(offload):
     from accelerate.hooks import attach_align_device_hook_on_blocks as their_attach
 
     found = []
     for attach in (attach_align_device_hook_on_blocks, their_attach):
-        model = build("llama").eval()
+        model = build_model("llama").eval()
         devices = dict.fromkeys(offload, "cpu") if isinstance(offload, dict) else "cpu"
         attach(model, devices, offload, weights_map=model.state_dict())
         hooks = {name: module._hf_hook for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
@@ -272,12 +279,12 @@ def test_blocks_get_the_hooks_that_the_peer_gives_them(offload):
     assert found[0] == found[1]
 
 
-def test_a_meta_model_runs_from_an_offload_folder(tmp_path):
+def test_meta_model_runs_from_an_offload_folder(tmp_path):
     torch.manual_seed(0)
-    model = build("llama").eval()
+    model = build_model("llama").eval()
     offload_state_dict(tmp_path, model.state_dict())
     with init_empty_weights(include_buffers=False):
-        empty = build("llama").eval()
+        empty = build_model("llama").eval()
     attach_align_device_hook(empty, "cpu", offload=True, weights_map=OffloadedWeightsLoader(save_folder=tmp_path))
     ids = torch.arange(8)[None]
     assert torch.equal(empty(ids).logits, model(ids).logits)

@@ -1,4 +1,4 @@
-"""Device maps, sizes and balanced budgets are those of Accelerate's own code, over random models and budgets."""
+"""Property test: device maps, sizes and balanced budgets equal those of Accelerate for random models and budgets."""
 
 import warnings
 
@@ -15,7 +15,7 @@ from headway.compat.accelerate.modules.greedy_map import infer_auto_device_map a
 
 
 class Block(nn.Module):
-    """Two layers and a parameter of its own."""
+    """Two layers, a parameter and two buffers."""
 
     def __init__(self, width, inner):
         super().__init__()
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, blocks, a head that may be tied to the embedding."""
+    """Embedding, blocks, and a head that may be tied to the embedding."""
 
     def __init__(self, widths, tied, direct):
         super().__init__()
@@ -52,8 +52,11 @@ compared = []
     dtype=st.sampled_from([None, torch.float16, torch.float64]),
     balances=st.sampled_from([None, False, True]),
 )
-@example([3], (False, True, False, False, False), (169, 20, 0), torch.float16, True)  # budgets that are no whole bytes
-def maps_are_the_same(widths, flags, budgets, dtype, balances):
+@example(
+    [3], (False, True, False, False, False), (169, 20, 0), torch.float16, True
+)  # balanced budgets with fractions of bytes
+def compare_device_maps(widths, flags, budgets, dtype, balances):
+    """Compare one random case with Accelerate's map and count it, unless Accelerate's code fails."""
     tied, direct, is_whole, cleans, falls_back = flags
     model = Model(widths, tied, direct)
     arguments = {
@@ -73,21 +76,21 @@ def maps_are_the_same(widths, flags, budgets, dtype, balances):
     try:
         wanted = theirs(model, **{**arguments, "max_memory": dict(arguments["max_memory"])})
     except (IndexError, KeyError, AttributeError):
-        # Of Accelerate's own: tied weights that are parameters of the model itself, fallbacks with sizes that are not whole.
+        # Accelerate fails for tied parameters of the root module, and for fallbacks with fractional sizes.
         return
     assert ours(model, **arguments) == wanted
     compared.append(1)
 
 
 @pytest.mark.slow
-def test_maps_are_the_same():
+def test_device_maps_equal_accelerates():
     compared.clear()
-    maps_are_the_same()
-    assert len(compared) > 150  # where Accelerate's own code has an answer
+    compare_device_maps()
+    assert len(compared) > 150  # cases in which Accelerate's code does not fail
 
 
 @pytest.mark.parametrize("budgets", [{"cpu": 300}, {"cpu": 10**6, "disk": 10}, {0: "1KB", "cpu": "1MB"}])
-def test_budgets_of_other_kinds(budgets):
+def test_budgets_of_other_types(budgets):
     model = Model([4, 4], True, True)
     assert ours(model, dict(budgets)) == theirs(model, dict(budgets))
 
@@ -100,9 +103,9 @@ def test_budgets_of_other_kinds(budgets):
     special=st.dictionaries(st.sampled_from(["embed.weight", "layers.0.mask", "norm.bias"]), st.just(torch.float16)),
     buffers_only=st.booleans(),
 )
-def test_sizes_are_the_same(widths, tied, dtype, special, buffers_only):
+def test_sizes_equal_accelerates(widths, tied, dtype, special, buffers_only):
     model = Model(widths, tied, True)
-    if dtype == "float16":  # text of another library's form is read by Headway alone
+    if dtype == "float16":  # only Headway accepts the name of a dtype
         wanted = modeling.compute_module_sizes(model, torch.float16, special, buffers_only)
     else:
         wanted = modeling.compute_module_sizes(model, dtype, special, buffers_only)
@@ -116,8 +119,9 @@ def test_sizes_are_the_same(widths, tied, dtype, special, buffers_only):
     {"": 0}, {"embed": 0}, {"embed": 0, "layers": 1, "norm": 0, "head": "cpu"}, {"embed": 0, "layers.0": 0, "more": 1},
     {"embed": 0, "layers": 1, "norm": 0, "head": "cpu", "head.weight": 0, "tail": 3},
 ])  # fmt: skip
-def test_maps_are_checked_alike(device_map):
-    def told(check):
+def test_maps_are_checked_like_in_accelerate(device_map):
+    def collect_messages(check):
+        """Return the error and the warnings of a check."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -126,4 +130,4 @@ def test_maps_are_checked_alike(device_map):
                 return str(error), [str(each.message) for each in caught]
             return [str(each.message) for each in caught]
 
-    assert told(dispatched.check_device_map) == told(modeling.check_device_map)
+    assert collect_messages(dispatched.check_device_map) == collect_messages(modeling.check_device_map)

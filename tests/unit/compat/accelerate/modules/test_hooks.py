@@ -1,4 +1,4 @@
-"""Hooks by registration: order, replacement, removal, errors, and models that take turns on a device."""
+"""Test module hooks: order, replacement, removal, errors, and models that take turns on a device."""
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from headway import (
 
 
 class Add(ModelHook):
+    """Hook that adds a number before the forward and another one after it."""
+
     def __init__(self, before, after=0):
         self.before, self.after, self.is_on = before, after, False
 
@@ -38,7 +40,7 @@ class Double(nn.Module):
         return x * 2 * scale
 
 
-def test_attach_append_replace_remove():
+def test_hooks_are_attached_appended_replaced_and_removed():
     module = Double()
     forward = Double.forward
     first, second, third = Add(1), Add(10, 100), Add(5)
@@ -61,7 +63,7 @@ def test_attach_append_replace_remove():
     assert not hasattr(module, "_hf_hook")
 
 
-def test_no_grad_ends_with_the_forward_also_after_an_error():
+def test_no_grad_ends_with_the_forward_even_after_an_error():
     class NoGrad(ModelHook):
         no_grad = True
 
@@ -76,7 +78,7 @@ def test_no_grad_ends_with_the_forward_also_after_an_error():
     assert module(torch.ones(1, 2)).requires_grad
 
 
-def test_models_that_take_turns():
+def test_models_take_turns_on_the_device():
     first, one = cpu_offload_with_hook(nn.Linear(2, 2), "cpu")
     second, two = cpu_offload_with_hook(nn.Linear(2, 2), "cpu", one)
     calls = []

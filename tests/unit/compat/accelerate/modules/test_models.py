@@ -1,4 +1,4 @@
-"""Questions about models, one tensor set by its name, and files of weights."""
+"""Test Accelerate's utilities for models: unwrapping, module queries, weight files, and single tensors set by name."""
 
 import sys
 import types
@@ -6,6 +6,9 @@ import types
 import numpy
 import pytest
 import torch
+from accelerate.utils import ao as their_float8
+from accelerate.utils import modeling as their_models
+from accelerate.utils import other as their_others
 from torch import nn
 
 import headway
@@ -15,7 +18,7 @@ from headway.errors import ConfigError, UnsupportedError
 from headway.extras import compiling
 
 
-def test_a_model_comes_out_of_its_wrappers():
+def test_model_is_unwrapped():
     model = torch.nn.Linear(1, 1)
     assert models.extract_model_from_parallel(torch.nn.DataParallel(model)) is model
     compiled = torch.compile(model, backend="eager")
@@ -28,7 +31,7 @@ def test_a_model_comes_out_of_its_wrappers():
     assert models.extract_model_from_parallel(nested, recursive=True)[0] is model
 
 
-def test_a_peft_model_is_known_without_importing_peft(monkeypatch):
+def test_peft_model_is_recognized_without_importing_peft(monkeypatch):
     monkeypatch.delitem(sys.modules, "peft", raising=False)
     assert not headway.is_peft_model(torch.nn.Linear(1, 1))
     assert "peft" not in sys.modules
@@ -39,7 +42,7 @@ def test_a_peft_model_is_known_without_importing_peft(monkeypatch):
     assert not headway.is_peft_model(torch.nn.Linear(1, 1))
 
 
-def test_parts_of_a_model():
+def test_modules_are_found_by_class_and_depth():
     model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(1, 1)), torch.nn.ReLU())
     assert models.get_module_class_from_name(model, "Linear") is torch.nn.Linear
     assert models.get_module_class_from_name(model, "Conv2d") is None
@@ -50,7 +53,7 @@ def test_parts_of_a_model():
     assert models.get_module_children_bottom_up(model)[-1] is model
 
 
-def test_objects_go_to_a_file_and_back(tmp_path):
+def test_objects_are_saved_and_loaded(tmp_path):
     kept = {"weight": torch.ones(2), "array": numpy.arange(3), "floats": numpy.ones(2, dtype=numpy.float32), "n": 3}
     headway.save(kept, tmp_path / "kept.pt")
     found = headway.load(tmp_path / "kept.pt", map_location="cpu")
@@ -65,14 +68,14 @@ def test_objects_go_to_a_file_and_back(tmp_path):
         models.load_state_dict(tmp_path / "each.pt", {"a": "cpu", "b": "meta"})
 
 
-def test_a_file_with_code_in_it_is_refused(tmp_path):
+def test_file_with_code_is_refused(tmp_path):
     torch.save(types.SimpleNamespace(x=1), tmp_path / "code.pt")
     with pytest.raises(Exception, match="weights_only"):
         headway.load(tmp_path / "code.pt")
     assert headway.load(tmp_path / "code.pt", weights_only=False).x == 1
 
 
-def test_names_of_files_are_those_that_save_model_writes(tmp_path):
+def test_file_names_equal_those_of_save_model(tmp_path):
     accelerator = headway.Accelerator(cpu=True)
     accelerator.save_model(torch.nn.Linear(1, 1), tmp_path)
     assert (tmp_path / headway.SAFE_WEIGHTS_NAME).exists()
@@ -81,10 +84,10 @@ def test_names_of_files_are_those_that_save_model_writes(tmp_path):
 
 
 class Scaled(nn.Parameter):
-    pass
+    """Parameter class that can have further attributes."""
 
 
-def test_a_parameter_moves_and_stays_what_it_is():
+def test_moved_parameter_keeps_class_and_requires_grad():
     model = nn.Sequential(nn.Linear(2, 1))
     model[0].weight.requires_grad_(False)
     set_module_tensor_to_device(model, "0.weight", "meta")
@@ -96,14 +99,14 @@ def test_a_parameter_moves_and_stays_what_it_is():
     assert model[0].weight.dtype == torch.float32
 
 
-def test_a_parameter_where_it_is_stays_the_same_object():
+def test_parameter_on_the_target_device_stays_the_same_object():
     model = nn.Linear(2, 1)
     weight = model.weight
     set_module_tensor_to_device(model, "weight", "cpu")
     assert model.weight is weight
 
 
-def test_a_model_without_memory_is_filled():
+def test_parameter_on_meta_is_filled_with_a_value():
     with init_empty_weights():
         model = nn.Linear(2, 1)
     with pytest.raises(ConfigError, match=r"weight has no memory yet .* give value="):
@@ -112,7 +115,7 @@ def test_a_model_without_memory_is_filled():
     assert model.weight.dtype == torch.float16
 
 
-def test_a_class_and_its_attributes_are_kept():
+def test_parameter_class_and_attributes_are_kept():
     model = nn.Linear(2, 1)
     model.weight = Scaled(torch.ones(1, 2))
     model.weight.scale = 3
@@ -122,7 +125,7 @@ def test_a_class_and_its_attributes_are_kept():
     assert model.weight.SCB.item() == 1
 
 
-def test_buffers():
+def test_buffers_are_set():
     model = nn.Sequential(nn.BatchNorm1d(2))
     set_module_tensor_to_device(model, "0.running_mean", "cpu", value=torch.full((2,), 5.0))
     assert model[0].running_mean.tolist() == [5, 5]
@@ -130,7 +133,7 @@ def test_buffers():
     assert model[0].num_batches_tracked.dtype == torch.int64
 
 
-def test_a_tied_value_that_is_there_already_is_used():
+def test_tied_value_on_the_device_is_reused():
     model, value = nn.Linear(2, 1), torch.ones(1, 2)
     there = nn.Parameter(value.clone())
     known = {value.data_ptr(): {torch.device("cpu"): there}}
@@ -138,10 +141,50 @@ def test_a_tied_value_that_is_there_already_is_used():
     assert model.weight is there
 
 
-def test_what_cannot_be():
+def test_unknown_name_and_wrong_shape_are_refused():
     model = nn.Sequential(nn.Linear(2, 1))
     for name in ("0.wait", "1.weight", "weight"):
         with pytest.raises(ConfigError, match="has no"):
             set_module_tensor_to_device(model, name, "cpu")
     with pytest.raises(ConfigError, match=r"has the shape \(1, 2\), but value has \(2, 2\)"):
         set_module_tensor_to_device(model, "0.weight", "cpu", value=torch.ones(2, 2))
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(16, 32)
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(32, 32) for _ in range(3)])
+        self.mixed = torch.nn.ModuleList([torch.nn.ReLU(), torch.nn.Linear(32, 5)])
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+        self.blocks[1].register_buffer("kept", torch.zeros(1), persistent=False)
+
+
+def test_module_queries_equal_accelerates():
+    net = Net()
+    for options in ({}, {"recurse": True}, {"recurse": True, "fqns": True}):
+        one, other = (kind.get_non_persistent_buffers(net, **options) for kind in (their_models, models))
+        assert other == one
+    names = [name for name, _ in net.named_modules()]
+    assert models.get_module_leaves(names) == their_models.get_module_leaves(names)
+    for part in net.modules():
+        assert models.is_repeated_blocks(part) == their_others.is_repeated_blocks(part)
+        assert models.has_repeated_blocks(part) == their_others.has_repeated_blocks(part)
+    devices = [torch.device(name) for name in ("cpu", "cuda", "cuda:0", "cuda:1", "meta")]
+    for first in devices:
+        for second in devices:
+            one, other = (kind.check_device_same(first, second) for kind in (their_models, models))
+            assert other == one, (first, second)
+
+
+def test_linear_layers_for_float8_equal_accelerates():
+    net = Net()
+    ends = models.find_first_last_linear_layers(net)
+    assert ends == their_float8.find_first_last_linear_layers(net) == ("first", "mixed.1")
+    assert models.find_first_last_linear_layers(torch.nn.ReLU()) == (None, None)
+    for name, part in net.named_modules():
+        one, other = (kind.filter_linear_layers(part, name, ends) for kind in (their_float8, models))
+        assert other == one
+        one, other = (kind.filter_first_and_last_linear_layers(part, name) for kind in (their_float8, models))
+        assert other == one
+    assert models.has_ao_layers(net) is False

@@ -1,4 +1,4 @@
-"""Accelerate's module paths under Headway's name, and what is said about names that are not served."""
+"""Test Accelerate's module paths under Headway's name, and the errors for names that Headway does not provide."""
 
 import importlib
 import importlib.util
@@ -39,7 +39,7 @@ def test_modules_are_attributes_too():
     assert importlib.util.find_spec("headway.utils").submodule_search_locations is not None
 
 
-def test_a_function_is_not_hidden_by_the_module_of_its_name():
+def test_function_is_not_hidden_by_the_module_of_the_same_name():
     import headway.utils.tqdm
     from headway.utils import tqdm
     from headway.utils.tqdm import tqdm as same
@@ -49,14 +49,14 @@ def test_a_function_is_not_hidden_by_the_module_of_its_name():
 
 
 @pytest.mark.parametrize("place", ["headway", "headway.utils", "headway.inference"])
-def test_an_import_of_what_is_not_served_says_what_to_use(place):
+def test_importing_an_unsupported_name_names_the_alternative(place):
     with pytest.raises(NotServed, match="is part of Accelerate's `prepare_pippy`"):
         exec(f"from {place} import pippy_forward")
     with pytest.raises(ImportError):
         exec(f"from {place} import pippy_forward")
 
 
-def test_reading_what_is_not_served_is_an_attribute_error():
+def test_reading_an_unsupported_name_is_an_attribute_error():
     with pytest.raises(
         AttributeError, match="headway has no 'TERecipeKwargs': Headway drives neither Transformer Engine"
     ):
@@ -67,21 +67,21 @@ def test_reading_what_is_not_served_is_an_attribute_error():
 
 
 @pytest.mark.parametrize("place", ["headway", "headway.utils"])
-def test_an_unknown_name_is_pythons_own_error(place):
+def test_unknown_name_raises_pythons_own_error(place):
     with pytest.raises(ImportError, match="cannot import name 'nothing_like_it'"):
         exec(f"from {place} import nothing_like_it")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("headway.utilities")
 
 
-def test_commands_and_test_helpers_are_named():
+def test_commands_and_test_utils_of_accelerate_are_explained():
     with pytest.raises(NotServed, match="Accelerate's commands have counterparts: `headway launch`"):
         importlib.import_module("headway.commands.launch")
     with pytest.raises(NotServed, match=r"keep importing them from accelerate\.test_utils"):
         importlib.import_module("headway.test_utils")
 
 
-def test_the_finder_leaves_other_packages_alone():
+def test_finder_ignores_other_packages():
     found = AccelerateFinder()
     assert found.find_spec("torch.utils", None) is None
     assert found.find_spec("acceleratelike.utils", None) is None
@@ -91,7 +91,7 @@ def test_the_finder_leaves_other_packages_alone():
     assert found.find_spec("headwaylike.pippy_forward", None) is None
 
 
-def test_the_advisor_is_installed_once():
+def test_advisor_is_installed_once():
     for _ in range(2):
         assert not hasattr(headway, "pippy_forward")
     assert [type(each).__name__ for each in sys.meta_path].count("ImportAdvisor") == 1
@@ -105,7 +105,7 @@ def test_each_module_is_a_file():
         assert module.set_seed is headway.set_seed
 
 
-def test_importing_headway_makes_none_of_them():
+def test_importing_headway_imports_no_module_of_accelerate():
     code = "import sys; kept = list(sys.meta_path); import headway"
     code += (
         "; print([n for n in sys.modules if n.startswith('headway.')] + (sys.meta_path != kept) * ['headway.utils'])"

@@ -1,4 +1,4 @@
-"""What `accelerate` has under its name alone: the same facts, the same small arithmetic as the real package."""
+"""Test what only `import accelerate` provides: its constants, enumerations, recipes, utilities and test helpers."""
 
 import pickle
 import subprocess
@@ -27,11 +27,11 @@ FACTS = sorted(name for name in vars(constants) if name.isupper() and not name.s
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_facts_are_accelerates(name):
+def test_constants_equal_accelerates(name):
     assert getattr(constants, name) == getattr(their_constants, name)
 
 
-def test_there_are_many_facts():
+def test_constants_are_many():
     assert len(FACTS) > 35
 
 
@@ -41,7 +41,7 @@ def test_enumerations_have_the_same_members(name):
     assert {each.name: each.value for each in other} == {each.name: each.value for each in one}
 
 
-def test_enumerations_of_a_scripts_own():
+def test_enumerations_can_be_defined_by_scripts():
     for base in (their_settings.BaseEnum, constants.BaseEnum):
         kind = base("Colour", {"RED": "red", "BLUE": "blue"})
         assert "red" in kind
@@ -50,14 +50,14 @@ def test_enumerations_of_a_scripts_own():
         assert str(kind.RED) == "red"
 
 
-def test_settings_know_what_differs_from_the_defaults():
+def test_settings_list_the_values_that_differ_from_the_defaults():
     ours = headway.GradScalerKwargs(growth_factor=3.0)
     assert isinstance(ours, KwargsHandler)
     assert ours.to_kwargs() == theirs.GradScalerKwargs(growth_factor=3.0).to_kwargs()
     assert ours.to_dict()["growth_factor"] == 3.0
 
 
-def test_recipes_are_read_and_checked_alike(monkeypatch):
+def test_recipes_are_read_and_checked_like_in_accelerate(monkeypatch):
     monkeypatch.setattr(their_settings, "is_transformer_engine_available", lambda: True)
     one, other = their_settings.TERecipeKwargs(fp8_format="e4m3"), recipes.TERecipeKwargs(fp8_format="e4m3")
     assert other.to_dict() == one.to_dict()
@@ -65,7 +65,7 @@ def test_recipes_are_read_and_checked_alike(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         one = their_settings.FP8RecipeKwargs()
-    assert recipes.FP8RecipeKwargs().to_dict() == one.to_dict() | {"opt_level": "O2"}  # there it stays None
+    assert recipes.FP8RecipeKwargs().to_dict() == one.to_dict() | {"opt_level": "O2"}  # None in Accelerate
     for kind in (their_settings, recipes):
         with pytest.raises(ValueError, match="fp8_format"):
             kind.TERecipeKwargs(fp8_format="E9")
@@ -73,7 +73,7 @@ def test_recipes_are_read_and_checked_alike(monkeypatch):
             kind.MSAMPRecipeKwargs(opt_level="O9")
 
 
-def test_what_cannot_run_is_refused_where_it_is_used():
+def test_unsupported_recipe_and_plugin_are_refused_when_used():
     with pytest.raises(UnsupportedError, match=r"TERecipeKwargs in kwargs_handlers.*AORecipeKwargs"):
         AccelerateAccelerator(cpu=True, kwargs_handlers=[recipes.TERecipeKwargs()])
     plugin = recipes.MegatronLMPlugin(2, pp_degree=4)
@@ -83,7 +83,7 @@ def test_what_cannot_run_is_refused_where_it_is_used():
         AccelerateAccelerator(cpu=True, megatron_lm_plugin=plugin)
 
 
-def test_autocast_and_scalers():
+def test_autocast_and_grad_scalers():
     accelerator = headway.Accelerator(cpu=True, mixed_precision="bf16")
     with casting.get_mixed_precision_context_manager(True):
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.bfloat16
@@ -102,7 +102,7 @@ def double(x):
     return {"y": x * 2}
 
 
-def test_outputs_as_float32():
+def test_outputs_are_converted_to_float32():
     for kind in (theirs.operations.ConvertOutputsToFp32, casting.ConvertOutputsToFp32):
         wrapped = kind(double)
         assert wrapped(torch.ones(2, dtype=torch.bfloat16))["y"].dtype == torch.float32
@@ -110,13 +110,15 @@ def test_outputs_as_float32():
     assert pickle.loads(pickle.dumps(casting.ConvertOutputsToFp32(double)))(torch.ones(1))["y"].item() == 2.0
 
 
-def test_shared_tensors_are_left_out_alike(caplog):
-    def state():
+def test_shared_tensors_are_left_out_like_in_accelerate(caplog):
+    def build_state():
         weight = torch.arange(6.0).view(2, 3)
         return {"a": weight, "b": weight, "c": weight.t(), "d": torch.ones(2), "e": "text", "f": torch.ones(4)[::2]}
 
-    sys.modules["accelerate"].PartialState()  # its log asks for it
-    one, other = (kind.clean_state_dict_for_safetensors(state()) for kind in (sys.modules["accelerate.utils"], models))
+    sys.modules["accelerate"].PartialState()  # Accelerate's logger needs it
+    one, other = (
+        kind.clean_state_dict_for_safetensors(build_state()) for kind in (sys.modules["accelerate.utils"], models)
+    )
     assert list(other) == list(one) == ["a", "d", "e", "f"]
     assert all(not isinstance(each, torch.Tensor) or each.is_contiguous() for each in other.values())
     assert "share the memory of others: b, c" in caplog.text
@@ -125,27 +127,27 @@ def test_shared_tensors_are_left_out_alike(caplog):
 
 
 def test_parameters_are_tied_again():
-    def model():
+    def build_model():
         made = torch.nn.ModuleDict({"one": torch.nn.Linear(2, 2), "two": torch.nn.Linear(2, 2)})
         made["one"].weight = torch.nn.Parameter(torch.empty(2, 2, device="meta"))
         return made
 
     for retie in (theirs.retie_parameters, models.retie_parameters):
-        made = model()
+        made = build_model()
         kept = made["two"].weight
         retie(made, [["one.weight", "two.weight"]])
         assert made["one"].weight is kept
         assert made["two"].weight is kept
 
 
-def test_batches_by_their_shapes():
+def test_batches_are_built_from_their_shapes():
     batch = {"x": torch.ones(2, 3), "y": [torch.zeros(4, dtype=torch.int64)]}
     assert batches.get_shape(batch) == theirs.operations.get_shape(batch) == {"x": [2, 3], "y": [[4]]}
     made = batches.initialize_tensors(batches.get_data_structure(batch))
     assert (made["x"].shape, made["y"][0].dtype) == ((2, 3), torch.int64)
 
 
-def test_the_machine(monkeypatch):
+def test_port_device_type_and_gpu_info(monkeypatch):
     assert 1024 <= find_as_accelerate("get_free_port")() < 65536
     assert available.get_current_device_type() == theirs.environment.get_current_device_type()
     monkeypatch.setattr(
@@ -158,13 +160,13 @@ def test_the_machine(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA driver")
-def test_a_machine_without_a_driver():
+def test_machine_without_an_nvidia_driver():
     assert available.check_cuda_p2p_ib_support() is True
     with pytest.raises(headway.errors.ConfigError, match="nvidia-smi does not answer"):
         available.get_driver_version()
 
 
-def test_the_regression_is_the_same():
+def test_regression_dataset_and_model_equal_accelerates():
     one, other = their_tests.RegressionDataset(length=20, seed=3), testing.RegressionDataset(length=20, seed=3)
     assert len(one) == len(other) == 20
     assert all(numpy.array_equal(one[i]["y"], other[i]["y"]) and one[i]["x"] == other[i]["x"] for i in range(20))
@@ -172,7 +174,7 @@ def test_the_regression_is_the_same():
     assert model(torch.tensor([1.0, 2.0])).tolist() == [5.0, 7.0]
 
 
-def test_conditions_decide_as_accelerates():
+def test_require_decorators_skip_like_accelerates():
     import unittest
 
     for name in ("require_cpu", "require_non_cpu", "require_cuda", "require_multi_device", "require_transformers"):
@@ -195,7 +197,7 @@ def test_conditions_decide_as_accelerates():
         testing.require_moon
 
 
-def test_commands_are_run_and_their_failures_told(capfd):
+def test_commands_are_run_and_failures_are_reported(capfd):
     ran = testing.execute_subprocess_async([sys.executable, "-c", "print('one')"])
     assert (ran.returncode, ran.stdout) == (0, ["one"])
     with pytest.raises(RuntimeError, match=r"ended with 3(?s:.*)sorry"):

@@ -1,4 +1,4 @@
-"""Headway under Accelerate's name: in a process, in those that it starts, with and without the real package."""
+"""Test Headway under Accelerate's name: in a process and its subprocesses, with and without the real package."""
 
 import os
 import subprocess
@@ -13,15 +13,16 @@ from headway.launch.stand_in import FOLDER, VERSION, make_variables
 INSTALL = "from headway.compat import install_as_accelerate; install_as_accelerate()\n"
 
 
-def run(code: str, folder: Path, *flags: str, **more: str) -> subprocess.CompletedProcess:
+def run_code(code: str, folder: Path, *flags: str, **more: str) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more
     return subprocess.run(
         [sys.executable, *flags, "-c", code], capture_output=True, text=True, cwd=folder, env=environment, timeout=120
     )
 
 
-def said(code: str, folder: Path, *flags: str, **more: str) -> list[str]:
-    ended = run(code, folder, *flags, **more)
+def run_and_split_output(code: str, folder: Path, *flags: str, **more: str) -> list[str]:
+    """Run code that must succeed and return the words that it prints."""
+    ended = run_code(code, folder, *flags, **more)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.split()
 
@@ -29,13 +30,13 @@ def said(code: str, folder: Path, *flags: str, **more: str) -> list[str]:
 WHO = "import accelerate; print(accelerate.__headway_version__, accelerate.__version__)"
 
 
-def test_the_version_is_the_one_whose_names_are_served():
+def test_version_equals_that_of_the_provided_names():
     assert version("accelerate") == VERSION
 
 
 @pytest.mark.slow
-def test_installed_in_a_process_every_import_gives_headway(tmp_path):
-    """One process for all of it, as each would import torch: names, what is refused, what is set, and a tracker."""
+def test_every_import_in_a_process_gives_headway(tmp_path):
+    """Check everything in one process, because each process imports torch: names, errors, assignments and a tracker."""
     code = (
         INSTALL
         + """
@@ -69,15 +70,15 @@ assert b.find_tied_parameters == 1 and headway.find_tied_parameters is old
 assert not accelerate.Accelerator(cpu=True).get_tracker("wandb").log({"a": 1})  # none is there: one that does nothing
 """
     )
-    assert said(code, tmp_path)[0] == VERSION
+    assert run_and_split_output(code, tmp_path)[0] == VERSION
 
 
-def test_it_reaches_processes_started_from_there(tmp_path):
+def test_subprocesses_import_headway(tmp_path):
     code = INSTALL + f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WHO!r}], check=True)"
-    assert said(code, tmp_path)[1] == VERSION
+    assert run_and_split_output(code, tmp_path)[1] == VERSION
 
 
-def test_it_reaches_spawned_workers(tmp_path):
+def test_spawned_workers_import_headway(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import multiprocessing\n"
@@ -91,11 +92,11 @@ def test_it_reaches_spawned_workers(tmp_path):
     assert ended.stdout.strip()
 
 
-def test_the_environment_alone_is_enough(tmp_path):
-    assert said(WHO, tmp_path, **make_variables({}))[1] == VERSION
+def test_environment_variables_alone_are_enough(tmp_path):
+    assert run_and_split_output(WHO, tmp_path, **make_variables({}))[1] == VERSION
 
 
-def test_a_version_gate_is_passed_without_the_real_package(tmp_path):
+def test_version_check_passes_without_the_real_package(tmp_path):
     code = """
 import sys
 sys.path[:] = [each for each in sys.path if "site-packages" not in each]
@@ -103,7 +104,7 @@ from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 print(version("accelerate"), find_spec("accelerate").origin, *packages_distributions()["accelerate"])
 """
-    assert said(code, tmp_path, **make_variables({})) == [
+    assert run_and_split_output(code, tmp_path, **make_variables({})) == [
         VERSION,
         str(FOLDER / "accelerate" / "__init__.py"),
         "accelerate",
@@ -111,37 +112,37 @@ print(version("accelerate"), find_spec("accelerate").origin, *packages_distribut
 
 
 @pytest.mark.slow
-def test_transformers_finds_it(tmp_path):
+def test_transformers_accepts_the_version(tmp_path):
     code = INSTALL + "from transformers.utils import is_accelerate_available as a; print(a('1.15.0'), a('1.16.0'))"
-    assert said(code, tmp_path) == ["True", "False"]
+    assert run_and_split_output(code, tmp_path) == ["True", "False"]
 
 
 @pytest.mark.slow
-def test_too_late_is_an_error_that_says_what_to_do(tmp_path):
-    ended = run("import accelerate\n" + INSTALL, tmp_path)
+def test_installing_after_the_import_is_an_error_with_advice(tmp_path):
+    ended = run_code("import accelerate\n" + INSTALL, tmp_path)
     assert ended.returncode == 1
     last = ended.stderr.strip().splitlines()[-1]
     assert "too late" in last
     assert "headway launch --as accelerate" in last
 
 
-def test_twice_is_once(tmp_path):
+def test_installing_twice_has_no_further_effect(tmp_path):
     code = (
         INSTALL * 2
         + "import accelerate, os, sys\n"
         + INSTALL
         + "print(sys.path.count(sys.path[0]), os.environ['PYTHONPATH'])"
     )
-    assert said(code, tmp_path) == ["1", str(FOLDER)]
+    assert run_and_split_output(code, tmp_path) == ["1", str(FOLDER)]
 
 
-def test_the_path_that_was_there_stays(tmp_path):
+def test_existing_pythonpath_is_kept(tmp_path):
     assert make_variables({"PYTHONPATH": f"/a{os.pathsep}{FOLDER}{os.pathsep}/b"})["PYTHONPATH"] == os.pathsep.join(
         [str(FOLDER), "/a", "/b"]
     )
 
 
-def test_the_launcher_starts_scripts_with_it(tmp_path):
+def test_launcher_starts_scripts_as_accelerate(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(WHO)
     command = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", "1", "--as", "accelerate", str(script)]
@@ -149,7 +150,7 @@ def test_the_launcher_starts_scripts_with_it(tmp_path):
     assert ended.stdout.split()[1:] == [VERSION], ended.stderr
 
 
-def test_the_module_path_of_the_launcher_runs(tmp_path):
+def test_module_path_of_accelerates_launcher_runs(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(WHO)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", str(script)]

@@ -1,4 +1,4 @@
-"""Grids of boxes: against the same boxes one by one, in a manifest, and made to do harm."""
+"""Test chunk grids: compared with lists of chunks, in manifests, written by several ranks, and hostile ones."""
 
 import itertools
 import json
@@ -34,8 +34,8 @@ from tests.unit.core.checkpoint.reading import read_tensors
 SPLITS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=0, max_size=3)
 
 
-def listed(sizes, writers):
-    """The boxes one by one."""
+def iterate_chunks(sizes, writers):
+    """Yield the chunks of a regular split one by one, in row-major order."""
     along = [list(zip(itertools.accumulate([0, *dim]), dim)) for dim in sizes]
     for place, rank in zip(itertools.product(*along), writers):
         yield TensorChunk(
@@ -43,20 +43,21 @@ def listed(sizes, writers):
         )
 
 
-def split_of(sizes, draw, spare=3):
+def draw_split(sizes, draw, spare=3):
+    """Return a split whose chunks are written by random ranks, of which `spare` write nothing."""
     count = prod(map(len, sizes))
     return TensorSplit(tuple(map(tuple, sizes)), tuple(draw.sample(range(count + spare), count)))
 
 
-def grid_of(split):
+def build_grid(split):
     return ChunkGrid("model/0/a", split.rows, "model-*.safetensors", split.steps)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(SPLITS, st.randoms(use_true_random=False))
-def test_a_grid_is_its_boxes(sizes, draw):
-    split = split_of(sizes, draw)
-    grid, boxes = grid_of(split), list(listed(sizes, split.writers))
+def test_grid_equals_its_chunks(sizes, draw):
+    split = draw_split(sizes, draw)
+    grid, boxes = build_grid(split), list(iterate_chunks(sizes, split.writers))
     assert list(grid) == boxes == [grid[number] for number in range(len(grid))] == grid[:]
     assert grid[-1] == boxes[-1]
     shape = grid.shape
@@ -70,16 +71,16 @@ def test_a_grid_is_its_boxes(sizes, draw):
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(SPLITS, st.randoms(use_true_random=False))
-def test_a_manifest_brings_a_grid_back(sizes, draw):
-    split = split_of(sizes, draw)
-    found = manifest_of(split, num_files=max(split.writers) + 1)
+def test_manifest_round_trips_a_grid(sizes, draw):
+    split = draw_split(sizes, draw)
+    found = build_manifest(split, num_files=max(split.writers) + 1)
     data = found.encode()
     assert Manifest.decode(data) == found
     assert Manifest.decode(data).encode() == data
 
 
-def manifest_of(split, num_files):
-    grid = grid_of(split)
+def build_manifest(split, num_files):
+    grid = build_grid(split)
     files = {
         f"model-{n:05d}.safetensors": WrittenFile(f"model-{n:05d}.safetensors", 10**6, ("0" * 32,))
         for n in range(num_files)
@@ -88,10 +89,10 @@ def manifest_of(split, num_files):
 
 
 @pytest.mark.parametrize("is_grid", [True, False])
-def test_16384_boxes_are_no_quadratic_work(is_grid):
-    """The alarm rings after 60 s, in which comparing every two of them does not come to an end."""
+def test_decoding_16384_chunks_is_not_quadratic(is_grid):
+    """With quadratic work, this test would take minutes."""
     split = TensorSplit(((4,) * 16_384, (8,)), tuple(range(16_384)))
-    found = manifest_of(split, 16_384)
+    found = build_manifest(split, 16_384)
     if not is_grid:
         entry = found.tensors["model/0/a"]
         found = replace(found, tensors={"model/0/a": replace(entry, chunks=tuple(entry.chunks))})
@@ -101,12 +102,14 @@ def test_16384_boxes_are_no_quadratic_work(is_grid):
         assert len(json.dumps(found.tensors["model/0/a"].encode())) < 200
 
 
-def test_the_largest_manifest_of_many_ranks_is_short():
-    """300 tensors on 4,096 ranks, FSDP x TP: the files take the room, the tensors 100 kB."""
+def test_grids_of_many_ranks_take_little_space():
+    """Encode 300 tensors that are split over 4,096 ranks (FSDP x TP) in less than 100 kB."""
     sizes = ((2,) * 4096, (16,))
     writers = tuple(shard * 8 + tp for tp in range(8) for shard in range(512))
     split = TensorSplit(sizes, writers)
-    told = json.dumps({f"model/0/{n}": TensorEntry((8192, 16), "float32", grid_of(split)).encode() for n in range(300)})
+    told = json.dumps(
+        {f"model/0/{n}": TensorEntry((8192, 16), "float32", build_grid(split)).encode() for n in range(300)}
+    )
     assert len(told) < 100_000
 
 
@@ -122,21 +125,22 @@ BAD = [
 
 
 @pytest.mark.parametrize(("key", "value", "told"), BAD)
-def test_a_grid_that_cannot_be_is_refused(key, value, told):
-    content = json.loads(manifest_of(TensorSplit(((2, 2), (2,)), (0, 1)), 2).encode())["content"]
+def test_invalid_grid_is_refused(key, value, told):
+    content = json.loads(build_manifest(TensorSplit(((2, 2), (2,)), (0, 1)), 2).encode())["content"]
     content["tensors"]["model/0/a"]["grid"][key] = value
     with pytest.raises(CheckpointError, match=told):
-        Manifest.decode(sealed(content))
+        Manifest.decode(seal_content(content))
 
 
-def sealed(content):
+def seal_content(content):
+    """Return the bytes of a manifest with this content and a matching SHA-256."""
     return json.dumps(
         {"format": "headway checkpoint", "version": 3, "sha256": _digest(content), "content": content}
     ).encode()
 
 
-def test_a_grid_needs_room_and_a_key():
-    found = manifest_of(TensorSplit(((2, 2), (2,)), (0, 1)), 2)
+def test_grid_needs_enough_bytes_and_unique_keys():
+    found = build_manifest(TensorSplit(((2, 2), (2,)), (0, 1)), 2)
     small = replace(found, files={name: replace(each, num_bytes=10) for name, each in found.files.items()})
     with pytest.raises(CheckpointError, match="places more"):
         Manifest.decode(small.encode())
@@ -148,15 +152,15 @@ def test_a_grid_needs_room_and_a_key():
 # -------------------------------------------------------------------- files
 
 
-def job(folder, part, num_parts, tensors):
+def make_job(folder, part, num_parts, tensors):
     share = writer.DiskShare(part, num_parts, part == 0)
     return writer.SaveJob(folder / "checkpoint_1", "0" * 16, share, CollectedState(tensors), {}, writer.SavePolicy())
 
 
-def pieces(whole, split, part):
-    """What one of several ranks has of a tensor."""
+def make_piece(whole, split, part):
+    """Return the part of a tensor that one of several ranks has."""
     boxes = []
-    for chunk, owner in zip(listed(split.sizes, split.writers), split.writers):
+    for chunk, owner in zip(iterate_chunks(split.sizes, split.writers), split.writers):
         where = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.shape))
         boxes += [TensorBox(chunk.offsets, whole[where], True)] if owner == part else []
     return ShardPiece(tuple(whole.shape), whole.dtype, tuple(boxes), split=split)
@@ -168,13 +172,13 @@ SEVERAL = TensorSplit(((3, 2, 3, 2), (6,)), (0, 1, 0, 1))
 ODD = torch.arange(7).to(torch.complex64)
 
 
-def state(part):
+def make_state(part):
     return {
-        "model/0/plain": torch.ones(3), "model/0/a": pieces(WHOLE, REGULAR, part), "model/0/b": pieces(WHOLE, SEVERAL, part),
-        "model/0/b@0": torch.zeros(2), "optimizer/0/a/m": pieces(-WHOLE, REGULAR, part),
-        "model/0/odd": pieces(ODD, TensorSplit(((3, 4),), (1, 2)), part),
-        "model/0/none": pieces(torch.empty(0, 4), TensorSplit(((), (4,)), ()), part),
-        "model/0/foreign": replace(pieces(WHOLE, SEVERAL, part), split=None),
+        "model/0/plain": torch.ones(3), "model/0/a": make_piece(WHOLE, REGULAR, part), "model/0/b": make_piece(WHOLE, SEVERAL, part),
+        "model/0/b@0": torch.zeros(2), "optimizer/0/a/m": make_piece(-WHOLE, REGULAR, part),
+        "model/0/odd": make_piece(ODD, TensorSplit(((3, 4),), (1, 2)), part),
+        "model/0/none": make_piece(torch.empty(0, 4), TensorSplit(((), (4,)), ()), part),
+        "model/0/foreign": replace(make_piece(WHOLE, SEVERAL, part), split=None),
     }  # fmt: skip
 
 
@@ -183,17 +187,18 @@ WANTED = {"model/0/a": WHOLE, "model/0/b": WHOLE, "optimizer/0/a/m": -WHOLE, "mo
 
 
 @pytest.fixture
-def written(tmp_path):
-    writer.begin(job(tmp_path, 0, 3, state(0)))
+def saved(tmp_path):
+    """Save a checkpoint from three ranks, and return its folder and manifest."""
+    writer.begin(make_job(tmp_path, 0, 3, make_state(0)))
     for part in range(3):
-        writer.announce(job(tmp_path, part, 3, state(part)))
+        writer.announce(make_job(tmp_path, part, 3, make_state(part)))
     for part in (1, 2, 0):
-        found = writer.write(job(tmp_path, part, 3, state(part)))
+        found = writer.write(make_job(tmp_path, part, 3, make_state(part)))
     return tmp_path / "checkpoint_1", found
 
 
-def test_three_ranks_write_their_boxes_and_one_reads_them(written):
-    folder, manifest = written
+def test_chunks_written_by_three_ranks_are_read_by_one(saved):
+    folder, manifest = saved
     assert verify_checkpoint(folder) == manifest
     assert isinstance(manifest.tensors["model/0/a"].chunks, ChunkGrid)
     assert [chunk.key for chunk in manifest.tensors["model/0/b"].chunks] == [
@@ -209,8 +214,8 @@ def test_three_ranks_write_their_boxes_and_one_reads_them(written):
     assert dict(read_tensors(folder, manifest)).keys() == WANTED.keys()
 
 
-def test_any_box_is_put_together(written):
-    folder, manifest = written
+def test_any_box_is_assembled_from_chunks(saved):
+    folder, manifest = saved
     for name in ("model/0/a", "model/0/b", "model/0/foreign"):
         mosaic = ChunkedTensor(manifest.tensors[name], CheckpointFiles(folder, manifest))
         for top, left in itertools.product(range(9), range(5)):
@@ -219,8 +224,8 @@ def test_any_box_is_put_together(written):
             assert torch.equal(box, WHOLE[top:, left : left + box.shape[1]])
 
 
-def test_weights_are_merged_one_tensor_at_a_time(written, tmp_path):
-    folder, manifest = written
+def test_chunked_weights_are_exported(saved, tmp_path):
+    folder, manifest = saved
     named = [(name.removeprefix("model/0/"), each) for name, each in open_tensors(folder, manifest, "model/")]
     assert sum(isinstance(each, ChunkedTensor) for _, each in named) == 5
     save_weights(named, tmp_path / "out", "200B")
@@ -230,25 +235,25 @@ def test_weights_are_merged_one_tensor_at_a_time(written, tmp_path):
             assert torch.equal(found[name.removeprefix("model/0/")].tensor(), tensor), name
 
 
-def test_ranks_that_hold_different_states_are_told(tmp_path):
-    told = [own_part(state(part), part)[1] for part in range(3)]
+def test_ranks_with_different_splits_are_refused(tmp_path):
+    told = [own_part(make_state(part), part)[1] for part in range(3)]
     assert len({each["grids"] for each in told}) == 1
-    other = {**state(1), "model/0/a": pieces(WHOLE, TensorSplit(((5, 2, 3), (6,)), (2, 0, 1)), 1)}
+    other = {**make_state(1), "model/0/a": make_piece(WHOLE, TensorSplit(((5, 2, 3), (6,)), (2, 0, 1)), 1)}
     with pytest.raises(CheckpointError, match="rank 1 has different sharded tensors"):
-        entries(state(0), [told[0], own_part(other, 1)[1], told[2]])
+        entries(make_state(0), [told[0], own_part(other, 1)[1], told[2]])
     with pytest.raises(CheckpointError, match="differently from its placements"):
-        own_part({"model/0/a": pieces(WHOLE, REGULAR, 0)}, 1)
+        own_part({"model/0/a": make_piece(WHOLE, REGULAR, 0)}, 1)
 
 
-def test_manifests_with_grids_that_are_not_what_was_written(written):
-    """Refused, or read; never another error."""
-    folder, _ = written
+def test_mutated_manifest_with_grids_is_read_or_refused(saved):
+    """Any other error than `CheckpointError` fails the test."""
+    folder, _ = saved
     path = folder / "manifest.json"
     content = json.loads(path.read_text())["content"]
     for number in range(EXAMPLES):
         draw = random.Random(f"grids {number}")
         part = {name: value for name, value in content.items() if name == draw.choice(["tensors", "files"])}
-        path.write_bytes(sealed({**content, **mutated(draw, part)} if part else mutated(draw, content)))
+        path.write_bytes(seal_content({**content, **mutated(draw, part)} if part else mutated(draw, content)))
         try:
             for tensor in read_state(folder, Manifest.decode(path.read_bytes()), draw.random() < 0.5)[0].values():
                 tensor.clone()

@@ -1,3 +1,5 @@
+"""Test messages for folders that are not Headway checkpoints, such as checkpoints of Accelerate or single weight files."""
+
 import subprocess
 import sys
 
@@ -8,7 +10,7 @@ from headway import Accelerator, ProjectConfiguration
 from headway.core.checkpoint.format.foreign import explain_path
 from headway.core.checkpoint.format.manifest import read_manifest
 from headway.errors import CheckpointError
-from tests.unit.core.checkpoint.loading.test_files import save
+from tests.unit.core.checkpoint.saved import save
 
 ACCELERATE = """
 import sys, torch
@@ -25,7 +27,7 @@ accelerator.save_state(sys.argv[1], safe_serialization=sys.argv[2] == "safe")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["safe", "pickled"])
-def test_a_checkpoint_of_accelerate_is_named_and_its_weights_load_as_told(tmp_path, kind):
+def test_checkpoint_of_accelerate_is_named_and_its_weights_load_as_advised(tmp_path, kind):
     folder = tmp_path / "run" / "checkpoints" / "checkpoint_7"
     subprocess.run([sys.executable, "-c", ACCELERATE, str(folder), kind], check=True, capture_output=True, timeout=120)
     accelerator = Accelerator(
@@ -60,7 +62,7 @@ def test_a_checkpoint_of_accelerate_is_named_and_its_weights_load_as_told(tmp_pa
     (["model.safetensors"], "contains weights, but is not a checkpoint of Headway"),
     (["notes.txt"], "is not a committed checkpoint: it has no manifest.json; give a folder that save_state wrote"),
 ])  # fmt: skip
-def test_other_folders_are_named(tmp_path, files, said):
+def test_checkpoints_of_other_programs_are_named(tmp_path, files, said):
     for name in files:
         (tmp_path / name).touch()
     assert said in explain_path(tmp_path)
@@ -68,7 +70,7 @@ def test_other_folders_are_named(tmp_path, files, said):
         read_manifest(tmp_path)
 
 
-def test_what_is_missing_or_is_a_file_or_holds_checkpoints(tmp_path):
+def test_missing_paths_files_and_parent_folders_are_explained(tmp_path):
     for number in (9, 10):
         save(tmp_path / "checkpoints", final=tmp_path / "checkpoints" / f"checkpoint_{number}", nonce=f"{number:016x}")
     parent = tmp_path / "checkpoints"

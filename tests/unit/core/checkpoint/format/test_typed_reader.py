@@ -1,3 +1,5 @@
+"""Test the reader of untrusted JSON values, which checks types and names the position of a wrong value."""
+
 import pytest
 
 from headway.core.checkpoint.format.typed_reader import LARGEST, TypedReader
@@ -24,12 +26,12 @@ def test_values_of_the_right_type_are_returned():
     (float("inf"), "read_number"), (10**400, "read_number"), ("1", "read_number"), (1, "read_text"), (0, "read_flag"),
     ("ab", "read_items"), ({}, "read_items"), ([], "read_table"), ({1: 2}, "read_table"), ([], "read_mapping"),
 ])  # fmt: skip
-def test_anything_else_is_refused(value, ask):
+def test_value_of_a_wrong_type_is_refused(value, ask):
     with pytest.raises(CheckpointError, match=r"^the manifest's state\.x is .*, where .* belongs$"):
         getattr(TypedReader(value, "state.x"), ask)()
 
 
-def test_messages_name_the_place_and_shorten_long_values():
+def test_messages_name_the_position_and_shorten_long_values():
     told = TypedReader({"a": [{"b": "x" * 1000}]}, "about")
     with pytest.raises(CheckpointError, match=r"the manifest's about\.a\[0\]\.b is 'x{79}\.\.\., where") as caught:
         told["a"].read_items()[0]["b"].read_integer()
@@ -44,12 +46,12 @@ def test_messages_name_the_place_and_shorten_long_values():
     ("read_integers", [1, -1]), ("read_integers", [1, True]), ("read_integers", [1, None]), ("read_integers", [1, LARGEST + 1]),
     ("read_optional_integers", [None, -1]), ("read_optional_integers", [None, "1"]), ("read_texts", ["a", 1]),
 ])  # fmt: skip
-def test_a_wrong_item_of_a_list_is_named(method, value):
+def test_wrong_item_of_a_list_is_named(method, value):
     with pytest.raises(CheckpointError, match=r"^the manifest's state\.x\[1\] is "):
         getattr(TypedReader(value, "state.x"), method)()
 
 
 @pytest.mark.parametrize("method", ["read_integers", "read_optional_integers", "read_texts"])
-def test_a_list_has_the_required_length(method):
+def test_list_must_have_the_required_length(method):
     with pytest.raises(CheckpointError, match="a list of 2 belongs"):
         getattr(TypedReader([], "state.x"), method)(count=2)

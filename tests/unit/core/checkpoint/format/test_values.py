@@ -1,3 +1,5 @@
+"""Test that values of a state are encoded as JSON and decoded with the same types, or are refused with their path."""
+
 import contextlib
 import json
 import math
@@ -34,7 +36,7 @@ values = st.recursive(
 )  # fmt: skip
 
 
-def there_and_back(value):
+def round_trip(value):
     tensors = {}
     text = json.dumps(encode_value(value, "x", tensors), allow_nan=False)
     return decode_value(json.loads(text), tensors)
@@ -43,8 +45,8 @@ def there_and_back(value):
 @pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(values)
-def test_values_come_back(value):
-    back = there_and_back(value)
+def test_values_round_trip(value):
+    back = round_trip(value)
     assert back == value
     assert type(back) is type(value)
 
@@ -54,16 +56,16 @@ def test_values_come_back(value):
     OrderedDict(b=1, a=2), Counter("aab"), frozenset({"x"}), PurePosixPath("a/b"), numpy.float32(1.5), numpy.int64(7),
     {1: "one", (2, "x"): [None]}, {"nested": {"!": "tensor", "name": "forged"}},
 ])  # fmt: skip
-def test_other_types_come_back(value):
-    back = there_and_back(value)
+def test_other_types_round_trip(value):
+    back = round_trip(value)
     assert back == value
     assert type(back) is type(value)
 
 
-def test_nan_tensors_and_arrays_come_back():
+def test_nan_tensors_and_arrays_round_trip():
     value = {"nan": math.nan, "t": [torch.arange(3), (torch.ones(2, dtype=torch.bfloat16),)],
              "a": numpy.arange(6, dtype=">i2").reshape(2, 3), "empty": numpy.zeros((0, 4))}  # fmt: skip
-    back = there_and_back(value)
+    back = round_trip(value)
     assert math.isnan(back["nan"])
     assert torch.equal(back["t"][0], torch.arange(3))
     assert torch.equal(back["t"][1][0], torch.ones(2, dtype=torch.bfloat16))
@@ -72,7 +74,7 @@ def test_nan_tensors_and_arrays_come_back():
     assert back["empty"].shape == (0, 4)
 
 
-def test_two_tensors_under_one_name_are_kept_apart():
+def test_two_tensors_with_the_same_path_are_kept_apart():
     tensors = {}
     written = encode_value({"a": {"b": torch.tensor(1)}, "a.b": torch.tensor(2)}, "x", tensors)
     assert len(tensors) == 2
@@ -80,16 +82,16 @@ def test_two_tensors_under_one_name_are_kept_apart():
 
 
 class Odd:
-    pass
+    """Class without an encoding."""
 
 
 @pytest.mark.parametrize("value", [Odd(), [Odd()], {"a": {"b": lambda: 0}}, numpy.array([Odd()])])
-def test_what_needs_pickle_is_refused_with_its_path(value):
+def test_value_that_needs_pickle_is_refused_with_its_path(value):
     with pytest.raises(CheckpointError, match=r"^state"):
         encode_value(value, "state", {})
 
 
-def test_a_value_that_contains_itself_is_refused():
+def test_value_that_contains_itself_is_refused():
     loop = []
     loop.append(loop)
     with pytest.raises(CheckpointError, match="contains itself"):
@@ -113,6 +115,6 @@ junk = st.recursive(
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(junk)
 @example({"!": "complex", "value": []})
-def test_arbitrary_json_is_a_clear_error_or_a_value(value):
+def test_arbitrary_json_is_decoded_or_refused(value):
     with contextlib.suppress(CheckpointError):
         decode_value(value, {"x": torch.arange(4, dtype=torch.uint8)})

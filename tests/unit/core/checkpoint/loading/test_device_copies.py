@@ -1,4 +1,4 @@
-"""Copies to devices from several threads; the host stands for a device here, and tests/gpu has one."""
+"""Test copies to devices by several threads. The host stands for a device here, and tests/gpu tests a real one."""
 
 import threading
 
@@ -12,19 +12,20 @@ from headway.core.checkpoint.loading.device_copies import copy_pairs, move_state
 
 @pytest.fixture
 def host_as_device(monkeypatch):
+    """Treat the host as a device, and return a list of (thread, bytes) for each copied block."""
     copied = []
     real = device_copies.BlockCopier._copy_block
 
-    def note(self, target, source):
+    def record_block(self, target, source):
         copied.append((threading.current_thread().name, source.numel()))
         real(self, target, source)
 
     monkeypatch.setattr(device_copies, "_has_own_memory", lambda device: True)
-    monkeypatch.setattr(device_copies.BlockCopier, "_copy_block", note)
+    monkeypatch.setattr(device_copies.BlockCopier, "_copy_block", record_block)
     return copied
 
 
-def test_large_values_come_in_blocks_and_others_one_by_one(host_as_device):
+def test_large_tensors_are_copied_in_blocks_and_others_one_by_one(host_as_device):
     torch.manual_seed(0)
     sources = [torch.randn(3_000_001), torch.randn(5), torch.randn(900, 800).t(), torch.randn(1 << 20).bfloat16()]
     targets = [torch.zeros_like(source) for source in sources[:3]] + [torch.zeros(1 << 20)]
@@ -37,7 +38,7 @@ def test_large_values_come_in_blocks_and_others_one_by_one(host_as_device):
     assert not [thread for thread in threading.enumerate() if thread.name == "headway-copy"]
 
 
-def test_an_error_of_a_thread_is_raised_and_ends_them(host_as_device, monkeypatch):
+def test_error_in_a_thread_is_raised_and_ends_all_threads(host_as_device, monkeypatch):
     def fail(self, target, source):
         raise RuntimeError("CUDA error: out of memory")
 
@@ -47,7 +48,7 @@ def test_an_error_of_a_thread_is_raised_and_ends_them(host_as_device, monkeypatc
     assert not [thread for thread in threading.enumerate() if thread.name == "headway-copy"]
 
 
-def test_only_large_plain_tensors_of_a_state_move(host_as_device):
+def test_only_large_plain_tensors_of_a_state_are_moved(host_as_device):
     large, step, view = torch.randn(1 << 19), torch.tensor(3.0), torch.randn(800, 900).t()
     state = {0: {"moment": large, "step": step, "view": view, "text": "x"}, 1: {"moment": large}, "loose": 3}
     move_state(state, {0: torch.device("cpu")})
@@ -58,7 +59,7 @@ def test_only_large_plain_tensors_of_a_state_move(host_as_device):
     assert state[1]["moment"] is large
 
 
-def test_a_load_restores_weights_and_moments(host_as_device, tmp_path):
+def test_load_restores_weights_and_moments(host_as_device, tmp_path):
     def build():
         torch.manual_seed(0)
         model = torch.nn.Linear(700, 600)

@@ -1,4 +1,4 @@
-"""The best checkpoint: which one it is, and resuming from it."""
+"""Test which checkpoint is the best one, and how a run resumes from it."""
 
 import logging
 import shutil
@@ -8,27 +8,27 @@ import torch
 
 from headway import EarlyStopping
 from headway.errors import CheckpointError, ConfigError
-from tests.unit.core.checkpoint.resume.test_methods import build, learn
+from tests.unit.core.checkpoint.resume.test_methods import build, train_epoch
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
+def _run_in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
 def save_several(metrics, **project):
-    """Train one epoch before each save; return the Accelerator, its model and the weights at each save."""
+    """Train one epoch before each save. Return the Accelerator, its model and the weights at each save."""
     accelerator, model, optimizer, loader = build(**project)
     weights = []
     for metric in metrics:
-        learn(accelerator, model, optimizer, loader)
+        train_epoch(accelerator, model, optimizer, loader)
         accelerator.save_state(metric=metric)
         weights.append(model.weight.detach().clone())
     return accelerator, model, weights
 
 
 @pytest.mark.parametrize(("keep", "expected"), [("max", 1), ("min", 2)])
-def test_it_is_the_one_with_the_best_metric(keep, expected):
+def test_best_checkpoint_has_the_best_metric(keep, expected):
     accelerator, model, weights = save_several([0.5, 0.9, 0.1, None, float("nan"), 0.9, 0.1], keep_best=keep)
     assert accelerator.best_checkpoint.name == f"checkpoint_{expected}"
     assert accelerator.resume("best").folder == accelerator.best_checkpoint
@@ -40,21 +40,21 @@ def test_it_is_the_one_with_the_best_metric(keep, expected):
     assert torch.equal(model.weight, weights[expected])
 
 
-def test_rotation_keeps_it():
+def test_rotation_keeps_the_best_checkpoint():
     accelerator, model, weights = save_several([0.3, 0.1, 0.2, 0.4], keep_best="min", total_limit=1)
     accelerator.resume("best")
     assert torch.equal(model.weight, weights[1])
 
 
-def test_a_save_in_the_background_counts():
+def test_background_save_can_be_the_best():
     accelerator, model, optimizer, loader = build(keep_best="max")
     accelerator.save_state(metric=0.5)
-    learn(accelerator, model, optimizer, loader)
+    train_epoch(accelerator, model, optimizer, loader)
     folder = accelerator.save_state(metric=0.7, blocking=False)
     assert accelerator.resume("best").folder == folder
 
 
-def test_a_copy_and_a_damaged_one_are_passed_over(caplog):
+def test_copied_and_damaged_checkpoints_are_skipped(caplog):
     accelerator, model, weights = save_several([0.5, 0.9, 0.7], keep_best="max")
     best = accelerator.best_checkpoint
     shutil.copytree(best, best.parent / "zz_9")
@@ -67,7 +67,7 @@ def test_a_copy_and_a_damaged_one_are_passed_over(caplog):
     assert torch.equal(model.weight, weights[2])
 
 
-def test_other_runs_count_only_before_this_one_has_saved():
+def test_other_runs_count_only_until_this_run_has_saved():
     _, _, _ = save_several([0.9], keep_best="max")
     other, *_ = build(keep_best="max", iteration=1)
     assert other.best_checkpoint.name == "checkpoint_0"
@@ -82,12 +82,12 @@ def test_without_a_checkpoint_nothing_is_resumed(caplog):
     with caplog.at_level(logging.WARNING, "headway"):
         assert accelerator.resume("best") is None
         assert caplog.text == ""
-        learn(accelerator, model, optimizer, loader)
+        train_epoch(accelerator, model, optimizer, loader)
         assert accelerator.resume("best") is None
     assert 'resume("best") found no checkpoint' in caplog.text
 
 
-def test_what_it_needs_is_said():
+def test_missing_metric_or_keep_best_is_an_error():
     accelerator, *_ = save_several([None], keep_best="max")
     assert accelerator.best_checkpoint is None
     with pytest.raises(CheckpointError, match=r"save_state\(metric=value\)"):
@@ -110,7 +110,7 @@ def test_early_stopping_is_resumed_and_a_stopped_run_stays_stopped():
         for epoch in accelerator.epochs(num_epochs):
             if stopping.should_stop:
                 break
-            learn(accelerator, model, optimizer, loader)
+            train_epoch(accelerator, model, optimizer, loader)
             stopping.update([3.0, 1.0, 2.0, 1.5, 0.5][epoch])
             accelerator.save_state(metric=[3.0, 1.0, 2.0, 1.5, 0.5][epoch])
             seen.append(epoch)

@@ -1,4 +1,4 @@
-"""What a manifest says of a run is looked at before a load changes anything."""
+"""Test that a load checks all of a manifest before it changes anything."""
 
 import base64
 import json
@@ -15,26 +15,26 @@ from tests.sweep.loaded_run import RUNS, Run, saved
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A checkpoint of each kind of run, and its content."""
+def checkpoints(tmp_path_factory):
+    """Return (folder, content of the manifest) of a checkpoint for each kind of run except the first."""
     folders = [saved(tmp_path_factory.mktemp("made"), **kind) for kind in RUNS[1:]]
     return [(folder, json.loads((folder / MANIFEST).read_text())["content"]) for folder in folders]
 
 
-def loaded(folder, run, content):
-    """Load a checkpoint with this content; where it is refused, nothing may have changed. Returns the error's text, or None."""
+def load_content(folder, run, content):
+    """Load a checkpoint with this content and return the error text, or None. A refused load must change nothing."""
     (folder / MANIFEST).write_bytes(sealed(content))
     before, error = run.print(), None
     try:
         run.accelerator.load_state(str(folder))
     except HeadwayError as raised:
         error = str(raised)
-    assert error is None or run.print() == before, f"changed, and then {error}"
+    assert error is None or run.print() == before, f"the run was changed before the error: {error}"
     return error
 
 
-def put(content, path, value):
-    """A copy of the content with the value at this path; `...` takes away what is there."""
+def replace_value(content, path, value):
+    """Return a copy of the content with another value at this path. The value `...` deletes the key."""
     content = json.loads(json.dumps(content))
     *way, last = path
     holder = content
@@ -85,14 +85,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("path", "value"), WRONG, ids=lambda each: str(each)[:40])
-def test_a_value_of_a_wrong_type_or_range_is_refused_before_any_change(made, tmp_path, path, value):
-    folder, content = made[0]
-    error = loaded(folder, Run(tmp_path), put(content, path, value))
+def test_invalid_value_is_refused_before_any_change(checkpoints, tmp_path, path, value):
+    folder, content = checkpoints[0]
+    error = load_content(folder, Run(tmp_path), replace_value(content, path, value))
     assert error is not None
 
 
-def test_the_message_names_the_place(made, tmp_path):
-    folder, content = made[0]
+def test_message_names_the_position(checkpoints, tmp_path):
+    folder, content = checkpoints[0]
     run = Run(tmp_path)
     for path, value, said in (
         ((*RUN, "ticks"), [1, 0], r"state.run.ticks[1] is 0, where a whole number from 1"),
@@ -100,20 +100,20 @@ def test_the_message_names_the_place(made, tmp_path):
         (("about", "world_size"), ..., "manifest's about lacks 'world_size'"),
         (("state", "loaders", 0), [], "state.loaders[0] is [], where a list of 1 belongs"),
     ):
-        assert said in loaded(folder, run, put(content, path, value))
+        assert said in load_content(folder, run, replace_value(content, path, value))
 
 
-def test_a_tensor_may_be_referenced_only_once(made, tmp_path):
-    """Else each array of a small file could be read a thousand times."""
-    folder, content = made[0]
+def test_tensor_may_be_referenced_only_once(checkpoints, tmp_path):
+    """Otherwise, each array of a small file could be read a thousand times."""
+    folder, content = checkpoints[0]
     array = content["state"]["custom"][0]["array"]
     for again in (array, {**array, "!": "tensor"}, {"!": "tensor", "name": "model/0/0.weight"}):
-        error = loaded(folder, Run(tmp_path), put(content, ("state", "custom", 0, "pair"), again))
+        error = load_content(folder, Run(tmp_path), replace_value(content, ("state", "custom", 0, "pair"), again))
         assert "in a second place" in error
 
 
-def test_the_state_of_the_fp16_scaler_is_checked(made, tmp_path):
-    folder, content = made[1]
+def test_state_of_the_fp16_scaler_is_checked(checkpoints, tmp_path):
+    folder, content = checkpoints[1]
     assert content["state"]["run"]["scaler"]["scale"] > 0
     run = Run(tmp_path, **RUNS[2])
     for name, value in (
@@ -123,15 +123,15 @@ def test_the_state_of_the_fp16_scaler_is_checked(made, tmp_path):
         ("_growth_tracker", ...),
         ("backoff_factor", None),
     ):
-        assert "run.scaler" in loaded(folder, run, put(content, (*RUN, "scaler", name), value))
-    assert "run.scaler" in loaded(folder, run, put(content, (*RUN, "scaler"), {}))
+        assert "run.scaler" in load_content(folder, run, replace_value(content, (*RUN, "scaler", name), value))
+    assert "run.scaler" in load_content(folder, run, replace_value(content, (*RUN, "scaler"), {}))
 
 
 @pytest.mark.parametrize("kind", range(1, len(RUNS)))
-def test_saved_states_are_accepted(made, tmp_path, kind):
-    folder, content = made[kind - 1]
+def test_saved_states_are_accepted(checkpoints, tmp_path, kind):
+    folder, content = checkpoints[kind - 1]
     run = Run(tmp_path, **RUNS[kind])
-    assert loaded(folder, run, content) is None
+    assert load_content(folder, run, content) is None
     run.train(4)
 
 
@@ -140,8 +140,8 @@ EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True, suppress_h
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [1, 4])
-def test_any_state_is_loaded_completely_or_refused_without_changes(made, tmp_path, kind):
-    folder, content = made[kind - 1]
+def test_mutated_state_is_loaded_completely_or_refused_without_changes(checkpoints, tmp_path, kind):
+    folder, content = checkpoints[kind - 1]
     kept = [Run(tmp_path, **RUNS[kind])]
 
     @EXAMPLES
@@ -150,7 +150,7 @@ def test_any_state_is_loaded_completely_or_refused_without_changes(made, tmp_pat
         whole = json.loads(json.dumps(content))
         holder = whole if part in whole else whole["state"]
         holder.update(mutated(random.Random(seed), {part: holder[part]}))
-        if loaded(folder, kept[0], whole) is None:
+        if load_content(folder, kept[0], whole) is None:
             kept[0] = Run(tmp_path, **RUNS[kind])
 
     check()
@@ -160,9 +160,9 @@ def test_any_state_is_loaded_completely_or_refused_without_changes(made, tmp_pat
 @pytest.mark.parametrize(
     ("act", "count"), [(manifests, 60), (headers, 150), (configurations, 150), (command_lines, 100)]
 )
-def test_the_sweep_in_small(act, count):
-    """`python -m tests.sweep.fuzz` runs thousands of these."""
+def test_short_fuzzing_sweep_finds_no_fault(act, count):
+    """`python -m tests.sweep.fuzz` runs thousands of these cases."""
     tally = Tally(act.__name__)
     act(1, count, tally)
     assert not tally.faults, "\n".join(tally.faults)
-    assert len(tally.ends) >= 2, tally  # some are taken, and some refused
+    assert len(tally.ends) >= 2, tally  # some cases were accepted, and some were refused

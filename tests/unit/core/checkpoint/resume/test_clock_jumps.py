@@ -1,4 +1,4 @@
-"""The clock jumps back a year between two saves: the newest checkpoint is still the one that was saved last."""
+"""Test that the newest checkpoint is the one saved last, even if the clock jumps back a year between two saves."""
 
 import time
 
@@ -7,8 +7,8 @@ import torch
 from headway import Accelerator, ProjectConfiguration
 
 
-def test_the_newest_is_not_found_by_the_time_of_day(tmp_path, monkeypatch):
-    def prepared():
+def test_newest_checkpoint_does_not_depend_on_the_clock(tmp_path, monkeypatch):
+    def build_run():
         project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
         accelerator = Accelerator(cpu=True, project_config=project)
         model = torch.nn.Linear(2, 1)
@@ -19,7 +19,7 @@ def test_the_newest_is_not_found_by_the_time_of_day(tmp_path, monkeypatch):
             accelerator.backward(model(torch.ones(3, 2)).square().mean())
             optimizer.step()
 
-    parts = prepared()
+    parts = build_run()
     update(*parts)
     first = parts[0].save_state()
     now, there = time.time, time.gmtime
@@ -28,7 +28,7 @@ def test_the_newest_is_not_found_by_the_time_of_day(tmp_path, monkeypatch):
     update(*parts)
     second = parts[0].save_state()
     parts[0].end_training()
-    restored = prepared()[0].resume("latest")
+    restored = build_run()[0].resume("latest")
     assert restored.folder == second != first
     assert restored.about["num_updates"] == 2
     assert restored.about["saved_at"] < time.strftime("%Y-%m-%dT%H:%M:%SZ", there(now() - 300 * 86400))

@@ -1,4 +1,4 @@
-"""Which epoch a resumed run goes on in: no epoch is trained twice, and none is left out."""
+"""Test the epoch in which a resumed run continues: no epoch is trained twice or left out."""
 
 from itertools import islice
 
@@ -12,65 +12,73 @@ EPOCHS = 4
 
 
 class Killed(Exception):
-    """Takes the place of a kill: what follows starts from the checkpoint alone."""
+    """Error that stands for a kill. The next process starts only from the checkpoint."""
 
 
-def side_by_side(one, other):
+def read_side_by_side(one, other):
     yield from zip(one, other)
 
 
-def unequal(one, other):
-    """The first loader is never read to its end."""
+def read_unequal_lengths(one, other):
+    """Read both loaders in parallel. The first one is never read to its end."""
     yield from zip(other, one)
 
 
-def left_by_break(one, _):
+def read_until_break(one, _):
     for step, batch in enumerate(one):
         yield batch, None
         if step == 1:
             break
 
 
-def left_by_islice(one, _):
+def read_until_islice(one, _):
     yield from ((batch, None) for batch in islice(one, 2))
 
 
-def one_only(one, _):
+def read_one_loader(one, _):
     yield from ((batch, None) for batch in one)
 
 
-def in_turn(one, other):
-    """A kill in the second pass must not repeat the first."""
+def read_in_turn(one, other):
+    """Read one loader after the other. A kill in the second pass must not repeat the first."""
     for loader in (one, other):
         yield from ((batch, None) for batch in loader)
 
 
-def there_and_back(one, other):
+def read_one_loader_twice(one, other):
     for loader in (one, other, one):
         yield from ((batch, None) for batch in loader)
 
 
-def in_turn_with_set_epoch(one, other):
+def read_in_turn_with_set_epoch(one, other):
     for loader in (one, other):
         loader.set_epoch(one.epoch if loader is one else other.epoch)
         yield from ((batch, None) for batch in loader)
 
 
-def beside_and_after(one, other):
+def read_side_by_side_and_then_one(one, other):
     yield from zip(one, other)
     yield from ((batch, None) for batch in one)
 
 
 PASSES = {
-    "in turn": (in_turn, 12, 8), "there and back": (there_and_back, 12, 8), "set_epoch": (in_turn_with_set_epoch, 12, 8),
-    "beside and after": (beside_and_after, 12, 12),
-    "side by side": (side_by_side, 12, 12), "unequal": (unequal, 12, 6), "break": (left_by_break, 12, 12),
-    "islice": (left_by_islice, 12, 12), "one": (one_only, 12, 12),
+    "in turn": (read_in_turn, 12, 8), "there and back": (read_one_loader_twice, 12, 8),
+    "set_epoch": (read_in_turn_with_set_epoch, 12, 8),
+    "beside and after": (read_side_by_side_and_then_one, 12, 12),
+    "side by side": (read_side_by_side, 12, 12), "unequal": (read_unequal_lengths, 12, 6), "break": (read_until_break, 12, 12),
+    "islice": (read_until_islice, 12, 12), "one": (read_one_loader, 12, 12),
 }  # fmt: skip
 
 
 class Run:
-    """One process of a training; `kills` are the numbers of saves (over all processes) after which it is killed."""
+    """Training in several processes.
+
+    Args:
+        folder: Project folder.
+        kind: Key of `PASSES`.
+        kills: Numbers of the saves, counted over all processes, after which the process is killed.
+        saves_each_update: Whether to save after each update. Otherwise, only at the end of each epoch.
+    """
 
     def __init__(self, folder, kind, kills=(), saves_each_update=True):
         self.folder, self.kills, self.saves_each = folder, set(kills), saves_each_update
@@ -83,7 +91,8 @@ class Run:
         if self.num_saves in self.kills:
             raise Killed
 
-    def process(self):
+    def run_process(self):
+        """Run one process from the latest checkpoint to its end. Return the number of updates."""
         torch.manual_seed(0)
         project = ProjectConfiguration(self.folder, automatic_checkpoint_naming=True, total_limit=2)
         accelerator = Accelerator(cpu=True, project_config=project)
@@ -108,17 +117,18 @@ class Run:
             self.save(accelerator)
         return accelerator.num_updates
 
-    def to_the_end(self):
+    def run_to_the_end(self):
+        """Start processes until one ends. Return the number of updates and the (epoch, batch) pairs."""
         for _ in range(100):
             try:
-                return self.process(), self.seen
+                return self.run_process(), self.seen
             except Killed:
                 continue
-        raise AssertionError("it never ended")
+        raise AssertionError("the run did not end within 100 processes")
 
 
 COUNTED_BY_THE_LOOP = ("break", "islice")
-"""A loop that counts its own steps cannot go on in the middle of an epoch: the count begins again."""
+"""Passes that cannot resume in the middle of an epoch, because the loop counts its own steps from 0."""
 
 
 LONG = ("there and back", "set_epoch", "beside and after")
@@ -127,26 +137,26 @@ LONG = ("there and back", "set_epoch", "beside and after")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in LONG else []) for kind in PASSES]
 )
-def test_a_run_killed_after_every_save_equals_the_uninterrupted_run(kind, tmp_path):
+def test_run_killed_after_each_save_equals_the_uninterrupted_run(kind, tmp_path):
     each = kind not in COUNTED_BY_THE_LOOP
-    updates, seen = Run(tmp_path / "whole", kind, saves_each_update=each).to_the_end()
+    updates, seen = Run(tmp_path / "whole", kind, saves_each_update=each).run_to_the_end()
     assert updates == len(seen) > EPOCHS
     again = Run(tmp_path / "killed", kind, range(1, 100), each)
-    assert again.to_the_end() == (updates, seen)
+    assert again.run_to_the_end() == (updates, seen)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", PASSES)
-def test_a_run_killed_once_equals_the_uninterrupted_run(kind, tmp_path):
+def test_run_killed_once_equals_the_uninterrupted_run(kind, tmp_path):
     each = kind not in COUNTED_BY_THE_LOOP
     run = Run(tmp_path / "whole", kind, saves_each_update=each)
-    whole = run.to_the_end()
+    whole = run.run_to_the_end()
     for kill in range(1, run.num_saves):
-        assert Run(tmp_path / str(kill), kind, [kill], each).to_the_end() == whole
+        assert Run(tmp_path / str(kill), kind, [kill], each).run_to_the_end() == whole
 
 
-def test_an_exception_that_leaves_the_loop_does_not_end_the_pass(tmp_path):
-    def process(raises):
+def test_exception_in_the_loop_does_not_end_the_pass(tmp_path):
+    def run_process(raises):
         accelerator = Accelerator(cpu=True)
         _model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(list(range(12)), batch_size=4))
         if not raises:
@@ -158,11 +168,11 @@ def test_an_exception_that_leaves_the_loop_does_not_end_the_pass(tmp_path):
         except KeyboardInterrupt:
             accelerator.save_state(tmp_path / "c")
 
-    process(raises=True)
-    assert process(raises=False) == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    run_process(raises=True)
+    assert run_process(raises=False) == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-def test_a_pass_that_was_left_is_over_for_the_run_and_not_for_the_loader():
+def test_interrupted_pass_is_over_for_the_run_and_not_for_the_loader():
     accelerator = Accelerator(cpu=True)
     _model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(list(range(12)), batch_size=4))
     for _ in loader:
@@ -176,8 +186,8 @@ def test_a_pass_that_was_left_is_over_for_the_run_and_not_for_the_loader():
 
 
 @pytest.mark.parametrize(("place", "is_told"), [("within", False), ("between", True), ("after", False)])
-def test_a_save_between_two_training_loops_is_warned_about(place, is_told, tmp_path, caplog):
-    """Nothing tells it from a save at the epoch's end, before the second loop begins."""
+def test_save_between_two_training_loops_causes_a_warning(place, is_told, tmp_path, caplog):
+    """Such a save looks like one at the end of an epoch, because the second loop has not begun."""
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(1, 1)
     rows = [torch.ones(1)] * 4
@@ -200,7 +210,7 @@ def test_a_save_between_two_training_loops_is_warned_about(place, is_told, tmp_p
     assert ("between two loops of epoch 0 that train" in caplog.text) == is_told
 
 
-def test_a_resumed_run_that_was_finished_reports_that_nothing_is_left(tmp_path, caplog):
+def test_resumed_run_that_was_finished_reports_that_nothing_is_left(tmp_path, caplog):
     def run(num_epochs):
         accelerator = Accelerator(
             cpu=True, project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)

@@ -1,4 +1,4 @@
-"""Saves that fail just before their commit is confirmed, and just after it."""
+"""Test saves that fail just before or just after their commit is confirmed."""
 
 import os
 import signal
@@ -12,17 +12,17 @@ from headway.core.checkpoint.format.manifest import read_manifest
 from headway.core.checkpoint.loading.files import verify_checkpoint
 from headway.core.checkpoint.stores import disk
 from headway.errors import CheckpointError
-from tests.unit.core.checkpoint.resume.test_methods import build, names
+from tests.unit.core.checkpoint.resume.test_methods import build, list_names
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
+def _run_in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("is_exchange", [False, True])
-def test_a_rename_that_the_disk_does_not_confirm_is_undone(is_exchange, monkeypatch):
-    """What is said not to be saved is not there, and what was there is as it was."""
+def test_rename_without_confirmation_by_the_disk_is_undone(is_exchange, monkeypatch):
+    """After the error, the new checkpoint does not exist and the earlier one is unchanged."""
     accelerator, model, *_ = build(automatic_checkpoint_naming=False)
     before = accelerator.save_state("one")
     target = before if is_exchange else Path("two").absolute()
@@ -31,13 +31,13 @@ def test_a_rename_that_the_disk_does_not_confirm_is_undone(is_exchange, monkeypa
         model.weight.add_(1)
     real, failed = disk.sync_folder, []
 
-    def fails(folder):
+    def fail_once(folder):
         if folder == before.parent and not failed:
             failed.append(folder)
             raise OSError(5, "Input/output error", str(folder))
         real(folder)
 
-    monkeypatch.setattr(disk, "sync_folder", fails)
+    monkeypatch.setattr(disk, "sync_folder", fail_once)
     with pytest.raises(CheckpointError, match="was not saved"):
         accelerator.save_state(target)
     assert failed
@@ -52,14 +52,14 @@ def save_and_wait(accelerator, blocking):
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_pipe_that_a_hook_leaves_ends_the_save_and_does_not_hang(blocking):
-    def ring(*_):
-        raise AssertionError("it hangs")
+def test_pipe_created_by_a_hook_fails_the_save_without_hanging(blocking):
+    def raise_on_alarm(*_):
+        raise AssertionError("the save hangs")
 
     accelerator, *_ = build()
     kept = accelerator.save_state()
     hook = accelerator.register_save_state_pre_hook(lambda models, weights, folder: os.mkfifo(Path(folder, "odd")))
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, raise_on_alarm)
     signal.alarm(60)
     try:
         with pytest.raises(CheckpointError, match="odd is a pipe, not a regular file"):
@@ -81,4 +81,4 @@ def test_unreadable_older_checkpoints_do_not_fail_a_save(monkeypatch, caplog):
         verify_checkpoint(accelerator.save_state())
     assert "older checkpoints could not be looked through" in caplog.text
     accelerator.save_state()
-    assert names() == ["checkpoint_2", "latest"]
+    assert list_names() == ["checkpoint_2", "latest"]

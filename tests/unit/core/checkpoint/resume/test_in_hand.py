@@ -1,4 +1,4 @@
-"""A run that is asked to end while a batch waits for its training: the batch is trained on first, and nothing is left out."""
+"""Test a preemption while a fetched batch is not trained on yet: the run trains on it first and skips no batch."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from headway.errors import Preempted
 
 
 class Draws(Dataset):
-    """Rows that are drawn as they are read; one read sends SIGTERM and waits until it is heard."""
+    """Dataset of random rows. The read with the number `strike` sends SIGTERM and waits until it is handled."""
 
     def __init__(self, calls, strike):
         self.calls, self.strike = calls, strike
@@ -31,19 +31,19 @@ class Draws(Dataset):
         return index, torch.rand(3)
 
 
-def side_by_side(one, other, learn, _):
+def train_side_by_side(one, other, learn, _):
     for batch, beside in zip(one, other):
         learn(batch, beside)
 
 
-def evaluated_first(one, other, learn, evaluate):
+def evaluate_before_each_batch(one, other, learn, evaluate):
     for batch in one:
         for held_out in other:
             evaluate(held_out)
         learn(batch)
 
 
-def collected(one, _, learn, __):
+def train_on_collected_batches(one, _, learn, __):
     rows = iter(one)
     while batches := list(islice(rows, 2)):
         for batch in batches:
@@ -51,18 +51,18 @@ def collected(one, _, learn, __):
 
 
 class Killed(Exception):
-    """Takes the place of a kill."""
+    """Error that stands for a kill."""
 
 
-def trained(told):
+def select_trained(told):
     return [line for line in told if line[0] == "trained"]
 
 
-LOOPS = {f.__name__: f for f in (side_by_side, evaluated_first, collected)}
+LOOPS = {f.__name__: f for f in (train_side_by_side, evaluate_before_each_batch, train_on_collected_batches)}
 
 
 def train(folder, loop, steps, strike, killed_after=0):
-    """One process's life; what each micro-batch and evaluation saw, and whether it was asked to end."""
+    """Run one process. Return its record of micro-batches and evaluations, whether it was preempted, and its reads."""
     process.reset()
     set_seed(3)
     told, calls = [], []
@@ -81,7 +81,7 @@ def train(folder, loop, steps, strike, killed_after=0):
             optimizer.step()
             optimizer.zero_grad()
         told.append(("trained", *(tuple(i.tolist()) for i, _ in batches), loss.item(), accelerator.num_updates))
-        if killed_after and len(trained(told)) == killed_after:
+        if killed_after and len(select_trained(told)) == killed_after:
             accelerator.save_state()
             raise Killed
 
@@ -108,24 +108,24 @@ def test_fetched_batches_are_trained_on_before_the_run_ends(tmp_path, loop, step
         first, was_stopped, _ = train(tmp_path / f"{strike}", loop, steps, strike)
         rest = train(tmp_path / f"{strike}", loop, steps, strike=0)[0] if was_stopped else []
         num_stopped += was_stopped
-        # An evaluation that was broken off is run again, whole; micro-batches of an open window too.
+        # Interrupted evaluations and micro-batches of an open window run again.
         known = sorted(map(repr, {*first, *rest}))
         assert known == sorted(map(repr, set(whole))), (strike, first, rest)
-        assert trained(rest) == trained(whole)[len(trained(whole)) - len(trained(rest)) :]
+        assert select_trained(rest) == select_trained(whole)[len(select_trained(whole)) - len(select_trained(rest)) :]
     assert num_stopped >= num_draws // 3 - 8
 
 
 @pytest.mark.parametrize("loop", ["side_by_side", "evaluated_first"])
-def test_a_window_begins_before_the_first_of_the_batches_that_it_is_made_of(tmp_path, loop):
-    """Saved after the third of two micro-batches an update: the resumed run trains on the third again."""
-    whole = trained(train(tmp_path / "whole", loop, 2, strike=0)[0])
+def test_window_resumes_at_its_first_batch(tmp_path, loop):
+    """Save after the third micro-batch with two per update. The resumed run trains on the third one again."""
+    whole = select_trained(train(tmp_path / "whole", loop, 2, strike=0)[0])
     with pytest.raises(Killed):
         train(tmp_path / "saved", loop, 2, strike=0, killed_after=3)
-    assert trained(train(tmp_path / "saved", loop, 2, strike=0)[0]) == whole[2:]
+    assert select_trained(train(tmp_path / "saved", loop, 2, strike=0)[0]) == whole[2:]
 
 
-def asked(loop, steps, trains=True):
-    """How often the run may end in an epoch of seven batches, and after which batches."""
+def find_end_positions(loop, steps, trains=True):
+    """Return, for each of two loaders, the numbers of consumed batches at which an epoch of the run may end."""
     process.reset()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     model = torch.nn.Linear(3, 1)
@@ -147,17 +147,17 @@ def asked(loop, steps, trains=True):
 
 
 def test_dropped_batches_do_not_prevent_the_end_of_a_run():
-    def some(one, other, learn):
+    def train_on_last_batches(one, other, learn):
         for number, batch in enumerate(one):
             if number >= 5:
                 learn(batch)
 
-    assert asked(some, 1)[0] == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert asked(some, 2)[0] == [0, 2, 4, 6, 7]
+    assert find_end_positions(train_on_last_batches, 1)[0] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert find_end_positions(train_on_last_batches, 2)[0] == [0, 2, 4, 6, 7]
 
 
-def test_evaluations_are_asked_at_each_batch():
-    def between(one, other, learn):
+def test_evaluations_can_end_the_run_at_each_batch():
+    def train_and_evaluate(one, other, learn):
         for batch in one:
             learn(batch)
             if one.num_consumed == 3:
@@ -165,26 +165,26 @@ def test_evaluations_are_asked_at_each_batch():
         next(iter(one))
         list(other)
 
-    assert asked(between, 2) == ([0, 1, 2, 3, 4, 5, 6, 7, 0], [0, 1, 2, 0, 1, 2])
+    assert find_end_positions(train_and_evaluate, 2) == ([0, 1, 2, 3, 4, 5, 6, 7, 0], [0, 1, 2, 0, 1, 2])
 
 
-def test_a_pass_over_what_is_trained_on_begins_with_nothing_in_hand():
-    def again(one, other, learn):
+def test_second_pass_begins_without_fetched_batches():
+    def read_three_times(one, other, learn):
         for batch in one:
             learn(batch)
         for _ in range(2):
             for batch in one:
                 pass
 
-    assert asked(again, 3)[0] == [0, 1, 2, 3, 4, 5, 6, 7, 0, 3, 6, 0, 3, 6]
+    assert find_end_positions(read_three_times, 3)[0] == [0, 1, 2, 3, 4, 5, 6, 7, 0, 3, 6, 0, 3, 6]
 
 
-def test_a_view_is_asked_like_its_loader():
-    def resumed(one, other, learn):
+def test_skipping_view_can_end_the_run_like_its_loader():
+    def train_on_the_rest(one, other, learn):
         for loader in (skip_first_batches(one, 4), one):
             rows = iter(loader)
             while batches := list(islice(rows, 2)):
                 for batch in batches:
                     learn(batch)
 
-    assert asked(resumed, 2) == ([0, 2, 4, 6], [4, 6])
+    assert find_end_positions(train_on_the_rest, 2) == ([0, 2, 4, 6], [4, 6])

@@ -1,3 +1,5 @@
+"""Test the Accelerator's methods for checkpoints: names, rotation, resuming, registered objects, hooks and errors."""
+
 import json
 import random
 import shutil
@@ -18,11 +20,12 @@ from headway.errors import CheckpointError, ConfigError, StateError
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
+def _run_in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
 def build(model=None, **project):
+    """Return an Accelerator with automatic names in `run/`, and a prepared linear model, optimizer and loader."""
     torch.manual_seed(0)
     project = {"project_dir": "run", "automatic_checkpoint_naming": True, **project}
     accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(**project))
@@ -32,7 +35,8 @@ def build(model=None, **project):
     return accelerator, model, optimizer, loader
 
 
-def learn(accelerator, model, optimizer, loader, num=None):
+def train_epoch(accelerator, model, optimizer, loader, num=None):
+    """Train on the loader, or on `num` batches of it."""
     for count, (x,) in enumerate(loader, 1):
         with accelerator.accumulate(model):
             accelerator.backward(model(x).square().mean())
@@ -42,19 +46,19 @@ def learn(accelerator, model, optimizer, loader, num=None):
             break
 
 
-def names():
+def list_names():
     return sorted(path.name for path in Path("run/checkpoints").iterdir())
 
 
-def test_folders_are_numbered_and_the_newest_stay():
+def test_folders_are_numbered_and_the_newest_are_kept():
     accelerator, *_ = build(total_limit=2)
     for number in range(4):
         assert accelerator.save_iteration == number
         assert accelerator.save_state().name == f"checkpoint_{number}"
-    assert names() == ["checkpoint_2", "checkpoint_3", "latest"]
+    assert list_names() == ["checkpoint_2", "checkpoint_3", "latest"]
 
 
-def test_a_relative_folder_is_where_the_run_began(monkeypatch, tmp_path):
+def test_relative_folder_is_resolved_when_the_run_begins(monkeypatch, tmp_path):
     """A script that changes its working directory keeps one folder of checkpoints."""
     accelerator, *_ = build(total_limit=2)
     Path("elsewhere").mkdir()
@@ -65,21 +69,21 @@ def test_a_relative_folder_is_where_the_run_began(monkeypatch, tmp_path):
     assert accelerator.load_state().folder == saved[-1]
     assert list(Path.cwd().iterdir()) == []
     monkeypatch.chdir(tmp_path)
-    assert names() == ["checkpoint_1", "checkpoint_2", "latest"]
+    assert list_names() == ["checkpoint_1", "checkpoint_2", "latest"]
 
 
-def test_the_best_one_stays():
+def test_best_checkpoint_is_kept():
     accelerator, *_ = build(total_limit=1, keep_best="max")
     for metric in (0.1, 0.9, 0.5, 0.2):
         accelerator.save_state(metric=metric)
-    assert names() == ["checkpoint_1", "checkpoint_3", "latest"]
+    assert list_names() == ["checkpoint_1", "checkpoint_3", "latest"]
     again, *_ = build(total_limit=1, keep_best="max")
     again.resume("latest")
     again.save_state(metric=0.3)
-    assert names() == ["checkpoint_1", "checkpoint_4", "latest"]
+    assert list_names() == ["checkpoint_1", "checkpoint_4", "latest"]
 
 
-def test_numbering_goes_on_after_a_load():
+def test_numbering_continues_after_a_load():
     accelerator, *_ = build()
     accelerator.save_state()
     accelerator.save_state()
@@ -91,7 +95,7 @@ def test_numbering_goes_on_after_a_load():
     assert back.save_state().name == "checkpoint_3"
 
 
-def test_a_new_run_never_writes_over_an_old_one():
+def test_new_run_never_overwrites_an_earlier_one():
     accelerator, *_ = build()
     accelerator.save_state()
     again, *_ = build()
@@ -99,11 +103,11 @@ def test_a_new_run_never_writes_over_an_old_one():
         again.save_state()
 
 
-def test_a_forgotten_resume_is_an_error_before_training():
+def test_forgotten_resume_is_an_error_before_training():
     accelerator, *objects = build()
-    learn(accelerator, *objects)
+    train_epoch(accelerator, *objects)
     accelerator.save_state()
-    for train in (learn, plain_backward, as_a_function):
+    for train in (train_epoch, train_with_backward, train_with_forward_backward):
         again, model, *rest = build()
         before = model.weight.detach().clone()
         with pytest.raises(
@@ -113,13 +117,13 @@ def test_a_forgotten_resume_is_an_error_before_training():
         assert torch.equal(model.weight, before)
 
 
-def plain_backward(accelerator, model, optimizer, loader):
+def train_with_backward(accelerator, model, optimizer, loader):
     for (x,) in loader:
         accelerator.backward(model(x).mean())
         optimizer.step()
 
 
-def as_a_function(accelerator, model, optimizer, loader):
+def train_with_forward_backward(accelerator, model, optimizer, loader):
     for (x,) in loader:
         accelerator.forward_backward((x,), lambda piece: model(piece[0]).mean())
 
@@ -130,30 +134,30 @@ def as_a_function(accelerator, model, optimizer, loader):
     lambda accelerator: shutil.rmtree("run"),
     lambda accelerator: setattr(accelerator, "project_configuration", replace(accelerator.project_configuration, project_dir="b")),
 ])  # fmt: skip
-def test_a_resume_or_another_folder_is_no_forgotten_one(act):
+def test_resume_or_another_folder_causes_no_error(act):
     accelerator, *_ = build()
     accelerator.save_state()
     again, *objects = build()
     act(again)
     list(again.epochs(0))
-    learn(again, *objects)
+    train_epoch(again, *objects)
     again.save_state()
-    learn(again, *objects)
+    train_epoch(again, *objects)
 
 
-def test_evaluating_in_a_used_folder_is_fine():
+def test_evaluation_in_a_used_folder_is_allowed():
     accelerator, *_ = build()
     accelerator.save_state()
     again, model, _, loader = build()
     with torch.no_grad():
         assert sum(len(again.gather_for_metrics(model(x))) for (x,) in loader) == 12
-    numbered, *objects = build(iteration=1)  # as who counts on after the earlier run
-    learn(numbered, *objects)
+    numbered, *objects = build(iteration=1)  # continues the numbers of the earlier run
+    train_epoch(numbered, *objects)
     by_hand, *objects = build(automatic_checkpoint_naming=False)
-    learn(by_hand, *objects)
+    train_epoch(by_hand, *objects)
 
 
-def test_a_resume_without_checkpoints_is_no_error():
+def test_resume_without_checkpoints_is_no_error():
     accelerator, *_ = build()
     assert accelerator.resume("latest") is None
     assert list(accelerator.epochs(2)) == [0, 1]
@@ -162,7 +166,7 @@ def test_a_resume_without_checkpoints_is_no_error():
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-def test_latest_without_automatic_naming_says_that_it_will_find_nothing(automatic, caplog):
+def test_latest_without_automatic_naming_warns_that_it_finds_nothing(automatic, caplog):
     accelerator, *_ = build(automatic_checkpoint_naming=automatic)
     accelerator.save_state(None if automatic else "run/mine")
     again, *_ = build(automatic_checkpoint_naming=automatic)
@@ -170,16 +174,16 @@ def test_latest_without_automatic_naming_says_that_it_will_find_nothing(automati
     assert ("This run names none itself" in caplog.text) == (not automatic)
 
 
-def test_a_resume_before_prepare_names_the_right_order():
+def test_resume_before_prepare_names_the_right_order():
     build()[0].save_state()
     with pytest.raises(CheckpointError, match=r"1 models were saved, 0 are prepared: prepare\(\) comes before"):
         Accelerator(cpu=True, project_config=ProjectConfiguration("run", automatic_checkpoint_naming=True)).resume()
 
 
-def test_a_damaged_checkpoint_is_skipped_and_named(caplog):
+def test_damaged_checkpoint_is_skipped_and_named(caplog):
     accelerator, model, optimizer, loader = build()
     accelerator.save_state()
-    learn(accelerator, model, optimizer, loader)
+    train_epoch(accelerator, model, optimizer, loader)
     bad = accelerator.save_state() / "model-00000.safetensors"
     bad.write_bytes(bad.read_bytes()[:-1])
     again, *_ = build()
@@ -194,10 +198,10 @@ def test_a_damaged_checkpoint_is_skipped_and_named(caplog):
 
 @pytest.mark.parametrize(("stop", "first"), [(3, 1), (None, 1)])
 def test_epochs_begin_at_the_saved_epoch(stop, first):
-    """A pass that was left is over: this process would go on with the next epoch."""
+    """A pass that was interrupted is over, so the next epoch begins."""
     accelerator, model, optimizer, loader = build()
     for _ in accelerator.epochs(3):
-        learn(accelerator, model, optimizer, loader, stop)
+        train_epoch(accelerator, model, optimizer, loader, stop)
         accelerator.save_state()
         break
     again, model, optimizer, loader = build()
@@ -205,17 +209,17 @@ def test_epochs_begin_at_the_saved_epoch(stop, first):
     assert list(again.epochs(3)) == list(range(first, 3))
 
 
-def test_a_plain_range_after_a_resume_raises_once():
+def test_plain_range_after_a_resume_raises_once():
     accelerator, *objects = build()
     accelerator.save_state()
     again, *objects = build()
     again.resume("latest")
     with pytest.raises(StateError, match=r"accelerator\.epochs\(num_epochs\)"):
-        learn(again, *objects)
-    learn(again, *objects)
+        train_epoch(again, *objects)
+    train_epoch(again, *objects)
 
 
-def test_an_evaluation_may_come_between_the_resume_and_the_loop():
+def test_evaluation_can_come_between_the_resume_and_the_loop():
     accelerator, *_ = build()
     accelerator.save_state()
     again, model, optimizer, loader, *_ = build()
@@ -223,10 +227,10 @@ def test_an_evaluation_may_come_between_the_resume_and_the_loop():
     for _ in loader:
         pass
     for _ in again.epochs(1):
-        learn(again, model, optimizer, loader)
+        train_epoch(again, model, optimizer, loader)
 
 
-def test_misfits_change_nothing():
+def test_misfit_changes_nothing():
     accelerator, *_ = build()
     folder = accelerator.save_state()
     again, model, *_ = build(torch.nn.Linear(4, 1))
@@ -238,7 +242,7 @@ def test_misfits_change_nothing():
     assert torch.equal(model.weight, before)
 
 
-def test_strict_refuses_what_differs():
+def test_strict_load_refuses_differences():
     accelerator, *_ = build()
     folder = accelerator.save_state()
     torch.manual_seed(0)
@@ -253,6 +257,8 @@ def test_strict_refuses_what_differs():
 
 
 class Counter:
+    """Object with a list as its state."""
+
     def __init__(self):
         self.values = [1]
 
@@ -280,7 +286,7 @@ def test_registered_objects_are_restored():
         again.register_for_checkpointing([])
 
 
-def test_hooks_add_files_and_take_models_out():
+def test_hooks_add_files_and_remove_models():
     accelerator, *_ = build()
 
     def save(models, weights, folder):
@@ -307,14 +313,14 @@ def test_hooks_add_files_and_take_models_out():
 
 
 class Drawing(Counter):
-    """Draws in its state_dict, from all streams."""
+    """Counter whose `state_dict` draws from all generators."""
 
     def state_dict(self):
-        draw()
+        draw_random_numbers()
         return super().state_dict()
 
 
-def draw():
+def draw_random_numbers():
     return random.random(), float(numpy.random.rand()), float(torch.rand(()))
 
 
@@ -322,18 +328,18 @@ def draw():
 def test_rng_states_are_read_after_hooks_that_draw_random_numbers(blocking):
     accelerator, *_ = build()
     accelerator.register_for_checkpointing(Drawing())
-    accelerator.register_save_state_pre_hook(lambda models, weights, folder: draw())
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: draw_random_numbers())
     folder = accelerator.save_state(blocking=blocking)
-    after = draw()
+    after = draw_random_numbers()
     accelerator.wait_for_save()
     again, *_ = build()
     again.register_for_checkpointing(Drawing())
     again.load_state(folder)
-    assert draw() == after
+    assert draw_random_numbers() == after
 
 
-def test_losses_after_a_save_with_a_hook_that_draws_are_those_of_the_resumed_run():
-    def losses(accelerator, model, optimizer, loader):
+def test_losses_after_a_save_with_a_drawing_hook_equal_those_of_the_resumed_run():
+    def train_and_list_losses(accelerator, model, optimizer, loader):
         found = []
         for (x,) in loader:
             with accelerator.accumulate(model):
@@ -346,12 +352,12 @@ def test_losses_after_a_save_with_a_hook_that_draws_are_those_of_the_resumed_run
 
     accelerator, *objects = build()
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: torch.randn(7))
-    losses(accelerator, *objects)
+    train_and_list_losses(accelerator, *objects)
     folder = accelerator.save_state()
-    whole = losses(accelerator, *objects)
+    whole = train_and_list_losses(accelerator, *objects)
     again, *objects = build()
     again.load_state(folder)
-    assert losses(again, *objects) == whole
+    assert train_and_list_losses(again, *objects) == whole
 
 
 @pytest.mark.parametrize("given", [
@@ -377,10 +383,10 @@ def test_unknown_arguments_are_errors():
         accelerator.load_state(folder, {"zzz": 1})
     with pytest.raises(ConfigError, match=r"save_state\(\) has no argument 'blokcing'; did you mean blocking"):
         accelerator.save_state(blokcing=False)
-    assert names() == ["checkpoint_0", "latest"]
+    assert list_names() == ["checkpoint_0", "latest"]
 
 
-def test_a_missing_folder_or_a_file_is_an_error():
+def test_missing_folder_or_file_is_an_error():
     accelerator, *_ = build()
     folder = accelerator.save_state()
     with pytest.raises(CheckpointError, match=r"checkpoint_9 does not exist; .* holds checkpoint_0"):
@@ -391,7 +397,7 @@ def test_a_missing_folder_or_a_file_is_an_error():
         accelerator.load_state("run")
 
 
-def test_the_event_of_a_save_contains_its_size():
+def test_event_of_a_save_contains_its_size():
     accelerator, *_ = build(logging_dir="run")
     accelerator.init_trackers("log")
     folder = accelerator.save_state()
@@ -401,34 +407,34 @@ def test_the_event_of_a_save_contains_its_size():
     assert event.details == {"folder": str(folder), "bytes": sum(sizes)}
 
 
-def test_a_background_save_holds_the_state_of_its_call():
+def test_background_save_holds_the_state_at_its_call():
     accelerator, model, optimizer, loader = build()
-    learn(accelerator, model, optimizer, loader)
+    train_epoch(accelerator, model, optimizer, loader)
     before = model.weight.detach().clone()
     folder = accelerator.save_state(blocking=False)
-    learn(accelerator, model, optimizer, loader)
+    train_epoch(accelerator, model, optimizer, loader)
     accelerator.wait_for_save()
     again, model, *_ = build()
     again.load_state(folder)
     assert torch.equal(model.weight, before)
 
 
-def test_a_failed_background_write_is_raised(monkeypatch):
+def test_failed_background_write_is_raised(monkeypatch):
     accelerator, model, optimizer, loader = build()
     accelerator.save_state()
 
-    def full(*args):
+    def fail_with_full_disk(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("headway.core.checkpoint.saving.writer.write_shards", full)
+    monkeypatch.setattr("headway.core.checkpoint.saving.writer.write_shards", fail_with_full_disk)
     accelerator.save_state(blocking=False)
     accelerator._checkpoint_state.saver._background._thread.join()
     with pytest.raises(CheckpointError, match="No space left on device"):
-        learn(accelerator, model, optimizer, loader)
-    assert names() == ["checkpoint_0", "latest"]
+        train_epoch(accelerator, model, optimizer, loader)
+    assert list_names() == ["checkpoint_0", "latest"]
 
 
-def test_a_folder_is_needed_without_automatic_naming():
+def test_save_and_load_need_a_folder_without_automatic_naming():
     accelerator = Accelerator(cpu=True)
     for act in (accelerator.save_state, accelerator.load_state):
         with pytest.raises(ConfigError, match="needs a folder"):
@@ -450,45 +456,45 @@ accelerator.save_state(blocking=False)
 
 
 @pytest.mark.slow
-def test_a_background_save_is_finished_at_the_end_of_the_loop(tmp_path):
+def test_background_save_is_finished_at_exit(tmp_path):
     ran = subprocess.run([sys.executable, "-c", LEAVES, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     verify_checkpoint(tmp_path / "checkpoints" / "checkpoint_0")
 
 
-def test_a_failure_after_the_commit_does_not_fail_later_saves(monkeypatch, caplog):
-    """Old checkpoints that cannot be removed: the save is told as done, and the next ones go on."""
+def test_failure_after_the_commit_does_not_fail_later_saves(monkeypatch, caplog):
+    """If an old checkpoint cannot be removed, the save succeeds, and later saves continue."""
     accelerator, *_ = build(total_limit=1)
     accelerator.save_state()
     real = shutil.rmtree
 
-    def fails(path, *args, **kwargs):
+    def fail_for_one_folder(path, *args, **kwargs):
         if Path(path).name == ".removing-checkpoint_0":
             raise OSError(5, "Input/output error", str(path))
         real(path, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", fails)
+        patch.setattr(shutil, "rmtree", fail_for_one_folder)
         assert [accelerator.save_state().name for _ in range(3)] == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
-    assert names() == [".removing-checkpoint_0", "checkpoint_3", "latest"]
-    assert caplog.text.count("could not be removed") == 2  # by its name, and once as what is left of it
+    assert list_names() == [".removing-checkpoint_0", "checkpoint_3", "latest"]
+    assert caplog.text.count("could not be removed") == 2  # once by its name, and once as a leftover
     accelerator.save_state(blocking=False)
     accelerator.wait_for_save()
-    assert names() == ["checkpoint_4", "latest"]
+    assert list_names() == ["checkpoint_4", "latest"]
 
 
-def test_a_link_among_the_checkpoints_is_removed_and_not_what_it_leads_to():
+def test_link_among_the_checkpoints_is_removed_without_its_target():
     accelerator, *_ = build(total_limit=1)
     folder = accelerator.save_state()
     folder.rename("elsewhere")
     folder.symlink_to(Path("elsewhere").absolute(), target_is_directory=True)
     accelerator.save_state()
     accelerator.save_state()
-    assert names() == ["checkpoint_2", "latest"]
+    assert list_names() == ["checkpoint_2", "latest"]
     verify_checkpoint(Path("elsewhere"))
 
 
-def test_a_latest_file_that_cannot_be_written_does_not_fail_a_save(caplog):
+def test_unwritable_latest_file_does_not_fail_a_save(caplog):
     accelerator, *_ = build()
     Path("run/checkpoints/latest/x").mkdir(parents=True)
     verify_checkpoint(accelerator.save_state())

@@ -1,4 +1,4 @@
-"""A save in the middle of a window: what forward changes in the models goes back to the window's beginning."""
+"""Test saves in the middle of a window, after which a run resumes with the state from the start of the window."""
 
 import itertools
 
@@ -12,7 +12,7 @@ STEPS, NUM_BATCHES = 3, 9
 
 
 class Counting(torch.nn.Module):
-    """Extra state and a buffer that every forward changes."""
+    """Module with extra state and a buffer, which each forward changes."""
 
     def __init__(self):
         super().__init__()
@@ -22,7 +22,7 @@ class Counting(torch.nn.Module):
 
     def forward(self, x):
         self.count += 1
-        self.fading = 0.9 * self.fading + x.detach().mean(0)  # another tensor each time
+        self.fading = 0.9 * self.fading + x.detach().mean(0)  # a new tensor each time
         return x
 
     def get_extra_state(self):
@@ -33,6 +33,8 @@ class Counting(torch.nn.Module):
 
 
 class Run:
+    """Training of a model with buffers and extra state, in windows of `STEPS` micro-batches."""
+
     def __init__(self, folder, is_automatic=True):
         torch.manual_seed(0)
         project = ProjectConfiguration(folder, automatic_checkpoint_naming=is_automatic)
@@ -44,6 +46,7 @@ class Run:
         )
 
     def train(self, num=None, save_at=()):
+        """Train on `num` batches, or all. Save and stop after a batch whose number is in `save_at`."""
         for count, (x,) in enumerate(itertools.islice(self.loader, num), 1):
             with self.accelerator.accumulate(self.model):
                 self.accelerator.backward(self.model(x).square().mean())
@@ -54,25 +57,25 @@ class Run:
                                                    else save_at[count])  # fmt: skip
         return None
 
-    def state(self):
+    def copy_state(self):
         return {name: torch.as_tensor(value["count"]) if isinstance(value, dict) else value.clone()
                 for name, value in self.model.state_dict().items()}  # fmt: skip
 
 
 @pytest.mark.parametrize("stop", range(1, NUM_BATCHES))
-def test_buffers_and_extra_state_are_bit_equal_after_a_save_in_mid_window(stop, tmp_path):
+def test_buffers_and_extra_state_are_equal_after_a_save_in_mid_window(stop, tmp_path):
     whole = Run(str(tmp_path / "whole"))
     whole.train()
     first = Run(str(tmp_path / "cut"))
     first.train(save_at=(stop,))
-    at_save = first.state()
+    at_save = first.copy_state()
     rest = Run(str(tmp_path / "cut"))
     rest.accelerator.resume("latest")
     for _ in rest.accelerator.epochs(1):
         rest.train()
-    for name, value in whole.state().items():
-        assert torch.equal(value, rest.state()[name]), name
-    assert all(torch.equal(value, first.state()[name]) for name, value in at_save.items())
+    for name, value in whole.copy_state().items():
+        assert torch.equal(value, rest.copy_state()[name]), name
+    assert all(torch.equal(value, first.copy_state()[name]) for name, value in at_save.items())
 
 
 def test_state_that_is_not_reset_to_the_window_start_is_reported(tmp_path, caplog):
@@ -89,7 +92,7 @@ def test_state_that_is_not_reset_to_the_window_start_is_reported(tmp_path, caplo
 
 
 class CrossingRun:
-    """Loop whose windows of three micro-batches go on in the next epoch, over one or two loaders of four batches."""
+    """Training whose windows of three micro-batches continue in the next epoch, over one or two loaders of four batches."""
 
     def __init__(self, folder, num_loaders):
         torch.manual_seed(0)
@@ -107,7 +110,7 @@ class CrossingRun:
         )
 
     def train(self, save_at=0):
-        """Return (epoch, sample, number of updates, learning rate of the update) of each micro-batch; stop after a save.
+        """Return (epoch, sample, number of updates, learning rate of the update) of each micro-batch. Stop after a save.
 
         The rate is 0.0 if the micro-batch did not end a window.
         """
@@ -130,7 +133,7 @@ class CrossingRun:
 
 @pytest.mark.parametrize("num_loaders", [1, 2])
 @pytest.mark.parametrize("stop", [5, 8, 10, 11])
-def test_a_window_that_began_in_the_epoch_before_resumes_there(tmp_path, stop, num_loaders):
+def test_window_that_began_in_the_epoch_before_resumes_there(tmp_path, stop, num_loaders):
     whole = CrossingRun(tmp_path, num_loaders).train()
     assert CrossingRun(tmp_path, num_loaders).train(stop) == whole[:stop]
     resumed = CrossingRun(tmp_path, num_loaders)

@@ -1,4 +1,4 @@
-"""Saves that could not be loaded are refused and leave nothing behind; loads that are refused change nothing."""
+"""Test that refused saves leave nothing behind, and that refused loads change nothing."""
 
 import copy
 import json
@@ -22,11 +22,13 @@ from headway.errors import CheckpointError
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch):
+def _run_in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
 class Holder:
+    """Registered object with one value as its state."""
+
     def __init__(self, value=None):
         self.value = value
 
@@ -60,8 +62,8 @@ def build(model=None, holder=None, steps=0, folder="run"):
     return accelerator, *made
 
 
-def picture(built):
-    """All of a run that a load may change, as JSON and bytes."""
+def capture_state(built):
+    """Return all state of a run that a load can change, as JSON and tensors."""
     accelerator, model, optimizer, loader, scheduler = built
     tensors = {}
     state = [
@@ -89,7 +91,7 @@ HOSTILE = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_save_that_is_refused_leaves_the_last_one_and_nothing_else(kind, blocking):
+def test_refused_save_leaves_only_the_earlier_checkpoint(kind, blocking):
     holder = Holder(1)
     accelerator, *_ = build(holder=holder)
     accelerator.save_state()
@@ -103,7 +105,7 @@ def test_a_save_that_is_refused_leaves_the_last_one_and_nothing_else(kind, block
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_odd_values_are_saved_and_loaded(blocking):
+def test_unusual_values_are_saved_and_loaded(blocking):
     value = {
         "\ud800": 10**5000, "int4": torch.ones(3, dtype=torch.uint8).view(torch.int4), "name": numpy.str_("a"),
         "one": torch.arange(9)[3:4].as_strided((1,), (4,)), "wide": torch.ones(1).expand(3), "path": Path("a"),
@@ -123,7 +125,7 @@ def test_odd_values_are_saved_and_loaded(blocking):
     assert torch.equal(back["wide"], torch.ones(3))
 
 
-def test_a_hook_that_raises_leaves_no_folder_behind():
+def test_failing_hook_leaves_no_folder_behind():
     accelerator, *_ = build()
     hook = accelerator.register_save_state_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(CheckpointError, match="ZeroDivisionError"):
@@ -140,12 +142,12 @@ def test_invalid_folder_names_are_refused(name):
         accelerator.save_state(name)
 
 
-def test_a_metric_that_is_nan_does_not_cost_the_checkpoint():
+def test_nan_metric_is_saved_as_none():
     accelerator, *_ = build()
     assert read_manifest(accelerator.save_state(metric=math.nan)).about["metric"] is None
 
 
-def test_strict_refuses_other_dtypes_and_a_load_reports_them():
+def test_strict_load_refuses_other_dtypes_and_a_plain_load_reports_them():
     accelerator, *_ = build(torch.nn.Linear(3, 1).double())
     folder = accelerator.save_state()
     again, *_ = build(torch.nn.Linear(3, 1).to(torch.bfloat16))
@@ -160,11 +162,11 @@ def test_strict_refuses_other_dtypes_and_a_load_reports_them():
         other.load_state(saved.save_state("floats"))
 
 
-def test_a_loader_that_cannot_load_its_state_changes_nothing(monkeypatch):
+def test_loader_that_cannot_load_its_state_changes_nothing(monkeypatch):
     built = build(steps=4)
     folder = built[0].save_state()
     built = build(steps=2, folder="other")
-    before = picture(built)
+    before = capture_state(built)
     load = type(built[3]).load_state_dict
     taken = []
 
@@ -177,10 +179,10 @@ def test_a_loader_that_cannot_load_its_state_changes_nothing(monkeypatch):
     monkeypatch.setattr(type(built[3]), "load_state_dict", fail_once)
     with pytest.raises(CheckpointError, match=r"no such place\); nothing was changed"):
         built[0].load_state(folder)
-    assert_unchanged(before, picture(built))
+    assert_unchanged(before, capture_state(built))
 
 
-def test_a_load_hook_is_not_called_if_other_objects_do_not_fit():
+def test_load_hook_is_not_called_if_other_objects_do_not_fit():
     accelerator, *_ = build()
     folder = accelerator.save_state()
     other = Accelerator(cpu=True)
@@ -192,12 +194,12 @@ def test_a_load_hook_is_not_called_if_other_objects_do_not_fit():
     assert called == []
 
 
-def places(tree, path=()):
-    """The paths of all leaves and containers of a JSON tree."""
+def list_paths(tree, path=()):
+    """Yield the paths of all leaves and containers of a JSON tree."""
     yield path
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
-        yield from places(value, (*path, key))
+        yield from list_paths(value, (*path, key))
 
 
 JUNK = [
@@ -219,10 +221,10 @@ JUNK = [
 ]
 
 
-def mutated(tree, draw):
-    """The tree with one place exchanged or taken out."""
+def mutate(tree, draw):
+    """Return a copy of the tree with one value replaced or deleted, and the path of this value."""
     tree = copy.deepcopy(tree)
-    path = draw.choice([path for path in places(tree) if path])
+    path = draw.choice([path for path in list_paths(tree) if path])
     owner = tree
     for key in path[:-1]:
         owner = owner[key]
@@ -242,20 +244,20 @@ def test_crafted_manifests_are_refused_before_anything_changes():
         draw = random.Random(seed)
         state, about, path = dict(manifest.state), dict(manifest.about), ()
         if draw.random() < 0.8:
-            state, path = mutated(state, draw)
+            state, path = mutate(state, draw)
         else:
-            about, path = mutated(about, draw)
+            about, path = mutate(about, draw)
         crafted = Path("crafted")
         shutil.copytree(folder, crafted, dirs_exist_ok=True)
         (crafted / MANIFEST).write_bytes(replace(manifest, state=state, about=about).encode())
         if seed % 20 == 0 or not refused:
             built = build(steps=2, holder=Holder({"a": torch.zeros(2), "b": (0, 0)}), folder="other")
-        before = picture(built)
+        before = capture_state(built)
         try:
             built[0].load_state(crafted.absolute())
         except CheckpointError:
             refused += 1
-            assert_unchanged(before, picture(built))
+            assert_unchanged(before, capture_state(built))
         except Exception as error:
             raise AssertionError(f"seed {seed}, {path}: {error!r}") from error
         else:

@@ -1,4 +1,4 @@
-"""Saves that copy beside the next forward and backward: what is saved is the state of the call, whatever comes after it."""
+"""Test saves that copy during the next forward and backward, and contain the state at their call."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from headway.errors import CheckpointError
 from tests.unit.core.checkpoint.reading import read_tensors
 
 
-def prepared(tmp_path, **options):
+def build_prepared(tmp_path, **options):
     torch.manual_seed(0)
     project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, overlap_saves=True)
     accelerator = Accelerator(cpu=True, project_config=project, **options)
@@ -30,7 +30,7 @@ def update(accelerator, model, optimizer):
             optimizer.zero_grad()
 
 
-def state(model, optimizer):
+def copy_state(model, optimizer):
     own = {f"model/0/{name}": value.detach().clone() for name, value in model.state_dict().items()}
     names = {id(p): name for name, p in model.named_parameters()}
     for parameter, kept in optimizer.state.items():
@@ -39,8 +39,8 @@ def state(model, optimizer):
 
 
 @pytest.fixture
-def late(monkeypatch):
-    """The copying thread begins late, and says so."""
+def late_copy(monkeypatch):
+    """Delay the copying thread by 0.2 s, and return an event that it sets when it begins."""
     began, real = threading.Event(), OverlappedCopy.wait
 
     def wait(copy):
@@ -54,26 +54,26 @@ def late(monkeypatch):
 
 
 @pytest.mark.parametrize("microbatching", [None, "auto"])
-def test_a_step_waits_for_the_copy(microbatching, tmp_path, late):
-    accelerator, model, optimizer = prepared(tmp_path, microbatching=microbatching)
+def test_optimizer_step_waits_for_the_copy(microbatching, tmp_path, late_copy):
+    accelerator, model, optimizer = build_prepared(tmp_path, microbatching=microbatching)
     update(accelerator, model, optimizer)
-    wanted = state(model, optimizer)
+    wanted = copy_state(model, optimizer)
     folder = accelerator.save_state(blocking=False)
-    assert not late.is_set()
-    update(accelerator, model, optimizer)  # forward changes the buffers, the step all the rest
+    assert not late_copy.is_set()
+    update(accelerator, model, optimizer)  # forward changes the buffers, and the step changes all other state
     update(accelerator, model, optimizer)
     accelerator.wait_for_save()
     found = dict(read_tensors(folder, verify_checkpoint(folder)))
-    changed = state(model, optimizer)
+    changed = copy_state(model, optimizer)
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
         assert not torch.equal(changed[name], value), name
     accelerator.end_training()
 
 
-def test_without_the_wait_the_save_would_fail(tmp_path, late, monkeypatch):
+def test_save_fails_without_the_wait(tmp_path, late_copy, monkeypatch):
     monkeypatch.setattr(HostCopies, "settle", lambda copies: None)
-    accelerator, model, optimizer = prepared(tmp_path)
+    accelerator, model, optimizer = build_prepared(tmp_path)
     update(accelerator, model, optimizer)
     accelerator.save_state(blocking=False)
     update(accelerator, model, optimizer)
@@ -82,8 +82,8 @@ def test_without_the_wait_the_save_would_fail(tmp_path, late, monkeypatch):
     accelerator.end_training()
 
 
-def test_a_change_of_the_users_own_is_noticed(tmp_path, late):
-    accelerator, model, optimizer = prepared(tmp_path)
+def test_change_by_the_user_is_detected(tmp_path, late_copy):
+    accelerator, model, optimizer = build_prepared(tmp_path)
     update(accelerator, model, optimizer)
     folder = accelerator.save_state(blocking=False)
     with torch.no_grad():
@@ -91,12 +91,12 @@ def test_a_change_of_the_users_own_is_noticed(tmp_path, late):
     with pytest.raises(CheckpointError, match=r"model/0/0\.weight was changed while it was saved"):
         accelerator.wait_for_save()
     assert not folder.exists()
-    accelerator.save_state(blocking=False)  # and the next save goes on
+    accelerator.save_state(blocking=False)  # the next save works
     accelerator.wait_for_save()
     accelerator.end_training()
 
 
-def test_whoever_comes_first_makes_the_copy():
+def test_first_thread_to_need_the_copy_makes_it():
     source, target = torch.arange(4.0), torch.zeros(4)
     copy = OverlappedCopy([(target, source)], SteadyTensors({("x", 0): source}))
     copy.settle()
@@ -105,7 +105,7 @@ def test_whoever_comes_first_makes_the_copy():
     assert target.tolist() == [0, 1, 2, 3]
 
 
-def test_on_a_device_the_copies_have_a_queue_of_their_own(monkeypatch):
+def test_copies_on_a_device_use_a_separate_stream(monkeypatch):
     told = []
 
     class Stream:

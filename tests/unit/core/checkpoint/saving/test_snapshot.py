@@ -1,6 +1,6 @@
-"""What a save behind the loop takes: this rank's part, from all devices, without waiting for them.
+"""Test the copies that a background save takes: this rank's part, from all devices, without waiting for them.
 
-Devices are simulated: tensors that say they lie on one, whose copies to the host run only when somebody waits for it.
+Devices are simulated by tensors that claim to be on one. Copies to the host run only when a thread waits for them.
 """
 
 import threading
@@ -15,28 +15,30 @@ from headway.core.checkpoint.saving.snapshot import HostCopies
 from headway.core.checkpoint.state import CollectedState
 from headway.core.runtime import pinned_memory
 from headway.core.weights.shards import get_raw_bytes
-from tests.unit.core.checkpoint.loading.test_files import TENSORS, job
 from tests.unit.core.checkpoint.reading import read_tensors
+from tests.unit.core.checkpoint.saved import TENSORS, make_job
 
 
 class Devices:
-    """Queues by device, and the points that were asked for in them."""
+    """Simulated devices: queues of copies, and the devices and threads that waited."""
 
     def __init__(self):
         self.queues, self.waited, self.num_pinned = {}, [], 0
 
-    def mark(self, device):
+    def mark_position(self, device):
         return Arrival(self, device)
 
     def allocate(self, num_bytes):
         self.num_pinned += num_bytes
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
-    def put(self, device, values, number):
+    def put_on_device(self, device, values, number):
         return OnDevice(values, self, torch.device(device, number))
 
 
 class Arrival:
+    """Point in the queue of a device. Waiting for it runs the queued copies."""
+
     def __init__(self, devices, device):
         self.devices, self.device = devices, device
 
@@ -47,7 +49,7 @@ class Arrival:
 
 
 class OnDevice(torch.Tensor):
-    """A tensor of a device that this machine does not have: it can be looked at, and copied to the host later."""
+    """Tensor on a simulated device. It can be detached, and copied to the host later."""
 
     @staticmethod
     def __new__(cls, values, devices, device):
@@ -67,13 +69,13 @@ class OnDevice(torch.Tensor):
         return target
 
 
-def spread(devices):
-    """A state over two devices and the host."""
+def make_state(devices):
+    """Return a state on two devices and the host."""
     return {
-        "model/0/a": devices.put("cuda", torch.arange(300.0), 0),
-        "model/0/b": devices.put("cuda", torch.ones(4, 5, dtype=torch.bfloat16), 1),
+        "model/0/a": devices.put_on_device("cuda", torch.arange(300.0), 0),
+        "model/0/b": devices.put_on_device("cuda", torch.ones(4, 5, dtype=torch.bfloat16), 1),
         "model/0/c": torch.arange(7),
-        "model/0/d": devices.put("cuda", torch.tensor(3), 1),
+        "model/0/d": devices.put_on_device("cuda", torch.tensor(3), 1),
     }
 
 
@@ -83,11 +85,11 @@ VALUES = {
 }  # fmt: skip
 
 
-def test_every_device_is_waited_for_by_the_thread_that_writes(tmp_path):
+def test_writing_thread_waits_for_every_device(tmp_path):
     devices = Devices()
-    taken = HostCopies(devices.mark, devices.allocate).take(spread(devices), VALUES)
+    taken = HostCopies(devices.mark_position, devices.allocate).take(make_state(devices), VALUES)
     assert devices.waited == []
-    made = job(tmp_path, content=CollectedState(taken.tensors), arrivals=taken.arrivals)
+    made = make_job(tmp_path, content=CollectedState(taken.tensors), arrivals=taken.arrivals)
     writer.begin(made)
     writer.announce(made)
     background = writer.BackgroundSave()
@@ -100,40 +102,40 @@ def test_every_device_is_waited_for_by_the_thread_that_writes(tmp_path):
     assert all(torch.equal(found[name], value) for name, value in VALUES.items())
 
 
-def test_a_device_that_fails_fails_the_save(tmp_path):
+def test_failure_of_a_device_fails_the_save(tmp_path):
     class Broken:
         def wait(self):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    made = job(tmp_path, arrivals=(Broken(),))
+    made = make_job(tmp_path, arrivals=(Broken(),))
     writer.begin(made)
     writer.announce(made)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         writer.write(made)
-    assert not list(made.staging.glob(".writing-*"))  # the other ranks do not wait for this one's part
+    assert not list(made.staging.glob(".writing-*"))  # so other ranks do not wait for this part
 
 
-def test_pinned_memory_is_one_arena_and_used_again():
+def test_pinned_memory_is_one_arena_and_is_reused():
     devices = Devices()
-    snapshot = HostCopies(devices.mark, devices.allocate)
-    first = snapshot.take(spread(devices), VALUES)
+    snapshot = HostCopies(devices.mark_position, devices.allocate)
+    first = snapshot.take(make_state(devices), VALUES)
     assert devices.num_pinned == 2048  # 1,200 + 40 + 8 bytes, each at a multiple of 256
     assert (
         len({first.tensors[name].untyped_storage().data_ptr() for name in ("model/0/a", "model/0/b", "model/0/d")}) == 1
     )
-    second = snapshot.take(spread(devices), VALUES)
+    second = snapshot.take(make_state(devices), VALUES)
     assert devices.num_pinned == 2048
     assert all(second.tensors[name].data_ptr() == first.tensors[name].data_ptr() for name in VALUES)
-    other = snapshot.take({"model/0/a": devices.put("cuda", torch.ones(3), 0)}, {"model/0/a"})
+    other = snapshot.take({"model/0/a": devices.put_on_device("cuda", torch.ones(3), 0)}, {"model/0/a"})
     assert other.tensors["model/0/a"].shape == (3,)
 
 
-def test_where_pinning_fails_one_warning_says_so(caplog):
+def test_failed_pinning_causes_one_warning(caplog):
     def refuse(num_bytes):
         raise RuntimeError("CUDA error: out of memory")
 
     devices = Devices()
-    taken = HostCopies(devices.mark, refuse).take(spread(devices), VALUES)
+    taken = HostCopies(devices.mark_position, refuse).take(make_state(devices), VALUES)
     for arrival in taken.arrivals:
         arrival.wait()
     assert all(torch.equal(taken.tensors[name], value) for name, value in VALUES.items())
@@ -141,7 +143,7 @@ def test_where_pinning_fails_one_warning_says_so(caplog):
     assert "could not be pinned (CUDA error: out of memory)" in record.getMessage()
 
 
-def test_memory_of_the_host_is_used_again():
+def test_host_memory_is_reused():
     snapshot = HostCopies()
     first = snapshot.take(TENSORS, TENSORS).tensors
     source = {name: tensor.clone() for name, tensor in TENSORS.items()}
@@ -151,18 +153,19 @@ def test_memory_of_the_host_is_used_again():
     assert torch.equal(second["model/0/a"], source["model/0/a"])
 
 
-def test_a_rank_takes_its_own_part_and_the_manifest_has_all(tmp_path):
-    made = [job(tmp_path, part=part, num_parts=3, leads=part == 0) for part in range(3)]
+def test_each_rank_copies_its_own_part_and_the_manifest_has_all(tmp_path):
+    made = [make_job(tmp_path, part=part, num_parts=3, leads=part == 0) for part in range(3)]
     names = [each.own_names for each in made]
     assert set().union(*names) == set(TENSORS)
     assert sum(map(len, names)) == len(TENSORS)
-    assert job(tmp_path, part=None, num_parts=3).own_names == frozenset()
+    assert make_job(tmp_path, part=None, num_parts=3).own_names == frozenset()
     taken = [HostCopies().take(TENSORS, own).tensors for own in names]
     assert [{name for name, tensor in each.items() if not tensor.is_meta} for each in taken] == [
         set(own) for own in names
     ]
     ranks = [
-        job(tmp_path, part=part, num_parts=3, leads=part == 0, tensors=tensors) for part, tensors in enumerate(taken)
+        make_job(tmp_path, part=part, num_parts=3, leads=part == 0, tensors=tensors)
+        for part, tensors in enumerate(taken)
     ]
     writer.begin(ranks[0])
     for each in ranks:
@@ -179,15 +182,15 @@ def test_a_rank_takes_its_own_part_and_the_manifest_has_all(tmp_path):
 def test_memory_pinned_in_advance_is_used_by_the_first_copies(monkeypatch):
     monkeypatch.setattr(pinned_memory, "ARENA", 1024)
     devices = Devices()
-    snapshot = HostCopies(devices.mark, devices.allocate)
+    snapshot = HostCopies(devices.mark_position, devices.allocate)
     snapshot.reserve(2 * 1024 + 5)
     wait_until(lambda: devices.num_pinned == 2048)
-    taken = snapshot.take(spread(devices), VALUES)
+    taken = snapshot.take(make_state(devices), VALUES)
     assert devices.num_pinned == 2048 + 2048  # one tensor of 1,200 bytes has an arena of its own
     for arrival in taken.arrivals:
         arrival.wait()
     assert all(torch.equal(taken.tensors[name], value) for name, value in VALUES.items())
-    snapshot.reserve(1 << 20)  # there is memory already
+    snapshot.reserve(1 << 20)  # has no effect, because memory exists
     assert devices.num_pinned == 4096
 
 
@@ -202,12 +205,12 @@ def test_copies_begin_while_later_memory_is_pinned(monkeypatch):
         begun.append(num_bytes)
         return devices.allocate(num_bytes)
 
-    def mark(device):
-        return devices.mark(device)
+    def mark_position(device):
+        return devices.mark_position(device)
 
-    tensors = {f"model/0/{i}": devices.put("cuda", torch.full((256,), float(i)), 0) for i in range(4)}
+    tensors = {f"model/0/{i}": devices.put_on_device("cuda", torch.full((256,), float(i)), 0) for i in range(4)}
     monkeypatch.setattr(pinned_memory, "count_threads", lambda: 1)
-    taking = threading.Thread(target=lambda: HostCopies(mark, allocate).take(tensors, tensors))
+    taking = threading.Thread(target=lambda: HostCopies(mark_position, allocate).take(tensors, tensors))
     taking.start()
     try:
         wait_until(lambda: any(devices.queues.values()))
@@ -219,6 +222,7 @@ def test_copies_begin_while_later_memory_is_pinned(monkeypatch):
 
 
 def wait_until(is_so):
+    """Wait up to 20 s for a condition."""
     deadline = time.monotonic() + 20
     while not is_so() and time.monotonic() < deadline:
         time.sleep(0.01)

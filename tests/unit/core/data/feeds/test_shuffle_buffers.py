@@ -1,4 +1,4 @@
-"""Streams of `datasets` that a buffer shuffles: resumed by reading again, because their state lacks the buffer."""
+"""Test streams of `datasets` with a shuffle buffer, which resume by reading again because their state lacks the buffer."""
 
 import datasets
 import pytest
@@ -29,7 +29,7 @@ def test_buffers_are_found_below_other_steps() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_stateful", [False, True])
-def test_a_shuffled_stream_loses_nothing_when_it_is_resumed(num_workers: int, is_stateful: bool) -> None:
+def test_shuffled_stream_loses_nothing_when_it_resumes(num_workers: int, is_stateful: bool) -> None:
     config = DataLoaderConfiguration(use_stateful_dataloader=is_stateful)
 
     def prepare():
@@ -58,7 +58,7 @@ def test_a_shuffled_stream_loses_nothing_when_it_is_resumed(num_workers: int, is
     assert first + second + read(loader)[0] == whole
 
 
-def test_a_registered_shuffled_stream_is_refused() -> None:
+def test_registered_shuffled_stream_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
     stream = shuffle(make_stream())
     accelerator.register_for_checkpointing(stream)

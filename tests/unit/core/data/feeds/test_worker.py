@@ -1,3 +1,5 @@
+"""Test the seeds of worker processes: the numbers that a sample draws depend only on its position."""
+
 import pickle
 import random
 
@@ -13,41 +15,42 @@ from tests.unit.core.data.fakes import Numbers
 
 @pytest.fixture(autouse=True)
 def rng_states():
+    """Restore the RNG states after the test."""
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     yield
     torch.set_rng_state(states[0]), random.setstate(states[1]), numpy.random.set_state(states[2])
 
 
-def draws():
+def draw_numbers():
     return torch.rand(()).item(), random.random(), numpy.random.rand()
 
 
-def augmented(indices):
-    """What a dataset that draws a number of times that depends on the sample would make."""
+def draw_for_indices(indices):
+    """Return the first numbers drawn for each index. Like an augmentation, each sample draws a different number of times."""
     out = {}
     for index in indices:
-        out[index] = draws()
+        out[index] = draw_numbers()
         for _ in range(index % 3):
-            draws()
+            draw_numbers()
     return out
 
 
-def test_a_samples_numbers_depend_on_its_position_alone():
-    whole = augmented(pickle.loads(pickle.dumps(SeededIndices([7, 3, 9, 4], 5, 100))))
+def test_numbers_of_a_sample_depend_only_on_its_position():
+    whole = draw_for_indices(pickle.loads(pickle.dumps(SeededIndices([7, 3, 9, 4], 5, 100))))
     parts = {}
     for position, half in ((102, [9, 4]), (100, [7, 3])):
-        parts |= augmented(pickle.loads(pickle.dumps(SeededIndices(half, 5, position))))
+        parts |= draw_for_indices(pickle.loads(pickle.dumps(SeededIndices(half, 5, position))))
     assert whole == parts
     assert len(set(whole.values())) == 4
 
 
 def test_another_epoch_draws_other_numbers():
-    one = augmented(pickle.loads(pickle.dumps(SeededIndices([7], 5, 0))))
-    other = augmented(pickle.loads(pickle.dumps(SeededIndices([7], 6, 0))))
+    one = draw_for_indices(pickle.loads(pickle.dumps(SeededIndices([7], 5, 0))))
+    other = draw_for_indices(pickle.loads(pickle.dumps(SeededIndices([7], 6, 0))))
     assert one != other
 
 
-def test_sending_leaves_the_parents_streams_alone():
+def test_sending_indices_keeps_the_parents_rng_states():
     indices = SeededIndices([1, 2], 5, 0)
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     pickle.dumps(indices)
@@ -56,22 +59,22 @@ def test_sending_leaves_the_parents_streams_alone():
     assert before[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())
 
 
-def test_a_batch_that_is_read_without_iterating_is_seeded_on_arrival():
+def test_batch_read_without_iterating_is_seeded_on_arrival():
     sent = pickle.dumps(SeededIndices([1, 2], 5, 40))
     pickle.loads(sent)
-    first = draws()
-    draws()
+    first = draw_numbers()
+    draw_numbers()
     pickle.loads(sent)
-    assert draws() == first
+    assert draw_numbers() == first
 
 
-def test_a_single_index_arrives_bare_and_seeds():
+def test_single_index_arrives_unwrapped_and_seeds():
     sent = pickle.dumps(IndexWithCall("key", seed_generators, mix_seed(5, 40)))
     assert pickle.loads(sent) == "key"
-    first = draws()
-    draws()
+    first = draw_numbers()
+    draw_numbers()
     pickle.loads(sent)
-    assert draws() == first
+    assert draw_numbers() == first
 
 
 def test_indices_are_still_a_list():
@@ -80,7 +83,7 @@ def test_indices_are_still_a_list():
     assert (arrived == [4, 5], len(arrived), arrived[1]) == (True, 2, 5)
 
 
-def test_which_datasets_are_seeded_for_each_sample():
+def test_datasets_read_one_by_one_are_seeded_for_each_sample():
     class Batched(Numbers):
         def __getitems__(self, indices):
             return [self[index] for index in indices]
@@ -93,9 +96,9 @@ def test_which_datasets_are_seeded_for_each_sample():
     assert not is_read_one_by_one([1, 2, 3])
 
 
-def test_a_whole_batch_arrives_as_a_plain_list_and_seeds_by_its_first_position():
+def test_whole_batch_arrives_as_a_list_and_seeds_by_its_first_position():
     arrived = pickle.loads(pickle.dumps(IndexWithCall([4, 5], seed_generators, mix_seed(5, 40))))
-    first = draws()
+    first = draw_numbers()
     assert type(arrived) is list
     pickle.loads(pickle.dumps(IndexWithCall(9, seed_generators, mix_seed(5, 40))))
-    assert draws() == first
+    assert draw_numbers() == first

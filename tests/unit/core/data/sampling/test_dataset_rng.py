@@ -1,4 +1,4 @@
-"""A stream that is read in this process and draws from the global generators: the plain loop's numbers, and exact resumes."""
+"""Test streams that draw from the global generators in this process: numbers of a plain loop, and exact resumes."""
 
 import itertools
 import random
@@ -14,12 +14,12 @@ from headway.core.data.sampling.dataset_rng import DatasetRNGStates, NumpyReader
 from headway.core.data.sampling.rng import complete_state_text, is_rng_states_text, write_state_text
 
 NUM_SAMPLES, BATCH, EPOCHS = 22, 4, 3
-STOPS = range(1, 18)  # all updates of three epochs but the last
-FEW_STOPS = (1, 5, 6, 7, 11, 17)  # at the beginning, around an epoch's end, before a pass's last batch, at the end
+STOPS = range(1, 18)  # all updates of three epochs except the last
+FEW_STOPS = (1, 5, 6, 7, 11, 17)  # start, around the end of an epoch, before the last batch of a pass, end
 
 
 class Shuffled(IterableDataset):
-    """A shuffle buffer and noise, from the generators that `kinds` names; some begin late."""
+    """Stream with a shuffle buffer and noise from the generators in `kinds`. Before the index `late`, no noise is drawn."""
 
     def __init__(self, kinds, late=0):
         self.kinds, self.late = kinds, late
@@ -40,7 +40,7 @@ class Shuffled(IterableDataset):
 
 
 class DrawsOnIter(IterableDataset):
-    """Draws where the pass begins, not where it is read."""
+    """Stream that draws in `__iter__`, before it is read."""
 
     def __iter__(self):
         return iter(torch.randperm(NUM_SAMPLES)[:, None].expand(-1, 4).float())
@@ -56,7 +56,7 @@ DATASETS = {
 
 
 def train(make, accelerator=None, stop=None, resumes=False, dropout=0.5, num=None):
-    """Each update's loss, then the weights and the streams' next numbers."""
+    """Return each update's loss, then the weights and the next random numbers of all generators."""
     torch.manual_seed(3), random.seed(4), numpy.random.seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(dropout), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -80,51 +80,51 @@ def train(make, accelerator=None, stop=None, resumes=False, dropout=0.5, num=Non
                 accelerator.save_state()
                 return losses
         if count == stop:
-            accelerator.save_state()  # after a pass that was left
+            accelerator.save_state()  # after an interrupted pass
             return losses
     weights = [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
     return losses + weights + [torch.rand(()).item(), random.random(), float(numpy.random.rand())]
 
 
-def made(folder, steps=1):
+def build_accelerator(folder, steps=1):
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
     return Accelerator(cpu=True, gradient_accumulation_steps=steps, project_config=project)
 
 
 @pytest.mark.parametrize("kind", DATASETS)
-def test_the_numbers_are_the_plain_loops_where_training_draws_from_other_streams(kind, tmp_path):
+def test_numbers_equal_a_plain_loop_if_training_draws_from_other_generators(kind, tmp_path):
     dropout = 0.5 if kind in ("python", "none") else 0.0
-    assert train(DATASETS[kind], made(tmp_path), dropout=dropout) == train(DATASETS[kind], dropout=dropout)
+    assert train(DATASETS[kind], build_accelerator(tmp_path), dropout=dropout) == train(DATASETS[kind], dropout=dropout)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", DATASETS)
-def test_a_resumed_run_is_the_undisturbed_one_wherever_it_stopped(kind, tmp_path):
-    whole = train(DATASETS[kind], made(tmp_path / "whole"))
+def test_resumed_run_equals_the_uninterrupted_run(kind, tmp_path):
+    whole = train(DATASETS[kind], build_accelerator(tmp_path / "whole"))
     for stop in STOPS if kind == "all" else FEW_STOPS:
-        first = train(DATASETS[kind], made(tmp_path / str(stop)), stop)
-        rest = train(DATASETS[kind], made(tmp_path / str(stop)), resumes=True)
+        first = train(DATASETS[kind], build_accelerator(tmp_path / str(stop)), stop)
+        rest = train(DATASETS[kind], build_accelerator(tmp_path / str(stop)), resumes=True)
         assert first + rest == whole, stop
 
 
 @pytest.mark.slow
-def test_so_is_one_that_stopped_in_the_middle_of_a_window(tmp_path):
-    whole = train(DATASETS["all"], made(tmp_path / "whole", steps=3))
+def test_run_resumed_in_mid_window_equals_the_uninterrupted_run(tmp_path):
+    whole = train(DATASETS["all"], build_accelerator(tmp_path / "whole", steps=3))
     for stop in FEW_STOPS:
-        train(DATASETS["all"], made(tmp_path / str(stop), steps=3), stop)
-        rest = train(DATASETS["all"], made(tmp_path / str(stop), steps=3), resumes=True)
+        train(DATASETS["all"], build_accelerator(tmp_path / str(stop), steps=3), stop)
+        rest = train(DATASETS["all"], build_accelerator(tmp_path / str(stop), steps=3), resumes=True)
         assert rest == whole[-len(rest) :], stop
 
 
-def test_so_is_one_whose_passes_are_left(tmp_path):
-    whole = train(DATASETS["all"], made(tmp_path / "whole"), num=3)
+def test_run_resumed_after_interrupted_passes_equals_the_uninterrupted_run(tmp_path):
+    whole = train(DATASETS["all"], build_accelerator(tmp_path / "whole"), num=3)
     for stop in (3, 6):
-        first = train(DATASETS["all"], made(tmp_path / str(stop)), stop, num=3)
-        rest = train(DATASETS["all"], made(tmp_path / str(stop)), resumes=True, num=3)
+        first = train(DATASETS["all"], build_accelerator(tmp_path / str(stop)), stop, num=3)
+        rest = train(DATASETS["all"], build_accelerator(tmp_path / str(stop)), resumes=True, num=3)
         assert first + rest == whole, stop
 
 
-def test_training_and_the_dataset_do_not_draw_the_same_numbers():
+def test_training_and_dataset_draw_different_numbers():
     torch.manual_seed(0)
     lines = DatasetRNGStates()
     lines.start_pass()
@@ -139,7 +139,7 @@ def test_training_and_the_dataset_do_not_draw_the_same_numbers():
     assert random.getstate() == (lines.fetch(lambda: None), random.getstate())[1]
 
 
-def test_a_line_that_no_save_writes_is_refused():
+def test_line_that_no_save_writes_is_refused():
     text = write_state_text(torch.get_rng_state(), 0)
     assert is_rng_states_text(complete_state_text(text, 0))
     assert not is_rng_states_text(complete_state_text(text[:100], 0))
@@ -147,7 +147,7 @@ def test_a_line_that_no_save_writes_is_refused():
     assert not is_rng_states_text(complete_state_text(text + " " + text, 1))
 
 
-def test_a_dataset_whose_first_draw_comes_late_in_a_pass_is_noticed_all_the_same():
+def test_late_first_draw_of_a_dataset_is_noticed():
     lines = DatasetRNGStates()
     lines.start_pass()
     for number in range(60):
@@ -171,7 +171,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_numpys_stream_is_read_as_numpy_tells_it_whatever_happens_in_between(seed):
+def test_numpy_state_is_read_after_any_calls(seed):
     chosen = random.Random(seed)
     own = numpy.random.get_bit_generator()
     reader = NumpyReader()
@@ -187,7 +187,7 @@ def test_numpys_stream_is_read_as_numpy_tells_it_whatever_happens_in_between(see
 
 
 @pytest.mark.parametrize("number", [1, 2, 311, 312, 623, 624, 625, 1248, 6240])
-def test_any_number_of_draws_from_pythons_stream_is_noticed(number):
+def test_any_number_of_draws_from_python_is_noticed(number):
     lines = DatasetRNGStates()
     lines.start_pass()
     lines.fetch(lambda: [random.getrandbits(32) for _ in range(number)])

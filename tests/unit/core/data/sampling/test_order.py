@@ -1,3 +1,5 @@
+"""Test sample orders: functions of seed and epoch, torch's own orders, resumed orders, and agreement between ranks."""
+
 import random
 
 import numpy
@@ -27,12 +29,12 @@ from headway.core.runtime.seed import mix_seed
 from tests.unit.core.data.fakes import prepare
 
 
-def order_of(sampler, seed=1, is_seedable=True, agree=None, is_synchronized=True):
+def make_order(sampler, seed=1, is_seedable=True, agree=None, is_synchronized=True):
     return SamplerOrder(sampler, seed, is_seedable, LoaderGenerator(), agree, is_synchronized)
 
 
 class Shuffling(Sampler):
-    """Draws from whichever global generator it is told to."""
+    """Sampler that draws from the global generator named by `source`."""
 
     def __init__(self, length, source):
         self.length, self.source = length, source
@@ -50,7 +52,7 @@ class Shuffling(Sampler):
                 yield int(numpy.random.randint(1000))
 
 
-def test_a_permutation_is_a_function_of_seed_and_epoch():
+def test_permutation_is_a_function_of_seed_and_epoch():
     first = draw_permutation(100, mix_seed(5, 2)).tolist()
     assert sorted(first) == list(range(100))
     assert draw_permutation(100, mix_seed(5, 2)).tolist() == first
@@ -58,19 +60,19 @@ def test_a_permutation_is_a_function_of_seed_and_epoch():
     assert draw_permutation(100, mix_seed(6, 2)).tolist() != first
 
 
-def test_neighbouring_seeds_and_epochs_do_not_meet():
+def test_neighboring_seeds_and_epochs_give_different_orders():
     orders = {tuple(draw_permutation(20, mix_seed(seed, epoch))) for seed in range(20) for epoch in range(20)}
     assert len(orders) == 400
 
 
-def test_drawing_leaves_the_global_stream_alone():
+def test_drawing_keeps_the_global_rng_state():
     before = torch.get_rng_state()
     PureOrder(range(10), True, 1).draw(0)
-    list(order_of(Shuffling(100, "torch")).draw(0))
+    list(make_order(Shuffling(100, "torch")).draw(0))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def chosen_order(sampler, is_seedable):
+def choose_order(sampler, is_seedable):
     config = DataLoaderConfiguration(use_seedable_sampler=is_seedable)
     return LoadingRules().choose_order(sampler, RandomSource(config, 1, LoaderGenerator(), None, True))
 
@@ -88,16 +90,16 @@ def chosen_order(sampler, is_seedable):
         (WeightedRandomSampler([1.0] * 9, 4), False),
     ],
 )
-def test_which_samplers_have_a_pure_order(sampler, is_pure):
-    assert isinstance(chosen_order(sampler, True), PureOrder) == is_pure
+def test_samplers_with_a_pure_order(sampler, is_pure):
+    assert isinstance(choose_order(sampler, True), PureOrder) == is_pure
 
 
 def test_without_seedable_sampling_only_sequential_reading_is_pure():
-    assert not isinstance(chosen_order(RandomSampler(range(9)), False), PureOrder)
-    assert isinstance(chosen_order(SequentialSampler(range(9)), False), PureOrder)
+    assert not isinstance(choose_order(RandomSampler(range(9)), False), PureOrder)
+    assert isinstance(choose_order(SequentialSampler(range(9)), False), PureOrder)
 
 
-def test_seeking_in_eight_million_rows_is_slicing_one_permutation():
+def test_seeking_in_eight_million_rows_slices_one_permutation():
     order = PureOrder(range(8_000_000), True, 3)
     start = SampleSplit(4, 1).split_epoch(order.draw(0), num_skipped=1_900_000)
     first = next(start.rounds)
@@ -106,31 +108,31 @@ def test_seeking_in_eight_million_rows_is_slicing_one_permutation():
 
 
 @pytest.mark.parametrize("source", ["torch", "python", "numpy"])
-def test_a_sampler_without_a_generator_is_a_function_of_seed_and_epoch(source):
-    def draw(seed, epoch, noise):
-        iterator = order_of(Shuffling(200, source), seed).draw(epoch)
+def test_sampler_without_a_generator_is_a_function_of_seed_and_epoch(source):
+    def draw_order(seed, epoch, noise):
+        iterator = make_order(Shuffling(200, source), seed).draw(epoch)
         out = []
         for index in iterator:
             out.append(index)
-            if noise:  # training draws in between
+            if noise:  # numbers drawn by training
                 torch.rand(1), random.random(), numpy.random.rand()
         return out
 
-    assert draw(1, 0, noise=False) == draw(1, 0, noise=True)
-    assert draw(1, 0, False) != draw(1, 1, False)
-    assert draw(1, 0, False) != draw(2, 0, False)
+    assert draw_order(1, 0, noise=False) == draw_order(1, 0, noise=True)
+    assert draw_order(1, 0, False) != draw_order(1, 1, False)
+    assert draw_order(1, 0, False) != draw_order(2, 0, False)
 
 
 @pytest.mark.parametrize("source", ["torch", "python", "numpy"])
-def test_the_training_streams_are_as_if_the_sampler_had_not_drawn(source):
-    def training(order):
+def test_training_draws_as_if_the_sampler_did_not(source):
+    def draw_in_training(order):
         torch.manual_seed(5), random.seed(5), numpy.random.seed(5)
         drawn = []
         for _ in order:
             drawn.append((torch.rand(()).item(), random.random(), numpy.random.rand()))
         return drawn
 
-    assert training(order_of(Shuffling(150, source)).draw(0)) == training(range(150))
+    assert draw_in_training(make_order(Shuffling(150, source)).draw(0)) == draw_in_training(range(150))
 
 
 @pytest.mark.parametrize(
@@ -145,32 +147,32 @@ def test_the_training_streams_are_as_if_the_sampler_had_not_drawn(source):
         lambda g: DataLoader(range(40), batch_size=4, sampler=WeightedRandomSampler([1.0] * 40, 30, generator=g)),
     ],
 )
-def test_a_seeded_generator_gives_the_plain_loaders_order(make):
+def test_seeded_generator_gives_the_order_of_a_plain_loader(make):
     plain = make(torch.Generator().manual_seed(11))
     expected = [[index for batch in plain for index in batch.tolist()] for _ in range(3)]
     loader = prepare(make(torch.Generator().manual_seed(11)))
     assert [[index for batch in loader for index in batch.tolist()] for _ in range(3)] == expected
 
 
-def drawn(sampler, agree=None):
+def make_drawn_order(sampler, agree=None):
     return DrawnOrder(sampler, LoaderGenerator(), agree)
 
 
-def test_a_drawn_order_is_the_plain_samplers_and_leaves_the_same_state():
+def test_drawn_order_equals_the_plain_samplers_and_leaves_the_same_state():
     sampler = RandomSampler(range(20))
     torch.manual_seed(3)
     expected = [list(sampler) for _ in range(2)]
     state = torch.get_rng_state()
     torch.manual_seed(3)
-    order = drawn(sampler)
+    order = make_drawn_order(sampler)
     assert [order.draw(0).tolist(), order.draw(1).tolist()] == expected
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_drawn_order_is_drawn_again_without_drawing():
-    order = drawn(RandomSampler(range(50)))
+def test_saved_drawn_order_is_repeated_without_drawing():
+    order = make_drawn_order(RandomSampler(range(50)))
     second = [order.draw(0).tolist(), order.draw(1).tolist()][1]
-    resumed = drawn(RandomSampler(range(50)))
+    resumed = make_drawn_order(RandomSampler(range(50)))
     resumed.load_state(order.state(is_running=True))
     before = torch.get_rng_state()
     resumed.draw_ahead()
@@ -181,53 +183,53 @@ def test_a_drawn_order_is_drawn_again_without_drawing():
     assert order.state(is_running=False) == {}
 
 
-def test_what_is_drawn_when_workers_begin_is_the_passes_order():
+def test_order_drawn_ahead_for_workers_is_the_order_of_the_pass():
     torch.manual_seed(3)
-    order = drawn(RandomSampler(range(20)))
+    order = make_drawn_order(RandomSampler(range(20)))
     expected = RandomSampler(range(20))
     order.draw_ahead()
     torch.manual_seed(3)
     assert order.draw(0).tolist() == list(expected)
 
 
-def test_a_drawn_order_is_rank_zeros():
+def test_drawn_order_is_that_of_rank_0():
     told = {}
-    orders = [drawn(range(30), lambda number: told.setdefault("number", number)) for _ in range(2)]
+    orders = [make_drawn_order(range(30), lambda number: told.setdefault("number", number)) for _ in range(2)]
     assert orders[0].draw(0).tolist() == orders[1].draw(0).tolist()
 
 
 @pytest.mark.parametrize("source", ["torch", "python", "numpy"])
-def test_a_sampler_that_draws_all_at_once_leaves_what_a_plain_one_leaves(source):
+def test_sampler_that_draws_at_once_leaves_the_state_of_a_plain_one(source):
     class AtOnce(Shuffling):
         def __iter__(self):
             return iter(list(super().__iter__()))
 
-    def drawing(order):
+    def draw_with_training(order):
         torch.manual_seed(5), random.seed(5), numpy.random.seed(5)
         return [(index, torch.rand(()).item(), random.random(), numpy.random.rand()) for index in order]
 
     sampler = AtOnce(150, source)
-    assert drawing(order_of(sampler, is_seedable=False).draw(0)) == drawing(sampler)
+    assert draw_with_training(make_order(sampler, is_seedable=False).draw(0)) == draw_with_training(sampler)
 
 
 @pytest.mark.parametrize("source", ["torch", "python", "numpy"])
-def test_a_sampler_that_draws_as_it_goes_can_be_drawn_again(source):
-    order = order_of(Shuffling(150, source), is_seedable=False)
+def test_sampler_that_draws_step_by_step_can_be_repeated(source):
+    order = make_order(Shuffling(150, source), is_seedable=False)
     first = []
     for index in order.draw(0):
         first.append(index)
         torch.rand(1), random.random(), numpy.random.rand()  # training draws in between
-    resumed = order_of(Shuffling(150, source), is_seedable=False)
+    resumed = make_order(Shuffling(150, source), is_seedable=False)
     resumed.load_state(order.state(is_running=True))
     assert list(resumed.draw(0)) == first
 
 
 @pytest.mark.parametrize("is_seedable", [True, False])
 @pytest.mark.parametrize("has_generator", [True, False])
-def test_an_epoch_is_drawn_again_from_its_state(is_seedable, has_generator):
+def test_epoch_is_repeated_from_its_state(is_seedable, has_generator):
     def make():
         generator = torch.Generator().manual_seed(1) if has_generator else None
-        return order_of(WeightedRandomSampler([1.0] * 50, 50, generator=generator), is_seedable=is_seedable)
+        return make_order(WeightedRandomSampler([1.0] * 50, 50, generator=generator), is_seedable=is_seedable)
 
     order = make()
     list(order.draw(0))
@@ -244,18 +246,18 @@ def test_an_epoch_is_drawn_again_from_its_state(is_seedable, has_generator):
         assert list(resumed.draw(2)) == third
 
 
-def test_between_epochs_the_generators_state_is_the_next_epochs():
+def test_between_epochs_the_state_is_that_of_the_next_epoch():
     sampler = SubsetRandomSampler(range(30), generator=torch.Generator().manual_seed(1))
-    order = order_of(sampler)
+    order = make_order(sampler)
     list(order.draw(0))
     state = order.state(is_running=False)
     expected = list(order.draw(1))
-    resumed = order_of(SubsetRandomSampler(range(30), generator=torch.Generator().manual_seed(99)))
+    resumed = make_order(SubsetRandomSampler(range(30), generator=torch.Generator().manual_seed(99)))
     resumed.load_state(state)
     assert list(resumed.draw(1)) == expected
 
 
-def test_rank_zeros_state_is_the_one_in_force():
+def test_all_ranks_use_the_state_of_rank_0():
     told = {}
 
     def order(rank):
@@ -263,23 +265,23 @@ def test_rank_zeros_state_is_the_one_in_force():
             return told.setdefault("state", state)
 
         generator = torch.Generator().manual_seed(rank)
-        return order_of(SubsetRandomSampler(range(30), generator=generator), agree=agree)
+        return make_order(SubsetRandomSampler(range(30), generator=generator), agree=agree)
 
     assert list(order(0).draw(0)) == list(order(1).draw(0))
 
 
-def test_ranks_whose_streams_agree_draw_from_them_and_others_take_rank_0s():
+def test_ranks_with_equal_rng_states_draw_and_others_use_those_of_rank_0():
     torch.manual_seed(5)
     expected = list(Shuffling(9, "torch"))
     after = torch.rand(1)
 
     torch.manual_seed(5)
     texts = []
-    alike = order_of(Shuffling(9, "torch"), is_seedable=False, agree=lambda text: texts.append(text) or text)
+    alike = make_order(Shuffling(9, "torch"), is_seedable=False, agree=lambda text: texts.append(text) or text)
     assert list(alike.draw(0)) == expected
 
     torch.manual_seed(6)
-    other = order_of(Shuffling(9, "torch"), is_seedable=False, agree=lambda text: texts[0])
+    other = make_order(Shuffling(9, "torch"), is_seedable=False, agree=lambda text: texts[0])
     own = torch.get_rng_state()
     assert list(other.draw(0)) == expected
     assert torch.equal(torch.get_rng_state(), own)
@@ -287,19 +289,19 @@ def test_ranks_whose_streams_agree_draw_from_them_and_others_take_rank_0s():
 
 
 @pytest.mark.parametrize("reads_first", [False, True])
-def test_a_loaded_order_goes_on_after_the_resume_has_seeded_torch(reads_first):
+def test_loaded_generator_continues_until_the_script_seeds_torch(reads_first):
     source = torch.Generator().manual_seed(3)
     loaded = LoaderGenerator(is_private=True)
     loaded.load_state(source.get_state())
-    torch.manual_seed(5)  # as a resume on another number of ranks does; training draws nothing
+    torch.manual_seed(5)  # like a resume on another number of ranks; training draws nothing
     expected = [int(torch.empty((), dtype=torch.int64).random_(generator=source)) for _ in range(3)]
     drawn = []
     for _ in range(2):
         if reads_first:
-            loaded.encode_state()  # the origin of the workers' base seed
+            loaded.encode_state()  # reads the state from which workers are seeded
         drawn.append(loaded.draw())
     assert drawn == expected[:2]
-    torch.manual_seed(5)  # by the script, between two passes
+    torch.manual_seed(5)  # the script seeds torch between two passes
     if reads_first:
         loaded.encode_state()
     assert loaded.draw() != expected[2]

@@ -1,10 +1,12 @@
+"""Test the position of a loader: epochs, interrupted passes, loaded states, and epochs set by the script."""
+
 import pytest
 
 from headway.core.data.sampling.position import Position
 from headway.errors import StateError
 
 
-def test_epochs_follow_one_another():
+def test_epochs_are_counted():
     position = Position()
     for epoch in range(3):
         position.start_pass()
@@ -14,7 +16,7 @@ def test_epochs_follow_one_another():
     assert position.state_dict() == {"epoch": 3, "consumed": 0}
 
 
-def test_a_pass_that_was_broken_off_stays_until_the_next_begins():
+def test_interrupted_pass_keeps_its_position_until_the_next_begins():
     position = Position()
     position.start_pass()
     position.consumed = 4
@@ -23,7 +25,7 @@ def test_a_pass_that_was_broken_off_stays_until_the_next_begins():
     assert (position.epoch, position.consumed) == (1, 0)
 
 
-def test_a_loaded_state_is_resumed_once():
+def test_loaded_state_is_resumed_once():
     position = Position()
     position.load_state_dict({"epoch": 2, "consumed": 5})
     position.start_pass()
@@ -33,7 +35,7 @@ def test_a_loaded_state_is_resumed_once():
     assert (position.epoch, position.consumed) == (3, 0)
 
 
-def test_pinning_the_epoch_that_is_to_be_resumed_keeps_the_place():
+def test_pinning_the_loaded_epoch_keeps_the_position():
     position = Position()
     position.load_state_dict({"epoch": 2, "consumed": 5})
     position.pin_epoch(2)
@@ -49,7 +51,7 @@ def test_pinning_another_epoch_starts_it():
     assert (position.epoch, position.consumed) == (7, 0)
 
 
-def test_pinning_inside_a_pass_is_for_the_next_one():
+def test_pinning_inside_a_pass_applies_to_the_next_one():
     position = Position()
     position.start_pass()
     position.consumed = 3
@@ -70,6 +72,6 @@ def test_pinning_the_same_epoch_after_a_break_repeats_it():
     assert position.epoch == 0
 
 
-def test_a_foreign_state_is_refused():
+def test_invalid_state_is_refused():
     with pytest.raises(StateError, match=r"needs epoch and consumed, got \['step'\]"):
         Position().load_state_dict({"step": 3})

@@ -1,3 +1,5 @@
+"""Test the generators that samplers and datasets own, and the state of the global generators."""
+
 import random
 
 import numpy
@@ -9,6 +11,8 @@ from headway.core.data.sampling.rng import GlobalGenerators, decode, encode, rea
 
 
 class Holder:
+    """Object with its own generator."""
+
     def __init__(self, seed):
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -16,7 +20,7 @@ class Holder:
         return torch.rand(4, generator=self.generator).tolist()
 
 
-def test_an_epochs_state_is_kept_while_it_runs():
+def test_state_at_the_start_of_an_epoch_is_kept_during_the_epoch():
     holder = Holder(1)
     own = OwnGenerators(holder, None)
     own.start_epoch()
@@ -30,7 +34,7 @@ def test_an_epochs_state_is_kept_while_it_runs():
     assert other.draw() == first
 
 
-def test_between_epochs_the_state_is_the_present_one():
+def test_between_epochs_the_state_is_the_current_one():
     holder, other = Holder(1), Holder(2)
     own, resumed = OwnGenerators(holder, None), OwnGenerators(other, None)
     own.start_epoch(), holder.draw()
@@ -39,7 +43,7 @@ def test_between_epochs_the_state_is_the_present_one():
     assert other.draw() == holder.draw()
 
 
-def test_a_state_that_was_saved_before_it_was_resumed_is_the_same():
+def test_state_saved_before_it_was_used_stays_the_same():
     own, resumed, again = (OwnGenerators(Holder(seed), None) for seed in range(3))
     own.start_epoch()
     resumed.load_state(own.state(is_running=True))
@@ -47,7 +51,7 @@ def test_a_state_that_was_saved_before_it_was_resumed_is_the_same():
     assert again.state(is_running=False) == own.state(is_running=True)
 
 
-def test_ranks_begin_with_rank_zeros_states():
+def test_ranks_start_with_the_states_of_rank_0():
     told = {}
     holders = [Holder(1), Holder(2)]
     for holder in holders:
@@ -55,16 +59,16 @@ def test_ranks_begin_with_rank_zeros_states():
     assert holders[0].draw() == holders[1].draw()
 
 
-def test_nothing_to_hold_is_nothing_to_agree_on():
-    def agree(texts):
-        raise AssertionError("asked")
+def test_object_without_generators_needs_no_agreement():
+    def fail_if_called(texts):
+        raise AssertionError("agree() was called")
 
-    own = OwnGenerators(object(), agree)
+    own = OwnGenerators(object(), fail_if_called)
     own.start_epoch()
     assert own.state(is_running=True) == own.state(is_running=False) == {}
 
 
-def test_generators_are_found_under_any_name():
+def test_generators_are_found_in_any_attribute():
     class Private(Sampler):
         def __init__(self, inner):
             self._stream = torch.Generator()
@@ -79,12 +83,12 @@ def test_generators_are_found_under_any_name():
     assert find_generators([[0, 1], [2]]) == []
 
 
-def test_states_survive_text():
+def test_states_are_restored_from_text():
     state = torch.Generator().manual_seed(9).get_state()
     assert torch.equal(decode(encode(state)), state)
 
 
-def test_global_streams_put_everything_back():
+def test_global_generators_are_restored_after_the_block():
     rng_states = GlobalGenerators.from_seed(1)
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     with rng_states:
@@ -96,16 +100,16 @@ def test_global_streams_put_everything_back():
         assert random.random() != first[1]
 
 
-def test_global_streams_go_through_text():
+def test_states_of_global_generators_are_restored_from_text():
     random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
-    random.gauss(0, 1), numpy.random.randn()  # each keeps a second number of the pair
+    random.gauss(0, 1), numpy.random.randn()  # each stores the second number of a pair
     text = read_text()
 
-    def numbers():
+    def draw_numbers():
         return random.gauss(0, 1), random.random(), numpy.random.randn(), numpy.random.rand(), torch.rand(3).tolist()
 
-    first = numbers()
-    assert numbers() != first
+    first = draw_numbers()
+    assert draw_numbers() != first
     write_text(text)
     assert read_text() == text
-    assert numbers() == first
+    assert draw_numbers() == first

@@ -1,22 +1,28 @@
-"""Nested batches: containers keep their types, and tensors keep their order."""
+"""Test nested batches: types are kept, tensors keep their order, objects are moved to devices, and sequences are split."""
 
 import collections
 import types
 from dataclasses import InitVar, dataclass, field
 
+import datasets
+import numpy
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 from transformers.utils import ModelOutput
 
 from headway.core.runtime.collectives.tree import (
+    compute_slice_bounds,
     concatenate,
     describe_structure,
     find_batch_size,
     list_tensors,
     map_tensors,
     slice_rows,
+    split_inputs,
     to_device,
 )
 from headway.errors import DataError, UnsupportedError
@@ -25,16 +31,20 @@ Pair = collections.namedtuple("Pair", "left right")
 
 
 class Stack(list):
-    pass
+    """Subclass of list."""
 
 
 @dataclass
 class Box:
+    """Dataclass with two tensors, one of which is no argument of the constructor."""
+
     made: torch.Tensor = field(init=False, default_factory=lambda: torch.tensor(-1))
     held: torch.Tensor = field(default_factory=lambda: torch.tensor(1))
 
 
 X = torch.arange(3)
+
+
 TREES = [
     X, [X, (X, None)], Pair(X, "text"), Stack([X]), {"a": X, "b": {"c": [X]}}, collections.OrderedDict(z=X, a=X + 1),
     collections.defaultdict(list, k=X), collections.UserDict(k=X), types.MappingProxyType({"k": X}), BatchEncoding({"ids": X}),
@@ -67,14 +77,14 @@ def test_batch_size_is_the_first_dimension_found():
     assert find_batch_size(torch.tensor(3)) is None
 
 
-def test_joining():
+def test_concatenate_needs_equal_structures():
     joined = concatenate([[X], [X + 3]])
     assert joined[0].tolist() == [0, 1, 2, 3, 4, 5]
     with pytest.raises(DataError, match="2 different structures"):
         concatenate([[X], (X, X)])
 
 
-def test_structures_that_differ_read_differently():
+def test_different_structures_have_different_descriptions():
     texts = [describe_structure(tree) for tree in ([X], [X, X], {"a": X}, {"b": X}, [[X]], [None], X)]
     assert len(set(texts)) == len(texts)
 
@@ -93,6 +103,8 @@ class Graph:
 
 
 class InPlace(Graph):
+    """Batch that moves in place and returns nothing."""
+
     def to(self, device):
         self.nodes = self.nodes.to(device)
 
@@ -106,11 +118,13 @@ class Quantity:
 
 @dataclass
 class Boxed(Box):
+    """Dataclass that `dataclasses.replace` cannot copy, because of its InitVar."""
+
     size: InitVar[int] = field(kw_only=True)
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
-def test_what_moves_itself_is_asked_to(non_blocking):
+def test_objects_with_a_to_method_are_moved_by_it(non_blocking):
     moved = to_device([Graph(X), InPlace(X), {"packed": pack_sequence([X, X[:2]])}], META, non_blocking)
     assert [moved[0].nodes.device, moved[1].nodes.device] == [META, META]
     packed = moved[2]["packed"]
@@ -119,17 +133,17 @@ def test_what_moves_itself_is_asked_to(non_blocking):
         to_device(Quantity(), META)
 
 
-def test_dataclasses_move_with_all_their_tensors():
+def test_dataclasses_are_moved_with_all_tensors():
     box = Box(held=X)
     box.made = X + 1
     moved = to_device(box, META)
     assert (moved.held.device, moved.made.device) == (META, META)
     assert map_tensors(lambda t: t + 1, box).made.tolist() == [2, 3, 4]
-    boxed = Boxed(held=X, size=3)  # what replace() cannot make again
+    boxed = Boxed(held=X, size=3)  # replace() cannot copy this object
     assert to_device(boxed, META).held.device == META
 
 
-def test_a_packed_sequence_is_one_leaf():
+def test_packed_sequence_is_one_leaf():
     packed = pack_sequence([X, X[:2]])
     assert find_batch_size({"packed": packed}) == 2
     assert list(list_tensors([packed])) == []
@@ -140,3 +154,76 @@ def test_a_packed_sequence_is_one_leaf():
         assert slice_rows([whole, torch.ones(2)], 0, 2, 2)[0] is whole
         with pytest.raises(UnsupportedError, match="cannot be cut by rows"):
             slice_rows([whole, torch.ones(2)], 0, 1, 2)
+
+
+@given(st.integers(0, 300), st.integers(1, 40))
+def test_slices_cover_all_items_once_and_differ_in_length_by_at_most_one(num_items, num_parts):
+    bounds = [compute_slice_bounds(num_items, num_parts, index) for index in range(num_parts)]
+    assert [i for start, stop in bounds for i in range(start, stop)] == list(range(num_items))
+    sizes = [stop - start for start, stop in bounds]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+
+
+def make_sequences(n):
+    """Return the numbers from 0 to n - 1 as each supported type. The data set is None if n is 0."""
+    return {
+        "list": list(range(n)), "tuple": tuple(range(n)), "range": range(n), "tensor": torch.arange(n),
+        "array": numpy.arange(n), "dataset": datasets.Dataset.from_dict({"x": list(range(n))}) if n else None,
+    }  # fmt: skip
+
+
+def list_values(part):
+    return list(part["x"]) if isinstance(part, datasets.Dataset) else [int(value) for value in part]
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 5, 7, 16])
+def test_sequences_of_every_type_are_split(n, num_parts):
+    for name, given_ in make_sequences(n).items():
+        if given_ is None:
+            continue
+        parts = [split_inputs(given_, num_parts, index) for index in range(num_parts)]
+        assert [v for part in parts for v in list_values(part)] == list(range(n)), name
+        assert all(type(part) is type(given_) for part in parts), name
+        if n:
+            padded = [
+                list_values(split_inputs(given_, num_parts, index, apply_padding=True)) for index in range(num_parts)
+            ]
+            assert {len(part) for part in padded} == {-(-n // num_parts)}, name
+            for part, filled in zip(parts, padded):
+                assert filled[: len(part)] == list_values(part), name
+                assert set(filled[len(part) :]) <= {n - 1}, name
+
+
+def test_padding_keeps_the_type():
+    assert split_inputs((1, 2, 3), 2, 1, apply_padding=True) == (3, 3)
+    assert split_inputs([1, 2, 3], 2, 1, apply_padding=True) == [3, 3]
+    assert split_inputs(range(3), 2, 1, apply_padding=True) == [2, 2]
+    assert split_inputs(torch.ones(3, 2), 2, 1, apply_padding=True).shape == (2, 2)
+
+
+def test_dict_is_left_unchanged():
+    """Accelerate slices the caller's dict in place."""
+    rows, mask = [1, 2, 3], torch.arange(3)
+    given_ = {"rows": rows, "mask": mask, "inner": (1, 2, 3)}
+    part = split_inputs(given_, 2, 1, apply_padding=True)
+    assert part["rows"] == [3, 3]
+    assert part["mask"].tolist() == [2, 2]
+    assert part["inner"] == (3, 3)
+    assert given_ == {"rows": [1, 2, 3], "mask": mask, "inner": (1, 2, 3)}
+    assert given_["rows"] is rows
+    assert len(mask) == 3
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("wrong", ["text", b"bytes", iter([1]), 3, None, {1, 2}])
+def test_unsupported_inputs_are_refused_even_on_one_process(wrong, num_parts):
+    with pytest.raises(DataError, match="cannot split"):
+        split_inputs(wrong, num_parts, 0)
+
+
+def test_lengths_must_agree_and_an_empty_list_cannot_be_padded():
+    with pytest.raises(DataError, match=r"differ in length: \{'a': 1, 'b': 2\}"):
+        split_inputs({"a": [1], "b": [1, 2]}, 2, 0)
+    assert split_inputs([], 3, 1, apply_padding=True) == []

@@ -1,4 +1,4 @@
-"""The control plane of one process, and its parts that need no other rank."""
+"""Test the control plane of one process, and its functions that need no other rank."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ NUMBERS = st.lists(st.floats(allow_nan=False), max_size=8)
 
 
 @given(NUMBERS)
-def test_one_process_has_its_own_way(values):
+def test_vote_of_one_process_returns_its_values(values):
     plane = control.current()
     assert (plane.rank, plane.world_size) == (0, 1)
     for op in ("min", "max", "sum"):
@@ -29,12 +29,12 @@ def test_one_process_has_its_own_way(values):
     assert plane.vote(values, "any") == [float(value != 0) for value in values]
 
 
-def test_an_unknown_operation_is_refused():
+def test_unknown_operation_is_refused():
     with pytest.raises(ConfigError, match=r"vote\(op='mean'\) is unknown; allowed: any, min, max, sum"):
         control.current().vote([1.0], "mean")
 
 
-def test_one_process_hands_over_to_itself():
+def test_one_process_can_get_the_values_it_sets():
     plane = control.current()
     assert not plane.has("key")
     plane.set("key", b"\0\xff")
@@ -45,7 +45,7 @@ def test_one_process_hands_over_to_itself():
         plane.get("key", timedelta(seconds=0.01))
 
 
-def test_another_runtime_has_another_plane():
+def test_new_runtime_has_a_new_control_plane():
     first = control.current()
     assert control.current() is first
     process.reset()
@@ -53,7 +53,7 @@ def test_another_runtime_has_another_plane():
 
 
 @pytest.mark.slow
-def test_an_abort_ends_the_process_with_its_reason():
+def test_abort_ends_the_process_with_its_reason():
     code = "from headway.core.runtime.control_plane import control; control.current().abort('the disk is full')"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert ran.returncode == 1
@@ -69,19 +69,19 @@ def test_progress_is_read_back(update, micro_step):
 
 
 @given(st.text(max_size=30), st.integers(1, 65535), st.text(max_size=30))
-def test_an_address_comes_through(host, port, attempt):
+def test_address_is_encoded_and_decoded(host, port, attempt):
     address = StoreAddress(host, port, attempt, key="00ff")
     assert StoreAddress.decode(address.encode()) == address
 
 
-def test_the_roll_names_numbers_and_ranks():
+def test_roll_call_names_numbers_and_ranks():
     text = describe_missing(4, [1, 3], "so far")
     assert "4 processes were asked for and 2 have come so far: missing ranks 1, 3" in text
     assert name_ranks([7]) == "rank 7"
     assert name_ranks(list(range(100))).endswith("19 and 80 more")
 
 
-def test_two_processes_with_one_rank_are_reported():
+def test_two_processes_with_the_same_rank_are_reported():
     store = SealedStore(HashStore(), "roll call", Seal(b"", UnsealedCounter(print)))
     with pytest.raises(RuntimeError, match="2 processes were asked for and 1 has come"):
         check_in(store, 0, 2, timedelta(seconds=0.05))
@@ -91,7 +91,7 @@ def test_two_processes_with_one_rank_are_reported():
     assert not wait_for_keys(store, ["never"], timedelta(seconds=0.05))
 
 
-def test_the_timeout_has_one_origin(monkeypatch):
+def test_sources_of_the_timeout(monkeypatch):
     assert process.start(cpu=True).timeout == timedelta(seconds=600)
     process.reset()
     monkeypatch.setenv("HEADWAY_TIMEOUT", "42")
@@ -99,5 +99,5 @@ def test_the_timeout_has_one_origin(monkeypatch):
     process.reset()
     assert process.start(cpu=True, timeout=timedelta(seconds=7)).timeout == timedelta(seconds=7)
     process.reset()
-    monkeypatch.setenv("HEADWAY_TIMEOUT", "0")  # for ever
+    monkeypatch.setenv("HEADWAY_TIMEOUT", "0")  # 0 means no timeout
     assert process.start(cpu=True).timeout > timedelta(days=300)

@@ -1,4 +1,4 @@
-"""A store into which other programs write, too."""
+"""Test the sealed store, into which other programs can also write, and the control plane on top of it."""
 
 import json
 import threading
@@ -16,17 +16,19 @@ from headway.errors import ConfigError, ControlPlaneError
 
 @pytest.fixture
 def bare():
+    """Store without a seal, into which any program can write."""
     return HashStore()
 
 
 @pytest.fixture
-def said():
+def reports():
+    """List of messages about unsealed values."""
     return []
 
 
 @pytest.fixture
-def store(bare, said):
-    return SealedStore(bare, "control", Seal(b"secret of this run", UnsealedCounter(said.append)))
+def store(bare, reports):
+    return SealedStore(bare, "control", Seal(b"secret of this run", UnsealedCounter(reports.append)))
 
 
 def test_values_are_read_as_written(store):
@@ -43,19 +45,19 @@ def test_values_are_read_as_written(store):
     assert not store.check(["a"])
 
 
-def test_values_of_other_programs_are_ignored(bare, store, said):
+def test_values_of_other_programs_are_ignored(bare, store, reports):
     bare.set("notice", "\x1b[31mthe run is over")
     assert store.find("notice") is None
     assert store.find("notice") is None
-    assert len(said) == 1
-    assert "the value of 'notice' in the control store" in said[0]
+    assert len(reports) == 1
+    assert "the value of 'notice' in the control store" in reports[0]
     store.set("notice", b"of this run")
     assert store.find("notice") == b"of this run"
-    bare.set("moved", bare.get("notice"))  # what proves itself elsewhere does not here
+    bare.set("moved", bare.get("notice"))  # a seal is valid for one key only
     assert store.find("moved") is None
 
 
-def test_a_foreign_value_is_an_error_if_a_value_is_required(bare, store):
+def test_foreign_value_is_an_error_if_a_value_is_required(bare, store):
     bare.set("a", "1")
     for ask in (lambda: store.get("a"), lambda: store.multi_get(["a"]), lambda: store.set_once("a", b"2")):
         with pytest.raises(
@@ -66,12 +68,13 @@ def test_a_foreign_value_is_an_error_if_a_value_is_required(bare, store):
 
 @pytest.fixture
 def plane():
+    """Return the control plane of rank 0 of 2, and its store."""
     server = start_store("127.0.0.1")
     link = StoreLink(StoreAddress("127.0.0.1", server.port, "attempt", key="00ff"), timedelta(seconds=10), server)
     return Control(0, 2, link, timedelta(seconds=10)), server
 
 
-def test_a_rank_that_ends_after_rank_0_does_not_wait_for_its_store():
+def test_rank_that_ends_after_rank_0_does_not_wait_for_its_store():
     server = start_store("127.0.0.1")
     address = StoreAddress("127.0.0.1", server.port, "attempt", key="00ff", hosted_by=RANK_0)
     del server
@@ -82,22 +85,22 @@ def test_a_rank_that_ends_after_rank_0_does_not_wait_for_its_store():
     assert not ending.is_alive()
 
 
-def test_a_flag_that_others_take_off_the_count_is_missed(plane):
+def test_flag_removed_by_another_program_is_detected(plane):
     control, server = plane
-    # One who reaches the port has the other rank arrive, and takes off the mark that a value is not zero.
+    # A program that reaches the port pretends that the other rank has arrived, and removes a flag from the count.
     server.add("attempt/arrived", 1 - (1 << 32))
     with pytest.raises(ControlPlaneError, match="vote 1 of rank 0 was not counted: another program"):
         control.vote([1.0], "any")
 
 
-def test_a_result_that_others_write_is_no_result(plane):
+def test_result_written_by_another_program_is_refused(plane):
     control, server = plane
     server.set("attempt/result/1", b"\1" + bytes(7) + b"\0\1\0" + bytes(8))
     with pytest.raises(ControlPlaneError, match="'result/1' in the control attempt store was not written by this run"):
         control.vote([1.0], "any")
 
 
-def test_an_address_that_is_none():
+def test_invalid_address_is_refused():
     good = {"host": "h", "port": 1, "attempt": "", "key": ""}
     wrong = ({"key": "no hex"}, {"port": "x"}, {"host": 3}, {"port": 99_999}, {"hub_port": -1}, {"more": 1})
     for text in ("", "[" * 100_000, "{}", "[]", "3", *(json.dumps({**good, **each}) for each in wrong)):

@@ -1,3 +1,5 @@
+"""Test which optimizers can train sharded models, and the errors for the others."""
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ def test_optimizers_that_need_full_parameters_are_refused_with_their_subclasses(
         check_optimizer(foreign([torch.nn.Parameter(torch.ones(2))], lr=0.1))
 
 
-def test_fused_steps_for_unsharded_tensors_only_are_refused():
+def test_fused_steps_without_dtensor_support_are_refused():
     weight = [torch.nn.Parameter(torch.ones(2, 2))]
     for kind in (torch.optim.SGD, torch.optim.Adagrad):
         check_optimizer(kind(weight, lr=0.1, foreach=True))

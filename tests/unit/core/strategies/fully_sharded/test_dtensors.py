@@ -1,4 +1,4 @@
-"""The entry in torch's dispatcher is there while the runtime is, and leaves what others have put there alone."""
+"""Test the handler in torch's dispatcher: it exists as long as the runtime, and never replaces one of another library."""
 
 from torch.distributed.tensor import DTensor
 
@@ -6,7 +6,7 @@ from headway.core.runtime import process
 from headway.core.strategies.fully_sharded.dtensors import _ITEM, WholeScalars
 
 
-def test_it_leaves_torch_as_it_was() -> None:
+def test_handler_is_removed_with_the_runtime() -> None:
     table = DTensor._op_dispatcher._custom_op_handlers
     before = dict(table)
     scalars = WholeScalars()
@@ -18,7 +18,7 @@ def test_it_leaves_torch_as_it_was() -> None:
     scalars.release()
 
 
-def test_a_handler_of_another_library_is_kept() -> None:
+def test_handler_of_another_library_is_kept() -> None:
     table = DTensor._op_dispatcher._custom_op_handlers
 
     def other() -> None:

@@ -1,4 +1,4 @@
-"""Parts of sharded layouts that need no ranks."""
+"""Test the parts of sharded layouts that need no ranks."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from headway.layouts.tensor.crossings import SplitAxis
 from headway.layouts.tensor.tensor_parallel import _check_size
 
 
-def test_buffers_go_to_the_device_and_parameters_stay() -> None:
+def test_move_buffers_leaves_parameters() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     move_buffers(model, torch.device("meta"))
     assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
@@ -26,7 +26,7 @@ def test_buffers_go_to_the_device_and_parameters_stay() -> None:
 @pytest.mark.parametrize(
     ("size", "fits"), [(3, False), (4, True), (5, False), (6, False), (7, True), (9, False), (10, True)]
 )
-def test_no_rank_is_left_without_a_part(size: int, fits: bool) -> None:
+def test_each_rank_must_get_a_part(size: int, fits: bool) -> None:
     axis = SplitAxis(None, None, 0, 4)
     weight = torch.empty(size, 2)
     assert fits == (len(weight.chunk(4)) == 4)
@@ -37,7 +37,7 @@ def test_no_rank_is_left_without_a_part(size: int, fits: bool) -> None:
             _check_size("weight", weight, 0, 1, axis)
 
 
-def test_a_digest_is_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_is_equal_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     grad = torch.randn(3, 5)
     whole = agreement._digest(grad)
     monkeypatch.setattr(agreement, "_BLOCK", 4)
@@ -47,7 +47,7 @@ def test_a_digest_is_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     assert agreement._digest(torch.empty(0)).tolist() == [0.0, 0.0]
 
 
-def test_sequences_are_cut_once() -> None:
+def test_sequence_parallelism_and_context_parallelism_exclude_each_other() -> None:
     both = TensorParallelOptions(sequence_parallel=True, loss_parallel=True)
     check_options(both, 1)
     check_options(TensorParallelOptions(), 2)
@@ -65,7 +65,7 @@ def test_sequences_are_cut_once() -> None:
         ({"shard": 4}, 2, r"reshard_after_forward=2\), which gathers among other ranks"),
     ],
 )
-def test_where_batches_can_be_run_again(sizes: dict[str, int], kept: bool | int | None, said: str) -> None:
+def test_layouts_in_which_batches_can_run_again(sizes: dict[str, int], kept: bool | int | None, said: str) -> None:
     options = ShardingOptions(reshard_after_forward=kept)
     if not said:
         _check_replayed(Layout(**sizes), options, None)
@@ -74,7 +74,7 @@ def test_where_batches_can_be_run_again(sizes: dict[str, int], kept: bool | int 
         _check_replayed(Layout(**sizes), options, None)
 
 
-def test_weights_gathered_in_float8_cannot_be_run_again() -> None:
+def test_weights_gathered_in_float8_cannot_run_again() -> None:
     with pytest.raises(UnsupportedError, match="fsdp_all_gather=False"):
         _check_replayed(Layout(shard=2), ShardingOptions(), Float8Options())
     for float8 in (Float8Options(fsdp_all_gather=False), Float8Options(recipe="rowwise")):

@@ -1,3 +1,5 @@
+"""Test how a model is divided into units for FSDP: blocks, classes, sizes, shared parameters, and unsupported models."""
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,8 @@ from headway.errors import ConfigError, PrepareError
 
 
 class Net(nn.Module):
+    """Embedding, three blocks, and a head that can be tied to the embedding."""
+
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
         self.tokens = nn.Embedding(7, 4)
@@ -17,31 +21,32 @@ class Net(nn.Module):
             self.head.weight = self.tokens.weight
 
 
-def names(model: nn.Module, units: ShardingUnits) -> list[str]:
+def list_names(model: nn.Module, units: ShardingUnits) -> list[str]:
+    """Return the names of the units' modules."""
     known = {id(module): name for name, module in model.named_modules()}
     return [known[id(unit)] for unit in units.modules]
 
 
-def test_repeated_blocks_are_units_and_ties_stay_with_the_root():
+def test_repeated_blocks_are_units_and_tied_weights_stay_with_the_root():
     for tied in (False, True):
         model = Net(tied)
         units = find_units(model, ShardingOptions())
-        assert names(model, units) == ["blocks.0", "blocks.1", "blocks.2"]
+        assert list_names(model, units) == ["blocks.0", "blocks.1", "blocks.2"]
         assert units.split == ()
         assert not units.ignored
 
 
-def test_a_model_without_blocks_is_one_unit():
+def test_model_without_blocks_is_one_unit():
     assert find_units(nn.Linear(3, 3), ShardingOptions()).modules == ()
 
 
-def test_units_are_named_by_class_name_or_place_innermost_first():
+def test_units_are_given_by_class_or_name_innermost_first():
     model = Net()
     for wanted in (nn.Linear, "Linear"):
         units = find_units(model, ShardingOptions(units=(wanted,)))
-        assert names(model, units) == [*(f"blocks.{i}.{j}" for i in range(3) for j in (0, 2)), "head"]
+        assert list_names(model, units) == [*(f"blocks.{i}.{j}" for i in range(3) for j in (0, 2)), "head"]
     nested = find_units(model, ShardingOptions(units=("blocks.1", "blocks.1.0")))
-    assert names(model, nested) == ["blocks.1.0", "blocks.1"]
+    assert list_names(model, nested) == ["blocks.1.0", "blocks.1"]
     with pytest.raises(ConfigError, match="names 'Decoder', which Net lacks"):
         find_units(model, ShardingOptions(units="Decoder"))
     with pytest.raises(ConfigError, match="names 'blocks', a ModuleList, which is never called"):
@@ -50,22 +55,26 @@ def test_units_are_named_by_class_name_or_place_innermost_first():
 
 def test_units_by_size():
     model = Net()
-    assert names(model, find_units(model, ShardingOptions(min_num_params=70))) == ["blocks.0", "blocks.1", "blocks.2"]
-    small = names(model, find_units(model, ShardingOptions(min_num_params=36)))
+    assert list_names(model, find_units(model, ShardingOptions(min_num_params=70))) == [
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+    ]
+    small = list_names(model, find_units(model, ShardingOptions(min_num_params=36)))
     assert small == [*(f"blocks.{i}.{j}" for i in range(3) for j in (0, 2))]
     assert find_units(model, ShardingOptions(min_num_params=10**6)).modules == ()
 
 
-def test_blocks_that_share_are_opened():
+def test_blocks_that_share_parameters_are_divided_further():
     model = Net()
     model.blocks[2][0].weight = model.blocks[0][0].weight  # type: ignore[index]
     units = find_units(model, ShardingOptions())
-    assert names(model, units) == ["blocks.0.2", "blocks.2.2", "blocks.1"]
+    assert list_names(model, units) == ["blocks.0.2", "blocks.2.2", "blocks.1"]
     assert units.split == ("blocks.0", "blocks.2")
     inside = Net()
     inside.blocks[1][2].bias = inside.head.bias = None  # type: ignore[index]
     inside.blocks[1].twin = inside.blocks[1][0]  # type: ignore[union-attr]
-    assert names(inside, find_units(inside, ShardingOptions())) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert list_names(inside, find_units(inside, ShardingOptions())) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 class Adapted(nn.Module):
@@ -80,20 +89,20 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_a_container_is_never_a_unit_and_those_who_contain_it_use_its_parameters(is_shared: bool):
+def test_container_is_never_a_unit_and_its_parents_use_its_parameters(is_shared: bool):
     banks = [nn.ParameterDict({"scale": torch.ones(4)}) for _ in range(3)]
     model = Net()
     model.blocks = nn.ModuleList(Adapted(banks[0] if is_shared else bank) for bank in banks)
-    found = names(model, find_units(model, ShardingOptions()))
+    found = list_names(model, find_units(model, ShardingOptions()))
     layers = [f"blocks.{i}.layers.{j}" for i in range(3) for j in range(2)]
     assert found == (layers if is_shared else ["blocks.0", "blocks.1", "blocks.2"])
-    by_size = names(model, find_units(model, ShardingOptions(min_num_params=4)))
+    by_size = list_names(model, find_units(model, ShardingOptions(min_num_params=4)))
     assert not [name for name in by_size if name.endswith(("bank", "layers"))]
     with pytest.raises(ConfigError, match=r"names 'blocks\.0\.bank', a ParameterDict, which is never called"):
         find_units(model, ShardingOptions(units="blocks.0.bank"))
 
 
-def test_frozen_parameters_can_stay_whole():
+def test_frozen_parameters_can_stay_unsharded():
     model = Net()
     model.tokens.requires_grad_(False)
     units = find_units(model, ShardingOptions(ignored="tokens"))
@@ -104,13 +113,13 @@ def test_frozen_parameters_can_stay_whole():
         find_units(model, ShardingOptions(ignored="gone"))
 
 
-def test_frozen_and_learning_parameters_of_several_types_share_a_unit():
+def test_frozen_and_trainable_parameters_of_several_dtypes_share_a_unit():
     model = Net()
     model.blocks[0][0].to(torch.bfloat16).requires_grad_(False)  # type: ignore[index]
     find_units(model, ShardingOptions())
 
 
-def refused(change: str) -> nn.Module:
+def build_unsupported(change: str) -> nn.Module:
     model = Net()
     if change == "scalar":
         model.scale = nn.Parameter(torch.tensor(1.0))
@@ -135,9 +144,9 @@ def refused(change: str) -> nn.Module:
         ("lazy", "lazy parameter 'late.weight'.*one forward pass"),
     ],
 )
-def test_what_cannot_be_sharded_is_told_by_name(change, message):
+def test_unsupported_parameters_are_named(change, message):
     with pytest.raises(PrepareError, match=message):
-        find_units(refused(change), ShardingOptions())
+        find_units(build_unsupported(change), ShardingOptions())
 
 
 def test_options_are_checked():

@@ -1,4 +1,4 @@
-"""Run logs for tests of the report, written line by line with chosen times."""
+"""Writer of run logs with chosen times, for tests of the report."""
 
 import json
 import math
@@ -41,9 +41,10 @@ class Log:
         return self.path.parent
 
 
-def lively(folder: Path, seed=0, steps=2000, lr=3e-4, has_trouble=True, is_ended=True, every=1) -> Path:
-    """Write the log of a realistic run: noise, memory phases, evaluations, checkpoints, an out-of-memory error, a
-    restart.
+def write_realistic_log(folder: Path, seed=0, steps=2000, lr=3e-4, has_trouble=True, is_ended=True, every=1) -> Path:
+    """Write the log of a realistic run and return its folder.
+
+    The log has noise, memory phases, evaluations, checkpoints, an out-of-memory error, and a restart.
     """
     random.seed(seed)
     log = Log(folder)

@@ -1,3 +1,5 @@
+"""Test how the report reads run logs: series, events, restarts, labels, differences, and damaged or missing logs."""
+
 import json
 import math
 from pathlib import Path
@@ -10,10 +12,10 @@ from headway.core.tracking.report.page import html_page
 from headway.core.tracking.report.tables import infer_run_status, list_differences, list_key_figures
 from headway.core.tracking.runlog import RunLog
 from headway.errors import ConfigError, TrackingError
-from tests.unit.core.tracking.report.logs import BEGAN, Log, lively
+from tests.unit.core.tracking.report.logs import BEGAN, Log, write_realistic_log
 
 
-def test_a_log_that_the_writer_wrote(tmp_path):
+def test_log_of_the_writer_is_read(tmp_path):
     log = RunLog(tmp_path / "run")
     log.write_start("digits", {"optimizer": {"lr": 0.1}}, world_size=2, device="cpu", versions={"torch": "2.13"})
     for step in range(5):
@@ -30,7 +32,7 @@ def test_a_log_that_the_writer_wrote(tmp_path):
     assert run.summary == {"train_loss": 0.2}
 
 
-def test_values_without_a_step_get_the_step_of_that_time(tmp_path):
+def test_values_without_a_step_get_the_latest_step(tmp_path):
     log = Log(tmp_path / "run", pace=1.0)
     log.run()
     log.values(10, loss=3.0)
@@ -42,7 +44,7 @@ def test_values_without_a_step_get_the_step_of_that_time(tmp_path):
     assert [(event.step, event.has_step) for event in run.events] == [(20, False)]
 
 
-def test_a_run_without_steps_is_drawn_over_seconds(tmp_path):
+def test_run_without_steps_uses_seconds(tmp_path):
     log = Log(tmp_path / "run", pace=2.0)
     log.run()
     log.values(None, loss=3.0)
@@ -53,7 +55,7 @@ def test_a_run_without_steps_is_drawn_over_seconds(tmp_path):
     assert run.series["loss"] == [(2.0, 2.0, 3.0), (4.0, 4.0, 2.0)]
 
 
-def test_steps_out_of_order_and_strange_values(tmp_path):
+def test_steps_out_of_order_and_unusual_values_are_read(tmp_path):
     log = Log(tmp_path / "run")
     log.run()
     for step, value in ((5, 1), (3, True), (4, math.nan), (10**30, 10**400)):
@@ -65,8 +67,8 @@ def test_steps_out_of_order_and_strange_values(tmp_path):
     assert run.series["loss"][-1][2] == math.inf
 
 
-def test_states(tmp_path):
-    def told(name, tail="", *, ends=False, event=None, time=BEGAN):
+def test_run_status_is_inferred(tmp_path):
+    def write_and_infer(name, tail="", *, ends=False, event=None, time=BEGAN):
         log = Log(tmp_path / name)
         log.time = time
         log.run()
@@ -79,15 +81,15 @@ def test_states(tmp_path):
 
     from time import time as now
 
-    assert told("a", ends=True) == "finished"
-    assert told("b") == "no end"
-    assert told("c", '{"kind":"valu') == "cut off"
-    assert told("d", event="preempted") == "preempted"
-    assert told("e", time=now() - 5) == "no end yet"
+    assert write_and_infer("a", ends=True) == "finished"
+    assert write_and_infer("b") == "no end"
+    assert write_and_infer("c", '{"kind":"valu') == "cut off"
+    assert write_and_infer("d", event="preempted") == "preempted"
+    assert write_and_infer("e", time=now() - 5) == "no end yet"
 
 
-def test_a_restart_is_an_event_even_if_the_log_has_none(tmp_path):
-    (run,) = load([lively(tmp_path / "run", steps=200)])
+def test_restart_without_an_event_is_an_event(tmp_path):
+    (run,) = load([write_realistic_log(tmp_path / "run", steps=200)])
     assert [event.kind for event in run.events if event.kind in ("restart", "preempted", "resumed")] == [
         "preempted", "restart", "resumed",
     ]  # fmt: skip
@@ -98,7 +100,7 @@ def test_a_restart_is_an_event_even_if_the_log_has_none(tmp_path):
     assert facts["Peak memory"].value == "26.4 GiB"
 
 
-def test_a_restart_that_the_launcher_logged_is_shown_once(tmp_path):
+def test_restart_logged_by_the_launcher_is_shown_once(tmp_path):
     log = Log(tmp_path / "run")
     log.run()
     log.values(25, loss=1.0)
@@ -118,7 +120,7 @@ def test_a_restart_that_the_launcher_logged_is_shown_once(tmp_path):
     assert [event.step for event in run.events if event.kind == "restart"] == [25, 21]
 
 
-def test_speed_comes_from_the_times_where_none_was_logged(tmp_path):
+def test_speed_is_computed_from_times_if_none_was_logged(tmp_path):
     log = Log(tmp_path / "run")
     log.run()
     for step in range(1, 13):
@@ -133,20 +135,25 @@ def test_speed_comes_from_the_times_where_none_was_logged(tmp_path):
 
 def test_labels_distinguish_runs(tmp_path):
     for name in ("a/digits", "b/digits", "c/text"):
-        lively(tmp_path / name, steps=20)
+        write_realistic_log(tmp_path / name, steps=20)
     assert [run.label for run in load([tmp_path / "a/digits", tmp_path / "c/text"])] == ["digits", "text"]
     assert [run.label for run in load([tmp_path / "a/digits", tmp_path / "b/digits"])] == ["a/digits", "b/digits"]
     assert len(load([tmp_path / "a/digits", tmp_path / "a/digits/log.jsonl"])) == 1
 
 
 def test_only_different_settings_are_listed(tmp_path):
-    one, other = load([lively(tmp_path / "a", seed=0, steps=20), lively(tmp_path / "b", seed=1, lr=1e-3, steps=20)])
+    one, other = load(
+        [
+            write_realistic_log(tmp_path / "a", seed=0, steps=20),
+            write_realistic_log(tmp_path / "b", seed=1, lr=1e-3, steps=20),
+        ]
+    )
     assert list_differences([one, other]) == [("optimizer.lr", ["0.0003", "0.001"]), ("seed", ["0", "1"])]
     other.config["extra"] = None
     assert ("extra", [None, "null"]) in list_differences([one, other])
 
 
-def test_the_error_for_a_wrong_path_lists_the_runs_nearby(tmp_path, monkeypatch):
+def test_error_for_a_wrong_path_lists_the_runs_nearby(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(
         ConfigError, match=r"no run at .*missing.*log\.jsonl.*no run was found in .*folders below it"
@@ -155,14 +162,16 @@ def test_the_error_for_a_wrong_path_lists_the_runs_nearby(tmp_path, monkeypatch)
     assert "notes.txt" not in str(told.value)
     with pytest.raises(ConfigError, match=r"is not a run: there is no .*log\.jsonl"):
         load([tmp_path])
-    lively(tmp_path / "deep" / "run", steps=5)
+    write_realistic_log(tmp_path / "deep" / "run", steps=5)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"there are runs at deep/run$"):
         load([Path("missing")])
     with pytest.raises(ConfigError, match=r"there are runs at deep/run$"):
         load([tmp_path / "missing" / "further"])
-    assert load([tmp_path])[0].path == (tmp_path / "deep" / "run" / "log.jsonl").resolve()  # the only one
-    lively(tmp_path / "other", steps=5)
+    assert (
+        load([tmp_path])[0].path == (tmp_path / "deep" / "run" / "log.jsonl").resolve()
+    )  # the only run below the folder
+    write_realistic_log(tmp_path / "other", steps=5)
     with pytest.raises(ConfigError, match=r"folders below it do: headway report .*deep.run"):
         load([tmp_path])
     (tmp_path / "empty").mkdir()
@@ -186,7 +195,7 @@ def test_unreadable_lines_are_reported(tmp_path):
 
 
 def write_restarted(folder, **details):
-    """A log of a run that was restarted once; its last process ran for two seconds."""
+    """Write and load the log of a run that was restarted once, whose last process ran for two seconds."""
     log = Log(folder, pace=1.0)
     log.run()
     log.event("tracker", tracker="wandb", identity={"id": "abc123"})
@@ -201,7 +210,7 @@ def write_restarted(folder, **details):
     return load([folder])[0]
 
 
-def test_a_restart_names_what_died_and_nothing_is_printed_as_a_dictionary(tmp_path):
+def test_restart_names_its_reason_and_no_dictionary_is_printed(tmp_path):
     reason = "rank 1 of 2 failed first (ended by SIGKILL)"
     run = write_restarted(tmp_path / "a", reason=reason)
     page = html_page([run])
@@ -212,13 +221,13 @@ def test_a_restart_names_what_died_and_nothing_is_printed_as_a_dictionary(tmp_pa
     assert "{&#x27;" not in page
 
 
-def test_the_durations_of_a_page_agree(tmp_path):
+def test_durations_on_a_page_agree(tmp_path):
     run = write_restarted(tmp_path / "a")
     page = html_page([run])
     assert "<dt>Duration</dt><dd>38 s" in page
     assert "<dt>duration of the last attempt</dt><dd>2 s</dd>" in page
     assert "<dt>seconds</dt>" not in page
-    lively(tmp_path / "once", steps=5)
+    write_realistic_log(tmp_path / "once", steps=5)
     assert "<dt>seconds</dt>" not in html_page(load([tmp_path / "once"]))
 
 
@@ -230,9 +239,9 @@ def test_metrics_are_compared(tmp_path):
     assert "<th>Evaluation accuracy</th>" in html_page(runs)
 
 
-def test_a_run_is_found_some_folders_below(tmp_path):
-    folder = lively(tmp_path / "runs/demo/troubled/demo", steps=5)  # where `make demo` writes it
+def test_run_is_found_some_folders_below(tmp_path):
+    folder = write_realistic_log(tmp_path / "runs/demo/troubled/demo", steps=5)  # the folder of `make demo`
     assert find_log(tmp_path) == folder / "log.jsonl"
-    lively(tmp_path / "runs/demo/undisturbed/demo", steps=5)
+    write_realistic_log(tmp_path / "runs/demo/undisturbed/demo", steps=5)
     with pytest.raises(ConfigError, match=r"headway report .*/troubled/demo .*/undisturbed/demo$"):
         find_log(tmp_path)

@@ -1,9 +1,12 @@
+"""Test how the report looks: colors and dashes that can be distinguished, and formatted numbers and durations."""
+
 import math
 from itertools import combinations
 
 import pytest
 
 from headway.core.tracking.report import looks
+from headway.core.tracking.report.looks import format_duration, format_short, format_value
 
 # Machado, Oliveira and Fernandes (2009), severity 1.0, on linear RGB.
 EYES = {
@@ -14,12 +17,12 @@ EYES = {
 }
 
 
-def linear(code):
+def to_linear_rgb(code):
     parts = (int(code[index : index + 2], 16) / 255 for index in (1, 3, 5))
     return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
 
 
-def oklab(rgb):
+def to_oklab(rgb):
     """Convert a color to Ottosson's perceptual space, in which distances are perceived differences."""
     red, green, blue = (min(1, max(0, part)) for part in rgb)
     long = (0.4122214708 * red + 0.5363325363 * green + 0.0514459929 * blue) ** (1 / 3)
@@ -32,25 +35,48 @@ def oklab(rgb):
     )
 
 
-def contrast(one, other):
-    dark, light = sorted(0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in (linear(one), linear(other)))
+def compute_contrast(one, other):
+    dark, light = sorted(0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in (to_linear_rgb(one), to_linear_rgb(other)))
     return (light + 0.05) / (dark + 0.05)
 
 
 @pytest.mark.parametrize("eyes", EYES)
 @pytest.mark.parametrize("colors", [looks.LINES, looks.LINES_DARK], ids=["light", "dark"])
 def test_lines_can_be_distinguished_with_any_color_vision(colors, eyes):
-    seen = [oklab([sum(a * b for a, b in zip(row, linear(code))) for row in EYES[eyes]]) for code in colors]
+    seen = [to_oklab([sum(a * b for a, b in zip(row, to_linear_rgb(code))) for row in EYES[eyes]]) for code in colors]
     for one, other in combinations(range(len(colors)), 2):
         needed = 0.10 if other < 4 else 0.085 if other < 6 else 0.055
         assert math.dist(seen[one], seen[other]) >= needed, (colors[one], colors[other])
 
 
 @pytest.mark.parametrize(("colors", "page"), [(looks.LINES, looks.PAGE), (looks.LINES_DARK, looks.PAGE_DARK)])
-def test_lines_stand_out_from_the_page(colors, page):
-    assert all(contrast(code, page) >= 3 for code in colors)
+def test_lines_have_enough_contrast_with_the_page(colors, page):
+    assert all(compute_contrast(code, page) >= 3 for code in colors)
 
 
 def test_more_runs_than_colors_differ_by_dashes():
     drawn = [(looks.choose_color(index), looks.choose_dash(index)) for index in range(32)]
     assert len(set(drawn)) == 32
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "expected"),
+    [
+        (None, "number", "-"), (2, "number", "2"), (2.0, "number", "2"), (1.99991, "number", "2.000"), (0.5, "number", "0.5"),
+        (1234.5, "number", "1,234.50"), (1e-5, "number", "1e-5"), (0, "number", "0"), (math.nan, "number", "nan"),
+        (math.inf, "bytes", "inf"), (-math.inf, "rate", "-inf"), (10**400, "number", "inf"), (-(10**400), "number", "-inf"),
+        (1536, "bytes", "1.5 KiB"), (0.0403, "share", "4.03%"), (52345.0, "rate", "52.3k"), (3725, "seconds", "1 h 2 min"),
+    ],
+)  # fmt: skip
+def test_values_are_formatted_by_unit(value, unit, expected):
+    assert format_value(value, unit) == expected
+
+
+def test_large_numbers_are_shortened():
+    values = (999, 1500, 999_999, 2.5e6, 3e9, 1e20)
+    assert [format_short(value) for value in values] == ["999", "1.5k", "1M", "2.5M", "3G", "1e20"]
+
+
+def test_durations_are_formatted():
+    values = (0, 0.25, 59, 60, 3725, 90061)
+    assert [format_duration(value) for value in values] == ["0 s", "0.25 s", "59 s", "1 min", "1 h 2 min", "1 d 1 h"]

@@ -1,4 +1,4 @@
-"""Values that the log records by itself: the norm of the last clipping, and memory."""
+"""Test values that the run log records by itself: the norm of the last clipping, and memory."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def _train(folder, more, clip=True):
     return norms
 
 
-def test_a_script_that_logs_a_loss_has_norm_memory_and_speed_in_its_report(tmp_path):
+def test_report_of_a_logged_loss_has_norm_memory_and_speed(tmp_path):
     norms = _train(tmp_path, lambda norms: {})
     (run,) = load([tmp_path / "run"])
     assert [(step, value) for step, _, value in run.series["grad_norm"]] == [
@@ -36,14 +36,14 @@ def test_a_script_that_logs_a_loss_has_norm_memory_and_speed_in_its_report(tmp_p
     assert len(run.series["memory"]) == 12
     assert all(value > 1 << 20 for _, _, value in run.series["memory"])
     assert "steps_per_second" in run.series
-    assert set(read_run(tmp_path / "run").values) == {"loss"}, "what the script logged, and nothing else"
+    assert set(read_run(tmp_path / "run").values) == {"loss"}, "measured values must not be among the script's values"
 
 
-def test_values_of_the_script_come_first(tmp_path):
+def test_values_of_the_script_have_priority(tmp_path):
     _train(tmp_path, lambda norms: {"train/gradient_norm": norms[-1], "memory/forward": 1e6})
     assert read_run(tmp_path / "run").measured == {}
 
 
-def test_a_loop_that_does_not_clip_has_no_norm(tmp_path):
+def test_loop_without_clipping_has_no_norm(tmp_path):
     _train(tmp_path, lambda norms: {}, clip=False)
     assert set(read_run(tmp_path / "run").measured) == {"memory"}

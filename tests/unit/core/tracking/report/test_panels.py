@@ -1,3 +1,5 @@
+"""Test the charts of a report: their titles, sections, lines, colors, axes and number of points."""
+
 from pathlib import Path
 
 import pytest
@@ -6,11 +8,11 @@ from headway.core.tracking.report import load
 from headway.core.tracking.report.data import RunData
 from headway.core.tracking.report.panels import ALL_BUCKETS, build_panels, find_value_range
 from headway.core.tracking.report.tables import list_key_figures
-from tests.unit.core.tracking.report.logs import Log, lively
+from tests.unit.core.tracking.report.logs import Log, write_realistic_log
 
 
-def test_one_run(tmp_path):
-    found = build_panels(load([lively(tmp_path / "run", steps=200)]))
+def test_panels_of_one_run(tmp_path):
+    found = build_panels(load([write_realistic_log(tmp_path / "run", steps=200)]))
     assert [(panel.section, panel.title, [line.label for line in panel.lines]) for panel in found] == [
         ("Training", "Loss", ["training", "evaluation"]),
         ("Training", "Learning rate", [""]),
@@ -26,15 +28,15 @@ def test_one_run(tmp_path):
     assert [panel.title for panel in found if panel.is_wide] == ["Loss", "Memory by phase", "Accuracy"]
 
 
-def test_several_runs_have_a_color_each_and_a_chart_for_each_phase(tmp_path):
-    found = build_panels(load([lively(tmp_path / name, steps=40) for name in "ab"]))
+def test_several_runs_have_one_color_each_and_a_chart_for_each_phase(tmp_path):
+    found = build_panels(load([write_realistic_log(tmp_path / name, steps=40) for name in "ab"]))
     assert all({line.color for line in panel.lines} == {0, 1} for panel in found)
     assert [panel.title for panel in found if panel.section == "Memory"] == [
         "Memory, in use", "Memory in forward", "Memory in backward", "Memory in optimizer", "Memory, peak",
     ]  # fmt: skip
 
 
-def test_other_values_have_charts_of_their_own(tmp_path):
+def test_other_values_have_separate_charts(tmp_path):
     log = Log(tmp_path / "run")
     log.run()
     for step in (1, 2):
@@ -45,7 +47,7 @@ def test_other_values_have_charts_of_their_own(tmp_path):
     ]  # fmt: skip
 
 
-def test_names_of_other_habits_land_where_they_belong(tmp_path):
+def test_names_in_other_styles_are_recognized(tmp_path):
     log = Log(tmp_path / "run")
     log.run()
     for step in (1, 2):
@@ -65,7 +67,7 @@ def test_names_of_other_habits_land_where_they_belong(tmp_path):
     assert (figures["Best validation loss"], figures["Best evaluation loss"]) == ("3", "4")
 
 
-def test_many_series_share_the_page(tmp_path):
+def test_many_series_share_a_limited_number_of_points(tmp_path):
     log = Log(tmp_path / "run")
     log.run()
     for step in range(1000):
@@ -75,7 +77,7 @@ def test_many_series_share_the_page(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)  # a bound for work that grows with the square: minutes
+@pytest.mark.timeout(60)  # quadratic work would take minutes
 def test_very_many_names_take_seconds():
     names = [f"{kind}{index}" for kind in ("eval_", "memory/", "more_") for index in range(60_000)]
     points = [(1.0, 1.0, 1.0), (2.0, 2.0, 2.0)]
@@ -83,7 +85,7 @@ def test_very_many_names_take_seconds():
     assert sum(len(panel.lines) for panel in found) == len(names)
 
 
-def test_one_spike_does_not_press_the_rest_flat(tmp_path):
+def test_single_spike_does_not_determine_the_axis(tmp_path):
     log = Log(tmp_path / "run")
     log.run()
     for step in range(300):
@@ -95,7 +97,7 @@ def test_one_spike_does_not_press_the_rest_flat(tmp_path):
     assert 1.6 <= high < 2
 
 
-def test_axes_of_strange_values_have_a_width(tmp_path):
+def test_axes_of_extreme_values_have_a_width(tmp_path):
     for values in ([0.0], [5.0, 5.0], [1e308, -1e308], [5e-324, 0.0], [-3.0], ["nan"], ["inf", "-inf"]):
         log = Log(tmp_path / "run")
         log.run()

@@ -1,4 +1,4 @@
-"""Time that each rank waited for data: one chart with a line per rank, and the rank that waited longest."""
+"""Test the chart of the time that each rank waited for data, and the rank that waited longest."""
 
 from headway.core.tracking.report import load
 from headway.core.tracking.report.panels import build_panels

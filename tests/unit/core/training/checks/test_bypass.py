@@ -1,4 +1,4 @@
-"""What trains past the prepared objects on one process, where only windows and fp16's scale can go wrong."""
+"""Test code that trains past the prepared objects on one process, where only windows and the fp16 scale can go wrong."""
 
 import gc
 import weakref
@@ -16,7 +16,7 @@ from headway.core.runtime import process
 from headway.errors import StateError
 
 
-def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+def build() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     torch.manual_seed(0)
     model, rows = nn.Linear(3, 1), torch.randn(10, 3)
     dataset = TensorDataset(rows, rows.sum(1, keepdim=True))
@@ -24,6 +24,7 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
 
 
 def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any, when_synced: bool = False) -> None:
+    """Train on all batches. With `when_synced`, step only at the end of a window."""
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(inputs), targets))
@@ -32,9 +33,9 @@ def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: An
                 optimizer.zero_grad()
 
 
-def test_an_optimizer_that_is_not_prepared_does_not_step_inside_a_window() -> None:
+def test_unprepared_optimizer_must_not_step_inside_a_window() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model, optimizer, loader = parts()
+    model, optimizer, loader = build()
     model, loader = accelerator.prepare(model, loader)
     before = model.weight.detach().clone()
     with pytest.raises(StateError, match=r"SGD stepped inside an accumulation window.*what prepare\(\) returned"):
@@ -42,10 +43,10 @@ def test_an_optimizer_that_is_not_prepared_does_not_step_inside_a_window() -> No
     assert torch.equal(model.weight, before)
 
 
-def test_the_bare_optimizer_under_a_prepared_one_does_not_either() -> None:
-    """The script went on with the object that it gave to prepare()."""
+def test_optimizer_under_a_prepared_one_must_not_step_inside_a_window() -> None:
+    """The script uses the object that it passed to prepare()."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model, optimizer, loader = parts()
+    model, optimizer, loader = build()
     model, _, loader = accelerator.prepare(model, optimizer, loader)
     with pytest.raises(StateError, match="SGD stepped inside an accumulation window"):
         train(accelerator, model, optimizer, loader)
@@ -54,10 +55,10 @@ def test_the_bare_optimizer_under_a_prepared_one_does_not_either() -> None:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_scripts_that_check_sync_gradients_may_step_any_optimizer(steps: int, caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    model, optimizer, loader = parts()
+    model, optimizer, loader = build()
     model, loader = accelerator.prepare(model, loader)
     train(accelerator, model, optimizer, loader, when_synced=True)
-    reference, rule, batches = parts()
+    reference, rule, batches = build()
     x, y = batches.dataset.tensors
     for start in range(0, 10, 2 * steps):
         rule.zero_grad()
@@ -67,9 +68,9 @@ def test_scripts_that_check_sync_gradients_may_step_any_optimizer(steps: int, ca
     assert not caplog.records
 
 
-def test_other_parameters_and_abandoned_windows_are_not_checked() -> None:
+def test_other_parameters_and_interrupted_windows_are_not_checked() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model, optimizer, loader = parts()
+    model, optimizer, loader = build()
     model, loader = accelerator.prepare(model, loader)
     other = nn.Linear(3, 1)
     rule = torch.optim.Adam(other.parameters())
@@ -77,25 +78,25 @@ def test_other_parameters_and_abandoned_windows_are_not_checked() -> None:
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(inputs), targets))
             mse_loss(other(inputs), targets).backward()
-            rule.step()  # in an open window, but not of its parameters
+            rule.step()  # a window is open, but for other parameters
         break
     del inputs, targets
     mse_loss(model(torch.ones(2, 3)), torch.ones(2, 1)).backward()
-    optimizer.step()  # the loop was left; this is another one, without Headway
+    optimizer.step()  # after the loop, the script trains without Headway
 
 
-def test_fp16_gradients_are_not_stepped_on_as_they_are() -> None:
+def test_unprepared_optimizer_must_not_step_on_scaled_gradients() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    model, optimizer, loader = parts()
+    model, optimizer, loader = build()
     model, loader = accelerator.prepare(model, loader)
     with pytest.raises(StateError, match="fp16's loss scale"):
         train(accelerator, model, optimizer, loader)
 
 
-def test_a_loader_of_another_accelerator_is_known() -> None:
-    """Its end closes the window, and its batches are weighed and gathered; who has a loader goes by that."""
+def test_loader_of_another_accelerator_is_recognized() -> None:
+    """Its end closes the window, and its batches are weighted and gathered correctly."""
     first, second = Accelerator(cpu=True, gradient_accumulation_steps=4), Accelerator(cpu=True)
-    model, optimizer, loader = parts()
+    model, optimizer, loader = build()
     model, optimizer = first.prepare(model, optimizer)
     loader = second.prepare(loader)
     closed = []
@@ -112,11 +113,11 @@ def test_a_loader_of_another_accelerator_is_known() -> None:
     for _ in loader:
         for _ in own:
             assert first._training_step.windows.loader is own
-        assert first._training_step.windows.loader is None  # outside a loop of its own
+        assert first._training_step.windows.loader is None  # outside a loop of the first accelerator
         break
 
 
-def test_nothing_is_left_in_torch() -> None:
+def test_hook_in_torch_is_removed_by_the_reset() -> None:
     hooks = torch_optimizer._global_optimizer_pre_hooks
     before = len(hooks)
     kept = [Accelerator(cpu=True) for _ in range(3)]
@@ -126,19 +127,19 @@ def test_nothing_is_left_in_torch() -> None:
     del kept
 
 
-def test_an_accelerator_may_be_collected_while_hooks_run() -> None:
-    """torch goes through its hooks in a loop that must not see one of them disappear."""
+def test_accelerator_can_be_garbage_collected_while_hooks_run() -> None:
+    """torch iterates over its hooks, so none of them may be removed during this loop."""
     lost = weakref.ref(Accelerator(cpu=True))
 
     def collect(*_: Any) -> None:
         gc.collect()
 
     handle = torch_optimizer.register_optimizer_step_pre_hook(collect)
-    _, optimizer, _ = parts()
+    _, optimizer, _ = build()
     gc.disable()
     try:
         kept = [Accelerator(cpu=True) for _ in range(2)]
-        kept[0].itself = kept[0]  # only the collector can take it
+        kept[0].itself = kept[0]  # only the garbage collector can free it
         del kept[0]
         optimizer.step()
     finally:

@@ -1,4 +1,4 @@
-"""The non-finite guard: what is bad is noticed before the update, named, and leaves nothing behind."""
+"""Test the non-finite guard: non-finite values are noticed before the update, named, and change nothing."""
 
 import math
 
@@ -19,13 +19,15 @@ NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture
-def told(monkeypatch):
+def warnings(monkeypatch):
+    """List of the warnings that are logged."""
     lines = []
     monkeypatch.setattr(finite.log, "warning", lambda text, *args: lines.append(text % args))
     return lines
 
 
 def build(action="skip", *models, **options):
+    """Return an Accelerator with this action, and prepared models with an AdamW optimizer each."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, on_non_finite=action, **options)
     models = models or (nn.Linear(3, 1),)
@@ -33,7 +35,7 @@ def build(action="skip", *models, **options):
     return accelerator, *accelerator.prepare(*models, *optimizers)
 
 
-def update(accelerator, model, optimizer, *rows):
+def train_window(accelerator, model, optimizer, *rows):
     for row in rows:
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.tensor([row])).mean())
@@ -41,12 +43,12 @@ def update(accelerator, model, optimizer, *rows):
             optimizer.zero_grad()
 
 
-def values(model, optimizer):
+def copy_values(model, optimizer):
     state = [entry for each in optimizer.state.values() for entry in each.values()]
     return [value.clone() for value in [*model.parameters(), *state]]
 
 
-def same(one, other):
+def are_equal(one, other):
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
@@ -54,46 +56,46 @@ GOOD = [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_skipped_update_leaves_nothing_behind(bad, told):
+def test_skipped_update_changes_nothing(bad, warnings):
     accelerator, model, optimizer = build()
-    update(accelerator, model, optimizer, GOOD)
-    before = values(model, optimizer)
-    update(accelerator, model, optimizer, [bad, 1.0, 1.0])
-    assert same(before, values(model, optimizer))
+    train_window(accelerator, model, optimizer, GOOD)
+    before = copy_values(model, optimizer)
+    train_window(accelerator, model, optimizer, [bad, 1.0, 1.0])
+    assert are_equal(before, copy_values(model, optimizer))
     assert accelerator.optimizer_step_was_skipped
     assert accelerator.num_updates == 1
     assert model.weight.grad is None
-    update(accelerator, model, optimizer, GOOD)
+    train_window(accelerator, model, optimizer, GOOD)
 
     other, its_model, its_optimizer = build()
-    update(other, its_model, its_optimizer, GOOD)
-    update(other, its_model, its_optimizer, GOOD)
-    assert same(values(model, optimizer), values(its_model, its_optimizer))
-    assert told == [accelerator.non_finite.report]
-    assert told[0].startswith("update 2: the loss of micro-batch 1 was ")
-    assert "(1 in a row, 1 in all)" in told[0]
+    train_window(other, its_model, its_optimizer, GOOD)
+    train_window(other, its_model, its_optimizer, GOOD)
+    assert are_equal(copy_values(model, optimizer), copy_values(its_model, its_optimizer))
+    assert warnings == [accelerator.non_finite.report]
+    assert warnings[0].startswith("update 2: the loss of micro-batch 1 was ")
+    assert "(1 in a row, 1 in all)" in warnings[0]
     assert accelerator.non_finite.num_in_row == 0
     assert other.non_finite.report == ""
 
 
-def test_without_it_the_weights_are_lost():
+def test_without_the_guard_the_weights_are_lost():
     accelerator, model, optimizer = build(None)
-    update(accelerator, model, optimizer, [NAN, 1.0, 1.0])
+    train_window(accelerator, model, optimizer, [NAN, 1.0, 1.0])
     assert accelerator.non_finite is None
     assert model.weight.isnan().any()
 
 
-def test_a_loss_that_does_not_show_in_its_gradient(told):
+def test_infinite_loss_with_a_finite_gradient_is_noticed(warnings):
     accelerator, model, optimizer = build()
-    before = values(model, optimizer)
+    before = copy_values(model, optimizer)
     loss = model(torch.ones(1, 3)).mean() + torch.tensor(INF)
     accelerator.backward(loss)
     optimizer.step()
-    assert same(before, values(model, optimizer))
-    assert "the loss of micro-batch 1 was inf" in told[0]
+    assert are_equal(before, copy_values(model, optimizer))
+    assert "the loss of micro-batch 1 was inf" in warnings[0]
 
 
-def test_a_gradient_behind_a_finite_loss_is_named(told):
+def test_infinite_gradient_of_a_finite_loss_is_named(warnings):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
     accelerator, model, optimizer = build("skip", model)
     with torch.no_grad():
@@ -101,22 +103,22 @@ def test_a_gradient_behind_a_finite_loss_is_named(told):
     hidden = model[0](torch.ones(1, 2)).sum() + model[1].bias.sqrt().sum()  # the slope of sqrt at 0 is infinite
     accelerator.backward(hidden)
     optimizer.step()
-    assert "the losses were finite, but gradients of 1 of 3 parameters are not (1.bias)" in told[0]
+    assert "the losses were finite, but gradients of 1 of 3 parameters are not (1.bias)" in warnings[0]
 
 
-def test_the_culprit_is_named_also_after_clipping(told):
+def test_parameter_is_named_even_after_clipping(warnings):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
     accelerator, model, optimizer = build("skip", model)
     accelerator.backward(model(torch.ones(1, 2)).sum())
     model[1].weight.grad[0, 0] = NAN
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    assert model[0].weight.grad.isnan().all()  # one nan in the norm is a nan in all
+    assert model[0].weight.grad.isnan().all()  # a NaN norm makes all gradients NaN
     optimizer.step()
-    assert "1 of 3 parameters are not (1.weight)" in told[0]
+    assert "1 of 3 parameters are not (1.weight)" in warnings[0]
 
 
 class Passes(TorchDispatchMode):
-    """Counts readings of all gradients."""
+    """Mode that counts how often all gradients are read."""
 
     num = 0
 
@@ -137,7 +139,7 @@ def test_gradients_are_read_once_for_the_guard_and_clipping():
 
 @pytest.mark.parametrize("norm_type", [2.0, INF])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_clipping_is_bit_for_bit_that_of_torch(dtype, norm_type):
+def test_clipping_equals_that_of_torch_bit_for_bit(dtype, norm_type):
     found = []
     for action in (None, "skip"):
         torch.manual_seed(0)
@@ -149,70 +151,70 @@ def test_clipping_is_bit_for_bit_that_of_torch(dtype, norm_type):
         found.append([norm, *(parameter.grad for parameter in model.parameters())])
         optimizer.step()
         assert accelerator.num_updates == 1
-    assert same(*found)
+    assert are_equal(*found)
 
 
-def spoil(model):
+def spoil_gradient(model):
     model.weight.grad[0, 0] = NAN
 
 
 @pytest.mark.parametrize("clips", [0, 1, 2])
-def test_gradients_changed_after_a_clipping_are_read_again(clips, told):
+def test_gradients_changed_after_clipping_are_read_again(clips, warnings):
     accelerator, model, optimizer = build()
     accelerator.backward(model(torch.ones(1, 3)).mean())
     for _ in range(clips):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    spoil(model)
+    spoil_gradient(model)
     optimizer.step()
     assert accelerator.num_updates == 0
     assert torch.isfinite(model.weight).all()
 
 
-def test_gradients_that_were_not_clipped_are_read(told):
+def test_gradients_that_were_not_clipped_are_read(warnings):
     accelerator, model, optimizer = build()
     accelerator.backward(model(torch.ones(1, 3)).mean())
-    spoil(model)
+    spoil_gradient(model)
     accelerator.clip_grad_norm_([model.bias], 1.0)
     optimizer.step()
     assert accelerator.num_updates == 0
-    assert "weight" in told[0]
+    assert "weight" in warnings[0]
 
 
-def test_a_norm_from_the_previous_window_is_not_reused(told):
+def test_norm_from_the_previous_window_is_not_reused(warnings):
     accelerator, model, optimizer = build()
     accelerator.backward(model(torch.ones(1, 3)).mean())
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.zero_grad()  # no update was made
     accelerator.backward(model(torch.ones(1, 3)).mean())
-    spoil(model)
+    spoil_gradient(model)
     optimizer.step()
     assert accelerator.num_updates == 0
 
 
-def test_finite_gradients_whose_norm_overflows_are_no_alarm(told):
+def test_finite_gradients_with_an_infinite_norm_are_accepted(warnings):
     accelerator, model, optimizer = build()
     accelerator.backward(model(torch.ones(1, 3)).sum() * 1e30)
     assert torch.linalg.vector_norm(model.weight.grad) == INF
     optimizer.step()
-    assert told == []
+    assert warnings == []
     assert accelerator.num_updates == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_gradients_of_any_type(dtype, told):
+def test_gradients_of_any_dtype_are_checked(dtype, warnings):
     accelerator, model, optimizer = build("skip", nn.Linear(300, 1).to(dtype))
     accelerator.backward(model(torch.ones(1, 300, dtype=dtype)).sum() * 6e4)
     optimizer.step()
-    assert (told, accelerator.num_updates) == ([], 1)
+    assert (warnings, accelerator.num_updates) == ([], 1)
     optimizer.zero_grad()
     accelerator.backward(model(torch.ones(1, 300, dtype=dtype)).sum())
     model.weight.grad[0, 7] = INF
     optimizer.step()
     assert accelerator.num_updates == 1
-    assert "(weight)" in told[0]
+    assert "(weight)" in warnings[0]
 
 
-def test_sparse_and_empty_gradients(told):
+def test_sparse_and_empty_gradients_are_checked(warnings):
     model = nn.ModuleList([nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1)])
     model.register_parameter("empty", nn.Parameter(torch.empty(0)))
     accelerator = Accelerator(cpu=True, on_non_finite="skip")
@@ -225,53 +227,53 @@ def test_sparse_and_empty_gradients(told):
         optimizer.step()
         optimizer.zero_grad()
     assert accelerator.num_updates == 1
-    assert "1 of 4 parameters are not (0.weight)" in told[0]
+    assert "1 of 4 parameters are not (0.weight)" in warnings[0]
 
 
-def test_the_micro_batch_is_named(told):
+def test_micro_batch_is_named(warnings):
     accelerator, model, optimizer = build(gradient_accumulation_steps=3)
-    update(accelerator, model, optimizer, GOOD, [NAN, 0.0, 0.0], GOOD)
-    assert "the loss of micro-batch 2 was nan" in told[0]
-    update(accelerator, model, optimizer, GOOD, GOOD, GOOD)
+    train_window(accelerator, model, optimizer, GOOD, [NAN, 0.0, 0.0], GOOD)
+    assert "the loss of micro-batch 2 was nan" in warnings[0]
+    train_window(accelerator, model, optimizer, GOOD, GOOD, GOOD)
     assert accelerator.num_updates == 1
-    update(accelerator, model, optimizer, [INF, 0.0, 0.0], GOOD, [NAN, 0.0, 0.0])
-    assert "update 2: the loss of micro-batch 1 was" in told[1]
-    assert "(and 1 more there)" in told[1]
+    train_window(accelerator, model, optimizer, [INF, 0.0, 0.0], GOOD, [NAN, 0.0, 0.0])
+    assert "update 2: the loss of micro-batch 1 was" in warnings[1]
+    assert "(and 1 more there)" in warnings[1]
 
 
-def test_what_weighs_nothing_is_no_alarm(told):
+def test_micro_batch_of_weight_0_may_be_nan(warnings):
     """A mean over no items is 0/0."""
     accelerator, model, optimizer = build(gradient_accumulation_steps=2)
     for rows, weight in ((torch.ones(2, 3), 2), (torch.empty(0, 3), 0)):
         with accelerator.accumulate(model):
             accelerator.backward(model(rows).mean(), weight=weight)
             optimizer.step()
-    assert (told, accelerator.num_updates) == ([], 1)
+    assert (warnings, accelerator.num_updates) == ([], 1)
 
 
-def test_several_backwards_without_accumulate(told):
+def test_several_backwards_without_accumulate_are_checked(warnings):
     accelerator, model, optimizer = build()
     accelerator.backward(model(torch.tensor([[NAN, 0.0, 0.0]])).mean())
     accelerator.backward(model(torch.ones(1, 3)).mean())
     optimizer.step()
-    assert "the loss of micro-batch 1 was nan" in told[0]
+    assert "the loss of micro-batch 1 was nan" in warnings[0]
 
 
-def test_two_optimizers_of_a_window_skip_together(told):
+def test_two_optimizers_of_a_window_skip_together(warnings):
     accelerator, one, two, first, second = build("skip", nn.Linear(3, 3), nn.Linear(3, 1))
-    before = values(one, first), values(two, second)
+    before = copy_values(one, first), copy_values(two, second)
     with accelerator.accumulate(one, two):
         accelerator.backward(two(one(torch.ones(1, 3))).mean())
         two.weight.grad.fill_(NAN)
         first.step()
         second.step()
-    assert same(before[0], values(one, first))
-    assert same(before[1], values(two, second))
-    assert (len(told), accelerator.non_finite.num_skipped) == (1, 1)
-    assert "Linear 1: weight" in told[0]
+    assert are_equal(before[0], copy_values(one, first))
+    assert are_equal(before[1], copy_values(two, second))
+    assert (len(warnings), accelerator.non_finite.num_skipped) == (1, 1)
+    assert "Linear 1: weight" in warnings[0]
 
 
-def test_a_second_loss_of_a_window_is_looked_at_again(told):
+def test_second_loss_of_a_window_is_checked(warnings):
     accelerator, one, two, first, second = build("skip", nn.Linear(3, 1), nn.Linear(3, 1))
     with accelerator.accumulate(one, two):
         accelerator.backward(one(torch.ones(1, 3)).mean())
@@ -281,29 +283,29 @@ def test_a_second_loss_of_a_window_is_looked_at_again(told):
         second.step()
     assert first.num_updates == 1
     assert second.num_updates == 0
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
-def test_raise():
+def test_raise_action_raises_an_error():
     accelerator, model, optimizer = build("raise")
-    before = values(model, optimizer)
+    before = copy_values(model, optimizer)
     with pytest.raises(
         NonFiniteError, match=r"update 1: the loss of micro-batch 1 was nan on rank 0: no update was made"
     ):
-        update(accelerator, model, optimizer, [NAN, 1.0, 1.0])
-    assert same(before, values(model, optimizer))
+        train_window(accelerator, model, optimizer, [NAN, 1.0, 1.0])
+    assert are_equal(before, copy_values(model, optimizer))
 
 
-def test_too_many_in_a_row_raise():
+def test_too_many_skips_in_a_row_raise_an_error():
     accelerator, model, optimizer = build(NonFinitePolicy("skip", max_in_row=2))
     bad = [NAN, 1.0, 1.0]
-    update(accelerator, model, optimizer, bad, bad, GOOD, bad, bad)
+    train_window(accelerator, model, optimizer, bad, bad, GOOD, bad, bad)
     with pytest.raises(NonFiniteError, match="3 in a row are more than max_in_row=2"):
-        update(accelerator, model, optimizer, bad)
+        train_window(accelerator, model, optimizer, bad)
     assert accelerator.num_updates == 1
 
 
-def test_stop_ends_the_loader_and_the_epochs(told):
+def test_stop_ends_the_loader_and_the_epochs(warnings):
     accelerator, model, optimizer = build("stop")
     rows = torch.ones(8, 3)
     rows[4] = NAN
@@ -319,9 +321,9 @@ def test_stop_ends_the_loader_and_the_epochs(told):
             optimizer.zero_grad()
         num_evaluated += sum(1 for _ in evaluation)
     assert num_batches == 3
-    assert num_evaluated == 2  # once, after the pass that was ended
+    assert num_evaluated == 2  # one evaluation, after the pass that was stopped
     assert accelerator.non_finite.has_stopped
-    assert "training stops" in told[0]
+    assert "training stops" in warnings[0]
     assert list(loader) == []
     state = loader.state_dict()
     assert (state["epoch"], state["consumed"]) == (0, 6)
@@ -329,64 +331,64 @@ def test_stop_ends_the_loader_and_the_epochs(told):
     assert len(list(loader)) == 1
 
 
-def test_fp16_reports_losses_and_leaves_overflows_to_the_scaler(told):
+def test_fp16_reports_losses_and_leaves_overflows_to_the_scaler(warnings):
     accelerator, model, optimizer = build(
         "skip", mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0**40)]
     )
     loss = nn.functional.mse_loss
-    before = values(model, optimizer)
+    before = copy_values(model, optimizer)
     accelerator.backward(loss(model(torch.full((1, 3), 1e3)).float(), torch.full((1, 1), 1e4)))
     optimizer.step()
     assert accelerator.optimizer_step_was_skipped
-    assert told == []
+    assert warnings == []
     optimizer.zero_grad()
     accelerator.backward(model(torch.tensor([[NAN, 0.0, 0.0]])).float().mean())
     optimizer.step()
-    assert same(before, values(model, optimizer))
-    assert "update 1: the loss of micro-batch 1 was nan" in told[0]
+    assert are_equal(before, copy_values(model, optimizer))
+    assert "update 1: the loss of micro-batch 1 was nan" in warnings[0]
     assert accelerator.non_finite.num_skipped == 1
 
 
-def test_overflows_are_left_to_an_engine_that_scales_losses_itself(told, monkeypatch):
+def test_overflows_are_left_to_an_engine_that_scales_losses(warnings, monkeypatch):
     monkeypatch.setattr(SingleStrategy, "capabilities", Capabilities(scales_losses=True))
     accelerator, model, optimizer = build(
         "raise", mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)]
     )
     accelerator.backward(model(torch.ones(1, 3)).float().mean())
     model.weight.grad.fill_(INF)
-    optimizer.step()  # the engine would not
+    optimizer.step()  # the engine would skip this step
     assert accelerator.num_updates == 1
-    assert told == []
+    assert warnings == []
 
 
-def test_buffers_that_no_skip_takes_back_are_named(told):
+def test_changed_buffers_are_named(warnings):
     accelerator, model, optimizer = build("skip", nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
     accelerator.backward(model(torch.tensor([GOOD, [NAN, 1.0, 1.0]])).mean())
     optimizer.step()
-    assert "Buffers are not finite either (1.running_mean, 1.running_var)" in told[0]
+    assert "Buffers are not finite either (1.running_mean, 1.running_var)" in warnings[0]
 
 
-def test_batches_in_pieces(told):
+def test_batches_in_pieces_are_checked(warnings):
     accelerator, model, optimizer = build(microbatching="auto")
     rows = torch.ones(8, 3)
     rows[1, 1] = NAN
-    before = values(model, optimizer)
+    before = copy_values(model, optimizer)
     for batch, num_updates in ((rows, 0), (torch.ones(8, 3), 1)):
         accelerator.forward_backward(batch, lambda x: model(x).mean())
         optimizer.step()
         optimizer.zero_grad()
         assert accelerator.num_updates == num_updates
-        assert same(before, values(model, optimizer)) == (num_updates == 0)
+        assert are_equal(before, copy_values(model, optimizer)) == (num_updates == 0)
     for piece in accelerator.microbatches(rows):
         with accelerator.accumulate(model):
             accelerator.backward(model(piece).mean())
             optimizer.step()
             optimizer.zero_grad()
     assert accelerator.num_updates == 1
-    assert len(told) == 2
+    assert len(warnings) == 2
 
 
-def test_the_event(told):
+def test_event_describes_the_non_finite_update(warnings):
     class Ear(list):
         def hear(self, happening):
             self.append(happening)
@@ -394,7 +396,7 @@ def test_the_event(told):
     ear = Ear()
     accelerator, model, optimizer = build()
     events.subscribe(ear.hear)
-    update(accelerator, model, optimizer, [NAN, 1.0, 1.0])
+    train_window(accelerator, model, optimizer, [NAN, 1.0, 1.0])
     (happening,) = ear
     assert (happening.name, happening.source) == ("non_finite", accelerator.clock)
     assert happening.details == {
@@ -402,8 +404,8 @@ def test_the_event(told):
     }  # fmt: skip
 
 
-def test_the_multiplication_used_on_accelerators_gives_the_same_verdict():
-    """On a device the loss is not read: its gradient is multiplied by 1 or nan."""
+def test_multiplication_used_on_accelerators_gives_the_same_verdict():
+    """On a device the loss is not read. Its gradient is multiplied by 1 or NaN instead."""
     for value in (2.0, NAN, INF, -INF):
         leaf = torch.tensor(value, requires_grad=True)
         plain = leaf.detach()
@@ -422,25 +424,25 @@ def test_unknown_actions_are_refused(wrong):
 
 
 @pytest.mark.parametrize("action", ["skip", "stop"])
-def test_going_back_to_a_checkpoint_starts_over(action, told, tmp_path):
+def test_loading_a_checkpoint_resets_the_guard(action, warnings, tmp_path):
     accelerator, model, optimizer = build(action)
-    update(accelerator, model, optimizer, GOOD)
+    train_window(accelerator, model, optimizer, GOOD)
     accelerator.save_state(tmp_path / "saved")
-    update(accelerator, model, optimizer, [NAN, 1.0, 1.0])
+    train_window(accelerator, model, optimizer, [NAN, 1.0, 1.0])
     assert accelerator.num_updates == 1
     accelerator.load_state(tmp_path / "saved")
     assert not accelerator.non_finite.has_stopped
-    update(accelerator, model, optimizer, GOOD)  # in a window of the same number
+    train_window(accelerator, model, optimizer, GOOD)  # a window with the same number
     assert accelerator.num_updates == 2
     accelerator.load_state(tmp_path / "saved")
-    update(accelerator, model, optimizer, [NAN, 1.0, 1.0])
+    train_window(accelerator, model, optimizer, [NAN, 1.0, 1.0])
     assert accelerator.num_updates == 1
     assert accelerator.non_finite.num_skipped == 2
 
 
 @pytest.mark.parametrize("steps", [True, False])
-def test_clipped_gradients_are_given_up_by_zero_grad(steps):
-    """A second optimizer's too, which is clipped after the verdict; the next forward would want their memory."""
+def test_zero_grad_frees_clipped_gradients(steps):
+    """This includes gradients of a second optimizer, clipped after the verdict. The next forward needs their memory."""
     accelerator, first, second, *optimizers = build("skip", nn.Linear(3, 1), nn.Linear(3, 1))
     accelerator.backward((first(torch.tensor([GOOD])) + second(torch.tensor([GOOD]))).mean())
     held = [StorageWeakRef(p.grad.untyped_storage()) for model in (first, second) for p in model.parameters()]

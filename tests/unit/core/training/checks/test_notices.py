@@ -1,4 +1,4 @@
-"""What is told where no guard was asked for: the first loss that is not finite, and the updates that fp16 skips."""
+"""Test notices without a guard: the first non-finite loss, and the updates that fp16 skips."""
 
 import math
 import re
@@ -18,14 +18,15 @@ from headway.core.training.checks import notices
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """List of the warnings that are logged."""
     lines: list[str] = []
     monkeypatch.setattr(notices.log, "warning", lambda text, *args, **more: lines.append(text % args))
     return lines
 
 
 class Listener:
-    """Keeps what happens."""
+    """Listener that keeps all events."""
 
     def __init__(self) -> None:
         self.heard: list[events.RunEvent] = []
@@ -36,6 +37,7 @@ class Listener:
 
 @pytest.fixture
 def heard() -> Iterator[list[events.RunEvent]]:
+    """List of all events during the test."""
     listener = Listener()
     events.subscribe(listener.hear)
     yield listener.heard
@@ -60,56 +62,56 @@ def train(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_the_first_loss_that_is_not_finite_is_told(bad: float, told: list[str], heard: list[events.RunEvent]) -> None:
+def test_first_non_finite_loss_causes_a_warning(bad: float, warnings: list[str], heard: list[events.RunEvent]) -> None:
     accelerator, model, optimizer = build(gradient_accumulation_steps=2)
     train(accelerator, model, optimizer, 1.0, 1.0, 1.0)
-    assert not told
+    assert not warnings
     train(accelerator, model, optimizer, bad, 1.0, 1.0)
-    assert len(told) == 1
+    assert len(warnings) == 1
     found = (
         r"update 2: the loss of micro-batch 2 was (nan|-?inf) on rank 0, or a gradient of update 1 was not finite\. "
     )
-    assert re.match(found + "Training goes on", told[0])
-    assert "on_non_finite='skip'" in told[0]
+    assert re.match(found + "Training goes on", warnings[0])
+    assert "on_non_finite='skip'" in warnings[0]
     assert [(each.name, each.details["update"], each.details["action"]) for each in heard] == [
         ("non_finite", 2, "none")
     ]
-    assert accelerator.num_updates == 3  # nothing is prevented
+    assert accelerator.num_updates == 3  # all updates are made
     assert accelerator.non_finite is None
 
 
-def test_a_loss_that_does_not_show_in_its_gradient(told: list[str]) -> None:
+def test_infinite_loss_with_a_finite_gradient_causes_a_warning(warnings: list[str]) -> None:
     accelerator, model, _ = build()
     accelerator.backward(model(torch.ones(1, 1)).mean() + torch.tensor(math.inf))
-    assert told[0].startswith("update 1: the loss of micro-batch 1 was inf on rank 0. Training goes on")
+    assert warnings[0].startswith("update 1: the loss of micro-batch 1 was inf on rank 0. Training goes on")
 
 
-def test_what_weighs_nothing_may_be_nan(told: list[str]) -> None:
+def test_micro_batch_of_weight_0_may_be_nan(warnings: list[str]) -> None:
     accelerator, model, optimizer = build()
     train(accelerator, model, optimizer, math.nan, weight=0.0)
-    assert not told
+    assert not warnings
 
 
-def test_each_accelerator_reports_its_own_losses(told: list[str]) -> None:
+def test_each_accelerator_reports_its_own_losses(warnings: list[str]) -> None:
     for _ in range(2):
         train(*build(), math.nan)
-    assert len(told) == 2
+    assert len(warnings) == 2
 
 
 # -------------------------------------------------------------------- fp16
 
 
-def test_skipped_updates_are_counted(told: list[str], heard: list[events.RunEvent]) -> None:
+def test_skipped_updates_are_counted(warnings: list[str], heard: list[events.RunEvent]) -> None:
     accelerator, model, optimizer = build(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
     train(accelerator, model, optimizer, 1.0, 6e4, 6e4, 1.0)
     assert (accelerator.num_updates, accelerator.clock.num_skipped) == (2, 2)
     assert [each.details["num_skipped"] for each in heard if each.name == "skipped_update"] == [1, 2]
     assert "2 updates skipped" in [fact() for fact in events.collect_facts()]
-    assert not told
+    assert not warnings
 
 
 @pytest.mark.parametrize("guarded", [None, "skip"])
-def test_skipping_from_the_start_is_told_once(guarded: str | None, told: list[str]) -> None:
+def test_skipping_from_the_start_causes_one_warning(guarded: str | None, warnings: list[str]) -> None:
     accelerator, model, optimizer = build(mixed_precision="fp16", on_non_finite=guarded)
     optimizers = [optimizer, accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))]
     for number in range(25):
@@ -118,20 +120,20 @@ def test_skipping_from_the_start_is_told_once(guarded: str | None, told: list[st
         for each in optimizers:
             each.step()
         optimizer.zero_grad()
-        assert len([line for line in told if line.startswith("fp16 has skipped all of the first 20 updates")]) == (
+        assert len([line for line in warnings if line.startswith("fp16 has skipped all of the first 20 updates")]) == (
             number >= 19
         )
     assert accelerator.clock.num_skipped == 25
 
 
-def test_a_run_that_learns_now_and_then_is_not_hopeless(told: list[str]) -> None:
+def test_run_with_an_update_causes_no_warning_about_skips(warnings: list[str]) -> None:
     accelerator, model, optimizer = build(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1.0)])
     train(accelerator, model, optimizer, 1.0)
     train(accelerator, model, optimizer, *[math.inf] * 25)
-    assert not [line for line in told if line.startswith("fp16")]
+    assert not [line for line in warnings if line.startswith("fp16")]
 
 
-def test_the_report_counts_skipped_updates(tmp_path: Path) -> None:
+def test_report_counts_skipped_updates(tmp_path: Path) -> None:
     options = {
         "mixed_precision": "fp16",
         "kwargs_handlers": [GradScalerKwargs(init_scale=4.0)],

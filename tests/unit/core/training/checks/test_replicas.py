@@ -1,4 +1,4 @@
-"""The fingerprint of parameters, and how far apart two of them are, for whatever parameters are made of."""
+"""Test the checksum of parameters, and the distance between two parameters, for all dtypes."""
 
 import math
 
@@ -18,7 +18,7 @@ DTYPES = (*FLOATS, torch.complex64, torch.int64, torch.uint8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_value_changes_the_fingerprint(dtype: torch.dtype) -> None:
+def test_changing_one_value_changes_the_checksum(dtype: torch.dtype) -> None:
     one = torch.arange(12).reshape(3, 4).to(dtype)
     other = one.clone()
     assert _compute_checksums([one, other]) == [_compute_checksums([one])[0]] * 2
@@ -34,7 +34,7 @@ def test_memory_order_makes_no_difference() -> None:
     assert _compute_checksums([one]) == _compute_checksums([one.to(memory_format=torch.channels_last)])
 
 
-def test_nothing_and_what_is_not_finite() -> None:
+def test_empty_and_non_finite_tensors_are_compared() -> None:
     assert _compute_checksums([torch.empty(0), torch.tensor(1.0)])[0] == 0
     assert _compute_distance(torch.empty(0), torch.empty(0)) == 0.0
     spoilt = torch.tensor([math.nan, math.inf, 1.0])
@@ -43,13 +43,13 @@ def test_nothing_and_what_is_not_finite() -> None:
     assert _compute_distance(torch.tensor([0.0]), torch.tensor([-0.0])) == 0.0
 
 
-def test_what_has_no_numbers_of_its_own_is_left_out() -> None:
+def test_tensors_without_own_values_are_left_out() -> None:
     assert _has_bits(torch.ones(2))
     assert not _has_bits(torch.ones(2, device="meta"))
     assert not _has_bits(torch.eye(2).to_sparse())
 
 
-def test_hyperparameters_are_compared_beyond_rounding() -> None:
+def test_hyperparameters_are_compared_with_a_tolerance() -> None:
     assert _are_close(0.1, 0.1 * (1 + 1e-9))
     assert not _are_close(0.1, 0.1001)
     assert _are_close((0.9, 0.999), (0.9, 0.999))

@@ -1,4 +1,4 @@
-"""The prepared model on one process: the same object, copies of the bare class, compiled and mixed precision."""
+"""Test the prepared model on one process: the same object, copies of the original class, compilation and mixed precision."""
 
 import copy
 import io
@@ -13,6 +13,8 @@ from headway.errors import PrepareError
 
 
 class Net(torch.nn.Module):
+    """Linear layer with a buffer, an attribute and a method that calls the model."""
+
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(4, 4)
@@ -28,14 +30,14 @@ class Net(torch.nn.Module):
         return self(self(x))
 
 
-def prepared(precision="bf16", net=None):
+def build_prepared(precision="bf16", net=None):
     net = net or Net()
     return net, Accelerator(cpu=True, mixed_precision=precision).prepare(net)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_prepare_gives_the_same_object_back(precision):
-    net, model = prepared(precision)
+def test_prepare_returns_the_same_object(precision):
+    net, model = build_prepared(precision)
     assert model is net
     assert isinstance(model, Net)
     assert type(model).__name__ == "Net"
@@ -48,29 +50,29 @@ def test_prepare_gives_the_same_object_back(precision):
     assert list(model.modules()) == [model, model.layer]
 
 
-def test_calls_and_methods_go_through_autocast_once():
-    _, model = prepared()
+def test_calls_and_methods_use_autocast_once():
+    _, model = build_prepared()
     x = torch.ones(2, 4)
     assert model(x).dtype is torch.bfloat16
     assert model.twice(x).dtype is torch.bfloat16
     with pytest.raises(KeyError, match="inside"):
         model(x, fail=True)
-    assert model(x).dtype is torch.bfloat16  # the guard was taken off again
+    assert model(x).dtype is torch.bfloat16  # the state was restored after the error
     with torch.no_grad():
         assert model(x).dtype is torch.bfloat16
     assert model.layer(x).dtype is torch.float32
 
 
-def test_hooks_of_the_user_run_once():
-    _, model = prepared()
+def test_users_hooks_run_once():
+    _, model = build_prepared()
     calls = []
     model.register_forward_hook(lambda *args: calls.append(1))
     model(torch.ones(2, 4))
     assert calls == [1]
 
 
-def test_copies_are_of_the_bare_class():
-    net, model = prepared()
+def test_copies_have_the_original_class():
+    net, model = build_prepared()
     twins = [copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))]
     store = io.BytesIO()
     torch.save(model, store)
@@ -86,7 +88,7 @@ def test_copies_are_of_the_bare_class():
     assert isinstance(model, prepared_model.PreparedModel)
 
 
-def test_free_memory_gives_the_class_back():
+def test_free_memory_restores_the_class():
     acc = Accelerator(cpu=True, mixed_precision="bf16")
     model = acc.prepare(Net())
     assert type(model) is not Net
@@ -95,19 +97,19 @@ def test_free_memory_gives_the_class_back():
     assert model.__dict__.keys() == Net().__dict__.keys()
 
 
-def test_a_class_that_cannot_be_extended_is_refused():
+def test_class_that_cannot_be_extended_is_refused():
     class Closed(Net):
         def __init_subclass__(cls, **kwargs):
             raise TypeError("closed for good")
 
     with pytest.raises(PrepareError, match=r"Closed.*closed for good"):
-        prepared(net=Closed())
+        build_prepared(net=Closed())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_torch_compile(order, precision):
+def test_torch_compile_before_and_after_prepare(order, precision):
     torch._dynamo.reset()
     torch.manual_seed(0)
     net, acc = Net(), Accelerator(cpu=True, mixed_precision=precision)
@@ -136,7 +138,7 @@ def test_torch_compile(order, precision):
     num_frames = len(frames)
     assert num_frames >= 1
     model(x)
-    assert len(frames) == num_frames  # compiled once
+    assert len(frames) == num_frames  # no further compilation
     assert list(acc.get_state_dict(model)) == ["seen", "layer.weight", "layer.bias"]
     assert acc.unwrap_model(model, keep_torch_compile=False) is net
     if order == "before":
@@ -145,6 +147,6 @@ def test_torch_compile(order, precision):
 
 def test_module_compile_in_place():
     torch._dynamo.reset()
-    _, model = prepared()
+    _, model = build_prepared()
     model.compile(backend="aot_eager")
     assert model(torch.ones(2, 4)).dtype is torch.bfloat16

@@ -1,4 +1,4 @@
-"""The prepared optimizer: an optimizer by type and behavior, which acts at the end of windows."""
+"""Test the prepared optimizer: a torch optimizer that acts at the end of windows."""
 
 import contextlib
 import copy
@@ -20,7 +20,7 @@ def build(**options: object) -> tuple[Accelerator, nn.Module, PreparedOptimizer]
     return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
-def test_it_is_an_optimizer_and_shares_the_state_of_the_wrapped_one() -> None:
+def test_prepared_optimizer_is_an_optimizer_and_shares_its_state() -> None:
     accelerator, model, optimizer = build()
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.param_groups is optimizer.optimizer.param_groups
@@ -69,7 +69,7 @@ def test_two_optimizers_of_a_window_make_one_update() -> None:
     assert (accelerator.num_updates, first.num_updates, second.num_updates) == (2, 2, 2)
 
 
-def test_a_closure_is_run() -> None:
+def test_closure_is_run() -> None:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=3))
@@ -86,20 +86,20 @@ def test_a_closure_is_run() -> None:
     assert accelerator.num_updates == 1
 
 
-def test_copies_give_the_wrapped_optimizer() -> None:
+def test_copies_are_of_the_wrapped_optimizer() -> None:
     _, _, optimizer = build()
     assert type(copy.deepcopy(optimizer)) is torch.optim.SGD
     assert type(pickle.loads(pickle.dumps(optimizer))) is torch.optim.SGD
     assert repr(optimizer).startswith("Prepared(SGD")
 
 
-def test_groups_can_be_added() -> None:
+def test_parameter_groups_can_be_added() -> None:
     _, _, optimizer = build()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 1.0})
     assert [group["lr"] for group in optimizer.optimizer.param_groups] == [0.1, 1.0]
 
 
-def test_preparing_twice_is_harmless() -> None:
+def test_preparing_twice_returns_the_same_object() -> None:
     accelerator, _, optimizer = build()
     assert accelerator.prepare_optimizer(optimizer) is optimizer
     assert accelerator.prepare_optimizer(optimizer.optimizer) is optimizer
@@ -112,7 +112,7 @@ def test_parameters_of_another_model_are_refused() -> None:
 
 
 @pytest.mark.parametrize("is_inside", [True, False])
-def test_a_backward_that_headway_has_not_run_is_an_error_at_the_first_step(is_inside: bool) -> None:
+def test_backward_without_headway_is_an_error_at_the_first_step(is_inside: bool) -> None:
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -124,7 +124,7 @@ def test_a_backward_that_headway_has_not_run_is_an_error_at_the_first_step(is_in
     assert torch.equal(model.weight, before)
 
 
-def test_a_loss_that_the_loop_skips_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_loss_that_the_loop_skips_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -139,7 +139,7 @@ def test_a_loss_that_the_loop_skips_is_no_error(caplog: pytest.LogCaptureFixture
     assert "Move accelerator.backward(loss) above this line" in caplog.text
 
 
-def test_a_closure_inside_accumulate_is_refused_and_around_it_served() -> None:
+def test_closure_inside_accumulate_is_refused_and_around_it_works() -> None:
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=3))
@@ -153,10 +153,10 @@ def test_a_closure_inside_accumulate_is_refused_and_around_it_served() -> None:
     with pytest.raises(StateError, match=r"Open the block in the closure"), accelerator.accumulate(model):
         optimizer.step(closure)
 
-    def opens_the_block() -> torch.Tensor:
+    def open_block_and_call_closure() -> torch.Tensor:
         with accelerator.accumulate(model):
             return closure()
 
-    before = opens_the_block().item()
-    optimizer.step(opens_the_block)
-    assert opens_the_block().item() < before
+    before = open_block_and_call_closure().item()
+    optimizer.step(open_block_and_call_closure)
+    assert open_block_and_call_closure().item() < before

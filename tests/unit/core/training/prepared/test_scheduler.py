@@ -1,4 +1,4 @@
-"""The clock on one process: schedules tick for updates that happened, by one of three rules or one of the user's own."""
+"""Test schedules on one process: they tick for updates that were made, by one of three rules or a custom rule."""
 
 import logging
 from typing import Any
@@ -23,7 +23,10 @@ from headway.errors import ConfigError, PrepareError
 
 
 def build(length: int = 100, **options: Any) -> tuple[Accelerator, Any, Any, Any, Any]:
-    """A model on 10 batches, and a schedule that falls by 1 per tick from `length`."""
+    """Return an Accelerator and a prepared model, optimizer, loader of 10 batches and schedule.
+
+    The learning rate falls by 1 per tick, from `length` to 0.
+    """
     accelerator = Accelerator(cpu=True, **options)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=float(length))
@@ -32,8 +35,10 @@ def build(length: int = 100, **options: Any) -> tuple[Accelerator, Any, Any, Any
     return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
 
 
-def curve(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, schedule: Any) -> list[float]:
-    """The learning rate after each micro-batch of one epoch."""
+def train_and_list_rates(
+    accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, schedule: Any
+) -> list[float]:
+    """Return the learning rate after each micro-batch of one epoch."""
     rates = []
     for (x,) in loader:
         with accelerator.accumulate(model):
@@ -59,12 +64,12 @@ def curve(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, sch
          [99, 98, 97, 96, 95, 94, 93, 92, 91, 90]),
     ],
 )  # fmt: skip
-def test_the_three_rules_on_one_process(options: dict[str, Any], wanted: list[float]) -> None:
-    assert curve(*build(**options)) == wanted
+def test_three_rules_on_one_process(options: dict[str, Any], wanted: list[float]) -> None:
+    assert train_and_list_rates(*build(**options)) == wanted
 
 
-class Double:
-    """A rule of the user's own."""
+class DoubleRule:
+    """Rule defined by the user."""
 
     name = "double"
     reason = "ticked twice an update"
@@ -73,10 +78,10 @@ class Double:
         return 2
 
 
-def test_a_custom_rule(caplog: pytest.LogCaptureFixture) -> None:
+def test_custom_rule_is_used(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        parts = build(scheduler_ticks=Double())
-    assert curve(*parts)[-1] == 80
+        parts = build(scheduler_ticks=DoubleRule())
+    assert train_and_list_rates(*parts)[-1] == 80
     assert "LinearLR is ticked twice an update; it ends after 100 ticks, 50 updates from now" in caplog.text
 
 
@@ -84,36 +89,36 @@ def test_a_custom_rule(caplog: pytest.LogCaptureFixture) -> None:
     ("rule", "one", "window_of_3"),
     [(StepsPerProcess(4), 4, 4), (StepsPerMicroBatch(4), 4, 12), (StepsPerUpdate(), 1, 1)],
 )
-def test_ticks_of_an_update(rule: Any, one: int, window_of_3: int) -> None:
+def test_ticks_per_update(rule: Any, one: int, window_of_3: int) -> None:
     assert (rule.ticks(1), rule.ticks(3)) == (one, window_of_3)
 
 
 @pytest.mark.parametrize(
     ("options", "saved", "wanted"),
     [
-        # 2 processes with windows of 3 ticked 6 times for a full window; the last window here is half of one.
+        # 2 processes with windows of 3 ticked 6 times for a full window. The last window here is half as long.
         ({"adjust_scheduler_to_accumulation": True}, (2, 3), [100, 100, 100, 94, 94, 94, 94, 88, 88, 85]),
         ({"adjust_scheduler_to_accumulation": True}, (1, 4), [100, 100, 100, 96, 96, 96, 96, 92, 92, 90]),
         ({}, (2, 3), [100, 100, 100, 98, 98, 98, 98, 96, 96, 94]),
         ({"scheduler_ticks": "updates"}, (2, 3), [100, 100, 100, 99, 99, 99, 99, 98, 98, 97]),
     ],
 )
-def test_a_resumed_run_ticks_as_before(options: dict[str, Any], saved: tuple[int, int], wanted: list[float]) -> None:
+def test_resumed_run_keeps_its_ticks(options: dict[str, Any], saved: tuple[int, int], wanted: list[float]) -> None:
     parts = build(gradient_accumulation_steps=4, **options)
     parts[0]._preparation.keep_ticks(*saved)
     assert parts[0]._preparation.tick_base == saved
-    assert curve(*parts) == wanted
+    assert train_and_list_rates(*parts) == wanted
 
 
 def test_ticks_kept_twice_are_those_of_the_first_run() -> None:
-    """A checkpoint of a resumed run names the base of the run it resumed."""
+    """A checkpoint of a resumed run contains the tick base of the first run."""
     accelerator, *parts = build(gradient_accumulation_steps=4, adjust_scheduler_to_accumulation=True)
     accelerator._preparation.keep_ticks(3, 1)
     accelerator._preparation.keep_ticks(2, 3)
-    assert curve(accelerator, *parts)[3] == 94
+    assert train_and_list_rates(accelerator, *parts)[3] == 94
 
 
-def test_which_rule_the_settings_mean() -> None:
+def test_settings_choose_the_rule() -> None:
     assert choose_rule(None, False, 3) == StepsPerProcess(3)
     assert choose_rule(None, True, 3) == StepsPerMicroBatch(3)
     assert choose_rule("updates", False, 3) == StepsPerUpdate()
@@ -123,7 +128,7 @@ def test_which_rule_the_settings_mean() -> None:
         choose_rule("epochs", False, 3)
 
 
-def test_the_rule_and_the_end_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_rule_and_end_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         build(length=20)
     lines = [record.getMessage() for record in caplog.records if "LinearLR" in record.getMessage()]
@@ -131,21 +136,21 @@ def test_the_rule_and_the_end_are_logged_once(caplog: pytest.LogCaptureFixture) 
                      "it ends after 20 ticks, 20 updates from now"]  # fmt: skip
 
 
-def test_a_one_cycle_is_not_stepped_past_its_end() -> None:
+def test_one_cycle_schedule_stops_at_its_end() -> None:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = OneCycleLR(optimizer, max_lr=1.0, total_steps=5)
     loader = DataLoader(TensorDataset(torch.ones(10, 1)), batch_size=1)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    rates = curve(accelerator, model, optimizer, loader, schedule)
+    rates = train_and_list_rates(accelerator, model, optimizer, loader, schedule)
     assert rates[4:] == [rates[4]] * 6
     assert schedule.last_epoch == 4
     assert count_remaining_steps(schedule.scheduler) == 0
 
 
-def test_plateau_counts_calls_with_a_metric() -> None:
-    """Its patience is in evaluations: one tick a call, none of the rules applies."""
+def test_plateau_schedule_counts_calls_with_a_metric() -> None:
+    """Its patience is a number of evaluations, so each call is one tick and none of the rules applies."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -158,7 +163,7 @@ def test_plateau_counts_calls_with_a_metric() -> None:
     assert rates == [1.0, 1.0, 1.0, 0.5]
 
 
-def test_a_schedule_stepped_per_epoch_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+def test_schedule_stepped_per_epoch_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     accelerator, model, optimizer, loader, schedule = build()
     for (x,) in loader:
         with accelerator.accumulate(model):
@@ -172,7 +177,7 @@ def test_a_schedule_stepped_per_epoch_is_warned_about(caplog: pytest.LogCaptureF
     assert schedule.get_last_lr() == [99.0]
 
 
-def test_a_schedule_moves_only_with_updates() -> None:
+def test_schedule_moves_only_with_updates() -> None:
     accelerator, model, optimizer, _, schedule = build()
     schedule.step()
     assert schedule.get_last_lr() == [100.0]
@@ -183,7 +188,7 @@ def test_a_schedule_moves_only_with_updates() -> None:
     assert schedule.get_last_lr() == [99.0]
 
 
-def test_a_schedule_follows_its_own_optimizer() -> None:
+def test_schedule_follows_its_own_optimizer() -> None:
     accelerator = Accelerator(cpu=True)
     models = [nn.Linear(1, 1), nn.Linear(1, 1)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=8.0) for model in models]
@@ -198,15 +203,15 @@ def test_a_schedule_follows_its_own_optimizer() -> None:
     assert (slow.get_last_lr(), fast.get_last_lr()) == ([4.0], [2.0])
 
 
-def test_a_schedule_without_its_optimizer_is_refused() -> None:
+def test_schedule_without_its_optimizer_is_refused() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     with pytest.raises(PrepareError, match="follows an optimizer that is not prepared"):
         Accelerator(cpu=True).prepare(StepLR(optimizer, 1))
 
 
-def test_state_passes_through() -> None:
+def test_state_is_saved_and_loaded() -> None:
     accelerator, model, optimizer, loader, schedule = build()
-    curve(accelerator, model, optimizer, loader, schedule)
+    train_and_list_rates(accelerator, model, optimizer, loader, schedule)
     *_, other = build()
     other.load_state_dict(schedule.state_dict())
     assert other.get_last_lr() == schedule.get_last_lr()
@@ -214,7 +219,7 @@ def test_state_passes_through() -> None:
     assert other.last_epoch == 10
 
 
-def test_how_long_schedules_are() -> None:
+def test_schedule_lengths() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     assert get_schedule_length(CosineAnnealingLR(optimizer, T_max=30)) == 30
     assert get_schedule_length(StepLR(optimizer, 5)) is None

@@ -1,4 +1,4 @@
-"""Remote shards: HTTP with errors, object stores and fsspec, and the local copies of their blocks."""
+"""Test remote shards: HTTP with errors, object stores and fsspec, and the local copies of their blocks."""
 
 import time
 import urllib.error
@@ -13,13 +13,14 @@ from headway.language_data.shards import retry
 from headway.language_data.shards.dataset import ShardedDataset
 from tests.distributed.slow_server import Fault, SlowServer, break_off, fail_with, hang
 from tests.stores import server as object_server
-from tests.unit.language_data.shard_files import make_records, read_record, write_shard
+from tests.unit.language_data.shards.shard_files import make_records, read_record, write_shard
 
 SUFFIXES = ["jsonl", "parquet", "arrow", "tar.gz", "mds"]
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[SlowServer]:
+    """Server of the folder `data`, which can be made to fail."""
     (tmp_path / "data").mkdir()
     with SlowServer(tmp_path / "data") as running:
         yield running
@@ -36,7 +37,7 @@ def server(tmp_path: Path) -> Iterator[SlowServer]:
         pytest.param(hang(1.0), True, id="hangs"),
     ],
 )
-def test_http_shards_are_read_through_errors(
+def test_http_shards_are_read_in_spite_of_errors(
     server: SlowServer, tmp_path: Path, fault: Fault | None, has_ranges: bool
 ) -> None:
     urls, expected = [], make_records(50)
@@ -53,10 +54,12 @@ def test_http_shards_are_read_through_errors(
     again = ShardedDataset(urls, cache_dir=tmp_path / "cache", attempt_timeout=0.5)
     assert len(again) == 50
     again[5]
-    assert server.num_requests - num_requests <= 2 * len(urls) + 2, "indexes and blocks are read from the cache folder"
+    assert server.num_requests - num_requests <= 2 * len(urls) + 2, (
+        "indexes and blocks should be read from the cache folder"
+    )
 
 
-def test_a_server_that_fails_for_longer_than_the_limit_is_an_error(server: SlowServer, tmp_path: Path) -> None:
+def test_server_that_fails_for_longer_than_the_limit_is_an_error(server: SlowServer, tmp_path: Path) -> None:
     write_shard(server.folder / "a.jsonl", make_records(10))
     dataset = ShardedDataset(f"{server.url}/a.jsonl", cache_dir=tmp_path / "cache", stall_limit=1.0)
     server.fault = lambda handler, number: handler.answer(503) is None
@@ -105,7 +108,7 @@ def test_copies_of_blocks_stay_within_their_limit(server: SlowServer, tmp_path: 
         assert sizes
 
 
-def test_fsspec_reads_any_other_storage(tmp_path: Path) -> None:
+def test_other_storage_is_read_through_fsspec(tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     expected = make_records(30)
     memory = fsspec.filesystem("memory")
@@ -121,7 +124,7 @@ def test_fsspec_reads_any_other_storage(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_object_stores_are_read_as_checkpoints_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_stores_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
     expected = make_records(40)
     with object_server.running() as port:

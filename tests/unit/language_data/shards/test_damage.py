@@ -1,4 +1,4 @@
-"""Damaged and missing shards: an error with file and offset, or left out and counted, and never silently shorter."""
+"""Test damaged and missing shards: an error with file and offset, or counted omissions, but never a silent loss."""
 
 from pathlib import Path
 
@@ -6,15 +6,15 @@ import pytest
 
 from headway.errors import ConfigError, DataError
 from headway.language_data.shards.dataset import ShardedDataset
-from tests.unit.language_data.shard_files import make_records, read_record, write_shard
+from tests.unit.language_data.shards.shard_files import make_records, read_record, write_shard
 
 
 def open_shards(path: Path, **options: object) -> ShardedDataset:
-    """Open shards with a cache folder beside them."""
+    """Open shards, with a cache folder beside them."""
     return ShardedDataset(path, cache_dir=path.parent / "cache", **options)  # type: ignore[arg-type]
 
 
-def test_a_damaged_line_is_named_by_file_and_offset_or_left_out(tmp_path: Path) -> None:
+def test_damaged_line_is_named_or_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     lines = [b'{"id": 0}\n', b'{"id": \n', b'{"id": 2}\n', b'"\xff"\n', b'{"id": 4}']
     path.write_bytes(b"".join(lines))
@@ -29,7 +29,7 @@ def test_a_damaged_line_is_named_by_file_and_offset_or_left_out(tmp_path: Path) 
         assert sorted(record["id"] for record in kept) == [0, 2, 4]
 
 
-def test_a_damaged_mds_sample_is_named_or_left_out(tmp_path: Path) -> None:
+def test_damaged_mds_sample_is_named_or_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.mds"
     records = make_records(30)
     write_shard(path, records)
@@ -45,7 +45,7 @@ def test_a_damaged_mds_sample_is_named_or_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["tar", "mds", "arrow"])
-def test_a_shard_that_ends_early_is_an_error_or_loses_only_its_end(tmp_path: Path, suffix: str) -> None:
+def test_truncated_shard_is_an_error_or_loses_only_its_end(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.{suffix}"
     records = make_records(30)
     write_shard(path, records)
@@ -61,7 +61,7 @@ def test_a_shard_that_ends_early_is_an_error_or_loses_only_its_end(tmp_path: Pat
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_a_damaged_block_is_named_or_left_out_and_its_records_counted(tmp_path: Path, suffix: str) -> None:
+def test_damaged_block_is_named_or_left_out_and_its_records_counted(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.{suffix}"
     records = make_records(30)
     write_shard(path, records)
@@ -80,7 +80,7 @@ def test_a_damaged_block_is_named_or_left_out_and_its_records_counted(tmp_path: 
 
 @pytest.mark.parametrize("suffix", ["gz", "bz2", "xz", "zst", "lz4"])
 @pytest.mark.parametrize("on_damage", ["error", "skip"])
-def test_a_compressed_shard_that_ends_early_is_an_error(tmp_path: Path, suffix: str, on_damage: str) -> None:
+def test_truncated_compressed_shard_is_an_error(tmp_path: Path, suffix: str, on_damage: str) -> None:
     path = tmp_path / f"a.jsonl.{suffix}"
     write_shard(path, make_records(2000))
     raw = path.read_bytes()
@@ -92,14 +92,14 @@ def test_a_compressed_shard_that_ends_early_is_an_error(tmp_path: Path, suffix: 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "tar", "mds"])
 @pytest.mark.parametrize("content", [b"", b"this is something else entirely, of some length" * 20])
-def test_a_file_of_another_format_is_an_error(tmp_path: Path, suffix: str, content: bytes) -> None:
+def test_file_of_another_format_is_an_error(tmp_path: Path, suffix: str, content: bytes) -> None:
     path = tmp_path / f"a.{suffix}"
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"a\.{suffix}|no records"):
         open_shards(path, on_damage="skip")
 
 
-def test_no_file_no_record_and_a_doubled_file_are_errors(tmp_path: Path) -> None:
+def test_no_file_no_record_and_a_file_given_twice_are_errors(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"\n\n")
     write_shard(tmp_path / "full.jsonl", make_records(3))
     with pytest.raises(DataError, match=r"no file matches .*\*\.parquet"):
@@ -133,7 +133,7 @@ def test_arguments_out_of_range_are_errors(tmp_path: Path, options: dict[str, ob
         open_shards(tmp_path / "a.jsonl", **options)
 
 
-def test_a_changed_file_gets_a_new_index_and_is_not_resumed(tmp_path: Path) -> None:
+def test_changed_file_gets_a_new_index_and_is_not_resumed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write_shard(path, make_records(5))
     before = open_shards(path)
@@ -146,7 +146,7 @@ def test_a_changed_file_gets_a_new_index_and_is_not_resumed(tmp_path: Path) -> N
         after.load_state_dict(state)
 
 
-def test_a_file_that_changes_unnoticed_is_an_error_and_not_another_record(tmp_path: Path) -> None:
+def test_unnoticed_change_of_a_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"1\n2\n3\n")
     dataset = open_shards(path)

@@ -1,4 +1,4 @@
-"""Formats and compressions of shards: every record is read back, in the order of the files, in any order of positions."""
+"""Test formats and compressions of shards: every record is read, in the order of the files or in any other order."""
 
 import json
 import pickle
@@ -11,7 +11,7 @@ import pytest
 from headway.errors import ConfigError, DataError
 from headway.language_data.shards import blocks, jsonl, mds, tar
 from headway.language_data.shards.dataset import ShardedDataset
-from tests.unit.language_data.shard_files import COMPRESSIONS, FORMATS, make_records, read_record, write_shard
+from tests.unit.language_data.shards.shard_files import COMPRESSIONS, FORMATS, make_records, read_record, write_shard
 
 
 def write_three(folder: Path, suffix: str) -> list[dict[str, object]]:
@@ -45,7 +45,7 @@ def test_all_records_are_read_in_any_order(tmp_path: Path, suffix: str, monkeypa
     assert shuffled != list(range(73))
 
 
-def test_webdataset_returns_the_same_records(tmp_path: Path) -> None:
+def test_records_equal_those_of_webdataset(tmp_path: Path) -> None:
     webdataset = pytest.importorskip("webdataset", reason="compares with the webdataset package, which is optional")
     write_three(tmp_path, "tar")
     names = sorted(str(path) for path in tmp_path.glob("*.tar"))
@@ -56,7 +56,7 @@ def test_webdataset_returns_the_same_records(tmp_path: Path) -> None:
     assert list(ShardedDataset(names, cache_dir=tmp_path / "cache")) == expected
 
 
-def test_datasets_writes_arrow_files_that_are_read(tmp_path: Path) -> None:
+def test_arrow_files_of_datasets_are_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     records = make_records(50)
     datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "saved"))
@@ -85,7 +85,7 @@ def test_columns_are_chosen_in_tables_only(tmp_path: Path) -> None:
         ShardedDataset(tmp_path / "a.jsonl", columns=["id"], cache_dir=tmp_path / "cache")
 
 
-def test_an_mds_dataset_is_named_by_its_folder_or_index(tmp_path: Path) -> None:
+def test_mds_dataset_is_given_by_its_folder_or_index(tmp_path: Path) -> None:
     records = make_records(20)
     shards = []
     for number in range(2):
@@ -98,14 +98,14 @@ def test_an_mds_dataset_is_named_by_its_folder_or_index(tmp_path: Path) -> None:
         assert list(ShardedDataset(place, cache_dir=tmp_path / "cache")) == records
 
 
-def test_lines_of_json_may_be_long_empty_or_without_an_end(tmp_path: Path) -> None:
+def test_lines_of_json_may_be_long_empty_or_unterminated(tmp_path: Path) -> None:
     values = ["x" * 3_000_000, 1, [2], "y" * 9_000_000, None, {"a": "b"}]
     text = "\n".join(json.dumps(value) for value in values).replace("\n1\n", "\n\n1\r\n  \n")
     (tmp_path / "a.jsonl").write_bytes(text.encode())
     assert list(ShardedDataset(tmp_path / "a.jsonl", cache_dir=tmp_path / "cache")) == values
 
 
-def test_a_pickled_dataset_reads_the_same_and_opens_its_files_again(tmp_path: Path) -> None:
+def test_pickled_dataset_reads_the_same_and_opens_its_files_again(tmp_path: Path) -> None:
     expected = write_three(tmp_path, "parquet")
     dataset = ShardedDataset(f"{tmp_path}/*.parquet", cache_dir=tmp_path / "cache")
     assert list(dataset) == expected

@@ -1,4 +1,4 @@
-"""What a device can still give, by a simulated allocator and a driver's library in place of NVML's: there is no GPU here."""
+"""Test the free memory of a device with a simulated allocator and a stub of NVML, because there is no GPU here."""
 
 import ctypes
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 class Driver:
-    """NVML's four functions, as C has them: results through pointers, zero for success."""
+    """Four functions of NVML with the interface of C: results through pointers, 0 for success."""
 
     def __init__(self, unknown: tuple[str, ...] = ()) -> None:
         self.unknown, self.num_open = unknown, 0
@@ -46,7 +46,7 @@ class Driver:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Eight GPUs; this process works on the fourth."""
+    """Simulate eight GPUs of 80 GiB, of which the fourth is the current device, and return the allocator."""
     allocator = SimulatedAllocator(80 * GIB, num_devices=8, current=3)
     allocator.malloc(2 * GIB)
     allocator.use(GIB)
@@ -54,24 +54,24 @@ def machine(monkeypatch):
     return allocator
 
 
-def test_a_budget_of_all_gpus_opens_no_context_on_the_others(machine, monkeypatch):
+def test_budget_of_all_gpus_opens_no_context_on_the_others(machine, monkeypatch):
     driver = Driver()
     monkeypatch.setattr(nvml, "_load_nvml", lambda: driver)
     found = budget._measure_budgets(CUDA)
     assert machine.contexts == {3}
-    assert found[3] == (80 - 3) * GIB + GIB  # by its own word, and what the cache holds
+    assert found[3] == (80 - 3) * GIB + GIB  # free memory by the device's own figures, plus the cache
     assert found[0] == 69 * GIB - CONTEXT_BYTES
     assert driver.num_open == 0
 
 
-def test_listing_all_devices_opens_no_context_either(machine, monkeypatch):
+def test_listing_all_devices_opens_no_context_on_the_others(machine, monkeypatch):
     monkeypatch.setattr(nvml, "_load_nvml", Driver)
     found = [use._device(CUDA, torch.device("cuda", index)) for index in range(8)]
     assert machine.contexts == {3}
     assert (found[1].total, found[1].free) == (80 * GIB, 68 * GIB)
 
 
-def test_without_the_drivers_library_cuda_is_asked(machine, monkeypatch):
+def test_without_nvml_the_device_is_asked(machine, monkeypatch):
     monkeypatch.setattr(nvml, "_load_nvml", lambda: None)
     assert read_free_bytes(CUDA, torch.device("cuda", 0)) == 77 * GIB
     monkeypatch.setattr(nvml, "_load_nvml", lambda: Driver(unknown=("1",)))
@@ -80,19 +80,19 @@ def test_without_the_drivers_library_cuda_is_asked(machine, monkeypatch):
     assert machine.contexts == {0, 1}
 
 
-def test_a_part_left_to_this_process_is_respected(machine):
+def test_memory_fraction_of_this_process_is_respected(machine):
     machine.get_per_process_memory_fraction = lambda device: 0.05
     assert read_free_bytes(CUDA, torch.device("cuda", 3)) == 4 * GIB - 3 * GIB
     assert budget._measure_budgets(CUDA)[3] == 2 * GIB
 
 
-def test_a_module_that_counts_nothing_is_asked_for_what_is_free(monkeypatch):
+def test_module_without_counters_is_asked_for_free_memory(monkeypatch):
     module = SimpleNamespace(mem_get_info=lambda device: (3, 5), is_available=lambda: False)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
     assert read_free_bytes(CUDA, torch.device("cuda", 0)) == 3
 
 
-def test_the_real_library_is_missing_here_or_answers(machine):
+def test_real_nvml_is_missing_or_loaded(machine):
     assert nvml._load_nvml() is None or isinstance(nvml._load_nvml(), ctypes.CDLL)
-    machine.get_device_properties = lambda device: None  # as of a kind that has no ids
+    machine.get_device_properties = lambda device: None  # like a device type without IDs
     assert nvml.read_memory_by_driver(CUDA, torch.device("cuda", 0)) is None

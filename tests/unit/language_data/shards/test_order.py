@@ -1,4 +1,4 @@
-"""Stripes of a shuffled order: each part of a step reads blocks of its own, and every record comes once."""
+"""Test stripes of a shuffled order: each part of a step reads its own blocks, and every record occurs once."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 from headway import ShardedDataset
 from headway.errors import ConfigError, DataError
 from headway.language_data.shards.order import ShardOrder, Stripes
-from tests.unit.language_data.shard_files import make_records, write_shard
+from tests.unit.language_data.shards.shard_files import make_records, write_shard
 
 STEP = 24
 
@@ -25,11 +25,11 @@ def test_machines_read_different_blocks(num_stripes: int, buffer_size: int) -> N
         assert len({*zip(places.blocks.tolist(), places.numbers.tolist())}) == len(order)
         machines = positions % STEP // (STEP // 2)
         num_fetched = sum(len(numpy.unique(places.blocks[machines == machine])) for machine in (0, 1))
-        # Without stripes, 400 blocks. The excess comes from windows that cross the bounds of stripes.
+        # 400 blocks are read without stripes. More than 200 are read because windows cross the bounds of stripes.
         assert num_fetched <= 200 + 4 * num_stripes + 500 // 20
 
 
-def test_the_order_of_a_part_does_not_depend_on_the_positions_read_with_it() -> None:
+def test_order_of_a_part_does_not_depend_on_other_positions() -> None:
     order = ShardOrder(numpy.full(30, 10), numpy.arange(30), 3, 50, Stripes(4, STEP))
     whole = order.locate(numpy.arange(300), 0)
     part = order.locate(numpy.array([299, 7, 100]), 0)
@@ -46,13 +46,13 @@ def test_the_order_of_a_part_does_not_depend_on_the_positions_read_with_it() -> 
         ({"num_stripes": 3, "samples_per_step": 4}, "as a multiple of 3; it is 4"),
     ],
 )
-def test_wrong_stripes_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_invalid_stripes_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     write_shard(tmp_path / "a.jsonl", make_records(4))
     with pytest.raises(ConfigError, match=message):
         ShardedDataset(tmp_path / "a.jsonl", **{"shuffle": True, "cache_dir": tmp_path / "cache"} | options)
 
 
-def test_a_position_of_other_stripes_is_refused(tmp_path: Path) -> None:
+def test_position_from_other_stripes_is_refused(tmp_path: Path) -> None:
     write_shard(tmp_path / "a.jsonl", make_records(16))
     options: dict[str, Any] = {"shuffle": True, "cache_dir": tmp_path / "cache"}
     plain = ShardedDataset(tmp_path / "a.jsonl", **options)

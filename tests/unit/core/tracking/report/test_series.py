@@ -1,3 +1,5 @@
+"""Test the downsampling of series: extremes, ends, gaps and non-finite values are kept."""
+
 import math
 
 from hypothesis import HealthCheck, given, settings
@@ -11,15 +13,15 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
 anything = st.floats()
 
 
-def points(values):
+def make_points(values):
     return [(float(index), index * 0.5, value) for index, value in enumerate(values)]
 
 
-def lows(series):
+def list_lows(series):
     return [value for value in series.lows or series.means if value is not None]
 
 
-def highs(series):
+def list_highs(series):
     return [value for value in series.highs or series.means if value is not None]
 
 
@@ -27,7 +29,7 @@ def highs(series):
 @given(st.lists(anything, min_size=1, max_size=300), st.integers(2, 40))
 def test_extremes_ends_and_gaps_are_kept(values, limit):
     known = [value for value in values if math.isfinite(value)]
-    series = downsample(points(values), limit)
+    series = downsample(make_points(values), limit)
     assert len(series.means) <= limit
     assert series.count == len(values)
     assert (series.steps[0], series.steps[-1]) == (0.0, len(values) - 1.0)
@@ -42,31 +44,31 @@ def test_extremes_ends_and_gaps_are_kept(values, limit):
 
 @unhurried
 @given(st.lists(finite, min_size=1, max_size=100))
-def test_a_short_series_is_itself(values):
-    series = downsample(points(values), 100)
+def test_short_series_is_unchanged(values):
+    series = downsample(make_points(values), 100)
     assert series.means == values
     assert not series.lows
 
 
-def test_every_bucket_holds_its_own_values():
-    series = downsample(points([float(value) for value in range(1000)]), 10)
+def test_each_bucket_has_its_own_values():
+    series = downsample(make_points([float(value) for value in range(1000)]), 10)
     assert series.lows == [0, 100, 200, 300, 400, 500, 600, 700, 800, 900]
     assert series.highs == [99, 199, 299, 399, 499, 599, 699, 799, 899, 999]
     assert series.means == [49.5 + 100 * index for index in range(10)]
 
 
-def test_neighbors_that_are_not_finite_are_one_mark():
+def test_consecutive_non_finite_values_are_one_mark():
     nan, inf = math.nan, math.inf
-    series = downsample(points([1, nan, nan, inf, 2, -inf]), 100)
+    series = downsample(make_points([1, nan, nan, inf, 2, -inf]), 100)
     assert [(mark.kind, mark.steps, mark.count) for mark in series.marks] == [
         ("nan", (1.0, 2.0), 2), ("inf", (3.0, 3.0), 1), ("-inf", (5.0, 5.0), 1),
     ]  # fmt: skip
     assert series.means == [1, None, None, None, 2, None]
 
 
-def test_many_marks_are_drawn_together_and_none_is_lost():
+def test_many_marks_are_merged_and_all_values_counted():
     values = [math.nan if index % 2 else 1.0 for index in range(5000)]
-    series = downsample(points(values), 100)
+    series = downsample(make_points(values), 100)
     assert len(series.marks) == MAX_MARKS
     assert sum(mark.count for mark in series.marks) == 2500
     assert {mark.kind for mark in series.marks} == {"nan"}

@@ -1,4 +1,4 @@
-"""The proof of memory, from records of a run: growth, the forecast beside the measured peak, and the full run."""
+"""Test the proof of memory on records of a run: growth, the forecast and the measured peak, and the full run."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ def make_record(
 
 
 def make_output(allocated: int, device: str = "cpu", *, fits: bool | None = None) -> str:
-    """The output of `headway estimate --script --json`, after a line that the script printed."""
+    """Return the output of `headway estimate --script --json`, after a line that the script printed."""
     sizes = {"allocated": allocated, "least": 2 * allocated, "total": 3 * allocated, "most": 4 * allocated}
     found = {"device": device, **sizes, "fits": fits, "caveats": ["a caveat"]}
     return f"epoch 0: {{loss}}\n{json.dumps(found, indent=1)}\n"
@@ -40,9 +40,7 @@ def make_output(allocated: int, device: str = "cpu", *, fits: bool | None = None
     ("forecast", "measured", "status"),
     [(100, 101, "PASS"), (100, 114, "PASS"), (100, 130, "NOT CHECKED"), (130, 100, "NOT CHECKED")],
 )
-def test_the_forecast_is_compared_with_the_measured_peak(
-    tmp_path: Path, forecast: int, measured: int, status: str
-) -> None:
+def test_forecast_is_compared_with_the_measured_peak(tmp_path: Path, forecast: int, measured: int, status: str) -> None:
     runs = RunSet(
         first=make_record(tmp_path, "first"),
         measured=make_record(tmp_path, "measured", tensor_peak=measured * MIB),
@@ -63,7 +61,7 @@ def test_small_models_may_differ_more(tmp_path: Path) -> None:
     assert check_memory(runs).status == "PASS"
 
 
-def test_a_script_that_cannot_be_forecast_is_not_checked(tmp_path: Path) -> None:
+def test_script_that_cannot_be_forecast_is_not_checked(tmp_path: Path) -> None:
     output = "Traceback ...\nheadway: error: the operation nonzero at train.py:3 depends on values\n"
     runs = RunSet(
         first=make_record(tmp_path, "first"),
@@ -77,7 +75,7 @@ def test_a_script_that_cannot_be_forecast_is_not_checked(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("fits", "status"), [(True, "PASS"), (None, "PASS"), (False, "FAIL")])
-def test_a_full_run_that_does_not_fit_fails(tmp_path: Path, fits: bool | None, status: str) -> None:
+def test_full_run_that_does_not_fit_fails(tmp_path: Path, fits: bool | None, status: str) -> None:
     runs = RunSet(
         first=make_record(tmp_path, "first"),
         measured=make_record(tmp_path, "measured", tensor_peak=100 * MIB),
@@ -100,12 +98,12 @@ def test_growth_fails_whatever_is_forecast(tmp_path: Path) -> None:
     ("sizes", "num_bytes", "status"),
     [
         ((280, 295, 299, 297, 303, 311), 21, "FAIL"),  # a save frees memory after the fourth update
-        ((280, 281, 279, 282, 280, 281), 21, "PASS"),  # what is kept takes the place of something else
+        ((280, 281, 279, 282, 280, 281), 21, "PASS"),  # kept tensors replace others
         ((280, 295, 299, 297, 303, 311), 3, "PASS"),  # kept, but small
     ],
     ids=["unsteady", "constant", "small"],
 )
-def test_kept_tensors_that_the_memory_in_use_confirms_fail(
+def test_kept_tensors_confirmed_by_the_memory_in_use_fail(
     tmp_path: Path, sizes: tuple[int, ...], num_bytes: int, status: str
 ) -> None:
     kept = [{"line": "train.py:9 in <lambda>", "updates": [1, 2, 3, 4, 5], "bytes": num_bytes * MIB, "graph": 0}]

@@ -1,4 +1,4 @@
-"""Writers of shards in every format, each by the format's own library or by hand, for tests."""
+"""Writers of shards in every format for tests, each by the format's own library or by hand."""
 
 import bz2
 import gzip
@@ -32,7 +32,7 @@ def write_shard(path: Path, records: list[dict[str, Any]], rows_per_block: int =
 
 
 def compress(raw: bytes, suffix: str) -> bytes:
-    """Return the bytes compressed as the suffix says."""
+    """Compress the bytes as the suffix says."""
     if suffix in ("zst", "lz4"):
         target = pyarrow.BufferOutputStream()
         with pyarrow.CompressedOutputStream(target, {"zst": "zstd"}.get(suffix, suffix)) as file:
@@ -42,7 +42,7 @@ def compress(raw: bytes, suffix: str) -> bytes:
 
 
 def read_record(record: dict[str, Any], form: str) -> dict[str, Any]:
-    """Return what `make_records` made, from the record that a reader of this format returns."""
+    """Return the record of `make_records` from a record that a reader of this format returned."""
     if form != "tar":
         return dict(record)
     assert set(record) == {"__key__", "id", "text"}

@@ -1,4 +1,4 @@
-"""The tolerance of comparisons: tight in float32, wider and growing where each rank rounds its gradients."""
+"""Test the tolerance of comparisons: tight in float32, and wider and growing where each rank rounds its gradients."""
 
 from pathlib import Path
 
@@ -15,14 +15,14 @@ def make_run(folder: Path, **facts: object) -> RunRecord:
 
 @pytest.mark.parametrize("facts", [{}, {"mixed_precision": "no", "dtypes": ["float32"]}])
 @pytest.mark.parametrize("update", [1, 6])
-def test_float32_has_the_same_floor_in_each_update(tmp_path: Path, facts: dict[str, object], update: int) -> None:
+def test_float32_has_the_same_tolerance_in_each_update(tmp_path: Path, facts: dict[str, object], update: int) -> None:
     assert estimate_tolerance(make_run(tmp_path, **facts), None, update).gradient == 5 * FLOOR
 
 
 @pytest.mark.parametrize(
     "facts", [{"mixed_precision": "bf16"}, {"dtypes": ["bfloat16", "float32"]}, {"mixed_precision": "fp16"}]
 )
-def test_lower_precision_may_differ_more_and_ever_more(tmp_path: Path, facts: dict[str, object]) -> None:
+def test_tolerance_of_lower_precision_is_wider_and_grows(tmp_path: Path, facts: dict[str, object]) -> None:
     run = make_run(tmp_path, **facts)
     first, later, last = (estimate_tolerance(run, None, update).gradient for update in (1, 3, 100))
     assert 5 * FLOOR < first < later <= last <= 0.25

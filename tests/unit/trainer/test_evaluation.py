@@ -1,4 +1,4 @@
-"""Evaluation: streaming metrics, the forms of other libraries, and memory that does not grow with the samples."""
+"""Test evaluation: streaming metrics, the forms of other libraries, and memory independent of the number of samples."""
 
 import os
 import subprocess
@@ -16,11 +16,13 @@ from headway.trainer.metrics import Accumulated, make_metric, make_named_metrics
 from tests.unit.trainer.models import Net, Points, Speaker, cross_entropy, texts
 
 
-def arguments(folder, **given):
+def make_arguments(folder, **given):
     return TrainingArguments(output_dir=folder, use_cpu=True, disable_tqdm=True, **given)
 
 
 class Streaming:
+    """Metric that is updated for each batch."""
+
     def __init__(self):
         self.sizes = []
         self.right = 0
@@ -36,21 +38,21 @@ class Streaming:
 def test_all_forms_of_a_metric_agree(tmp_path):
     sums = []
 
-    def batchwise(prediction, compute_result=False):
+    def compute_by_batch(prediction, compute_result=False):
         sums.append(
             [float((prediction.predictions.argmax(-1) == prediction.label_ids).sum()), len(prediction.label_ids)]
         )
         return {"metric": sum(a for a, _ in sums) / sum(b for _, b in sums)} if compute_result else None
 
-    def whole(prediction):
+    def compute_at_once(prediction):
         assert isinstance(prediction, EvalPrediction)
         assert isinstance(prediction.predictions, numpy.ndarray)
         assert prediction.predictions.shape == (21, 2)
         return {"metric": (prediction.predictions.argmax(-1) == prediction.label_ids).mean()}
 
     streaming, found = Streaming(), []
-    for metric, more in ((streaming, {}), (whole, {}), (batchwise, {"batch_eval_metrics": True})):
-        trainer = Trainer(Net(), arguments(tmp_path, per_device_eval_batch_size=8, **more), eval_dataset=Points(21),
+    for metric, more in ((streaming, {}), (compute_at_once, {}), (compute_by_batch, {"batch_eval_metrics": True})):
+        trainer = Trainer(Net(), make_arguments(tmp_path, per_device_eval_batch_size=8, **more), eval_dataset=Points(21),
                           loss_function=cross_entropy, compute_metrics=metric)  # fmt: skip
         found.append(trainer.evaluate())
     assert streaming.sizes == [8, 8, 5]
@@ -66,9 +68,9 @@ def test_all_forms_of_a_metric_agree(tmp_path):
     }
 
 
-def test_predictions_of_different_lengths_are_filled(tmp_path):
+def test_predictions_of_different_lengths_are_padded(tmp_path):
     rows = texts(9)
-    trainer = Trainer(Speaker(), arguments(tmp_path, per_device_eval_batch_size=2))
+    trainer = Trainer(Speaker(), make_arguments(tmp_path, per_device_eval_batch_size=2))
     found = trainer.predict(rows)
     width = max(len(row["labels"]) for row in rows)
     assert found.predictions.shape == (9, width, 60)
@@ -83,35 +85,39 @@ def test_predictions_of_different_lengths_are_filled(tmp_path):
 
 
 def test_predictions_without_labels(tmp_path):
-    trainer = Trainer(Speaker(), arguments(tmp_path))
+    trainer = Trainer(Speaker(), make_arguments(tmp_path))
     found = trainer.predict([{"input_ids": [1, 2]}] * 3)
     assert found.label_ids is None
     assert "test_loss" not in found.metrics
     assert found.predictions.shape == (3, 2, 60)
-    net = Trainer(Net(), arguments(tmp_path), loss_function=cross_entropy)
+    net = Trainer(Net(), make_arguments(tmp_path), loss_function=cross_entropy)
     assert net.predict(list(Points(5).x)).predictions.shape == (5, 2)
 
 
-def test_logits_are_made_smaller_before_they_are_kept(tmp_path):
-    trainer = Trainer(Speaker(), arguments(tmp_path), eval_dataset=texts(9), compute_metrics=lambda p: {"ndim": p.predictions.ndim},
+def test_logits_are_reduced_before_they_are_kept(tmp_path):
+    trainer = Trainer(Speaker(), make_arguments(tmp_path), eval_dataset=texts(9),
+                      compute_metrics=lambda p: {"ndim": p.predictions.ndim},
                       preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1))  # fmt: skip
     assert trainer.evaluate()["eval_ndim"] == 2
     loss_only = Trainer(
-        Speaker(), arguments(tmp_path, prediction_loss_only=True), eval_dataset=texts(9), compute_metrics=Streaming()
+        Speaker(),
+        make_arguments(tmp_path, prediction_loss_only=True),
+        eval_dataset=texts(9),
+        compute_metrics=Streaming(),
     )
     assert "eval_metric" not in loss_only.evaluate()
 
 
 def test_several_datasets_are_evaluated_by_name(tmp_path):
     trainer = Trainer(
-        Net(), arguments(tmp_path), eval_dataset={"a": Points(5), "b": Points(9)}, loss_function=cross_entropy
+        Net(), make_arguments(tmp_path), eval_dataset={"a": Points(5), "b": Points(9)}, loss_function=cross_entropy
     )
     assert {"eval_a_loss", "eval_b_loss"} <= set(trainer.evaluate())
     assert "eval_loss" in trainer.evaluate(Points(3))
 
 
-def test_the_model_is_as_before(tmp_path):
-    trainer = Trainer(Net(), arguments(tmp_path, bf16=True), eval_dataset=Points(5), loss_function=cross_entropy)
+def test_evaluation_restores_the_model(tmp_path):
+    trainer = Trainer(Net(), make_arguments(tmp_path, bf16=True), eval_dataset=Points(5), loss_function=cross_entropy)
     for training in (True, False):
         trainer.model.train(training)
         kind = type(trainer.model)
@@ -120,7 +126,7 @@ def test_the_model_is_as_before(tmp_path):
         assert type(trainer.model) is kind
 
 
-def test_what_is_no_metric_is_refused(tmp_path):
+def test_invalid_metric_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="compute_metrics is a str"):
         make_metric("accuracy", False, None)
     with pytest.raises(MetricError, match="gave a list"):
@@ -129,7 +135,7 @@ def test_what_is_no_metric_is_refused(tmp_path):
     assert make_named_metrics({"eval_a": 1, "b": numpy.float32(2)}, "eval") == {"eval_a": 1, "eval_b": 2.0}
 
 
-def test_only_what_has_a_row_for_each_sample_is_kept():
+def test_only_outputs_with_a_row_per_sample_are_kept():
     x = torch.zeros(4, 2)
     assert select_per_sample((x, torch.tensor(1.0), x[:3], "text"), 4).shape == (4, 2)
     assert len(select_per_sample((x, x), 4)) == 2
@@ -182,8 +188,8 @@ for metric in (Mean(), lambda p: {"seen": len(p.label_ids)}):
 
 
 @pytest.mark.slow
-def test_memory_is_flat_in_the_number_of_samples(tmp_path):
-    """3200 rows of 20000 logits are 244 MiB, a batch of 32 is 2.4; the form that keeps everything shows that this can fail."""
+def test_memory_does_not_grow_with_the_number_of_samples(tmp_path):
+    """3200 rows of 20000 logits are 244 MiB, and a batch of 32 is 2.4 MiB. The form that keeps all of them exceeds the limit."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
     ran = subprocess.run(
         [sys.executable, "-c", FLAT, str(tmp_path)], env=kept, capture_output=True, text=True, timeout=250

@@ -1,4 +1,4 @@
-"""Selection of trackers by names and objects."""
+"""Test the selection of trackers by names, enumerations and objects."""
 
 from enum import Enum
 from importlib.metadata import EntryPoint
@@ -12,31 +12,36 @@ from headway.errors import ConfigError, OptionalDependencyMissing
 
 
 class Own(Tracker):
+    """Tracker that writes files."""
+
     name = "own"
     requires_logging_directory = True
 
 
 class Plug(Tracker):
+    """Tracker of another package."""
+
     name = "plug"
 
 
 @pytest.fixture
 def plugged(monkeypatch):
+    """Install an entry point for the tracker "plug"."""
     entry = EntryPoint("plug", f"{__name__}:Plug", selection.GROUP)
     monkeypatch.setattr(selection, "entry_points", lambda group: [entry] if group == selection.GROUP else [])
 
 
-def names(*args, has_folder=True, **kwargs):
+def list_names(*args, has_folder=True, **kwargs):
     return [each.name for each in select_trackers(*args, has_folder=has_folder, **kwargs)]
 
 
-def test_names_enums_and_objects(plugged):
+def test_names_enumerations_and_objects_are_selected(plugged):
     class Other(Enum):
         MLFLOW = "mlflow"
 
-    assert names(None) == []
-    assert names("TensorBoard") == ["tensorboard"]
-    assert names([LoggerType.WANDB, Other.MLFLOW, "tensorboard", "wandb", Own(), "jsonl"]) == [
+    assert list_names(None) == []
+    assert list_names("TensorBoard") == ["tensorboard"]
+    assert list_names([LoggerType.WANDB, Other.MLFLOW, "tensorboard", "wandb", Own(), "jsonl"]) == [
         "wandb",
         "mlflow",
         "tensorboard",
@@ -46,27 +51,27 @@ def test_names_enums_and_objects(plugged):
     assert maker.make.__name__ == "Plug"
 
 
-def test_all_are_those_installed_and_each_once(plugged, monkeypatch):
+def test_all_selects_each_installed_tracker_once(plugged, monkeypatch):
     own = Own()
-    assert names(["all", own]) == ["mlflow", "plug", "tensorboard", "wandb", "own"]
-    assert names("all", has_folder=False) == ["mlflow", "plug", "wandb"]
+    assert list_names(["all", own]) == ["mlflow", "plug", "tensorboard", "wandb", "own"]
+    assert list_names("all", has_folder=False) == ["mlflow", "plug", "wandb"]
     monkeypatch.setattr(selection, "is_available", lambda name: name == "wandb")
-    assert names("all") == ["plug", "wandb"]
+    assert list_names("all") == ["plug", "wandb"]
 
 
-def test_nothing_installed_is_said(monkeypatch, caplog):
+def test_all_without_installed_trackers_causes_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(selection, "is_available", lambda name: False)
-    assert names("all") == []
+    assert list_names("all") == []
     assert "pip install 'headway[trackers]'" in caplog.text
 
 
-def test_what_is_not_installed_is_an_error_on_rank_0_only(monkeypatch):
+def test_missing_package_is_an_error_on_rank_0_only(monkeypatch):
     monkeypatch.setattr(selection, "is_available", lambda name: False)
     with pytest.raises(
         OptionalDependencyMissing, match=r"log_with='wandb' needs wandb.*pip install 'headway\[trackers\]'"
     ):
-        names("wandb")
-    assert names("wandb", is_main=False) == ["wandb"]
+        list_names("wandb")
+    assert list_names("wandb", is_main=False) == ["wandb"]
 
 
 @pytest.mark.parametrize(
@@ -82,17 +87,17 @@ def test_what_is_not_installed_is_an_error_on_rank_0_only(monkeypatch):
     ],
     ids=str,
 )
-def test_anything_else_is_an_error(asked, message):
+def test_invalid_tracker_is_refused(asked, message):
     with pytest.raises(ConfigError, match=message):
-        names(asked)
+        list_names(asked)
 
 
 @pytest.mark.parametrize("asked", ["tensorboard", Own()], ids=["name", "object"])
-def test_files_need_a_place(asked):
+def test_trackers_that_write_files_need_a_folder(asked):
     with pytest.raises(ConfigError, match="writes files and needs a place: pass project_dir="):
-        names(asked, has_folder=False)
+        list_names(asked, has_folder=False)
 
 
-def test_a_tracker_needs_a_name():
+def test_tracker_needs_a_name():
     with pytest.raises(ConfigError, match="Tracker needs a `name`"):
-        names(Tracker())
+        list_names(Tracker())
