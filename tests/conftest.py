@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite."""
+"""Hooks and fixtures that apply to the whole test suite."""
 
 import gc
 import hashlib
@@ -24,28 +24,31 @@ MATRICES = (
     "distributed/test_pipeline_axes.py", "distributed/test_plan.py", "distributed/test_public_scripts.py",
     "distributed/test_sharded_out_of_memory.py", "distributed/test_tensor_parallel.py", "distributed/test_trainer_preempted.py",
 )  # fmt: skip
-"""Folders and files of the mark `matrix`, which single tests have as well."""
+"""Folders and files whose tests get the mark `matrix`. Single tests elsewhere set this mark themselves."""
 
 
-BEGAN = time.monotonic()
+STARTED = time.monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--minutes", type=float, help="files in a new order; skip what has not begun after so many minutes"
+        "--minutes", type=float, help="shuffle the files, and skip tests that have not started after this many minutes"
     )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files of matrices are not even imported, which takes seconds, where none of them is to run."""
+    """Skip the files marked `matrix` without importing them, which takes seconds, if `-m "not matrix"` is given."""
     is_matrix = any(collection_path == ROOT / name for name in MATRICES)
     return True if is_matrix and "not matrix" in config.option.markexpr else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the matrices; with `--minutes` shuffle the files, so that each has its turn in one of several runs."""
+    """Mark the tests in `MATRICES` with `matrix`, and shuffle the files if `--minutes` is given.
+
+    Each run uses a new order, so that several time-limited runs together cover all files.
+    """
     if config.getoption("minutes") is not None:
-        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))  # one for all workers
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))  # the same for all xdist workers
         items.sort(key=lambda item: hashlib.sha256(f"{run}{item.path}".encode()).digest())
     folders = [ROOT / name for name in MATRICES]
     for item in items:
@@ -55,26 +58,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     minutes = item.config.getoption("minutes")
-    if minutes is not None and time.monotonic() - BEGAN > 60 * minutes:
+    if minutes is not None and time.monotonic() - STARTED > 60 * minutes:
         # The file is in the reason, as the summary has a line for each reason.
-        pytest.skip(f"{item.path.relative_to(ROOT)} did not begin within the {minutes:g} minutes of this run")
+        pytest.skip(f"{item.path.relative_to(ROOT)} did not start within the {minutes:g} minutes of this run")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> None:
-    """Headway collects garbage where memory runs out; what is there already need not be looked through each time."""
+def _freeze_existing_objects() -> None:
+    """Exclude all existing objects from garbage collection.
+
+    Headway collects garbage whenever memory runs out. Freezing the imported modules' objects makes each collection
+    fast.
+    """
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def fresh_process() -> Iterator[None]:
-    """Each test starts its own process runtime, and leaves none behind."""
+    """Reset Headway's process-wide state before and after each test."""
     process.reset()
-    scope.drop(log.OnceFilter)  # what is said once per process is said once per test
+    scope.drop(log.OnceFilter)  # messages that are logged once per process are logged once per test
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
     process.reset()
-    for number, handler in handlers.items():  # a run that was preempted ends deaf to further signals
+    for number, handler in handlers.items():  # a preempted run ignores further signals
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
-    logging.getLogger("headway").setLevel(logging.NOTSET)  # a Trainer's log_level lasts
+    logging.getLogger("headway").setLevel(logging.NOTSET)  # a Trainer's log_level would affect later tests

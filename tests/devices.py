@@ -1,4 +1,4 @@
-"""The device of the tests that are marked `on_device`: the CPU, or what TEST_DEVICE names (`make cuda` says cuda)."""
+"""Device for tests marked `on_device`: the CPU, or the device that TEST_DEVICE names (`make cuda` sets it to cuda)."""
 
 import os
 
@@ -6,4 +6,4 @@ import torch
 
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
 ON_CPU = DEVICE.type == "cpu"
-"""For `Accelerator(cpu=ON_CPU)`: elsewhere it takes the accelerator that torch finds."""
+"""Argument for `Accelerator(cpu=ON_CPU)`. If it is False, the Accelerator uses the accelerator that torch finds."""

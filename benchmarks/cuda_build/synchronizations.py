@@ -21,7 +21,7 @@ from tests.distributed import cut_models
 from tests.synchronizations.count import NUM_FIRST
 from tests.synchronizations.loops import LOOPS
 from tests.synchronizations.runtime_waits import count_waits
-from tests.synchronizations.test_counts import table
+from tests.synchronizations.test_counts import read_table
 
 ROOT = Path(__file__).parents[2]
 COPIES = [f"copy: {host} host to device" for host in ("pageable", "pinned")]
@@ -45,7 +45,7 @@ class Counter:
 
 def print_one_device() -> None:
     """Print the table of one device."""
-    documented = table()
+    documented = read_table()
     print(
         "| feature | documented waits | waits | pageable copies | pinned copies | kernels |\n|---|---|---|---|---|---|"
     )

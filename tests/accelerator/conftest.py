@@ -1,4 +1,4 @@
-"""Builds the toy accelerator once, before the first test that needs it."""
+"""Fixture that builds the toy accelerator once, before the first test of this folder."""
 
 import pytest
 
@@ -6,7 +6,10 @@ from tests.accelerator.toy import build
 
 
 @pytest.fixture(autouse=True, scope="session")
-def built() -> None:
-    """Its own time limit: a compiler on a busy machine takes longer than a test may."""
-    if build.missing() is None:
+def build_toy_accelerator() -> None:
+    """Build the toy accelerator if a compiler is available.
+
+    This fixture is separate because compiling on a busy machine can take longer than one test's time limit.
+    """
+    if build.find_missing_tool() is None:
         build.build()

@@ -1,4 +1,4 @@
-"""Runs a script in a process of its own, where torch knows the toy accelerator: a process can register one only once."""
+"""Helpers that run a script on the toy accelerator in its own process, because a process can register a backend only once."""
 
 import os
 import subprocess
@@ -13,12 +13,12 @@ from tests.accelerator.toy import build
 ROOT = Path(__file__).parents[2]
 
 needs_compiler = pytest.mark.skipif(
-    build.missing() is not None, reason=f"{build.missing()}: the toy accelerator is not built"
+    build.find_missing_tool() is not None, reason=f"{build.find_missing_tool()}: the toy accelerator is not built"
 )
 
 
-def variables(folder: Path, **more: str) -> dict[str, str]:
-    """An environment whose processes have the toy installed as a vendor's package is: torch imports it by its entry point."""
+def make_environment(folder: Path, **more: str) -> dict[str, str]:
+    """Return an environment in which torch finds the toy accelerator through an entry point, like an installed vendor package."""
     package = folder / "installed/toy-1.0.dist-info"
     package.mkdir(parents=True, exist_ok=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
@@ -29,18 +29,19 @@ def variables(folder: Path, **more: str) -> dict[str, str]:
 
 
 def run(folder: Path, *command: str, code: int = 0, timeout: float = 120, **more: str) -> str:
-    """What a command printed on both streams; its end is checked.
+    """Run a Python command and return its stdout and stderr. Fail if the exit code is not `code`.
 
     Args:
-        folder: where it runs.
-        command: what follows the interpreter's name.
-        code: how it has to end.
-        more: further variables of its environment.
+        folder: Working directory.
+        command: Arguments of the Python interpreter.
+        code: Expected exit code.
+        timeout: Time limit in seconds.
+        more: Additional environment variables.
     """
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env=variables(folder, **more),
+        env=make_environment(folder, **more),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -51,6 +52,6 @@ def run(folder: Path, *command: str, code: int = 0, timeout: float = 120, **more
 
 
 def run_script(folder: Path, text: str, code: int = 0, **more: str) -> str:
-    """What a script printed, given as its text."""
+    """Write `text` to a file, run it in `folder`, and return its output."""
     (folder / "script.py").write_text(textwrap.dedent(text))
     return run(folder, "script.py", code=code, **more)

@@ -1,4 +1,4 @@
-"""What Headway adds to a loop, on an accelerator that it has no entry for: pieces, offloaded activations, the guard, async saves."""
+"""Optional training features on the toy accelerator: automatic micro-batching, offloaded activations, and async saves."""
 
 import json
 from pathlib import Path
@@ -46,26 +46,26 @@ print(json.dumps([losses, peak, ooms]))
 """
 
 
-def _loop(folder: Path, *what: str, **more: str) -> tuple[list[float], int, int, str]:
+def _run_loop(folder: Path, *what: str, **more: str) -> tuple[list[float], int, int, str]:
     (folder / "loop.py").write_text(_LOOP)
     said = run(folder, "loop.py", *what, **more)
     losses, peak, ooms = json.loads(next(line for line in said.splitlines() if line.startswith("[[")))
     return losses, peak, ooms, said
 
 
-def test_running_out_of_its_memory_costs_pieces_and_changes_no_result(tmp_path: Path) -> None:
-    whole, peak, ooms, _ = _loop(tmp_path)
+def test_running_out_of_memory_splits_batches_and_keeps_losses(tmp_path: Path) -> None:
+    whole, peak, ooms, _ = _run_loop(tmp_path)
     assert ooms == 0
-    losses, less, ooms, said = _loop(tmp_path, "pieces", TOY_MEMORY=str(peak * 3 // 4))
-    # Where the allocator's memory is measured, the first cut is to a quarter, and the size is then predicted.
+    losses, less, ooms, said = _run_loop(tmp_path, "pieces", TOY_MEMORY=str(peak * 3 // 4))
+    # Headway measures the allocator's memory here, so it first splits the batch into quarters and then predicts a size.
     assert "memory ran out on rank 0 with pieces of 2048 rows: the batch is run again in pieces of at most 512" in said
     assert ooms >= 1
     assert less < peak
     assert losses == pytest.approx(whole, rel=1e-5)
 
 
-def test_activations_are_offloaded_and_losses_stay_bit_for_bit(tmp_path: Path) -> None:
-    whole, peak, _, _ = _loop(tmp_path)
-    losses, less, _, _ = _loop(tmp_path, "offload")
+def test_offloading_activations_saves_memory_and_keeps_losses_bitwise(tmp_path: Path) -> None:
+    whole, peak, _, _ = _run_loop(tmp_path)
+    losses, less, _, _ = _run_loop(tmp_path, "offload")
     assert losses == whole
     assert less < 0.8 * peak

@@ -1,4 +1,4 @@
-"""One process on an accelerator that Headway has no entry for: where things lie, what they compute, what a checkpoint keeps."""
+"""One process on the toy accelerator: device placement, losses, resuming, mixed precision, and memory measurements."""
 
 import json
 from pathlib import Path
@@ -50,10 +50,10 @@ print(json.dumps([losses, sorted(places), str(accelerator.device)]))
 """
 
 
-def loop(
+def run_loop(
     folder: Path, rate: float = 0.0, first: int = 0, last: int = 2, precision: str = "no", **more: str
 ) -> tuple[list[float], list[str]]:
-    """The losses of the loop, and the devices of all that took part in it."""
+    """Run LOOP and return its losses and the device names of its tensors."""
     (folder / "loop.py").write_text(LOOP)
     said = run(folder, "loop.py", str(rate), str(first), str(last), precision, **more)
     losses, places, device = json.loads(next(line for line in said.splitlines() if line.startswith("[[")))
@@ -61,37 +61,37 @@ def loop(
     return losses, places
 
 
-def test_a_loop_lies_on_it_and_its_losses_are_the_cpus_bit_for_bit(tmp_path: Path) -> None:
-    losses, places = loop(tmp_path)
+def test_loop_runs_on_the_toy_device_with_the_losses_of_the_cpu(tmp_path: Path) -> None:
+    losses, places = run_loop(tmp_path)
     assert places == ["toy:0"]
-    on_cpu, places = loop(tmp_path, HEADWAY_DEVICE="cpu")
+    on_cpu, places = run_loop(tmp_path, HEADWAY_DEVICE="cpu")
     assert places == ["cpu"]
     assert losses == on_cpu
 
 
-def test_a_resumed_run_draws_what_the_undisturbed_one_does(tmp_path: Path) -> None:
-    whole, _ = loop(tmp_path, rate=0.5)
-    resumed, _ = loop(tmp_path, rate=0.5, first=1)
+def test_resumed_run_matches_uninterrupted_run(tmp_path: Path) -> None:
+    whole, _ = run_loop(tmp_path, rate=0.5)
+    resumed, _ = run_loop(tmp_path, rate=0.5, first=1)
     assert resumed == whole[12:]
     assert len(set(whole)) > 12
 
 
-def test_without_random_states_of_its_own_a_checkpoint_says_so(tmp_path: Path) -> None:
+def test_warning_if_the_device_has_no_rng_state_to_save(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     said = run(tmp_path, "loop.py", "0", "0", "1", "no", TOY_WITHOUT="get_rng_state,set_rng_state")
     assert "torch.toy has no get_rng_state: its random state is not in checkpoints" in said
 
 
-def test_precision_by_its_own_autocast(tmp_path: Path) -> None:
+def test_mixed_precision_uses_the_devices_autocast(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
-    exact, _ = loop(tmp_path, last=1)
+    exact, _ = run_loop(tmp_path, last=1)
     for precision in ("bf16", "fp16"):
-        losses, _ = loop(tmp_path, last=1, precision=precision)
+        losses, _ = run_loop(tmp_path, last=1, precision=precision)
         assert losses != exact
         assert losses == pytest.approx(exact, abs=0.05)
 
 
-def test_precision_where_it_has_none(tmp_path: Path) -> None:
+def test_mixed_precision_is_refused_without_autocast_support(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     said = run(tmp_path, "loop.py", "0", "0", "1", "bf16", code=1, TOY_WITHOUT="get_amp_supported_dtype")
     assert "mixed_precision='bf16', but torch.autocast does not cast to bfloat16 on toy devices; use 'no'" in said
@@ -129,13 +129,13 @@ _FIGURES = "memory_allocated,memory_reserved,max_memory_allocated,reset_peak_mem
 
 
 @pytest.mark.parametrize("without", ["", _FIGURES])
-def test_memory_by_its_module_or_by_torch_for_it(tmp_path: Path, without: str) -> None:
+def test_memory_is_read_from_the_device_module_or_from_torch(tmp_path: Path, without: str) -> None:
     lines = run_script(tmp_path, _MEMORY, TOY_MEMORY=str(64 << 20), TOY_WITHOUT=without).splitlines()
     figures = f"toy:0 | {1 << 20} | {64 << 20} | {5 << 20} | torch's allocator | torch's allocator"
     assert lines == [figures, "['cpu', 'toy:0', 'toy:1']", "True"]
 
 
-def test_memory_that_nothing_counts(tmp_path: Path) -> None:
+def test_memory_falls_back_to_process_samples_without_allocator_statistics(tmp_path: Path) -> None:
     lines = run_script(tmp_path, _MEMORY, TOY_WITHOUT=_FIGURES, TOY_PLAIN="1").splitlines()
     device, used, total, _, monitor, source = lines[0].split(" | ")
     assert (device, used, total) == ("toy:0", "0", "0")

@@ -1,4 +1,4 @@
-"""Two ranks, each with a device of its own, started by the launcher, which finds the devices by what is installed."""
+"""Two launched ranks, each with its own toy device, which the launcher finds through the installed entry point."""
 
 import json
 from pathlib import Path
@@ -41,22 +41,22 @@ accelerator.end_training()
 """
 
 
-def _loop(folder: Path, *flags: str, **more: str) -> tuple[list[float], list[str]]:
+def _launch_loop(folder: Path, *flags: str, **more: str) -> tuple[list[float], list[str]]:
     (folder / "loop.py").write_text(_LOOP)
     said = run(folder, "-m", "headway", "launch", *flags, "loop.py", **more)
     losses, devices = json.loads(next(line for line in said.splitlines() if line.startswith("[[")))
     return losses, devices
 
 
-def test_a_launch_uses_both_devices_and_computes_what_two_cpu_ranks_do(tmp_path: Path) -> None:
-    losses, devices = _loop(tmp_path)
+def test_launch_uses_both_devices_and_matches_two_cpu_ranks(tmp_path: Path) -> None:
+    losses, devices = _launch_loop(tmp_path)
     assert devices == ["toy:0", "toy:1"]
-    on_cpu, devices = _loop(tmp_path, "-n", "2", "--cpu")
+    on_cpu, devices = _launch_loop(tmp_path, "-n", "2", "--cpu")
     assert devices == ["cpu", "cpu"]
     assert losses == on_cpu
 
 
-def test_without_an_engine_for_its_tensors_the_error_says_what_to_do(tmp_path: Path) -> None:
+def test_missing_process_group_backend_is_explained(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(_LOOP)
     said = run(tmp_path, "-m", "headway", "launch", "loop.py", code=1, TOY_WITHOUT="group")
     assert "UnsupportedError: torch.distributed has no default backend for tensors on toy devices" in said
@@ -69,18 +69,18 @@ def test_more_ranks_than_devices_are_refused(tmp_path: Path) -> None:
     assert "shows 2 (toy)" in said
 
 
-def test_which_devices_is_the_vendors_own_variable(tmp_path: Path) -> None:
+def test_gpu_ids_are_refused_if_the_visibility_variable_is_unknown(tmp_path: Path) -> None:
     said = run(tmp_path, "-m", "headway", "launch", "--gpu_ids", "1", "-m", "json.tool", code=2)
     assert "does not know which variable hides toy devices from a process" in said
 
 
-def test_the_commands_that_describe_a_machine_name_it(tmp_path: Path) -> None:
+def test_env_and_doctor_list_the_toy_devices(tmp_path: Path) -> None:
     assert "2 x toy (0, 1)" in run(tmp_path, "-m", "headway", "env")
     said = run(tmp_path, "-m", "headway", "doctor")
     assert "2 x toy (0, 1)" in said
     assert "all-reduce" in said
 
 
-def test_the_selfcheck_passes_on_it(tmp_path: Path) -> None:
+def test_selfcheck_passes_on_the_toy_device(tmp_path: Path) -> None:
     said = run(tmp_path, "-m", "headway", "test")
     assert "2 processes, toy, precision no" in said

@@ -1,4 +1,4 @@
-"""Weights that stream to the second of two devices through torch's own streams and events; saves that leave both."""
+"""Offloaded weights that stream to the second of two toy devices, and checkpoint snapshots of tensors on both devices."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ torch.accelerator.set_device_index(1)
 """
 
 
-def test_weights_stream_to_this_processs_device_within_the_window(tmp_path: Path) -> None:
+def test_weights_stream_to_the_current_device_within_the_window(tmp_path: Path) -> None:
     run_script(
         tmp_path,
         _STREAMED
@@ -48,7 +48,7 @@ for place in ("cpu", "disk"):
     )
 
 
-def test_a_snapshot_of_two_devices_is_queued_and_not_waited_for(tmp_path: Path) -> None:
+def test_snapshot_of_two_devices_is_queued_without_waiting(tmp_path: Path) -> None:
     run_script(
         tmp_path,
         """

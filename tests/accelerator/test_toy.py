@@ -1,4 +1,4 @@
-"""The toy accelerator itself: torch takes it as an accelerator, and it computes what the CPU does."""
+"""The toy accelerator itself: torch accepts it as an accelerator, and its results equal those of the CPU."""
 
 from pathlib import Path
 
@@ -65,5 +65,5 @@ with pytest.raises(torch.OutOfMemoryError, match="toy out of memory"):
 """
 
 
-def test_torch_takes_it_as_an_accelerator_that_computes_what_the_cpu_does(tmp_path: Path) -> None:
+def test_torch_accepts_the_toy_device_and_its_results_match_the_cpu(tmp_path: Path) -> None:
     run_script(tmp_path, _SCRIPT, TOY_MEMORY=str(1 << 27))

@@ -1,4 +1,4 @@
-"""A model over two devices of one process, by budgets; main memory where they are full."""
+"""One process that dispatches a model over two toy devices by memory budgets, and to main memory when they are full."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ block = sum(p.nbytes for p in model.blocks[0].parameters())
 """
 
 
-def test_a_model_is_dispatched_over_both_by_budgets(tmp_path: Path) -> None:
+def test_model_is_dispatched_over_both_devices_by_budgets(tmp_path: Path) -> None:
     run_script(
         tmp_path,
         _MODEL
@@ -61,7 +61,7 @@ with torch.no_grad():
     )
 
 
-def test_budgets_are_what_is_free_or_what_the_user_says(tmp_path: Path) -> None:
+def test_budgets_are_the_free_memory_of_each_device(tmp_path: Path) -> None:
     script = (
         _MODEL
         + """

@@ -1,4 +1,4 @@
-"""Machines die under a run whose model is spread over them: it goes on over those that are left, in the layout that fits these.
+"""Machines die during a run with a sharded model: it continues on the remaining ones, in a layout that fits their number.
 
 `HEADWAY_LAYOUTS="fsdp hsdp=2" pytest tests/cluster/test_elastic_layouts.py` tries other layouts.
 """
@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Host, network, why_not
-from tests.cluster.test_elastic import SLACK, told, wait_for
+from tests.cluster.hosts import Host, find_obstacle, network
+from tests.cluster.test_elastic import SLACK, parse_records, wait_for
 from tests.distributed.ranks import free_port
 
 LAYOUTS = os.environ.get("HEADWAY_LAYOUTS", "fsdp+tp=2").split()
 BECOMES = {"fsdp+tp=2": "fsdp=3 (3 shards)", "hsdp=2": "fsdp=3 (3 shards)"}
 NUM_UPDATES = 16
 KILLS = {5: 3, 11: 2}
-"""At which update a machine dies, and how many are left."""
+"""{update number: index of the machine that is killed at this update, which is also the number of machines that remain}."""
 
 PROGRAM = """
 import json, sys, time
@@ -83,7 +83,7 @@ accelerator.end_training()
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Sequence[Host]]:
-    reason = why_not()
+    reason = find_obstacle()
     if reason:
         pytest.skip(reason)
     with network(4) as made:
@@ -92,16 +92,16 @@ def hosts() -> Iterator[Sequence[Host]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> dict[int, dict]:
-    """The updates of the run that nothing disturbs, on one process."""
+    """Return the records of an uninterrupted run on one process, keyed by update number."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "train.py").write_text(PROGRAM)
     ran = subprocess.run([sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, timeout=SLACK)
     assert ran.returncode == 0, ran.stderr
-    return {entry["update"]: entry for entry in told(ran.stdout) if "update" in entry}
+    return {entry["update"]: entry for entry in parse_records(ran.stdout) if "update" in entry}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_spread_model_goes_on_over_the_machines_that_are_left(layout, hosts, whole, tmp_path: Path) -> None:
+def test_sharded_model_continues_on_the_remaining_machines(layout, hosts, whole, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     words = f"headway launch -n 4 --cpu --num_machines 4 --min_machines 2 --max_restarts 2 --strategy {layout}"
     where = f"--machine_timeout 5 --main_process_ip {hosts[0].address} --main_process_port {free_port()}"
@@ -118,11 +118,11 @@ def test_a_spread_model_goes_on_over_the_machines_that_are_left(layout, hosts, w
         )
         wait_for(lambda: notice in said(), said)
     for update, left in KILLS.items():
-        wait_for(lambda update=update: any(entry.get("update") == update for entry in told(said())), said)
+        wait_for(lambda update=update: any(entry.get("update") == update for entry in parse_records(said())), said)
         hosts[left].send(signal.SIGKILL)
         (tmp_path / f"killed {update}").touch()
     assert [launcher.wait(2 * SLACK) for launcher in launchers[:2]] == [0, 0], said()
-    begun = [entry for entry in told(said()) if "begun" in entry]
+    begun = [entry for entry in parse_records(said()) if "begun" in entry]
     assert [(entry["world"], entry["begun"]) for entry in begun] == [(4, 0), (3, 4), (2, 8)], begun
     layouts = [entry["layout"] for entry in begun]
     assert layouts == {
@@ -130,7 +130,7 @@ def test_a_spread_model_goes_on_over_the_machines_that_are_left(layout, hosts, w
         "hsdp=2": [{"replicate": 2, "shard": 2}, {"shard": 3}, {"shard": 2}],
         "fsdp": [{"shard": 4}, {"shard": 3}, {"shard": 2}],
     }.get(layout, layouts)
-    updates = {entry["update"]: entry for entry in told(said()) if "update" in entry}
+    updates = {entry["update"]: entry for entry in parse_records(said()) if "update" in entry}
     assert sorted(updates) == sorted(whole) == list(range(1, NUM_UPDATES + 1))
     for number, entry in whole.items():
         assert sorted(updates[number]["seen"]) == sorted(entry["seen"]), number

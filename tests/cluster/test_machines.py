@@ -1,4 +1,4 @@
-"""Two and three machines for real: started by the commands that headway prints, cut off, stopped, killed."""
+"""Runs on two and three simulated machines: the printed launch commands, broken links, paused machines, and killed ranks."""
 
 import json
 import signal
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Host, network, why_not
+from tests.cluster.hosts import Host, find_obstacle, network
 
 TIMEOUT = 4
-"""Seconds until a silent machine counts as lost."""
+"""Seconds without a sign of life after which a machine counts as lost."""
 
 SLACK = 60
-"""What a loaded machine may add before a test gives up: a bound for a hang, not a measure."""
+"""Timeout in seconds. It only detects hangs, so it is long enough for a busy machine."""
 
 PROGRAM = """
 import json, os, socket, time
@@ -29,7 +29,7 @@ for update in range(num_updates):
         told = {"rank": rank, "world": dist.get_world_size(), "host": socket.gethostname(), "total": total.item()}
         os.write(1, (json.dumps(told) + "\\n").encode())
     if rank == 0 and num_updates == 7:
-        time.sleep(3600)  # in no collective, so nothing tells it that the other is gone
+        time.sleep(3600)  # outside of collectives, so gloo cannot report that the other rank is gone
     if num_updates == 7:
         raise OSError("the disk of this machine is full")
     time.sleep(0.1)
@@ -39,7 +39,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Sequence[Host]]:
-    reason = why_not()
+    reason = find_obstacle()
     if reason:
         pytest.skip(reason)
     with network(3) as made:
@@ -47,17 +47,17 @@ def hosts() -> Iterator[Sequence[Host]]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each test begins on whole, empty hosts."""
+def clean_up_hosts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kill all processes and reconnect all links after each test."""
     yield
     for host in request.getfixturevalue("hosts"):
         host.send(signal.SIGKILL)
-        host.orphans()
+        host.wait_for_processes()
         host.set_link("up")
 
 
 class Run:
-    """A run on the first hosts, started by exactly the commands that the first one prints."""
+    """A run on several hosts, started with the commands that the first host's launcher prints."""
 
     def __init__(self, hosts: Sequence[Host], folder: Path, num_updates: int, *flags: str) -> None:
         self.hosts, self.folder = hosts, folder
@@ -65,7 +65,7 @@ class Run:
         words = f"headway launch -n {len(hosts)} --cpu --num_machines {len(hosts)} --machine_timeout {TIMEOUT}"
         asked = hosts[0].start(" ".join([words, *flags, "train.py"]), folder)
         assert asked.wait(SLACK) == 2
-        lines = self.said(hosts[0]).splitlines()
+        lines = self.read_output(hosts[0]).splitlines()
         self.commands = [line for line in lines if line.startswith("headway launch")]
         (secret,) = [line for line in lines if line.startswith("export HEADWAY_SECRET=")]
         assert len(self.commands) == len(hosts)
@@ -74,88 +74,88 @@ class Run:
             for host, command in zip(hosts, self.commands)
         ]
 
-    def said(self, host: Host) -> str:
+    def read_output(self, host: Host) -> str:
         return (self.folder / f"{host.name}.txt").read_text()
 
-    def told(self, host: Host) -> list[dict]:
-        return [json.loads(line) for line in self.said(host).splitlines() if line.startswith("{")]
+    def read_records(self, host: Host) -> list[dict]:
+        return [json.loads(line) for line in self.read_output(host).splitlines() if line.startswith("{")]
 
     def wait_for_the_first_update(self) -> None:
         deadline = time.monotonic() + SLACK
-        while not all(self.told(host) for host in self.hosts):
-            assert time.monotonic() < deadline, [self.said(host) for host in self.hosts]
-            assert all(process.poll() is None for process in self.processes), [self.said(host) for host in self.hosts]
+        while not all(self.read_records(host) for host in self.hosts):
+            assert time.monotonic() < deadline, [self.read_output(host) for host in self.hosts]
+            assert all(process.poll() is None for process in self.processes), [
+                self.read_output(host) for host in self.hosts
+            ]
             time.sleep(0.05)
 
-    def code(self, index: int, seconds: float = SLACK) -> int:
-        """The exit code of a host's launcher; nothing of it is left behind."""
+    def wait_for_exit(self, index: int, seconds: float = SLACK) -> int:
+        """Return the exit code of a host's launcher, and check that no process of the run remains on this host."""
         try:
             code = self.processes[index].wait(seconds)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"{self.hosts[index].name} does not end: {self.said(self.hosts[index])}")
-        assert self.hosts[index].orphans() == []
+            pytest.fail(f"{self.hosts[index].name} does not end: {self.read_output(self.hosts[index])}")
+        assert self.hosts[index].wait_for_processes() == []
         return code
 
 
-def test_two_machines_meet_although_each_takes_its_own_name_for_loopback(hosts: Sequence[Host], tmp_path: Path) -> None:
+def test_two_machines_connect_although_their_own_names_are_loopback(hosts: Sequence[Host], tmp_path: Path) -> None:
     run = Run(hosts[:2], tmp_path, 2)
     assert f"--main_process_ip {hosts[0].address} " in run.commands[1]
-    assert [run.code(0), run.code(1)] == [0, 0], [run.said(host) for host in run.hosts]
-    assert run.told(hosts[0]) == [{"rank": 0, "world": 2, "host": "host-a", "total": 1.0}]
-    assert run.told(hosts[1]) == [{"rank": 1, "world": 2, "host": "host-b", "total": 1.0}]
+    assert [run.wait_for_exit(0), run.wait_for_exit(1)] == [0, 0], [run.read_output(host) for host in run.hosts]
+    assert run.read_records(hosts[0]) == [{"rank": 0, "world": 2, "host": "host-a", "total": 1.0}]
+    assert run.read_records(hosts[1]) == [{"rank": 1, "world": 2, "host": "host-b", "total": 1.0}]
 
 
-def test_a_cut_link_is_named_on_both_sides_of_the_cut(hosts: Sequence[Host], tmp_path: Path) -> None:
+def test_broken_link_is_reported_on_both_sides(hosts: Sequence[Host], tmp_path: Path) -> None:
     run = Run(hosts, tmp_path, 5000)
     run.wait_for_the_first_update()
-    assert [entry["total"] for host in hosts for entry in run.told(host)] == [3.0, 3.0, 3.0]
+    assert [entry["total"] for host in hosts for entry in run.read_records(host)] == [3.0, 3.0, 3.0]
     hosts[2].set_link("down")
     began = time.monotonic()
-    assert [run.code(0), run.code(1), run.code(2)] == [1, 1, 1]
+    assert [run.wait_for_exit(0), run.wait_for_exit(1), run.wait_for_exit(2)] == [1, 1, 1]
     # torch's own timeout, which would end it otherwise, is 30 minutes.
     assert time.monotonic() - began < SLACK
     for host in hosts[:2]:
-        said = run.said(host)
+        said = run.read_output(host)
         assert "headway: machine 2 (host host-c, 10.77.0.3) has not been heard of for " in said
         assert "; rank 2 was on it" in said
-    assert "headway: machine 0 (host host-a, 10.77.0.1) has not been heard of for " in run.said(hosts[2])
-    assert "headway: machine 2 has ended its processes" in run.said(hosts[2])
+    assert "headway: machine 0 (host host-a, 10.77.0.1) has not been heard of for " in run.read_output(hosts[2])
+    assert "headway: machine 2 has ended its processes" in run.read_output(hosts[2])
 
 
-def test_a_stopped_machine_is_named_and_ends_when_it_wakes(hosts: Sequence[Host], tmp_path: Path) -> None:
+def test_paused_machine_is_reported_and_exits_when_it_continues(hosts: Sequence[Host], tmp_path: Path) -> None:
     run = Run(hosts[:2], tmp_path, 5000)
     run.wait_for_the_first_update()
     hosts[1].send(signal.SIGSTOP)
-    assert run.code(0) == 1
-    assert "headway: machine 1 (host host-b, 10.77.0.2) has not been heard of for " in run.said(hosts[0])
+    assert run.wait_for_exit(0) == 1
+    assert "headway: machine 1 (host host-b, 10.77.0.2) has not been heard of for " in run.read_output(hosts[0])
     hosts[1].send(signal.SIGCONT)
-    assert run.code(1) == 1
-    assert "headway: the other machines went on without this one: machine 1 " in run.said(hosts[1])
+    assert run.wait_for_exit(1) == 1
+    assert "headway: the other machines went on without this one: machine 1 " in run.read_output(hosts[1])
 
 
-def test_a_dead_machine_is_named_at_once(hosts: Sequence[Host], tmp_path: Path) -> None:
+def test_dead_machine_is_reported_at_once(hosts: Sequence[Host], tmp_path: Path) -> None:
     run = Run(hosts[:2], tmp_path, 5000, "--machine_timeout", "600")
     run.wait_for_the_first_update()
     hosts[0].send(signal.SIGKILL)
-    assert run.code(1) == 1
-    said = run.said(hosts[1])
+    assert run.wait_for_exit(1) == 1
+    said = run.read_output(hosts[1])
     assert "headway: machine 0 (host host-a, 10.77.0.1) is gone: its launcher ended without a message" in said
     assert said.count("Traceback") == 0
 
 
-def test_a_rank_that_fails_ends_the_run_on_all_machines_with_one_exit_code(
-    hosts: Sequence[Host], tmp_path: Path
-) -> None:
+def test_failed_rank_ends_the_run_on_all_machines_with_one_exit_code(hosts: Sequence[Host], tmp_path: Path) -> None:
     run = Run(hosts[:2], tmp_path, 7, "--log_dir", "logs")
-    assert [run.code(0), run.code(1)] == [1, 1]
+    assert [run.wait_for_exit(0), run.wait_for_exit(1)] == [1, 1]
     for host in run.hosts:
-        said = run.said(host)
+        said = run.read_output(host)
         assert "headway: rank 1 of 2 failed first, at train.py:" in said
         assert "(host host-b, pid " in said
         assert said.count("\nOSError: the disk of this machine is full") == 1
 
 
-def test_a_machine_that_does_not_come_is_named_on_those_that_have(hosts: Sequence[Host], tmp_path: Path) -> None:
+def test_missing_machine_is_reported_on_the_machines_that_wait(hosts: Sequence[Host], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     where = f"--num_machines 3 --main_process_ip {hosts[0].address} --main_process_port 29400"
     command = f"exec headway launch -q -n 3 --cpu {where} --timeout 12 --machine_rank"

@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes on this host, and Open MPI's mpirun: `srun headway launch` needs nothing else."""
+"""`srun headway launch` under a real SLURM installation with two nodes on this host, and `mpirun headway launch` under Open MPI."""
 
 import json
 import os
@@ -32,7 +32,7 @@ dist.destroy_process_group()
 """
 
 
-def environment(**more: str) -> dict[str, str]:
+def make_environment(**more: str) -> dict[str, str]:
     ours = ("HEADWAY_", "OMP_", "GLOO_", "SLURM_", "OMPI_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return {**kept, "PATH": PATH, "GLOO_SOCKET_IFNAME": "lo", **more}
@@ -40,7 +40,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A cluster that runs for the tests of this file."""
+    """Start SLURM's daemons for the tests of this file, and yield the environment variables that select this cluster."""
     missing = [name for name in ("slurmctld", "slurmd", "munged", "srun") if shutil.which(name, path=PATH) is None]
     if missing:
         pytest.skip(f"SLURM's {', '.join(missing)} is not installed (Debian: slurmctld slurmd slurm-client munge)")
@@ -51,7 +51,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     if begun.returncode:
         pytest.skip(f"SLURM's daemons do not run here: {(begun.stdout + begun.stderr)[-500:]}")
     try:
-        yield environment(SLURM_CONF=str(folder / "slurm.conf"))
+        yield make_environment(SLURM_CONF=str(folder / "slurm.conf"))
     finally:
         subprocess.run([SCRIPT, "stop", folder], check=True, timeout=60)
 
@@ -64,7 +64,7 @@ def run(command: str, folder: Path, variables: dict[str, str]) -> tuple[int, lis
     return ran.returncode, sorted(told, key=lambda entry: int(entry["RANK"])), ran.stderr
 
 
-def test_one_task_a_node(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_one_task_per_node_starts_the_local_ranks(slurm: dict[str, str], tmp_path: Path) -> None:
     command = "srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 2 headway launch -n 4 --cpu train.py"
     code, told, stderr = run(command, tmp_path, slurm)
     assert code == 0, stderr
@@ -73,7 +73,7 @@ def test_one_task_a_node(slurm: dict[str, str], tmp_path: Path) -> None:
     assert "4 processes on cpu, 2 on each of 2 machines (this is machine 1)" in stderr
 
 
-def test_the_tasks_are_the_processes(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_each_task_becomes_one_rank(slurm: dict[str, str], tmp_path: Path) -> None:
     command = "srun --nodes 2 --ntasks-per-node 2 --cpus-per-task 2 headway launch --cpu train.py"
     code, told, stderr = run(command, tmp_path, slurm)
     assert code == 0, stderr
@@ -83,16 +83,16 @@ def test_the_tasks_are_the_processes(slurm: dict[str, str], tmp_path: Path) -> N
     assert stderr.count("headway: 4 processes on cpu, 2 on each of 2 machines") == 1
 
 
-def assert_told_once(stderr: str) -> None:
+def assert_reported_once(stderr: str) -> None:
     assert stderr.count("headway: rank 1 of 2 failed first, at train.py:") == 1, stderr
     assert stderr.count("ValueError: the second shard is missing") == 1, stderr
     assert stderr.count("; its report is with rank 0's output\n") == 1, stderr
 
 
-def test_a_task_that_fails_is_reported_and_ends_the_others(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_failed_task_is_reported_and_ends_the_others(slurm: dict[str, str], tmp_path: Path) -> None:
     code, _, stderr = run("srun --nodes 1 --ntasks 2 headway launch --cpu train.py fail", tmp_path, slurm)
     assert code == 1
-    assert_told_once(stderr)
+    assert_reported_once(stderr)
 
 
 TRAINING = """
@@ -121,8 +121,8 @@ for _ in accelerator.epochs(1):
 """
 
 
-def recipe() -> str:
-    """The job of docs/slurm.md, for this SLURM: two small nodes without GPUs."""
+def read_recipe() -> str:
+    """Return the job script of docs/slurm.md, adapted to two small nodes without GPUs."""
     page = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
     text = page.split("<!-- file: train.sbatch -->")[1].split("```text\n")[1].split("```")[0]
     kept = [line for line in text.splitlines() if "--gpus" not in line and "--cpus" not in line]
@@ -130,17 +130,17 @@ def recipe() -> str:
     return "\n".join(kept).replace("headway launch", "headway launch -n 2 --cpu")
 
 
-def test_the_recipe_requeues_and_goes_on(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_preempted_recipe_is_requeued_and_resumes(slurm: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
-    (tmp_path / "train.sbatch").write_text(recipe())
+    (tmp_path / "train.sbatch").write_text(read_recipe())
     variables = {**slurm, "HEADWAY_HOME": str(tmp_path)}
 
-    def slurm_says(*words: str) -> str:
+    def run_slurm(*words: str) -> str:
         return subprocess.run(
             words, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=True
         ).stdout
 
-    job = slurm_says("sbatch", "--parsable", "train.sbatch").strip()
+    job = run_slurm("sbatch", "--parsable", "train.sbatch").strip()
     output = tmp_path / "job.txt"
 
     def entries() -> list[dict]:
@@ -150,20 +150,20 @@ def test_the_recipe_requeues_and_goes_on(slurm: dict[str, str], tmp_path: Path) 
     def wait_for(is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 150
         while not is_so():
-            assert time.monotonic() < deadline, output.read_text() if output.exists() else slurm_says("squeue")
+            assert time.monotonic() < deadline, output.read_text() if output.exists() else run_slurm("squeue")
             time.sleep(0.2)
 
     try:
         wait_for(lambda: sum(entry["update"] == 5 for entry in entries()) == 2)
-        slurm_says("scancel", "--signal=TERM", job)
+        run_slurm("scancel", "--signal=TERM", job)
         wait_for(lambda: sum(entry["update"] == 20 for entry in entries()) == 2)
-        wait_for(lambda: "COMPLETED" in slurm_says("scontrol", "show", "job", job))
+        wait_for(lambda: "COMPLETED" in run_slurm("scontrol", "show", "job", job))
     finally:
         subprocess.run(["scancel", job], env=variables, capture_output=True, timeout=60)
         deadline = time.monotonic() + 30
-        while job in slurm_says("squeue", "-h", "-o", "%i") and time.monotonic() < deadline:
-            time.sleep(0.2)  # else its steps would outlive SLURM's daemons
-    assert "Restarts=1" in slurm_says("scontrol", "show", "job", job)
+        while job in run_slurm("squeue", "-h", "-o", "%i") and time.monotonic() < deadline:
+            time.sleep(0.2)  # otherwise its steps would outlive SLURM's daemons
+    assert "Restarts=1" in run_slurm("scontrol", "show", "job", job)
     said = output.read_text()
     assert "headway: preempted by SIGTERM on rank " in said
     assert all(int(entry["end"]) > time.time() for entry in entries())
@@ -178,10 +178,10 @@ def test_open_mpi_with_a_hostfile(tmp_path: Path) -> None:
         pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
     (tmp_path / "hostfile").write_text("localhost slots=2\n")
     command = "mpirun --allow-run-as-root --hostfile hostfile -np 2 headway launch --cpu train.py"
-    code, told, stderr = run(command, tmp_path, environment())
+    code, told, stderr = run(command, tmp_path, make_environment())
     assert code == 0, stderr
     places = [(entry["RANK"], entry["LOCAL_RANK"], entry["total"]) for entry in told]
     assert places == [("0", "0", 1.0), ("1", "1", 1.0)]
-    code, _, stderr = run(f"{command} fail", tmp_path, environment())
+    code, _, stderr = run(f"{command} fail", tmp_path, make_environment())
     assert code == 1
-    assert_told_once(stderr)
+    assert_reported_once(stderr)

@@ -7,7 +7,7 @@ import pytest
 
 from headway.common.optional import is_available
 from tests.sweep import layouts
-from tests.sweep.layouts import CLOSE, STOP, UPDATES, Job, check_loaded, compared, names_layouts, run
+from tests.sweep.layouts import CLOSE, STOP, UPDATES, Job, check_loaded, measure_difference, reports_other_layout, run
 
 
 def test_every_layout_continues_from_another(tmp_path):
@@ -47,13 +47,13 @@ def test_every_layout_continues_from_another(tmp_path):
         before, former = saved.get(job.load, (None, num_ranks))
         begin = 0 if before is None else before.until
         assert len(result.losses) == job.until + job.is_behind - begin
-        assert compared(result, whole, begin) < CLOSE, (job, num_ranks, result.losses, whole.losses)
+        assert measure_difference(result, whole, begin) < CLOSE, (job, num_ranks, result.losses, whole.losses)
         if job.load is not None:
             check_loaded(job, result)
         if before is not None:
             is_alike = (before.layout, former) == (job.layout, num_ranks)
             is_whole = all(each == "ddp" for each in (before.layout, job.layout))
-            assert names_layouts(result) == (not is_alike and not is_whole), (before, job, result.differences)
+            assert reports_other_layout(result) == (not is_alike and not is_whole), (before, job, result.differences)
     known = {(cell.layout, cell.num_ranks) for cell in layouts.OWN}
     assert {(job.layout, num_ranks) for job, num_ranks in saved.values()} <= known
     assert {(job.layout, num_ranks) for job, num_ranks, _ in ran} == known
@@ -66,9 +66,9 @@ def test_deepspeed_continues_from_fsdp(tmp_path):
     jobs = [Job(cell.layout, first.save) for cell in layouts.ENGINES]
     result = run(2, [first, *jobs], "gpt, float32")
     whole = run(1, [Job("ddp")], "gpt, float32")[0]
-    assert compared(result[0], whole, 0) < layouts.CLOSE_IN_FLOAT32
+    assert measure_difference(result[0], whole, 0) < layouts.CLOSE_IN_FLOAT32
     for job, each in zip(jobs, result[1:], strict=True):
-        assert compared(each, whole) < layouts.CLOSE_IN_FLOAT32
+        assert measure_difference(each, whole) < layouts.CLOSE_IN_FLOAT32
         check_loaded(job, each)
 
 
@@ -82,7 +82,7 @@ def test_expert_layouts_continue_from_each_other(tmp_path):
     result += run(4, last, "moe")
     whole = run(1, [Job("ddp")], "moe")[0]
     for begin, each in zip((0, STOP, 4, 5), result, strict=True):
-        assert compared(each, whole, begin) < CLOSE
+        assert measure_difference(each, whole, begin) < CLOSE
     for job, each in zip([*jobs, *last], result[1:], strict=True):
         check_loaded(job, each)
 
@@ -92,6 +92,6 @@ def test_expert_layouts_continue_from_each_other(tmp_path):
 @pytest.mark.parametrize(("name", "cells"), [("llama", layouts.OWN), ("moe", layouts.MOE)])
 def test_all_pairs_of_layouts_continue(name, cells, tmp_path):
     chosen = [cell for cell in cells if cell.num_ranks < 8]  # the command above covers all numbers of ranks
-    found = layouts.matrix(tmp_path, chosen, name)
+    found = layouts.compare_all_pairs(tmp_path, chosen, name)
     assert len(found) == len(chosen) ** 2
     assert {pair: one for pair, one in found.items() if isinstance(one, str) or one >= CLOSE} == {}

@@ -44,7 +44,7 @@ def proxy(port, monkeypatch):
             monkeypatch.setenv(name, value)
         scope.clear()
         yield made
-        store_faults.let_go()
+        store_faults.release_locks()
         scope.clear()
 
 
@@ -197,7 +197,7 @@ def test_leftovers_of_killed_saves_are_removed_and_nothing_else(proxy, port):
         put(Bucket=server.BUCKET, Key=f"litter/{name}", Body=b"?")
     put(Bucket=server.BUCKET, Key="litter_of_others/checkpoint_1/data-0123456789abcdef/x", Body=b"?")
     assert store_faults.save(root, 2, True) == "saved"
-    left = set(store_faults.left_over(port, root))
+    left = set(store_faults.list_stray_keys(port, root))
     assert left == {f"litter/{name}" for name in theirs}
     assert server.keys(port, "litter_of_others/")
 
@@ -217,7 +217,7 @@ def test_second_writer_is_rejected(proxy, port):
     assert output.startswith("refused")
     assert f"process {os.getpid()} on" in output
     assert store_faults.save(root, 2, True) == "saved"
-    store_faults.let_go()
+    store_faults.release_locks()
     assert run_ranks(save_in_another_process, 1, port, root) == ["saved"]
 
 
@@ -258,7 +258,7 @@ def test_writer_that_lost_its_lock_commits_nothing(proxy, port, monkeypatch):
     output = store_faults.save(root, 2, True)
     assert output.startswith("refused"), output
     assert "by another run" in output
-    assert store_faults.found_value(root) == 1
+    assert store_faults.load_value(root) == 1
 
 
 # ---------------------------------------------------------------- failures
@@ -274,7 +274,7 @@ def test_expired_credentials_are_an_error_that_says_what_to_do(proxy, port):
     assert "renew them" in output
     assert sum(fault == "expired" for _, fault in proxy.met) < 12, "rejected requests must not be repeated"
     proxy.reset()
-    assert store_faults.found_value(root) == 1
+    assert store_faults.load_value(root) == 1
 
 
 def test_unavailable_store_is_retried_for_a_limited_time(proxy, port):
@@ -287,7 +287,7 @@ def test_unavailable_store_is_retried_for_a_limited_time(proxy, port):
     assert "HEADWAY_STORE_RETRY_SECONDS" in output
     assert time.monotonic() - began < 60
     proxy.reset()
-    assert store_faults.found_value(root) == 1
+    assert store_faults.load_value(root) == 1
 
 
 def flip_a_bit(port, folder):

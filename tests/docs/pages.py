@@ -1,4 +1,4 @@
-"""Reads a Markdown page: its code blocks with their line numbers, its hidden set-up, its commands, its links."""
+"""Parse a Markdown page: its code blocks with line numbers, hidden setup blocks, commands and links."""
 
 import re
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ _LINK = re.compile(r"(?<!\!)\[[^\]]+\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 @dataclass
 class Block:
-    """A fenced block, or a hidden `<!-- setup ... -->` one, which is Python.
+    """A fenced code block, or a hidden `<!-- setup ... -->` block of Python code.
 
     Attributes:
-        kind: the language after the fence; "python" for a hidden block.
-        line: the number of its first line of text.
-        text: what stands in it.
-        file: the name that a `<!-- file: NAME -->` line right above gives it.
+        kind: Language after the fence; "python" for a hidden block.
+        line: Line number of the first line inside the block, from 1.
+        text: Lines inside the block.
+        file: File name from a `<!-- file: NAME -->` line directly above the block; otherwise empty.
     """
 
     kind: str
@@ -27,13 +27,13 @@ class Block:
     file: str = ""
 
 
-def pages() -> list[Path]:
-    """README.md and everything in docs/."""
+def list_pages() -> list[Path]:
+    """Return README.md and every Markdown page in docs/."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def blocks(page: Path) -> list[Block]:
-    """The page's blocks in order."""
+def parse_blocks(page: Path) -> list[Block]:
+    """Return the code blocks of a page, in order."""
     lines = page.read_text().splitlines()
     found: list[Block] = []
     index = 0
@@ -53,10 +53,13 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-def commands(page: Path) -> list[str]:
-    """Command lines in its console blocks (after `$ `) and bash blocks, continuation lines joined."""
+def list_commands(page: Path) -> list[str]:
+    """Return the command lines of a page: lines after `$ ` in console blocks, and all lines of bash blocks.
+
+    Continuation lines are joined.
+    """
     found = []
-    for block in blocks(page):
+    for block in parse_blocks(page):
         if block.kind in ("console", "bash"):
             text = block.text.replace("\\\n", " ")
             for line in text.splitlines():
@@ -67,7 +70,7 @@ def commands(page: Path) -> list[str]:
     return found
 
 
-def links(page: Path) -> list[str]:
-    """Targets of its links to files of the project."""
+def list_links(page: Path) -> list[str]:
+    """Return the link targets of a page that are files of this project."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     return [target for target in _LINK.findall(text) if "://" not in target and not target.startswith("mailto:")]

@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ runs; every command in them is one; every link leads somewhere."""
+"""README.md and docs/: every code block runs, every command is valid, and every link target exists."""
 
 import io
 import os
@@ -15,29 +15,30 @@ import pytest
 import torch
 
 from headway.core.runtime import process
-from tests.docs.pages import ROOT, blocks, commands, links, pages
+from tests.docs.pages import ROOT, list_commands, list_links, list_pages, parse_blocks
 
-PAGES = [pytest.param(page, id=page.relative_to(ROOT).as_posix()) for page in pages()]
+PAGES = [pytest.param(page, id=page.relative_to(ROOT).as_posix()) for page in list_pages()]
 
 
 def test_pages_are_found():
     assert len(PAGES) > 10
-    assert sum(block.kind == "python" for page in pages() for block in blocks(page)) > 20
+    assert sum(block.kind == "python" for page in list_pages() for block in parse_blocks(page)) > 20
 
 
 LONG = ("expert_parallel", "context_parallel", "pipeline_parallel", "forecast", "forecast_cases")
-"""Pages that launch whole trainings or forecast many models, for `make test-all`."""
+"""Pages that launch complete training runs or forecast many models. Only `make test-all` runs them."""
 SLOW = ("tensor_parallel", "plan", "notebooks", "adapters", "verify")
 
 
-def _runs(page):
+def _mark_page(page):
     name = page.values[0].stem
     marks = [pytest.mark.matrix] if name in LONG else [pytest.mark.slow] if name in SLOW else []
     return pytest.param(*page.values, id=page.id, marks=marks)
 
 
 @pytest.mark.parametrize(
-    "page", [_runs(page) for page in PAGES if any(block.kind == "python" for block in blocks(page.values[0]))]
+    "page",
+    [_mark_page(page) for page in PAGES if any(block.kind == "python" for block in parse_blocks(page.values[0]))],
 )
 def test_python_blocks_run_in_one_namespace(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -48,12 +49,12 @@ def test_python_blocks_run_in_one_namespace(page, tmp_path, monkeypatch):
     _number_event_files_from_0(monkeypatch)
     printed = io.StringIO()
     try:
-        with redirect_stdout(printed), patch.dict(os.environ):  # what a page sets is not for the tests after it
-            for block in blocks(page):
+        with redirect_stdout(printed), patch.dict(os.environ):  # variables that a page sets must not affect later tests
+            for block in parse_blocks(page):
                 if block.kind == "python":
                     if block.file:
                         Path(block.file).write_text(block.text)
-                    # Moved down, so that a traceback names the page's own line.
+                    # Leading newlines make a traceback show the line number in the page.
                     code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
                     exec(code, module.__dict__)
                 elif block.kind == "output":
@@ -63,28 +64,31 @@ def test_python_blocks_run_in_one_namespace(page, tmp_path, monkeypatch):
 
 
 def _number_event_files_from_0(monkeypatch):
-    """TensorBoard reads files of one process and second in the order of their names: ".10" before ".9"."""
+    """Restart TensorBoard's numbering of event files.
+
+    TensorBoard reads files of the same process and second in lexicographic order, so ".10" would come before ".9".
+    """
     writer = sys.modules.get("tensorboard.summary.writer.event_file_writer")
     if writer is not None:
         monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(0))
 
 
 @pytest.mark.slow
-def test_the_tutorial_is_one_script_that_runs_on_two_processes(tmp_path):
+def test_tutorial_is_one_script_that_runs_on_two_processes(tmp_path):
     page = ROOT / "docs" / "tutorial.md"
-    text = "\n\n".join(block.text for block in blocks(page) if block.kind == "python")
+    text = "\n\n".join(block.text for block in parse_blocks(page) if block.kind == "python")
     (tmp_path / "train.py").write_text(text)
-    ran = _headway(["launch", "-n", "2", "--cpu", "train.py"], tmp_path)
+    ran = _run_headway(["launch", "-n", "2", "--cpu", "train.py"], tmp_path)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert "2 process(es)" in ran.stdout
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page.values[0])])
-def test_commands_are_understood(page, tmp_path):
-    for block in blocks(page):
+@pytest.mark.parametrize("page", [page for page in PAGES if list_commands(page.values[0])])
+def test_commands_are_valid(page, tmp_path):
+    for block in parse_blocks(page):
         if block.file:
             (tmp_path / block.file).write_text(block.text)
-    for line in commands(page):
+    for line in list_commands(page):
         words = shlex.split(line, comments=True)
         for word in words:
             if word.endswith(".py") and not (tmp_path / word).exists():
@@ -95,7 +99,7 @@ def test_commands_are_understood(page, tmp_path):
             module.parent.mkdir(parents=True, exist_ok=True)
             module.touch()
         if words[0] == "headway":
-            _run_headway(words[1:], line, tmp_path)
+            _check_headway_command(words[1:], line, tmp_path)
         elif words[0] == "make":
             makefile = (ROOT / "Makefile").read_text()
             assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in words[1:]), line
@@ -103,25 +107,25 @@ def test_commands_are_understood(page, tmp_path):
             assert (ROOT / words[1]).exists(), line
 
 
-def _run_headway(words: list[str], line: str, folder: Path) -> None:
+def _check_headway_command(words: list[str], line: str, folder: Path) -> None:
     if words[0] == "launch":
         words = ["launch", "--dry-run", *words[1:]]
     elif words[0] == "verify":
-        words = ["verify", "--help", *words[1:]]  # what follows the script is its own
+        words = ["verify", "--help", *words[1:]]  # arguments after the script belong to the script
     elif words[:2] not in (["config", "show"], ["config", "default"]):
-        end = words.index("--") if "--" in words else len(words)  # what follows is a script's own
+        end = words.index("--") if "--" in words else len(words)  # arguments after "--" belong to the script
         words = [*words[:end], "--help"]
-    ran = _headway(words, folder)
+    ran = _run_headway(words, folder)
     lacks_accelerators = "--gpu_ids" in words and "no accelerator that torch can use" in ran.stderr
     assert ran.returncode == 0 or lacks_accelerators, f"{line}\n{ran.stderr[-1500:]}"
 
 
-def _headway(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def _run_headway(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "SLURM_"))}
     return subprocess.run([sys.executable, "-m", "headway", *words], cwd=folder, capture_output=True, text=True,
                           timeout=120, env={**environment, "HEADWAY_HOME": str(folder / "home")})  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
-    assert [target for target in links(page) if not (page.parent / target).exists()] == []
+def test_link_targets_exist(page):
+    assert [target for target in list_links(page) if not (page.parent / target).exists()] == []

@@ -1,4 +1,4 @@
-"""The notebooks in examples/notebooks run from their first cell to their last and print what is stored in them."""
+"""The notebooks in examples/notebooks run completely and print the outputs that are stored in them."""
 
 import sys
 
@@ -21,10 +21,10 @@ NOTEBOOKS = sorted(notebooks.FOLDER.glob("*.ipynb"))
         for path in NOTEBOOKS
     ],
 )
-def test_a_notebook_runs_and_its_stored_outputs_are_current(path, tmp_path, monkeypatch):
+def test_notebook_runs_and_its_stored_outputs_are_current(path, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     stored = nbformat.read(path, as_version=4)
-    assert sum("assert " in cell.source for cell in stored.cells) >= 1, "a notebook that proves nothing"
+    assert sum("assert " in cell.source for cell in stored.cells) >= 1, "this notebook has no assertion"
     found = notebooks.run_notebook(path, tmp_path)
     changes = notebooks.compare_outputs(stored, found)
     assert not changes, f"python scripts/notebooks.py --write {path.stem} stores these outputs:\n{changes}"
@@ -62,11 +62,11 @@ def make_notebook(*texts, tags=()):
         ("from /tmp/tmpab1/run/1", "from /tmp/tmpab1/run/2", [], False),
     ],
 )
-def test_outputs_are_compared_without_what_varies(stored, found, tags, is_current):
+def test_comparison_ignores_values_that_vary(stored, found, tags, is_current):
     changes = notebooks.compare_outputs(make_notebook(stored, tags=tags), make_notebook(found, tags=tags))
     assert (not changes) == is_current, changes
 
 
-def test_an_output_more_or_less_is_a_change():
+def test_added_or_missing_output_is_a_change():
     assert notebooks.compare_outputs(make_notebook("a"), make_notebook("a", "b"))
     assert notebooks.compare_outputs(make_notebook("a", tags=["text-varies"]), make_notebook(tags=["text-varies"]))

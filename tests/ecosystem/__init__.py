@@ -1,1 +1,1 @@
-"""Libraries that import Accelerate, each run on the real package and on Headway under its name."""
+"""Libraries that import Accelerate: each runs with the real package, and with Headway under Accelerate's name."""

@@ -1,8 +1,8 @@
-"""The same script on Accelerate and on Headway in its place, not a character changed: what each rank noted, side by side.
+"""Runs the same unchanged script with Accelerate and with Headway in its place, and compares the numbers that each rank records.
 
-A script stands in `tests/ecosystem/scripts`, imports what its users import, and notes numbers with
-`tests.scripts.evidence.Evidence("evidence", rank)`. One process per library has the heavy packages imported and forks itself
-for each rank, so a run costs no start-up.
+Scripts are in `tests/ecosystem/scripts`. They import what their users would import, and record numbers with
+`tests.scripts.evidence.Evidence("evidence", rank)`. One process per library has already imported the heavy packages and
+forks itself for each rank, so that a run has no start-up cost.
 """
 
 import json
@@ -30,23 +30,23 @@ PRELOADED = [
     *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "t5")),
     *(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "reward", "grpo")),
 ]  # fmt: skip
-"""What the scripts import: once for each library and process of the suite, which takes as long as dozens of runs."""
+"""Modules that the scripts import. Each stage imports them once, which takes as long as dozens of runs."""
 
 Numbers = dict[str, list[float]]
 
 
 @dataclass
 class Sides:
-    """What a script noted, by rank: on Accelerate, and on Headway."""
+    """The numbers that a script recorded on each rank, with Accelerate and with Headway."""
 
     accelerate: list[Numbers]
     headway: list[Numbers]
 
     def differences(self) -> dict[str, float]:
-        """The largest difference under each name over all ranks, relative to the largest number of that name.
+        """Return the largest difference for each name over all ranks, relative to the largest number with that name.
 
         Raises:
-            AssertionError: one of them noted other names, or not as many numbers.
+            AssertionError: If the libraries recorded different names or different amounts of numbers.
         """
         found: dict[str, float] = {}
         assert len(self.accelerate) == len(self.headway) > 0
@@ -61,28 +61,28 @@ class Sides:
         return found
 
 
-def _difference(one: list[float], other: list[float]) -> float:
-    largest = max((abs(a - b) for a, b in zip(one, other)), default=0.0)
-    return largest / (max(map(abs, one), default=1.0) or 1.0)
+def _difference(a_numbers: list[float], b_numbers: list[float]) -> float:
+    largest = max((abs(a - b) for a, b in zip(a_numbers, b_numbers)), default=0.0)
+    return largest / (max(map(abs, a_numbers), default=1.0) or 1.0)
 
 
 @cache
 def _stages() -> dict[str, Stage]:
-    """A stage for each library, which ends with this process."""
+    """Return one stage per library, which exists until this process ends."""
     as_accelerate = make_variables({name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ})
     return {
-        # Where one of its ranks hangs when it is done (see below), nobody waits for it.
+        # A rank of Accelerate may hang after it has finished (see below), so the stage only waits briefly.
         "accelerate": Stage(["accelerate", *PRELOADED], grace_s=1.0),
         "headway": Stage(["accelerate", "headway.accelerator", *PRELOADED], as_accelerate),
     }
 
 
 class Both:
-    """Runs scripts on both libraries.
+    """Runs scripts with both libraries.
 
     Args:
-        folder: for what the runs write.
-        scripts: the folder that the scripts stand in.
+        folder: Folder for the files of all runs.
+        scripts: Folder with the scripts.
     """
 
     def __init__(self, folder: Path, scripts: Path = SCRIPTS) -> None:
@@ -91,34 +91,36 @@ class Both:
         self._num_runs = 0
 
     def run(self, script: str, *args: str, world_size: int = 1, timeout_s: float = 240) -> Sides:
-        """Run SCRIPT.py with ARGS on so many processes of each library.
+        """Run SCRIPT.py with these arguments on `world_size` processes, with both libraries.
 
         Raises:
-            AssertionError: a rank failed; what it printed is the message.
+            AssertionError: If a rank failed. The message is its output.
         """
         self._num_runs += 1
-        return Sides(*(self._one(library, script, args, world_size, timeout_s) for library in LIBRARIES))
+        return Sides(*(self._run_once(library, script, args, world_size, timeout_s) for library in LIBRARIES))
 
     def run_on(
         self, library: str, script: str, *args: str, world_size: int = 1, timeout_s: float = 240
     ) -> list[Numbers]:
-        """Run it on one of the two, "accelerate" or "headway"; returns what each rank noted.
+        """Run the script with one library, "accelerate" or "headway", and return the recorded numbers of each rank.
 
         Raises:
-            AssertionError: a rank failed; what it printed is the message.
+            AssertionError: If a rank failed. The message is its output.
         """
         self._num_runs += 1
-        return self._one(library, script, args, world_size, timeout_s)
+        return self._run_once(library, script, args, world_size, timeout_s)
 
-    def latest(self, library: str, script: str) -> Path:
-        """The folder that the latest run had as its current one."""
+    def get_latest_folder(self, library: str, script: str) -> Path:
+        """Return the working folder of the latest run."""
         return self.folder / f"{self._num_runs}-{script}-{library}"
 
-    def _one(self, library: str, script: str, args: Sequence[str], world_size: int, timeout_s: float) -> list[Numbers]:
+    def _run_once(
+        self, library: str, script: str, args: Sequence[str], world_size: int, timeout_s: float
+    ) -> list[Numbers]:
         folder = self.folder / f"{self._num_runs}-{script}-{library}"
         path = self.scripts / f"{script}.py"
         codes = _stages()[library].run(path, *args, folder=folder, world_size=world_size, timeout_s=timeout_s)
-        told = "".join((folder / f"log{rank}").read_text()[-6000:] for rank in range(world_size))
-        # With gloo a rank of Accelerate's may hang when it is done: the group is gone, and DDP's reducer is still there.
-        assert set(codes) <= ({0} if library == "headway" else {0, None}), f"{library}: {codes}\n{told}"
+        output = "".join((folder / f"log{rank}").read_text()[-6000:] for rank in range(world_size))
+        # With gloo, a rank of Accelerate may hang at exit, because DDP's reducer outlives the process group.
+        assert set(codes) <= ({0} if library == "headway" else {0, None}), f"{library}: {codes}\n{output}"
         return [json.loads((folder / "evidence" / f"rank{rank}.json").read_text()) for rank in range(world_size)]

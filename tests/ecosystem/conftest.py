@@ -1,4 +1,4 @@
-"""What tests of several libraries share."""
+"""Fixtures for the tests of several libraries."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from tests.ecosystem.both import Both
 
 @pytest.fixture(scope="package")
 def language(tmp_path_factory):
-    """Runs scripts on both libraries."""
+    """Return a runner of scripts with both libraries."""
     return Both(tmp_path_factory.mktemp("language"))

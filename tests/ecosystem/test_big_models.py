@@ -1,4 +1,6 @@
-"""transformers' `device_map=` and PEFT on placed models, on Accelerate and on Headway, with the hooks that libraries read."""
+"""transformers' `device_map=` and PEFT on dispatched models, with Accelerate and with Headway, including the hooks that
+libraries read.
+"""
 
 import pytest
 
@@ -29,7 +31,7 @@ def test_loading_by_a_device_map_and_generating(both, family, places):
 
 
 @needs_compiler
-def test_weights_that_stream_to_an_accelerator_of_the_tests(both):
+def test_weights_stream_to_the_toy_accelerator(both):
     build.build()
     sides = both.run("big_models", "llama", "toy")
     differences = sides.differences()
@@ -38,19 +40,19 @@ def test_weights_that_stream_to_an_accelerator_of_the_tests(both):
     assert set(sides.headway[0]["of the reference"]) == {1.0}
 
 
-def test_lora_on_a_placed_model(both):
+def test_lora_on_a_dispatched_model(both):
     differences = both.run("big_model_adapters", "cpu").differences()
     assert set(differences.values()) == {0.0}, differences
 
 
-def test_lora_on_a_model_on_disk_which_only_headway_trains_and_merges(both):
+def test_only_headway_trains_and_merges_lora_on_a_model_on_disk(both):
     in_memory = both.run("big_model_adapters", "cpu").headway
     on_disk = both.run_on("headway", "big_model_adapters", "disk")
     names = ("loss", "gradients", "trained", "loaded", "tokens", "merged", "resized", "parameters")
     assert {name: on_disk[0][name] for name in names} == {name: in_memory[0][name] for name in names}
 
 
-def test_maps_are_accelerates_own(both):
+def test_device_maps_equal_those_of_accelerate(both):
     sides = both.run("device_maps")
     assert set(sides.differences().values()) == {0.0}, sides.differences()
     for kind in ("host alone", "accelerators"):

@@ -1,4 +1,4 @@
-"""Each side of a comparison runs on the library that it says."""
+"""Each side of a comparison runs with the library that it names."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Layer-wise casting: the numbers are Accelerate's."""
+"""Layerwise casting gives the same numbers as Accelerate."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Checkpoints across the two libraries: a run that one of them saved in the middle of an epoch goes on under the other."""
+"""Checkpoints across the two libraries: a run that one library saved in the middle of an epoch resumes with the other."""
 
 import os
 from pathlib import Path
@@ -28,15 +28,15 @@ def run(both, tmp_path):
     return run
 
 
-def apart(one: Numbers, other: Numbers) -> float:
+def measure_difference(one: Numbers, other: Numbers) -> float:
     return max(Sides([one], [other]).differences().values())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_goes_on_under_the_other_library(world_size, run, tmp_path):
+def test_run_resumes_with_the_other_library(world_size, run, tmp_path):
     whole = {library: run(library, library, world_size=world_size) for library in ("accelerate", "headway")}
     for their, our in zip(*whole.values()):
-        assert apart(their, our) <= (0.0 if world_size == 1 else 1e-6)
+        assert measure_difference(their, our) <= (0.0 if world_size == 1 else 1e-6)
     folder = {library: str(tmp_path / library / "checkpoints" / "checkpoint_0") for library in whole}
     again = {
         (by, wrote): run(by, f"{by}-{wrote}", "--resume", "--folder", folder[wrote], world_size=world_size)
@@ -46,16 +46,16 @@ def test_a_run_goes_on_under_the_other_library(world_size, run, tmp_path):
     for rank in range(world_size):
         theirs = again["accelerate", "accelerate"][rank]
         allowed = 0.0 if world_size == 1 else 1e-6
-        assert apart(theirs, again["headway", "accelerate"][rank]) <= allowed
-        assert apart(theirs, again["accelerate", "headway"][rank]) <= allowed
-        # Headway's own checkpoint also holds the order of the epoch in progress: nothing differs from the undisturbed run.
+        assert measure_difference(theirs, again["headway", "accelerate"][rank]) <= allowed
+        assert measure_difference(theirs, again["accelerate", "headway"][rank]) <= allowed
+        # Headway's own checkpoint also has the order of the current epoch, so the run equals the uninterrupted one.
         ours, undisturbed = again["headway", "headway"][rank], whole["headway"][rank]
         assert ours["parameters"] == undisturbed["parameters"]
         assert ours["loss"] == undisturbed["loss"][-len(ours["loss"]) :]
 
 
 @pytest.mark.parametrize("flags", [(), ("--binary",)], ids=["safetensors", "torch"])
-def test_the_files_are_accelerates(flags, run, tmp_path):
+def test_files_equal_those_of_accelerate(flags, run, tmp_path):
     for library in ("accelerate", "headway"):
         run(library, library, *flags)
     theirs, ours = (tmp_path / library / "checkpoints" / "checkpoint_0" for library in ("accelerate", "headway"))
@@ -63,22 +63,22 @@ def test_the_files_are_accelerates(flags, run, tmp_path):
     for name in os.listdir(theirs):
         read = load_file if name.endswith(".safetensors") else load
         their, our = read(theirs / name), read(ours / name)
-        if "step" in their:  # micro-batches so far; what counts is how many of a window are in hand
+        if "step" in their:  # total number of micro-batches; only the position within the window matters
             their["step"] %= 2
-        assert _alike(their, our), name
+        assert _is_equal(their, our), name
 
 
-def _alike(one: object, other: object) -> bool:
+def _is_equal(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(_alike(one[k], other[k]) for k in one)
+        return isinstance(other, dict) and one.keys() == other.keys() and all(_is_equal(one[k], other[k]) for k in one)
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_alike, one, other))  # type: ignore[arg-type]
+        return len(one) == len(other) and all(map(_is_equal, one, other))  # type: ignore[arg-type]
     return type(one) is type(other) and bool(numpy.all(one == other))
 
 
-def test_the_newest_one_is_found_whoever_wrote_it(run, tmp_path):
+def test_newest_checkpoint_is_found_with_either_library(run, tmp_path):
     run("accelerate", "one")
     assert run("headway", "one", "--resume") == run("accelerate", "one", "--resume")
 

@@ -1,4 +1,4 @@
-"""Which rows each rank sees, and what comes of them, for many ways to load, accumulate and gather: the same under both libraries."""
+"""The rows of each rank, and the results, for many ways to load, accumulate and gather: equal with both libraries."""
 
 import pytest
 
@@ -15,7 +15,7 @@ LOOPS = [
     "--precision bf16 --steps 2", "--num_rows 3",
 ]  # fmt: skip
 TOLERANCE = 1e-6
-"""Of two processes, relative to the largest number of its kind; on one process every bit is the same."""
+"""Tolerance with two processes, relative to the largest number of its kind. One process must be equal bit for bit."""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def both(tmp_path_factory) -> Both:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_same_rows_and_numbers(world_size, both):
+def test_rows_and_numbers_are_equal(world_size, both):
     found = both.run("data_loops", *LOOPS, world_size=world_size).differences()
     assert len(found) > 10 * len(LOOPS)
     allowed = 0.0 if world_size == 1 else TOLERANCE

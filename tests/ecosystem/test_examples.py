@@ -1,4 +1,4 @@
-"""Accelerate's documented examples, written anew from their description: the same numbers under both libraries."""
+"""Accelerate's documented examples, rewritten from their descriptions: equal numbers with both libraries."""
 
 import pytest
 
@@ -30,7 +30,7 @@ EXAMPLES = {
     "DDP communication hook, PowerSGD": ("examples_comm_hook", "power_sgd"),
 }
 TOLERANCE = 1e-6
-"""Of two processes, relative to the largest number of its kind; on one process every bit is the same."""
+"""Tolerance with two processes, relative to the largest number of its kind. One process must be equal bit for bit."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def both(tmp_path_factory) -> Both:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_same_numbers(name, world_size, both):
+def test_numbers_are_equal(name, world_size, both):
     script, flags = EXAMPLES[name]
     found = both.run(script, *flags.split(), world_size=world_size).differences()
     assert len(found) >= 2

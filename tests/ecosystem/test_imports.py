@@ -1,4 +1,4 @@
-"""What libraries touch of Accelerate is served under its name, or names_used.md says why not."""
+"""Names of Accelerate that libraries use are served under its name, or names_used.md gives a reason."""
 
 import json
 import os
@@ -17,22 +17,22 @@ LIBRARIES = ("transformers", "peft", "trl", "diffusers", "sentence_transformers"
 ROOT = Path(__file__).parents[2]
 TABLE = (ROOT / "tests" / "ecosystem" / "names_used.md").read_text()
 ROWS = {name: rest.split(" | ") for name, rest in re.findall(r"^\| `(\S+)` \| (.*) \|$", TABLE, re.MULTILINE)}
-"""name -> [by, how it is served, a test of it]."""
+"""{name: [libraries, how it is served, test file]}."""
 
 
 @pytest.fixture(scope="module")
 def found():
-    """Each name that the libraries touch, from a process that has Headway under Accelerate's name: [how it is served, by whom]."""
+    """Return {name: [how it is served, libraries]}, from a process that has Headway under Accelerate's name."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **make_variables(os.environ)}
-    told = subprocess.run(
+    ran = subprocess.run(
         [sys.executable, "-m", "tests.ecosystem.names_used", *LIBRARIES],
         env=environment, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
-    assert told.returncode == 0, told.stderr[-3000:]
-    return json.loads(told.stdout.splitlines()[-1])
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads(ran.stdout.splitlines()[-1])
 
 
-def test_what_they_touch_is_there_or_has_a_reason(found):
+def test_used_names_are_served_or_have_a_reason(found):
     assert {name: how for name, (how, _) in found.items() if how.strip() == "no:"} == {}
     assert {name for name, (how, _) in found.items() if how.startswith("no")} <= {
         "Accelerator.deepspeed_ulysses_dl_adapter", "Accelerator.type", "DeepSpeedPlugin.set_deepspeed_weakref",
@@ -40,11 +40,14 @@ def test_what_they_touch_is_there_or_has_a_reason(found):
     }  # fmt: skip
 
 
-def test_the_table_has_all_of_it(found):
-    """A library that is of another version than the table may touch other names; what the table says of a name holds."""
-    told = {name: [", ".join(by), how] for name, (how, by) in found.items()}
+def test_table_is_complete_and_correct(found):
+    """Compare the table with the installed libraries.
+
+    Other versions of a library may use other names. The table's entries for known names must still be correct.
+    """
+    expected = {name: [", ".join(by), how] for name, (how, by) in found.items()}
     assert {name: row[1] for name, row in ROWS.items() if name in found} == {
-        name: how for name, (_, how) in told.items() if name in ROWS
+        name: how for name, (_, how) in expected.items() if name in ROWS
     }
     if all(f"{library} {version(library)}" in TABLE for library in LIBRARIES):
         others = {"skorch", "pytorch_accelerated", "lm_eval", "setfit", "smolagents"}
@@ -52,7 +55,7 @@ def test_the_table_has_all_of_it(found):
             name: [", ".join(each for each in row[0].split(", ") if each not in others), row[1]]
             for name, row in ROWS.items()
         }
-        assert {name: row for name, row in known.items() if row[0]} == told
+        assert {name: row for name, row in known.items() if row[0]} == expected
 
 
 def test_each_library_was_read(found):

@@ -1,4 +1,4 @@
-"""A script with shards, a loader and a tracker of its own: the same samples, losses and log on both libraries."""
+"""A script with its own sharded sampler, loader and tracker: equal samples, losses and logs with both libraries."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def both(tmp_path_factory):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_same_rows_losses_and_log(both, world_size):
+def test_rows_losses_and_log_are_equal(both, world_size):
     sides = both.run("own_samplers", world_size=world_size)
     found = sides.differences()
     noted = {"loss", "lengths", "a", "b", "rows", "skipped", "shared", "shapes"}

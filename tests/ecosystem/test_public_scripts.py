@@ -1,7 +1,7 @@
-"""The ten kinds of public script of `tests/scripts`, not a character changed, under Accelerate's name: its own numbers.
+"""The ten kinds of public scripts in `tests/scripts`, unchanged, under Accelerate's name: equal numbers.
 
-Other than with a changed import (`tests/distributed/test_public_scripts.py`), this takes in what Accelerate does with short
-windows and the ends of epochs.
+Unlike with a changed import (`tests/distributed/test_public_scripts.py`), this includes Accelerate's behavior for short
+windows and for the ends of epochs.
 """
 
 import pytest
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 PUBLIC = SCRIPTS.parents[1] / "scripts"
 TOLERANCE = 1e-6
-"""Of two processes, relative to the largest number of its kind; on one process every bit is the same."""
+"""Tolerance with two processes, relative to the largest number of its kind. One process must be equal bit for bit."""
 
 CASES = {
     "text_classification": "",
@@ -35,7 +35,7 @@ def both(tmp_path_factory) -> Both:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("script", CASES)
-def test_the_same_numbers(script, world_size, both):
+def test_numbers_are_equal(script, world_size, both):
     args = [*CASES[script].split(), "--evidence", "evidence"]
     found = both.run(script, *args, world_size=world_size).differences()
     assert {"loss", "gradients", "parameters"} <= found.keys()

@@ -1,4 +1,4 @@
-"""Random ways to load, leave, skip, gather and schedule give what they give with Accelerate, on one process and on two."""
+"""Random cases of data loading and schedules give the same results as Accelerate, on one and on two processes."""
 
 import pytest
 

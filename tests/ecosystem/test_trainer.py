@@ -1,4 +1,4 @@
-"""transformers' Trainer, unchanged, on Accelerate and on Headway in its place: the same losses, metrics, weights and files."""
+"""transformers' unchanged Trainer with Accelerate and with Headway: equal losses, metrics, weights and files."""
 
 import json
 from dataclasses import dataclass, field
@@ -17,25 +17,25 @@ def both(tmp_path_factory):
 
 @dataclass
 class Case:
-    """What a run is told."""
+    """Arguments and options of one run."""
 
     arguments: dict = field(default_factory=dict)
     options: list = field(default_factory=list)
     num_processes: int = 1
 
-    def line(self):
+    def make_arguments(self):
         return ["--arguments", json.dumps(self.arguments), *self.options]
 
 
-def differences(sides: Sides) -> dict[str, float]:
-    """What is not equal bit by bit."""
-    return {name: found for name, found in sides.differences().items() if found}
+def find_differences(sides: Sides) -> dict[str, float]:
+    """Return the differences that are not zero."""
+    return {name: found for name, found in sides.find_differences().items() if found}
 
 
-def compared(one: list[Numbers], other: list[Numbers], without=()) -> dict[str, float]:
-    """The same of two runs that noted as much under each name, but for some."""
+def compare(one: list[Numbers], other: list[Numbers], without=()) -> dict[str, float]:
+    """Return the differences that are not zero between two runs, without those under the names in `without`."""
     kept = [[{name: each[name] for name in each if name not in without} for each in side] for side in (one, other)]
-    return differences(Sides(*kept))
+    return find_differences(Sides(*kept))
 
 
 EPOCHS = {"num_train_epochs": 2}
@@ -77,66 +77,69 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_trains_alike(both, case):
-    sides = both.run("trainer", *case.line(), world_size=case.num_processes)
-    assert differences(sides) == {}
+def test_trainer_trains_equally(both, case):
+    sides = both.run("trainer", *case.make_arguments(), world_size=case.num_processes)
+    assert find_differences(sides) == {}
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_resumes_from_either_librarys_checkpoint(both, num_processes):
+def test_trainer_resumes_from_either_librarys_checkpoint(both, num_processes):
     arguments = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "save_steps": 3}
-    line = Case(arguments, ["--save", "steps", "--evaluate"]).line()
+    line = Case(arguments, ["--save", "steps", "--evaluate"]).make_arguments()
     straight = both.run("trainer", *line, world_size=num_processes)
-    assert differences(straight) == {}
-    written = [both.latest(library, "trainer") / "out" / "checkpoint-3" for library in LIBRARIES]
-    for checkpoint in written:  # in the second epoch on two processes, in the first on one
+    assert find_differences(straight) == {}
+    written = [both.get_latest_folder(library, "trainer") / "out" / "checkpoint-3" for library in LIBRARIES]
+    for checkpoint in written:  # in the second epoch with two processes, in the first with one
         resumed = both.run("trainer", *line, "--perturbed", "--resume", str(checkpoint), world_size=num_processes)
-        assert differences(resumed) == {}
-        # The mean loss of the run counts what was trained on here, and older checkpoints are not in this run's folder.
+        assert find_differences(resumed) == {}
+        # The mean loss covers only the resumed part, and older checkpoints are not in this run's folder.
         other = ("train_loss", "log: train_loss", "checkpoints")
-        assert compared(straight.accelerate, resumed.headway, other) == {}
+        assert compare(straight.accelerate, resumed.headway, other) == {}
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_batch_size_is_found_where_memory_runs_out(both, num_processes):
-    """On two processes it runs out on one of them only, which Accelerate's other one would wait for."""
+def test_batch_size_is_reduced_if_memory_runs_out_on_one_process(both, num_processes):
+    """Run out of memory on the last process only.
+
+    With Accelerate, the other process would wait forever.
+    """
     arguments = {"num_train_epochs": 1, "auto_find_batch_size": True}
     hungry = ["--hungry", str(num_processes - 1)]
-    found = both.run_on("headway", "trainer", *Case(arguments, hungry).line(), world_size=num_processes)
-    fitting = Case({**arguments, "per_device_train_batch_size": 2}).line()
+    found = both.run_on("headway", "trainer", *Case(arguments, hungry).make_arguments(), world_size=num_processes)
+    fitting = Case({**arguments, "per_device_train_batch_size": 2}).make_arguments()
     known = both.run_on("accelerate", "trainer", *fitting, world_size=num_processes)
     assert [each["batch size"][0] for each in found] == [2.0] * num_processes
-    assert compared(known, found) == {}
+    assert compare(known, found) == {}
 
 
 @pytest.mark.parametrize("options", [[], ["--configured"]], ids=["of its own", "made before"])
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_transformers_reads_the_same_of_the_states(both, num_processes, options):
-    assert differences(both.run("contracts", *options, world_size=num_processes)) == {}
+def test_transformers_reads_equal_states(both, num_processes, options):
+    assert find_differences(both.run("contracts", *options, world_size=num_processes)) == {}
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_a_sharded_model_trains_alike_and_resumes(both, kind):
-    """On CPUs Accelerate trains a replica where FSDP is asked for, and Headway shards."""
+def test_sharded_model_trains_equally_and_resumes(both, kind):
+    """Train with FSDP on CPUs, where Accelerate trains a replica and Headway shards."""
     arguments = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "save_steps": 2, "max_grad_norm": 0.0}
     sharded = {**arguments, "fsdp": True, "fsdp_config": {"state_dict_type": kind}}
-    line = Case(sharded, ["--save", "steps", "--evaluate"]).line()
+    line = Case(sharded, ["--save", "steps", "--evaluate"]).make_arguments()
     sides = both.run("trainer", *line, world_size=2)
     assert all(each.pop("is sharded") == [0.0] for each in sides.accelerate)
     assert all(each.pop("is sharded") == [1.0] for each in sides.headway)
-    assert max(sides.differences().values()) < 1e-6
-    checkpoint = both.latest("headway", "trainer") / "out" / "checkpoint-2"
+    assert max(sides.find_differences().values()) < 1e-6
+    checkpoint = both.get_latest_folder("headway", "trainer") / "out" / "checkpoint-2"
     resumed = both.run_on("headway", "trainer", *line, "--perturbed", "--resume", str(checkpoint), world_size=2)
-    assert compared(sides.headway, resumed, ("train_loss", "log: train_loss", "checkpoints", "is sharded")) == {}
+    assert compare(sides.headway, resumed, ("train_loss", "log: train_loss", "checkpoints", "is sharded")) == {}
 
 
 @pytest.mark.parametrize("options", [[], ["--adapter"]], ids=["all weights", "a PEFT adapter"])
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_sharded_files_are_read_by_either_library_on_another_number_of_processes(both, kind, options):
+def test_sharded_files_are_read_by_either_library_on_more_processes(both, kind, options):
     line = ["--kind", kind, *options]
     made = both.run("sharded_files", *line, world_size=2)
-    assert differences(made) == {}
-    written = {library: both.latest(library, "sharded_files") / "saved" for library in LIBRARIES}
+    assert find_differences(made) == {}
+    written = {library: both.get_latest_folder(library, "sharded_files") / "saved" for library in LIBRARIES}
     for writer, reader in zip(LIBRARIES, reversed(LIBRARIES)):
         read = both.run_on(reader, "sharded_files", *line, "--read", str(written[writer]), world_size=3)
-        assert compared(made.accelerate[:1], read[:1]) == {}
+        assert compare(made.accelerate[:1], read[:1]) == {}

@@ -1,11 +1,11 @@
-"""TRL's trainers give the same numbers on Headway as on Accelerate, to the last bit."""
+"""Tests that TRL's trainers give bit-identical numbers with Headway and with Accelerate."""
 
 import pytest
 
 pytestmark = pytest.mark.slow
 
 
-def unequal(differences):
+def keep_nonzero(differences):
     return {name: value for name, value in differences.items() if value}
 
 
@@ -21,15 +21,15 @@ def test_supervised_fine_tuning(language, way):
         "parameters",
         "random",
     }
-    assert unequal(differences) == {}
+    assert keep_nonzero(differences) == {}
 
 
 def test_supervised_fine_tuning_on_two_processes(language):
-    assert unequal(language.run("sft", "text", world_size=2).differences()) == {}
+    assert keep_nonzero(language.run("sft", "text", world_size=2).differences()) == {}
 
 
 @pytest.mark.parametrize("way", ["reference", "lora", "ahead", "defaults"])
-def test_preferences(language, way):
+def test_preference_optimization(language, way):
     differences = language.run("dpo", way).differences()
     assert differences.keys() >= {
         "loss",
@@ -38,23 +38,23 @@ def test_preferences(language, way):
         "logps/chosen",
         "eval_rewards/margins",
     }
-    # What is computed ahead is read through tqdm.auto, which opens a loader twice; Headway's draws each time, as torch's does.
-    assert unequal(differences).keys() <= ({"random"} if way == "ahead" else set())
+    # Precomputation reads through tqdm.auto, which calls iter() twice. Headway's loader draws each time, like torch's.
+    assert keep_nonzero(differences).keys() <= ({"random"} if way == "ahead" else set())
 
 
-def test_preferences_on_two_processes(language):
-    assert unequal(language.run("dpo", "reference", world_size=2).differences()) == {}
+def test_preference_optimization_on_two_processes(language):
+    assert keep_nonzero(language.run("dpo", "reference", world_size=2).differences()) == {}
 
 
-def test_a_reward_model(language):
+def test_reward_model(language):
     differences = language.run("reward").differences()
     assert differences.keys() >= {"loss", "accuracy", "margin", "eval_mean_reward"}
-    assert unequal(differences) == {}
+    assert keep_nonzero(differences) == {}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_reinforcement(language, world_size):
-    # Of 8 prompts for evaluation: Accelerate cuts the last batch by the prompts' number, which the sampler repeats.
+def test_reinforcement_learning(language, world_size):
+    # With 8 evaluation prompts: the sampler repeats prompts, and Accelerate cuts the last batch by the number of prompts.
     differences = language.run("grpo", world_size=world_size).differences()
     assert differences.keys() >= {"loss", "reward", "kl", "completions/mean_length", "eval_loss"}
-    assert unequal(differences) == {}
+    assert keep_nonzero(differences) == {}

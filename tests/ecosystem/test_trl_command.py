@@ -1,4 +1,4 @@
-"""The command `trl` starts training through Accelerate's launcher: here through Headway's, with the same result."""
+"""Tests that the command `trl`, which uses Accelerate's launcher, gives the same result with Headway's launcher."""
 
 import json
 import os
@@ -31,46 +31,46 @@ ARGUMENTS = """
 """
 
 
-def call(folder, *command, stands_in=True):
-    """What a command prints."""
+def call(folder, *command, uses_headway=True):
+    """Run a Python command in the folder and return its output."""
     environment = {
         **os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo",
-        **(make_variables(os.environ) if stands_in else {}),
+        **(make_variables(os.environ) if uses_headway else {}),
     }  # fmt: skip
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
     )
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
-    return ended.stdout
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model and a data set as files."""
-    made = tmp_path_factory.mktemp("trl")
-    texts = json.loads(call(made, "-c", TINY, str(SCRIPTS)).splitlines()[-1])
-    (made / "data").mkdir()
-    (made / "data/train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return made
+    """Return a folder with a small model and a data set."""
+    path = tmp_path_factory.mktemp("trl")
+    texts = json.loads(call(path, "-c", TINY, str(SCRIPTS)).splitlines()[-1])
+    (path / "data").mkdir()
+    (path / "data/train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
 
 
-def trained(folder, *more, stands_in=True):
-    """The weights that `trl sft` leaves."""
-    call(folder, "-m", "trl.cli.main", "sft", *ARGUMENTS.split(), *more, stands_in=stands_in)
+def train(folder, *more, uses_headway=True):
+    """Run `trl sft` and return the weights that it saves."""
+    call(folder, "-m", "trl.cli.main", "sft", *ARGUMENTS.split(), *more, uses_headway=uses_headway)
     weights = load_file(folder / "out/model.safetensors")
     (folder / "out/model.safetensors").unlink()
     return weights
 
 
-def test_it_trains_to_the_same_weights(folder):
-    theirs, ours = trained(folder, stands_in=False), trained(folder, "--num_processes", "1")
+def test_weights_match_those_of_accelerate(folder):
+    theirs, ours = train(folder, uses_headway=False), train(folder, "--num_processes", "1")
     assert theirs.keys() == ours.keys()
     assert all(theirs[name].equal(ours[name]) for name in theirs)
 
 
-def test_its_own_config_for_shards_is_read(folder):
+def test_fsdp_config_of_trl_is_applied(folder):
     before = load_file(folder / "model/model.safetensors")
-    after = trained(folder, "--accelerate_config", "fsdp2", "--num_processes", "2", "--mixed_precision", "no")
+    after = train(folder, "--accelerate_config", "fsdp2", "--num_processes", "2", "--mixed_precision", "no")
     # The file asks for whole weights, so the trainer writes them.
     assert after.keys() == before.keys()
     moved = max((after[name] - before[name]).abs().max().item() for name in after)

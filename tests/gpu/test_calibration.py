@@ -1,4 +1,4 @@
-"""On one CUDA device: what `headway estimate --calibrate` measures, beside what a forecast then says of a real run."""
+"""On one CUDA device: what `headway estimate --calibrate` measures, and whether a forecast with this record matches a real run."""
 
 import pytest
 import torch
@@ -15,11 +15,11 @@ pytestmark = [
 ]
 
 
-def net() -> nn.Module:
+def build_model() -> nn.Module:
     return nn.Sequential(nn.Linear(1024, 4096), nn.Tanh(), nn.Linear(4096, 1024))
 
 
-@pytest.mark.card("rates are its clock's; forecasts beside the allocator: benchmarks/cuda_build")
+@pytest.mark.card("rates depend on the card's clock; benchmarks/cuda_build compares forecasts with the allocator")
 def test_what_a_process_takes_beside_tensors(tmp_path, monkeypatch):
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
     record, again = calibration.measure_overhead(), calibration.measure_overhead()
@@ -28,7 +28,7 @@ def test_what_a_process_takes_beside_tensors(tmp_path, monkeypatch):
     assert record.memory == torch.cuda.get_device_properties(0).total_memory
     calibration.write_record(tmp_path / "devices.json", name_this_device(), record)
     found = headway.forecast(
-        net,
+        build_model,
         lambda size: (torch.zeros(size, 1024), torch.zeros(size, 1024)),
         loss=nn.functional.mse_loss,
         batch_size=4096,
@@ -40,5 +40,7 @@ def test_what_a_process_takes_beside_tensors(tmp_path, monkeypatch):
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_reserved()
     with torch.device("cuda"):
-        run_recipe(net(), StepRecipe(torch.optim.AdamW, nn.functional.mse_loss), lambda: (torch.zeros(4096, 1024),) * 2)
+        run_recipe(
+            build_model(), StepRecipe(torch.optim.AdamW, nn.functional.mse_loss), lambda: (torch.zeros(4096, 1024),) * 2
+        )
     assert torch.cuda.max_memory_reserved() - held == pytest.approx(found.reserved, rel=0.1)

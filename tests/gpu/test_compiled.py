@@ -1,4 +1,4 @@
-"""Compiled models on one CUDA device: inductor through Triton, whole and by regions, and CUDA graphs under accumulation."""
+"""Compiled models on one CUDA device: inductor with Triton, for whole models and for regions, and CUDA graphs with accumulation."""
 
 import pytest
 import torch
@@ -7,9 +7,7 @@ from headway import Accelerator, TorchDynamoPlugin
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.card(
-        "Triton's kernels; the same losses through the compiler on CPUs: tests/distributed/test_compiled.py"
-    ),
+    pytest.mark.card("needs Triton's kernels; tests/distributed/test_compiled.py compares compiled losses on CPUs"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine shows none"),
 ]
 
@@ -34,7 +32,7 @@ class Net(torch.nn.Module):
         return self.head(x)
 
 
-def _losses(plugin: TorchDynamoPlugin | None, precision: str) -> list[float]:
+def _train(plugin: TorchDynamoPlugin | None, precision: str) -> list[float]:
     torch._dynamo.reset()
     accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=2, dynamo_plugin=plugin)
     torch.manual_seed(0)
@@ -57,4 +55,4 @@ def _losses(plugin: TorchDynamoPlugin | None, precision: str) -> list[float]:
 @pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-4), ("bf16", 2e-2)])
 def test_losses_are_those_without_the_compiler(mode: str, regional: bool, precision: str, tolerance: float) -> None:
     plugin = TorchDynamoPlugin("inductor", mode=mode, use_regional_compilation=regional)
-    assert _losses(plugin, precision) == pytest.approx(_losses(None, precision), abs=tolerance)
+    assert _train(plugin, precision) == pytest.approx(_train(None, precision), abs=tolerance)

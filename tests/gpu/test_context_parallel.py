@@ -1,4 +1,4 @@
-"""torch's ring attention beside whole attention: needs two GPUs."""
+"""torch's ring attention compared with attention over the whole sequence. Needs two GPUs."""
 
 import copy
 
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 
-def attended(rotation: str) -> list[float]:
+def compare_attention(rotation: str) -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from headway.layouts.context import attention, sequences
@@ -29,7 +29,7 @@ def attended(rotation: str) -> list[float]:
     torch.cuda.set_device(rank)
     axis = SplitAxis.of(mesh)
     found = attention.find_ring_attention(mesh, rotation, attention.RingDispatcher())
-    assert found is not None, "this torch has another form of context parallelism"
+    assert found is not None, "Headway does not support ring attention of this torch version"
     generator = torch.Generator().manual_seed(0)
     whole = [
         torch.randn(2, heads, 64, 32, generator=generator).to(f"cuda:{rank}", torch.bfloat16).requires_grad_()
@@ -38,7 +38,7 @@ def attended(rotation: str) -> list[float]:
     weights = torch.randn(2, 4, 64, 32, generator=generator).to(f"cuda:{rank}", torch.bfloat16)
     out = scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     wanted = torch.autograd.grad((out * weights).sum(), whole)
-    off = []
+    differences = []
     for attend in (found.attend, None):
         with WholeSequenceAttention(axis, attend):
             parts = [sequences.split_sequence(each, axis, 2) for each in whole]
@@ -47,19 +47,22 @@ def attended(rotation: str) -> list[float]:
         grads = torch.autograd.grad((again * weights).sum(), whole)
         for grad in grads:
             dist.all_reduce(grad)
-        off.append(float((again - out).abs().max()))
-        off += [float((one - other).abs().max()) for one, other in zip(grads, wanted)]
-    return off
+        differences.append(float((again - out).abs().max()))
+        differences += [float((one - other).abs().max()) for one, other in zip(grads, wanted)]
+    return differences
 
 
 @pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
 def test_ring_attention_is_whole_attention(rotation: str) -> None:
-    for off in run_ranks(attended, 2, rotation, timeout=240):
-        assert max(off) < 0.1, off  # bfloat16
+    for differences in run_ranks(compare_attention, 2, rotation, timeout=240):
+        assert max(differences) < 0.1, differences  # bfloat16
 
 
-def trained(precision: str, num_tokens: int) -> list[float]:
-    """The loss and the gradient's norm of a Llama in parts on two GPUs, each beside that of the whole on the CPU."""
+def compare_training(precision: str, num_tokens: int) -> list[float]:
+    """Train a Llama with context parallelism on two GPUs and as a whole on the CPU.
+
+    Return the loss and the gradient norm of the former, each followed by that of the latter.
+    """
     accelerator = Accelerator(strategy="cp", mixed_precision=precision)
     torch.manual_seed(0)
     plain = cut_models.llama(max_position_embeddings=128, use_cache=False)
@@ -80,7 +83,11 @@ def trained(precision: str, num_tokens: int) -> list[float]:
 
 @pytest.mark.parametrize(("precision", "num_tokens"), [("no", 128), ("bf16", 128), ("bf16", 100)])
 def test_a_model_in_parts_is_the_whole_model(precision: str, num_tokens: int) -> None:
-    """In float32 the kernel pads what torch's ring adds up; of 100 tokens a rank has no multiple of 64, and keys are gathered."""
-    for loss, wanted, norm, wanted_norm in run_ranks(trained, 2, precision, num_tokens, timeout=240):
+    """Compare context parallelism with the whole model for several precisions and sequence lengths.
+
+    In float32, the memory-efficient kernel pads one of the results that torch's ring attention merges. With 100 tokens,
+    a rank's part is no multiple of 64 tokens, so keys are gathered instead.
+    """
+    for loss, wanted, norm, wanted_norm in run_ranks(compare_training, 2, precision, num_tokens, timeout=240):
         assert loss == pytest.approx(wanted, rel=1e-6 if precision == "no" else 1e-4)
         assert norm == pytest.approx(wanted_norm, rel=1e-5 if precision == "no" else 1e-3)

@@ -1,4 +1,4 @@
-"""float8 on one CUDA device that has it: every recipe trains, compiled too, any number of tokens, and close to bf16."""
+"""float8 training on one CUDA device that supports it: every recipe, compiled and not, stays close to bf16 losses."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ class Block(torch.nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
-def _losses(precision: str, backend: str = "no", **options: object) -> list[float]:
+def _train(precision: str, backend: str = "no", **options: object) -> list[float]:
     handlers = [Float8Options(**options)] if precision == "fp8" else []
     accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, dynamo_backend=backend)
     torch.manual_seed(0)
@@ -43,18 +43,18 @@ def _losses(precision: str, backend: str = "no", **options: object) -> list[floa
     return losses
 
 
-INDUCTOR = pytest.param("inductor", marks=pytest.mark.card("Triton's kernels; the same recipes run here without it"))
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.card("needs Triton; the same recipes run here without it"))
 
 
 @pytest.mark.parametrize("backend", ["no", INDUCTOR])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_a_recipe_trains_close_to_bf16(recipe, backend):
-    """37 tokens are no multiple of 16: the padding is what makes backward possible."""
-    half, eighth = _losses("bf16", backend), _losses("fp8", backend, recipe=recipe)
+    """Train on 37 tokens, which is no multiple of 16, so backward needs Headway's padding."""
+    half, eighth = _train("bf16", backend), _train("fp8", backend, recipe=recipe)
     assert eighth[-1] < 0.9 * eighth[0]
     assert eighth == pytest.approx(half, rel=0.05)
 
 
 def test_emulation_is_what_the_hardware_computes():
-    real, emulated = _losses("fp8"), _losses("fp8", emulate=True)
+    real, emulated = _train("fp8"), _train("fp8", emulate=True)
     assert real[0] == pytest.approx(emulated[0], rel=1e-3)

@@ -1,4 +1,4 @@
-"""On one CUDA device: the notebook's rows (seconds, samples/s, MB), activations in host memory, a real out-of-memory report."""
+"""On one CUDA device: the notebook's table of time and memory, activations offloaded to host memory, and out-of-memory reports."""
 
 import time
 from contextlib import nullcontext
@@ -23,7 +23,10 @@ MIB = 1 << 20
 
 
 def train_bert_large(micro_batch: int, steps: int, checkpointing: bool, num_rows: int) -> dict[str, float]:
-    """The notebook's training: BERT-large, sequences of 512 tokens, AdamW in fp32; its metrics and the peak in MB."""
+    """Train BERT-large like the notebook: sequences of 512 tokens, AdamW, fp32.
+
+    Return the metrics and the peak memory in MiB.
+    """
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
@@ -55,13 +58,13 @@ def train_bert_large(micro_batch: int, steps: int, checkpointing: bool, num_rows
 
 @pytest.mark.sizes
 def test_the_notebooks_rows() -> None:
-    # Published on an RTX 3090 over 512 rows: 48.18 s, 8,590 MB and 63.28 s, 7,078 MB; 34.26 s, 20,314 MB and 46.53 s, 8,030 MB.
+    # Published for an RTX 3090 and 512 rows: 48.18 s, 8,590 MB and 63.28 s, 7,078 MB; 34.26 s, 20,314 MB and 46.53 s, 8,030 MB.
     rows = {
         (micro_batch, checkpointing): train_bert_large(micro_batch, steps, checkpointing, 128)
         for micro_batch, steps in ((1, 4), (8, 8)) for checkpointing in (False, True)
     }  # fmt: skip
-    assert rows[1, True]["peak"] <= rows[1, False]["peak"]  # of one sequence, the peak may be the optimizer's
-    # Of what eight sequences keep, checkpointing leaves little: the published figure is 60 % less in all.
+    assert rows[1, True]["peak"] <= rows[1, False]["peak"]  # with one sequence, the optimizer step may set the peak
+    # With eight sequences, activations dominate, and checkpointing removes most of them: the published peak is 60% lower.
     assert rows[8, True]["peak"] < 0.7 * rows[8, False]["peak"]
 
 
@@ -77,16 +80,16 @@ def test_utilization_is_told(capsys) -> None:
     assert held.numel()
 
 
-def blocks(depth: int = 6) -> torch.nn.Sequential:
+def build_blocks(depth: int = 6) -> torch.nn.Sequential:
     torch.manual_seed(0)
     return torch.nn.Sequential(*[
         torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)) for _ in range(depth)
     ])  # fmt: skip
 
 
-def run(accelerator: Accelerator, **kind: object) -> tuple[list[torch.Tensor], int]:
-    """Gradients of two backwards, and the peak of the second."""
-    model = accelerator.prepare(blocks())
+def measure_backward(accelerator: Accelerator, **kind: object) -> tuple[list[torch.Tensor], int]:
+    """Run two backward passes, and return the gradients and the second pass's peak memory in bytes."""
+    model = accelerator.prepare(build_blocks())
     if kind:
         accelerator.checkpoint_activations(model, **kind)  # type: ignore[arg-type]
     inputs = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(1)).to("cuda")
@@ -105,14 +108,14 @@ def run(accelerator: Accelerator, **kind: object) -> tuple[list[torch.Tensor], i
 )
 def test_offloaded_and_selective_gradients_are_equal_and_take_less(kind) -> None:
     accelerator = Accelerator()
-    plain, peak = run(accelerator)
-    ours, less = run(accelerator, **kind)
+    plain, peak = measure_backward(accelerator)
+    ours, less = measure_backward(accelerator, **kind)
     assert all(map(torch.equal, plain, ours))
     assert less < peak
 
 
 def test_host_memory_of_offloaded_activations_is_hardly_rounded_up() -> None:
-    inputs = torch.randn(3 << 20, device="cuda", requires_grad=True)  # 12 MiB, which torch would round up to 16
+    inputs = torch.randn(3 << 20, device="cuda", requires_grad=True)  # 12 MiB, which torch would round up to 16 MiB
     torch.cuda.synchronize()
     held = torch.cuda.host_memory_stats()["allocated_bytes.current"]
 
@@ -128,7 +131,7 @@ def test_host_memory_of_offloaded_activations_is_hardly_rounded_up() -> None:
 
 
 def test_offloading_under_autocast_parks_each_activation_once_and_no_weights() -> None:
-    model = blocks(2).cuda()
+    model = build_blocks(2).cuda()
     inputs = torch.randn(8192, 1024, device="cuda")
     grads = []
     for context in (nullcontext(), offload_saved_tensors()):
@@ -146,20 +149,21 @@ def test_offloading_under_autocast_parks_each_activation_once_and_no_weights() -
 
 
 def test_offloading_holds_little_however_far_ahead_the_host_is() -> None:
-    """Of each of 24 blocks GELU's input is saved, 16 MiB; none of the weights has a gradient."""
-    model = blocks(24).cuda().requires_grad_(False)
+    """Check the memory bound while the host runs ahead of a busy device.
+
+    Each of 24 blocks saves GELU's input of 16 MiB. No weight has a gradient.
+    """
+    model = build_blocks(24).cuda().requires_grad_(False)
     inputs = torch.randn(1024, 1024, device="cuda").requires_grad_()
     model(inputs[:1]).sum().backward()
     torch.cuda.synchronize()
 
     def active(which: str) -> int:
-        return torch.cuda.memory_stats()[
-            f"active_bytes.all.{which}"
-        ]  # what is freed, and still in use by a stream, too
+        return torch.cuda.memory_stats()[f"active_bytes.all.{which}"]  # includes freed memory that a stream still uses
 
     before = active("current")
     torch.cuda.reset_peak_memory_stats()
-    torch.cuda._sleep(10**9)  # cycles: the device begins half a second after the host
+    torch.cuda._sleep(10**9)  # cycles: the device starts half a second after the host
     with offload_saved_tensors():
         out = model(inputs).square().mean()
     assert active("current") - before < 160 * MIB

@@ -1,4 +1,4 @@
-"""What only NCCL shows: its flight recorder, several tensors in a launch; on two GPUs hangs, failures, attempts, foreign groups."""
+"""Tests that need NCCL: its flight recorder and coalesced launches; on two GPUs also hangs, failures and existing process groups."""
 
 import time
 from pathlib import Path
@@ -29,7 +29,7 @@ two = pytest.mark.skipif(
 
 
 @pytest.fixture
-def alone():
+def single_rank_group():
     torch.cuda.set_device(0)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
@@ -39,7 +39,7 @@ def alone():
     dist.destroy_process_group()
 
 
-def test_the_recorder_has_the_fields_that_the_tests_without_a_gpu_use(alone):
+def test_the_recorder_has_the_fields_that_the_tests_without_a_gpu_use(single_rank_group):
     import json
 
     import torch._C._distributed_c10d as engine
@@ -50,11 +50,11 @@ def test_the_recorder_has_the_fields_that_the_tests_without_a_gpu_use(alone):
     assert last["profiling_name"] == "nccl:all_reduce"
 
 
-def test_the_earliest_open_collective_is_found_while_the_device_is_at_work(alone):
+def test_the_earliest_open_collective_is_found_while_the_device_is_at_work(single_rank_group):
     value = torch.ones(4, device="cuda")
     dist.all_reduce(value)
     torch.cuda.synchronize()
-    torch.cuda._sleep(10**10)  # some seconds
+    torch.cuda._sleep(10**10)  # several seconds
     for _ in range(3):
         dist.all_reduce(value)
     recorder = FlightRecorder()
@@ -66,7 +66,7 @@ def test_the_earliest_open_collective_is_found_while_the_device_is_at_work(alone
     torch.cuda.synchronize()
     deadline = time.monotonic() + 30
     while call["since"] is not None and time.monotonic() < deadline:
-        time.sleep(0.2)  # the watchdog looks every tenth of a second
+        time.sleep(0.2)  # the watchdog polls every 0.1 seconds
         recorder = FlightRecorder()
         recorder.check_counters()
         recorder.check_counters()
@@ -74,7 +74,7 @@ def test_the_earliest_open_collective_is_found_while_the_device_is_at_work(alone
     assert (call["number"], call["since"]) == (4, None)
 
 
-def test_several_tensors_in_one_launch(alone):
+def test_several_tensors_in_one_launch(single_rank_group):
     device = torch.device("cuda", 0)
     assert can_coalesce(None, device)
     assert group.has_waiting_engine()
@@ -92,7 +92,7 @@ def test_several_tensors_in_one_launch(alone):
     assert [tensor.unique().tolist() for tensor in found] == [[1.0], [5.0], [300.0]]
 
 
-def test_the_bf16_hook_is_allowed(alone):
+def test_the_bf16_hook_is_allowed(single_rank_group):
     check_hook(DistributedDataParallelKwargs(comm_hook="bf16"), torch.device("cuda", 0), dist.group.WORLD)
 
 
@@ -115,7 +115,7 @@ torch.cuda.synchronize()
 )
 
 
-def ended(folder: Path, body: str, *flags: str) -> tuple[int, str, str, float]:
+def run_to_end(folder: Path, body: str, *flags: str) -> tuple[int, str, str, float]:
     began = time.monotonic()
     process = start_launch(folder, body, "-n", "2", "-q", "--log_dir", "logs", *flags)
     try:
@@ -137,7 +137,7 @@ for _ in range(5):
 print(value.sum().item())
 """
     )
-    code, _, err, _ = ended(tmp_path, body, "--timeout", "10")
+    code, _, err, _ = run_to_end(tmp_path, body, "--timeout", "10")
     assert code == 1, err
     assert "rank 1 of 2 is missing from all_reduce, where rank 0 has waited for " in err
 
@@ -159,7 +159,7 @@ except ValueError:
     sys.exit(3)
 """
     )
-    code, _, err, took = ended(tmp_path, body)
+    code, _, err, took = run_to_end(tmp_path, body)
     assert code == (3 if caught else 1), err
     assert took < 90
 
@@ -188,7 +188,7 @@ def train(batch_size):
 print("fits:", train())
 """
     )
-    code, out, err, took = ended(tmp_path, body)
+    code, out, err, took = run_to_end(tmp_path, body)
     assert code == 0, err
     assert out.count("fits: 8") == 2
     assert took < 120
@@ -214,6 +214,6 @@ if dist.is_initialized():
     dist.destroy_process_group()
 """
     )
-    code, out, err, _ = ended(tmp_path, body)
+    code, out, err, _ = run_to_end(tmp_path, body)
     assert code == 0, err
     assert out.count("found [0, 1, 1] [0, 1]") == 2

@@ -1,4 +1,4 @@
-"""Weights that stream to one GPU from host memory and from files."""
+"""Offloaded weights that stream to one GPU from host memory and from files."""
 
 import copy
 import subprocess
@@ -19,14 +19,14 @@ pytestmark = [
 WIDTH, NUM_LAYERS = 2048, 12  # a layer is 16 MiB
 
 
-def build():
+def build_model():
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))).eval()
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk", "mixed"])
 def test_a_streamed_model_computes_what_the_whole_one_does(tmp_path, place):
-    model = build()
+    model = build_model()
     whole = copy.deepcopy(model).cuda()
     if place == "cpu":
         cpu_offload(model, 0)
@@ -46,7 +46,7 @@ def test_a_streamed_model_computes_what_the_whole_one_does(tmp_path, place):
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_memory_stays_within_the_window_however_far_ahead_the_host_is(tmp_path, place):
-    model = build()
+    model = build_model()
     inputs = torch.randn(1, WIDTH, device="cuda")
     with torch.no_grad():
         wanted = copy.deepcopy(model).cuda()(inputs)
@@ -69,19 +69,19 @@ def test_memory_stays_within_the_window_however_far_ahead_the_host_is(tmp_path, 
         torch.cuda.synchronize()
     assert all(torch.equal(each, wanted) for each in outputs)
     assert stream.peak_bytes <= 3 * one
-    # active_bytes counts what is freed, and not yet given back because another stream uses it.
+    # active_bytes includes freed memory that cannot be reused yet because another stream uses it.
     assert torch.cuda.memory_stats()["active_bytes.all.peak"] - before < 4 * one
 
 
 def test_weights_in_host_memory_are_pinned():
-    model = cpu_offload(build(), 0)
+    model = cpu_offload(build_model(), 0)
     assert all(parameter.is_pinned() for parameter in model.parameters())
     with torch.no_grad():
         for _ in range(3):
             model(torch.randn(1, WIDTH))
     pace = offload_pace(model)
     assert pace.num_passes == 3
-    # Of the copies, not of queueing them, which would seem to be faster than any bus (bytes a second).
+    # Bytes per second. Measuring only the time to queue the copies would give a value faster than any bus.
     assert 0 < pace.bandwidth < 1e12
 
 
@@ -98,7 +98,7 @@ def test_a_rank_on_the_second_device_opens_no_context_on_the_first():
 
 
 def test_an_adapter_is_trained_on_streamed_weights():
-    model = build().requires_grad_(False)
+    model = build_model().requires_grad_(False)
     whole = copy.deepcopy(model).cuda()
     cpu_offload(model, 0)
     gradients = []
@@ -110,7 +110,7 @@ def test_an_adapter_is_trained_on_streamed_weights():
 
 
 def test_a_streamed_model_is_trained_where_it_lies():
-    model = cpu_offload(build().requires_grad_(False), 0)
+    model = cpu_offload(build_model().requires_grad_(False), 0)
     model.append(nn.Linear(WIDTH, 1).cuda())
     with pytest.raises(PrepareError, match="dispatched over cpu"):
         Accelerator().prepare(model, device_placement=[True])

@@ -1,4 +1,4 @@
-"""Budgets, meta models and placement where there is an accelerator."""
+"""Device maps, memory budgets and models built on a device, on a machine with an accelerator."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ pytestmark = [
 
 
 def test_free_memory_counts_what_the_allocator_holds_unused():
-    torch.zeros(1, device="cuda:0")  # before that a context's bytes are a guess
+    torch.zeros(1, device="cuda:0")  # creates the context; before that, its size is an estimate
     before = get_max_memory()[0]
     block = torch.empty(1 << 28, dtype=torch.int8, device="cuda:0")
     held = get_max_memory()[0]
@@ -26,7 +26,7 @@ def test_free_memory_counts_what_the_allocator_holds_unused():
     assert get_max_memory()[0] - held >= 1 << 28
 
 
-ASK = """
+READ_MEMORY = """
 import torch
 from headway.core.memory.use import read_free_and_total
 from headway.core.runtime.device import HARDWARE
@@ -37,13 +37,13 @@ print(torch._C._cuda_hasPrimaryContext(torch.cuda.device_count() - 1), *told)
 
 
 def test_the_driver_tells_what_is_free_and_opens_no_context():
-    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", READ_MEMORY], capture_output=True, text=True, check=True)
     has_context, free, total = done.stdout.split()
     last = torch.cuda.device_count() - 1
     torch.cuda.empty_cache()
     by_cuda = torch.cuda.mem_get_info(last)
     assert has_context == "False"
-    assert abs(int(free) - by_cuda[0]) < 2 << 30  # contexts, and what others do meanwhile
+    assert abs(int(free) - by_cuda[0]) < 2 << 30  # contexts, and allocations of other processes in the meantime
     assert int(total) == pytest.approx(by_cuda[1], rel=0.05)
 
 

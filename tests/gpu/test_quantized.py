@@ -1,4 +1,4 @@
-"""Quantized layers on one GPU, and pipelines of diffusers that are offloaded from it under Accelerate's name."""
+"""Quantized layers on one GPU, and diffusers pipelines that Headway offloads from it under Accelerate's name."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ pytestmark = [
 WIDTH = 1024
 
 
-def build():
+def build_model():
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).eval().to(torch.bfloat16)
 
@@ -33,19 +33,21 @@ CONFIGS = {
 }
 
 
-INT4 = pytest.param("int4", marks=pytest.mark.card("the layout of its int4 kernel; int8 runs on the same path"))
+INT4 = pytest.param(
+    "int4", marks=pytest.mark.card("needs the weight layout of a card's int4 kernel; int8 uses the same code path")
+)
 
 
 @pytest.mark.parametrize("name", [INT4 if name == "int4" else name for name in CONFIGS])
 def test_quantized_layers_are_near_and_small(tmp_path, name):
     pytest.importorskip("bitsandbytes" if name.startswith("bnb") else "torchao", reason="not installed here")
-    model = build()
+    model = build_model()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     inputs = torch.randn(4, WIDTH, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
-        wanted = build().cuda()(inputs)
+        wanted = build_model().cuda()(inputs)
     with init_empty_weights():
-        empty = build()
+        empty = build_model()
     before = torch.cuda.memory_allocated()
     found = load_and_quantize_model(empty, CONFIGS[name], tmp_path / "model.safetensors", device_map={"": 0})
     taken = torch.cuda.memory_allocated() - before

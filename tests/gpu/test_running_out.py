@@ -1,4 +1,4 @@
-"""Out of memory on a real device: pieces that fit and stay, peaks that several read, and the errors' own texts."""
+"""Out-of-memory errors on a real device: piece sizes, peaks with several readers, and the messages that count as out of memory."""
 
 import subprocess
 import sys
@@ -22,11 +22,11 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def _limited():
-    """One GiB, whatever the device has: memory runs out at once, and other processes keep theirs."""
+def _limit_memory():
+    """Limit this process to about 1 GiB, so that memory runs out quickly and other processes keep theirs."""
     torch.nn.Linear(1, 1, device="cuda")(
         torch.ones(1, 1, device="cuda")
-    ).backward()  # cuBLAS's workspaces, in both threads
+    ).backward()  # allocates cuBLAS's workspaces for the forward and the backward thread
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1024 * MIB) / total)
@@ -35,7 +35,7 @@ def _limited():
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def use(num_mib: int) -> None:
+def allocate_and_free(num_mib: int) -> None:
     torch.empty(num_mib * MIB, dtype=torch.uint8, device="cuda")
 
 
@@ -44,7 +44,7 @@ def test_an_out_of_memory_error_counts_as_one_retry_and_not_as_thrashing() -> No
     headroom.is_thrashing()
     before = torch.cuda.memory_stats()
     with pytest.raises(torch.OutOfMemoryError):
-        use(2048)
+        allocate_and_free(2048)
     after = torch.cuda.memory_stats()
     assert [after[name] - before[name] for name in ("num_alloc_retries", "num_ooms")] == [1, 1]
     assert not any(headroom.is_thrashing() for _ in range(64))
@@ -59,7 +59,7 @@ def test_pieces_that_fit_stay_as_they_are() -> None:
     def loss(piece: torch.Tensor) -> torch.Tensor:
         if not sizes or sizes[-1] != len(piece):
             sizes.append(len(piece))
-        use(25 * len(piece))
+        allocate_and_free(25 * len(piece))
         return model(piece).mean()
 
     for _ in range(24):
@@ -67,7 +67,7 @@ def test_pieces_that_fit_stay_as_they_are() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert sizes[0] == 64
-    assert sizes[-1] == 32  # found by measuring pieces of 16 and 8 rows
+    assert sizes[-1] == 32  # predicted from measurements of pieces with 16 and 8 rows
     assert set(sizes) == {64, 32, 16, 8}
 
 
@@ -76,14 +76,14 @@ def test_a_monitor_leaves_the_other_readers_their_peak() -> None:
     reader.reset()
     with MemoryMonitor("cuda") as monitor:
         before = torch.cuda.memory_allocated()
-        use(256)
+        allocate_and_free(256)
         with monitor.phase("small"):
-            use(1)
+            allocate_and_free(1)
     assert reader.peak() - before >= 256 * MIB
     assert monitor.peaks["small"] - before < 256 * MIB
 
 
-# In a process of its own, whose libraries have no handles yet, beside a device that is full to the last MiB.
+# Runs in a new process, whose libraries have not created their handles yet, while the device is almost full.
 FULL = """
 import sys
 import torch
@@ -119,7 +119,7 @@ def test_whatever_a_full_device_raises_is_recognized(kind: str, spare: int) -> N
 
 
 class Momentum(torch.optim.Optimizer):
-    """Not torch's."""
+    """An optimizer that is not from torch and creates its state in its first step."""
 
     def __init__(self, params) -> None:
         super().__init__(params, {"lr": 0.05})
@@ -130,7 +130,7 @@ class Momentum(torch.optim.Optimizer):
             p -= 0.05 * self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
 
 
-@pytest.mark.card("the profiler of a device; tests/simulated_cuda/test_out_of_memory.py counts the copies")
+@pytest.mark.card("needs the profiler of a device; tests/simulated_cuda/test_out_of_memory.py counts the copies")
 def test_a_foreign_optimizers_later_steps_copy_nothing_to_the_host() -> None:
     accelerator = Accelerator(microbatching="auto")
     model = torch.nn.Linear(1024, 1024)
@@ -146,7 +146,10 @@ def test_a_foreign_optimizers_later_steps_copy_nothing_to_the_host() -> None:
 
 
 def test_temporaries_are_reserved_where_free_memory_lies_in_pieces() -> None:
-    """Holes of 32 MiB between blocks that stay, all in one segment: room for each temporary, and none for their sum."""
+    """Reserve the optimizer's temporaries although free memory is fragmented.
+
+    One segment has free gaps of 32 MiB. Each temporary fits into a gap, but one block of their total size does not fit.
+    """
     parameters = [torch.nn.Parameter(torch.ones(8 * MIB, device="cuda")) for _ in range(3)]  # 32 MiB each
     known = OptimizerRecord(torch.optim.AdamW(parameters, foreach=True))
     for parameter in parameters:
@@ -155,7 +158,7 @@ def test_temporaries_are_reserved_where_free_memory_lies_in_pieces() -> None:
     known.confirm_step()
     torch.cuda.empty_cache()
     num_blocks = read_free_bytes(HARDWARE["cuda"], torch.device("cuda", 0)) // (32 * MIB)
-    use(num_blocks * 32)  # one segment, from which the blocks are cut
+    allocate_and_free(num_blocks * 32)  # one segment, which the blocks below share
     blocks = [torch.empty(32 * MIB, dtype=torch.uint8, device="cuda") for _ in range(num_blocks)]
     assert known.num_bytes <= num_blocks // 2 * 32 * MIB
     del blocks[::2]

@@ -1,4 +1,6 @@
-"""Saves behind the loop from one CUDA device and from two: the copies are those of the moment, and the loop does not wait."""
+"""Background saves from one and two CUDA devices: the snapshot has the values at the time of the call, and the loop
+does not wait.
+"""
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ pytestmark = [
 ]
 
 
-def busy(device: torch.device) -> None:
-    """Have the device work for a while."""
+def keep_busy(device: torch.device) -> None:
+    """Keep the device busy for about half a second."""
     with torch.cuda.device(device):
         torch.cuda._sleep(10**9)  # cycles: half a second
 
@@ -23,9 +25,9 @@ def test_a_snapshot_is_of_the_moment_and_nobody_waits_for_it() -> None:
     devices = [torch.device("cuda", n) for n in range(min(2, torch.cuda.device_count()))]
     tensors = {str(device): torch.full((1 << 20,), 3.0, device=device) for device in devices}
     snapshot = HostCopies()
-    snapshot.take(tensors, tensors)  # makes the pinned memory
+    snapshot.take(tensors, tensors)  # allocates the pinned memory
     for device in devices:
-        busy(device)
+        keep_busy(device)
     torch.cuda.set_sync_debug_mode("error")
     try:
         taken = snapshot.take(tensors, tensors)
@@ -52,7 +54,7 @@ def test_training_goes_on_beside_the_save(tmp_path) -> None:
 
     update()
     wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    busy(accelerator.device)
+    keep_busy(accelerator.device)
     accelerator.save_state(str(tmp_path / "saved"), blocking=False)
     for _ in range(5):
         update()

@@ -1,4 +1,4 @@
-"""On a card: synchronizations per update, as CUDA itself reports them, are no more than docs/synchronizations.md says."""
+"""On a CUDA device: synchronizations per update, as reported by CUDA, do not exceed the figures in docs/synchronizations.md."""
 
 import warnings
 
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from headway import Accelerator
 from tests.synchronizations.count import NUM_FIRST
 from tests.synchronizations.loops import LOOPS
-from tests.synchronizations.test_counts import table
+from tests.synchronizations.test_counts import read_table
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,12 +33,12 @@ def test_an_update_waits_no_more_often_than_the_page_says(name: str) -> None:
             LOOPS[name](at_update)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert max(updates[NUM_FIRST:]) <= table()[name], updates
+    assert max(updates[NUM_FIRST:]) <= read_table()[name], updates
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_arrive_whole_while_the_device_is_busy(num_workers: int) -> None:
-    """Memory of a batch is not given to the next one before what was computed with it is done."""
+    """Check that the memory of a batch is not reused before the device has finished computing with it."""
     accelerator = Accelerator()
     data = torch.arange(64 * 4096, dtype=torch.float32).reshape(64, 4096)
     loader = accelerator.prepare(DataLoader(TensorDataset(data), batch_size=4, num_workers=num_workers))
@@ -51,7 +51,7 @@ def test_batches_arrive_whole_while_the_device_is_busy(num_workers: int) -> None
 
 
 class OneBuffer(Dataset[torch.Tensor]):
-    """Hands out its own pinned memory, again and again."""
+    """A dataset that returns the same pinned buffer for every item."""
 
     def __init__(self) -> None:
         self.buffer = torch.empty(1 << 24, pin_memory=True)
@@ -69,7 +69,10 @@ def test_a_buffer_of_the_dataset_is_not_overwritten_while_it_is_copied() -> None
 
 
 def test_the_copy_does_not_wait_for_what_is_queued() -> None:
-    """On the compute stream the copy would come after what keeps the device busy; on its own it is there long before."""
+    """Check that a batch is copied on its own stream.
+
+    On the compute stream, the copy would only start after the kernel that keeps the device busy.
+    """
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.ones(2, 8)), batch_size=1))
     batches = iter(loader)
@@ -79,4 +82,4 @@ def test_the_copy_does_not_wait_for_what_is_queued() -> None:
     side = loader._transfer._stream
     next(batches)
     side.synchronize()
-    assert not torch.cuda.current_stream().query(), "the device was done before the copy"
+    assert not torch.cuda.current_stream().query(), "the device became idle before the copy finished"

@@ -1,4 +1,4 @@
-"""What an editor knows of the facade; not run but checked, by mypy and by Pyright (test_types.py)."""
+"""Static types of the public API. mypy and Pyright check this file (test_types.py); it is not executed."""
 
 import torch
 from torch.optim import AdamW
@@ -15,12 +15,14 @@ class Net(torch.nn.Module):
         return tokens
 
 
-def train(given: DataLoader[torch.Tensor]) -> None:
+def train(loader_of_rows: DataLoader[torch.Tensor]) -> None:
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
     assert_type(accelerator, Accelerator)
     set_seed(1)
     net = Net()
-    model, optimizer, loader, schedule = accelerator.prepare(net, AdamW(net.parameters()), given, StepLR(AdamW([]), 1))
+    model, optimizer, loader, schedule = accelerator.prepare(
+        net, AdamW(net.parameters()), loader_of_rows, StepLR(AdamW([]), 1)
+    )
     assert_type(model, Net)
     assert_type(optimizer, AdamW)
     assert_type(loader, DataLoader[torch.Tensor])

@@ -1,4 +1,4 @@
-"""What is generated says what its source says: the tree of docs/files.md, the table of mistakes, the site's reference."""
+"""Generated pages are current: the tree in docs/files.md, the wrong-use table, the navigation, the API reference and llms.txt."""
 
 import re
 import sys
@@ -18,20 +18,20 @@ import tree
 import wrong_use
 
 
-def test_the_page_of_files_holds_the_tree():
+def test_files_page_has_the_current_tree():
     assert tree.render_block() in tree.PAGE.read_text(), "run: python scripts/tree.py --write"
 
 
-def test_the_page_of_mistakes_holds_the_table():
+def test_wrong_use_page_has_the_current_table():
     assert wrong_use.render_page() == wrong_use.PAGE.read_text(), "run: python scripts/wrong_use.py --write"
 
 
-def test_rows_of_the_table_of_mistakes_have_different_names():
+def test_wrong_use_rows_have_unique_names():
     names = [row.name for section in SECTIONS for row in section.rows]
     assert sorted(set(names)) == sorted(names)
 
 
-def test_the_reference_holds_every_public_name_once():
+def test_reference_has_every_public_name_once():
     text = "\n".join(pages.render_reference_pages().values())
     found = [line.removeprefix("::: ") for line in text.splitlines() if line.startswith("::: ")]
     names = [place.rpartition(".")[2] for place in found if place not in pages.RETURNED]
@@ -39,7 +39,7 @@ def test_the_reference_holds_every_public_name_once():
 
 
 @pytest.mark.parametrize("place", pages.RETURNED)
-def test_what_prepare_returns_is_where_the_reference_looks(place):
+def test_classes_that_prepare_returns_are_in_the_referenced_modules(place):
     module, _, name = place.rpartition(".")
     assert f"class {name}" in (ROOT / "src" / (module.replace(".", "/") + ".py")).read_text()
 
@@ -52,13 +52,13 @@ def test_every_page_is_in_the_navigation_once():
 
 
 @pytest.mark.parametrize("name", navigation.MARKERS)
-def test_index_and_menu_are_those_of_the_navigation(name):
+def test_index_and_menu_match_the_navigation(name):
     assert navigation.render()[name] == (navigation.DOCS / name).read_text(), (
         "run: python scripts/navigation.py --write"
     )
 
 
-def test_the_index_of_names_has_every_public_name_once_and_says_what_it_is():
+def test_name_index_has_every_public_name_once_with_a_description():
     names = [name for group in pages.read_names_by_task().values() for name in group]
     assert sorted(names) == sorted(name for name in headway.__all__ if name != "__version__")
     rows = re.findall(
@@ -70,8 +70,8 @@ def test_the_index_of_names_has_every_public_name_once_and_says_what_it_is():
     assert [name for name, _, about in rows if len(about) < 20] == []
 
 
-def test_the_package_ships_what_it_reads():
-    text = (ROOT / "pyproject.toml").read_text()  # Python 3.10 has no reader of it
+def test_package_data_includes_every_data_file():
+    text = (ROOT / "pyproject.toml").read_text()  # Python 3.10 has no TOML parser
     section = text.partition("[tool.setuptools.package-data]\n")[2].partition("\n\n")[0]
     patterns = re.findall(r'"([^"]+)"', section)
     package = ROOT / "src" / "headway"
@@ -80,7 +80,7 @@ def test_the_package_ships_what_it_reads():
     assert others - shipped == set()
 
 
-def test_assistants_get_every_page_as_markdown_and_a_list_of_them(tmp_path):
+def test_site_has_every_page_as_markdown_and_lists_it_in_llms_txt(tmp_path):
     source = tmp_path / "docs"
     (source / "reference").mkdir(parents=True)
     for page in (ROOT / "docs").glob("*.md"):

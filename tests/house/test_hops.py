@@ -1,4 +1,4 @@
-"""A batch's way: how many files of Headway it passes, from the loader to the tick of the schedule. docs/architecture.md draws it."""
+"""The source files of Headway that one batch passes through, from the loader to the scheduler step (see docs/architecture.md)."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -15,17 +15,17 @@ import headway
 from headway import Accelerator
 
 SOURCE = Path(headway.__file__).parent
-FETCH = {"data/loader.py", "data/feeds/mapped.py", "data/sampling/shard.py", "checkpoint/resume/progress.py"}
-"""The loader, what it reads from, how rounds are cut; where a window begins is noted for a save in its middle."""
-WAY = {
+FETCH_FILES = {"data/loader.py", "data/feeds/mapped.py", "data/sampling/shard.py", "checkpoint/resume/progress.py"}
+"""Files that fetch a batch. progress.py records where each window starts, for saves inside a window."""
+STEP_FILES = {
     "accelerator.py", "training/windows.py", "training/step.py", "strategies/base.py", "precision/mixed.py",
     "training/prepared/optimizer.py", "training/prepared/scheduler.py",
 }  # fmt: skip
 
 
 @contextmanager
-def entered() -> Iterator[set[str]]:
-    """The files of Headway whose functions are called in the block."""
+def trace_files() -> Iterator[set[str]]:
+    """Collect the paths of Headway's files whose functions are called in the block."""
     found: set[str] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -40,8 +40,8 @@ def entered() -> Iterator[set[str]]:
         sys.setprofile(None)
 
 
-def by_hand(accelerator: Accelerator, model: Any, optimizer: Any, batch: Any) -> None:
-    """One micro-batch, as the README has it."""
+def train_on_batch(accelerator: Accelerator, model: Any, optimizer: Any, batch: Any) -> None:
+    """Train on one batch with the loop of the README."""
     inputs, targets = batch
     with accelerator.accumulate(model):
         accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
@@ -50,16 +50,19 @@ def by_hand(accelerator: Accelerator, model: Any, optimizer: Any, batch: Any) ->
         optimizer.step()
 
 
-def as_function(accelerator: Accelerator, model: Any, optimizer: Any, batch: Any) -> None:
-    """The same with the batch held as a function."""
+def train_on_batch_with_function(accelerator: Accelerator, model: Any, optimizer: Any, batch: Any) -> None:
+    """Train on one batch with `forward_backward`, which takes the loss as a function."""
     accelerator.forward_backward(batch, lambda piece: torch.nn.functional.mse_loss(model(piece[0]), piece[1]))
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 
 
-def way(learn: Callable[..., None] = by_hand, prepare: Callable[[Accelerator], Any] = lambda accelerator: None,
+def trace_batch(learn: Callable[..., None] = train_on_batch, prepare: Callable[[Accelerator], Any] = lambda accelerator: None,
         **options: Any) -> tuple[set[str], set[str]]:  # fmt: skip
-    """(the files that a fetch enters, those from there to the end of the scheduler's step), of the sixth batch."""
+    """Train for six batches and return the files that the last batch passes through.
+
+    Returns two sets: the files entered while the batch is fetched, and those entered until the scheduler step ends.
+    """
     accelerator = Accelerator(cpu=True, **options)
     prepare(accelerator)
     model = torch.nn.Linear(4, 1)
@@ -69,9 +72,9 @@ def way(learn: Callable[..., None] = by_hand, prepare: Callable[[Accelerator], A
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     batches = iter(loader)
     for _ in range(6):
-        with entered() as fetched:
+        with trace_files() as fetched:
             batch = next(batches)
-        with entered() as passed:
+        with trace_files() as passed:
             learn(accelerator, model, optimizer, batch)
             schedule.step()
             optimizer.zero_grad()
@@ -79,11 +82,11 @@ def way(learn: Callable[..., None] = by_hand, prepare: Callable[[Accelerator], A
     return fetched, passed
 
 
-def test_everything_off() -> None:
-    fetched, passed = way()
-    assert passed == WAY
+def test_default_options_use_seven_files() -> None:
+    fetched, passed = trace_batch()
+    assert passed == STEP_FILES
     assert len(passed) <= 7
-    assert fetched <= FETCH
+    assert fetched <= FETCH_FILES
 
 
 @pytest.mark.parametrize(
@@ -95,26 +98,26 @@ def test_everything_off() -> None:
         ({"gradient_accumulation_steps": 3}, set()),
     ],
 )
-def test_a_feature_adds_its_own_file(options: dict[str, Any], added: set[str]) -> None:
-    _, passed = way(**options)
-    assert passed - WAY <= added
+def test_feature_adds_only_its_own_files(options: dict[str, Any], added: set[str]) -> None:
+    _, passed = trace_batch(**options)
+    assert passed - STEP_FILES <= added
     assert added <= passed
 
 
-def test_the_meter_adds_its_room() -> None:
-    fetched, passed = way(prepare=lambda accelerator: accelerator.throughput)
-    assert (fetched | passed) - WAY - FETCH == {"extras/throughput.py", "extras/stragglers.py"}
+def test_throughput_meter_adds_only_its_own_files() -> None:
+    fetched, passed = trace_batch(prepare=lambda accelerator: accelerator.throughput)
+    assert (fetched | passed) - STEP_FILES - FETCH_FILES == {"extras/throughput.py", "extras/stragglers.py"}
 
 
-def test_a_batch_as_a_function_adds_one() -> None:
-    _, passed = way(as_function)
-    assert passed - WAY == {"training/task.py"}
+def test_forward_backward_adds_one_file() -> None:
+    _, passed = trace_batch(train_on_batch_with_function)
+    assert passed - STEP_FILES == {"training/task.py"}
 
 
-def test_pieces_stay_in_their_room() -> None:
-    _, passed = way(as_function, microbatching="auto")
-    added = {name for name in passed - WAY if not name.startswith("extras/replay/")}
-    # The loader counts the rows to cut. What goes back is asked of its owners: the registry, the strategy, the RNG states;
-    # a vote passes checked collectives.
+def test_automatic_microbatching_adds_only_its_own_files() -> None:
+    _, passed = trace_batch(train_on_batch_with_function, microbatching="auto")
+    added = {name for name in passed - STEP_FILES if not name.startswith("extras/replay/")}
+    # The loader counts the rows to split. For a replay, the registry, the strategy and the RNG states restore their state.
+    # Ranks vote through the checked collectives.
     assert added <= {"data/loader.py", "training/task.py", "training/prepared/objects.py", "strategies/replay_protocol.py",
                      "runtime/collectives/tree.py", "runtime/collectives/checked.py", "runtime/seed.py"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Each name of Accelerate's, in every module, is of the same kind where Headway stands in for it: class, function, constant."""
+"""Every public name of Accelerate is the same kind of object in Headway's replacement: a class, a function or a constant."""
 
 import importlib
 import inspect
@@ -13,12 +13,12 @@ from headway.compat.accelerate.served.as_accelerate import Refused, find_as_acce
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory_utils has been reorganized")
 
-# Tables of commands that Headway has not: a class that says so when it is called stands for each.
+# Constants of commands that Headway does not have. Each is replaced by a class that raises an explanation when called.
 NO_CONSTANTS = {
     "ARGUMENT_KEY_MAPPING", "ARGUMENT_VALUE_MAPPING", "ARROW_KEY_FLAG", "CURSOR_TO_CHAR", "KEYMAP",
     "MODEL_CONFIGS_TO_MEGATRON_PARSERS", "TERMINAL_WIDTH", "TORCH_SAFE_GLOBALS",
 }  # fmt: skip
-# docs/accelerate_name.md: loaders are one class, which stands for two bases; a prepared optimizer is made by prepare().
+# Documented differences (docs/accelerate_name.md): one loader class replaces two, and only prepare() creates optimizers.
 OTHER_ARGUMENTS = {
     "AcceleratedOptimizer", "AcceleratorState", "DataLoaderAdapter", "DataLoaderDispatcher", "DataLoaderShard",
     "DataLoaderStateMixin", "DeepSpeedSchedulerWrapper", "find_batch_size", "should_reduce_batch_size",
@@ -28,8 +28,8 @@ ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @cache
-def names():
-    """Name -> what Accelerate has there, for all public names that one of its modules defines."""
+def list_public_names():
+    """Return {name: object} for all public names that Accelerate's modules define."""
     found = {}
     for info in pkgutil.walk_packages(accelerate.__path__, "accelerate."):
         if ".scripts." in info.name or info.name.endswith("utils.rich"):
@@ -42,7 +42,8 @@ def names():
     return found
 
 
-def kind_of(value):
+def get_kind(value):
+    """Return "class", "module", "function", "object" (other callables) or "constant"."""
     if inspect.isclass(value):
         return "class"
     if inspect.ismodule(value):
@@ -50,15 +51,15 @@ def kind_of(value):
     return "function" if inspect.isroutine(value) else "object" if callable(value) else "constant"
 
 
-def test_each_name_is_of_the_same_kind():
-    kinds = {name: (kind_of(value), kind_of(find_as_accelerate(name))) for name, value in names().items()}
+def test_each_name_is_the_same_kind_of_object():
+    kinds = {name: (get_kind(value), get_kind(find_as_accelerate(name))) for name, value in list_public_names().items()}
     assert len(kinds) > 500
     differing = {name: both for name, both in kinds.items() if both[0] != both[1]}
     assert differing == dict.fromkeys(NO_CONSTANTS, ("constant", "class"))
 
 
 def test_each_class_can_be_a_base():
-    for name, theirs in names().items():
+    for name, theirs in list_public_names().items():
         ours = find_as_accelerate(name)
         if inspect.isclass(theirs) and not issubclass(theirs, types.SimpleNamespace):
             try:
@@ -68,14 +69,14 @@ def test_each_class_can_be_a_base():
             assert issubclass(types.new_class("Own", (ours,)), ours), name
 
 
-def test_each_class_answers_isinstance():
-    for name, theirs in names().items():
+def test_each_class_supports_isinstance():
+    for name, theirs in list_public_names().items():
         if inspect.isclass(theirs):
             assert not isinstance(name, find_as_accelerate(name)) or theirs is str, name
 
 
-def takes(value):
-    """The parameters that a caller may name, in order, and whether any others are taken."""
+def get_parameters(value):
+    """Return the parameter names that a caller may use, in order, and whether the callable accepts arbitrary others."""
     try:
         parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):
@@ -85,13 +86,13 @@ def takes(value):
 
 def test_each_call_takes_the_same_arguments():
     lost = {}
-    for name, theirs in names().items():
+    for name, theirs in list_public_names().items():
         ours = find_as_accelerate(name)
-        is_decorator = name.startswith("require_")  # is given what it decorates, by position
+        is_decorator = name.startswith("require_")  # receives the decorated object as its positional argument
         is_refused = isinstance(ours, Refused) or getattr(ours, "__module__", "") == "accelerate"
         if not callable(theirs) or is_refused or is_decorator or name in OTHER_ARGUMENTS:
             continue
-        (wanted, _), (taken, takes_more) = takes(theirs), takes(ours)
+        (wanted, _), (taken, takes_more) = get_parameters(theirs), get_parameters(ours)
         missing = [each for each in wanted if each not in taken and not each.startswith("_")]
         if missing and not takes_more:
             lost[name] = missing
@@ -111,9 +112,9 @@ def test_each_call_takes_the_same_arguments():
 )  # fmt: skip
 def test_private_names_that_other_projects_import_are_there(module, name):
     theirs, ours = getattr(importlib.import_module(module), name), find_as_accelerate(name)
-    assert kind_of(theirs) == kind_of(ours)
+    assert get_kind(theirs) == get_kind(ours)
     if callable(theirs):
-        assert takes(theirs) == takes(ours)
+        assert get_parameters(theirs) == get_parameters(ours)
     else:
         assert theirs == ours
 

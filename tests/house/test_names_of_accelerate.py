@@ -1,7 +1,7 @@
-"""Every public name of Accelerate, and every member of its Accelerator, is served or has a sentence.
+"""Every public name of Accelerate, and every member of its Accelerator, is served or has an explanation.
 
-There are two places: `headway`, for scripts that change their imports, and `accelerate` itself where Headway stands in for it,
-which has more. A name that only the second has keeps its sentence for the first.
+Names can be served in two places: `headway`, for scripts that change their imports, and `accelerate`, where Headway
+replaces it. The second place has more names. A name that only the second place has keeps its explanation in the first.
 """
 
 import dataclasses
@@ -39,19 +39,20 @@ OWN = {"accelerator"}
 
 
 @cache
-def modules():
+def list_modules():
+    """Return the names of Accelerate's modules, without its commands and test helpers."""
     found = [info.name for info in pkgutil.walk_packages(accelerate.__path__, "accelerate.")]
     return [name for name in found if not name.startswith(PRIVATE)]
 
 
 @cache
-def public_names():
-    """Name -> where Accelerate defines it."""
+def list_public_names():
+    """Return {name: module} for all public names that Accelerate's modules define."""
     found = {}
-    for name in ["accelerate", *modules()]:
+    for name in ["accelerate", *list_modules()]:
         try:
             module = importlib.import_module(name)
-        except ImportError:  # its rich module asks for a variable to be set
+        except ImportError:  # accelerate.utils.rich requires an environment variable
             continue
         for each, value in vars(module).items():
             home = getattr(value, "__module__", None)
@@ -65,22 +66,22 @@ def public_names():
     return found
 
 
-def test_there_is_something_to_compare():
-    assert len(modules()) > 30
-    assert len(public_names()) > 350
+def test_accelerates_names_are_found():
+    assert len(list_modules()) > 30
+    assert len(list_public_names()) > 350
 
 
 def test_every_public_name_is_served_or_explained():
     answered = {*headway.__all__, *SERVED, *RENAMED, *NAMES}
-    assert sorted(set(public_names()) - answered) == []
+    assert sorted(set(list_public_names()) - answered) == []
 
 
-def test_headway_answers_for_every_name_that_only_accelerate_has():
-    theirs = set(AS_ACCELERATE) & set(public_names())
+def test_headway_explains_names_that_only_accelerates_name_serves():
+    theirs = set(AS_ACCELERATE) & set(list_public_names())
     assert sorted(theirs - {*headway.__all__, *SERVED, *RENAMED, *NAMES}) == []
 
 
-PLACES_OF_THEIRS = {
+MODULES_OF_COMMANDS_AND_TESTS = {
     "commands.config",
     "commands.launch",
     "commands.accelerate_cli",
@@ -89,37 +90,37 @@ PLACES_OF_THEIRS = {
 }
 
 
-def test_the_table_of_the_command_is_accelerates_surface():
-    told = {name for module, names in SURFACE.items() for name in names if module not in PLACES_OF_THEIRS}
-    assert told == set(public_names())
+def test_table_of_headway_compat_lists_all_public_names():
+    told = {name for module, names in SURFACE.items() for name in names if module not in MODULES_OF_COMMANDS_AND_TESTS}
+    assert told == set(list_public_names())
     for module, names in SURFACE.items():
         home = importlib.import_module(f"accelerate.{module}") if module != "utils.rich" else None
         assert [name for name in names if not hasattr(home, name)] == []
 
 
-def test_each_name_has_one_answer():
+def test_each_name_has_one_status():
     answers = [describe_name(name) for names in SURFACE.values() for name in names]
     assert {each.status for each in answers} == {"served", "differs", "not served"}
     assert [each.name for each in answers if each.status != "served" and len(each.note.split()) < 2] == []
     assert {each.name for each in answers if each.status == "not served"} <= {*NAMES, *REFUSED}
 
 
-def test_differences_are_of_names_that_are_served():
+def test_documented_differences_concern_served_names():
     served = {*headway.__all__, *SERVED, *RENAMED, *AS_ACCELERATE}
     assert sorted(set(DIFFERENT) - served) == []
     assert sorted(set(DIFFERENT) - {name for names in SURFACE.values() for name in names}) == []
 
 
 @pytest.mark.parametrize("name", sorted(AS_ACCELERATE))
-def test_what_is_served_under_its_name_is_there_and_explains_itself(name):
+def test_names_served_as_accelerate_exist_and_have_docstrings(name):
     value = find_as_accelerate(name)
     plain = isinstance(value, str | int | list | tuple | dict)
     assert plain or inspect.getdoc(value) or inspect.getdoc(type(value))
 
 
 @cache
-def everything():
-    """Every module of Accelerate, its commands and its tests' helpers too, and the names that each defines or shows."""
+def list_all_callables():
+    """Return {module: public callables} for all of Accelerate's modules, including its commands and test helpers."""
     found = {}
     for info in pkgutil.walk_packages(accelerate.__path__, "accelerate."):
         if info.name.startswith("accelerate.test_utils.scripts."):
@@ -140,9 +141,11 @@ def everything():
 
 
 def test_every_name_can_be_imported_from_every_module():
-    assert sorted({name.partition(".")[2] for name in everything()} - MODULES_AS_ACCELERATE - {"utils.rich"}) == []
+    assert (
+        sorted({name.partition(".")[2] for name in list_all_callables()} - MODULES_AS_ACCELERATE - {"utils.rich"}) == []
+    )
     missing = []
-    for name in {each for names in everything().values() for each in names}:
+    for name in {each for names in list_all_callables().values() for each in names}:
         try:
             find_as_accelerate(name)
         except AttributeError:
@@ -150,7 +153,7 @@ def test_every_name_can_be_imported_from_every_module():
     assert missing == []
 
 
-def test_what_is_not_served_says_so_when_it_is_called():
+def test_unserved_name_raises_an_explanation_when_called():
     refused = find_as_accelerate("MegatronEngine")
     assert (refused.__name__, refused) == ("MegatronEngine", find_as_accelerate("MegatronEngine"))
     assert not isinstance(3, refused)
@@ -158,7 +161,7 @@ def test_what_is_not_served_says_so_when_it_is_called():
         refused(1)
 
 
-def test_the_test_helpers_of_accelerate_are_there():
+def test_accelerates_test_helpers_are_served():
     import accelerate.test_utils as theirs
 
     names = {name for name, value in vars(theirs).items() if not name.startswith("_") and not inspect.ismodule(value)}
@@ -167,28 +170,28 @@ def test_the_test_helpers_of_accelerate_are_there():
     assert {"test_utils", "test_utils.testing", "test_utils.training"} <= MODULES_AS_ACCELERATE
 
 
-def test_no_name_is_both():
+def test_no_name_is_both_served_and_refused():
     assert (set(SERVED) | set(RENAMED) | set(headway.__all__)) & set(NAMES) == set()
     assert set(SERVED) & set(headway.__all__) == set()
 
 
 @pytest.mark.parametrize("name", sorted({*SERVED, *RENAMED}))
-def test_what_is_served_is_there_and_explains_itself(name):
+def test_served_names_exist_and_have_docstrings(name):
     value = find(name)
     assert isinstance(value, str) or inspect.getdoc(value)
 
 
-def test_what_is_explained_is_a_sentence():
+def test_explanations_are_clauses_of_several_words():
     assert [why for why in {*NAMES.values(), *MEMBERS.values()} if len(why.split()) < 4 or why.endswith(".")] == []
 
 
-def test_every_module_path_is_there():
-    assert {name.removeprefix("accelerate.") for name in modules()} == MODULES | OWN
+def test_every_module_path_exists():
+    assert {name.removeprefix("accelerate.") for name in list_modules()} == MODULES | OWN
 
 
 @pytest.fixture(scope="module")
 def members():
-    """Those of Accelerate's class and of an object of it."""
+    """Return the public members of Accelerate's Accelerator class and of one of its instances."""
     accelerate.state.AcceleratorState._reset_state(True)
     made = accelerate.Accelerator(cpu=True)
     accelerate.state.AcceleratorState._reset_state(True)

@@ -1,4 +1,4 @@
-"""Tables in Markdown that name tests: every path exists, and the named test uses the name of its row."""
+"""Tables in Markdown that name tests or files: every path exists, and each named test uses the name in its row."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 NAMES_USED = ROOT / "tests" / "ecosystem" / "names_used.md"
 
 
-def tracked(pattern: str) -> list[Path]:
+def list_tracked_files(pattern: str) -> list[Path]:
     names = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [ROOT / name for name in names.split()]
 
@@ -25,9 +25,12 @@ def test_names_used_by_libraries_are_tested_where_the_table_says():
                 assert name.rpartition(".")[2] in (ROOT / "tests" / test.strip("`")).read_text(), name
 
 
-@pytest.mark.parametrize("page", tracked("tests/**/*.md"), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", list_tracked_files("tests/**/*.md"), ids=lambda page: str(page.relative_to(ROOT)))
 def test_paths_to_tests_exist(page):
-    """A path may be relative to the repository, to tests/ or to the page's folder."""
+    """Check the paths of test files in a Markdown page.
+
+    A path may be relative to the repository, to tests/ or to the page's folder.
+    """
     paths = re.findall(r"`((?:[\w.-]+/)*test_[\w-]+\.py)(?:::[\w\[\]-]+)?`", page.read_text())
     missing = [
         path for path in paths if not any((base / path).exists() for base in (ROOT, ROOT / "tests", page.parent))
@@ -35,8 +38,11 @@ def test_paths_to_tests_exist(page):
     assert missing == []
 
 
-def test_the_table_of_where_new_things_go_names_files_that_exist():
-    """A path may be relative to the repository, to src/headway or to compat/accelerate in it."""
+def test_files_in_the_table_of_where_new_things_go_exist():
+    """Check the paths in the table "Where new things go" of docs/architecture.md.
+
+    A path may be relative to the repository, to src/headway or to src/headway/compat/accelerate.
+    """
     text = (ROOT / "docs" / "architecture.md").read_text()
     section = text.partition("## Where new things go")[2].partition("\n## ")[0]
     bases = (ROOT, ROOT / "src/headway", ROOT / "src/headway/compat/accelerate")
@@ -53,5 +59,5 @@ def test_the_table_of_where_new_things_go_names_files_that_exist():
         ("DEVICES", "forecasting/device/devices.py"), ("StepGuard", "core/training/step.py"),
     ],
 )  # fmt: skip
-def test_names_in_that_table_are_in_their_files(name, file):
+def test_names_in_the_table_of_where_new_things_go_are_in_their_files(name, file):
     assert re.search(rf"^(class )?{name}\b", (ROOT / "src/headway" / file).read_text(), re.MULTILINE)

@@ -1,14 +1,14 @@
-"""Nothing is planted into an object from outside: what it works with comes in through its constructor, what changes through methods.
+"""No file of the training core sets attributes of objects that belong to another file.
 
-By the names that the parts of the training core go by: an assignment `step.x = ...` or `self._windows.x = ...` sets an attribute
-of an object that this file did not make. An object's own fields are its own file's to set, and plain records
-(`window.nominal`, `position.share`) are for those who compute them.
+Objects receive what they need through their constructors, and change through their methods. The check goes by variable
+names: in `step.x = ...` or `self._windows.x = ...`, the owner's name must belong to the file that makes the assignment.
+Plain records (`window.nominal`, `position.share`) are exempt: the code that computes their values may set them.
 """
 
 import ast
 from collections.abc import Iterator
 
-from tests.house.tree_of_source import modules, parsed, shown
+from tests.house.tree_of_source import get_relative_path, list_modules, parse_module
 
 OWNERS = {
     "accelerator": "accelerator.py",
@@ -33,12 +33,12 @@ OWNERS = {
     "events": "core/data/loader.py",
     "hooks": "core/training/hooks.py",
 }
-"""{how an object is called where it is used: the file that may set its attributes}."""
-SETTABLE = {
+"""{variable name of an object: file or folder that may set its attributes}."""
+ALLOWED = {
     ("loader", "seed"), ("loader", "even_batches"), ("accelerator", "gradient_accumulation_steps"), ("model", "loss_function"),
 }  # fmt: skip
-"""Properties with a setter of their own; the last one is transformers'."""
-ROOMS = (
+"""Properties with a setter, which any file may assign. The last one belongs to transformers."""
+CHECKED_PATHS = (
     "extras/",
     "core/training/",
     "core/data/",
@@ -48,25 +48,25 @@ ROOMS = (
 )
 
 
-def targets(node: ast.AST) -> Iterator[ast.expr]:
-    """What a statement assigns to, tuples opened."""
-    given: list[ast.expr] = []
+def find_targets(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield the expressions that a statement assigns to, with tuples and lists unpacked."""
+    pending: list[ast.expr] = []
     if isinstance(node, ast.Assign):
-        given = list(node.targets)
+        pending = list(node.targets)
     elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-        given = [node.target]
-    while given:
-        target = given.pop()
+        pending = [node.target]
+    while pending:
+        target = pending.pop()
         if isinstance(target, ast.Tuple | ast.List):
-            given.extend(target.elts)
+            pending.extend(target.elts)
         else:
             yield target
 
 
-def planted(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(owner's name, attribute) of every assignment to an attribute of something that is not `self` itself."""
+def find_foreign_assignments(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield (owner's name, attribute) for every assignment to an attribute of an object in `OWNERS`."""
     for node in ast.walk(tree):
-        for target in targets(node):
+        for target in find_targets(node):
             if not isinstance(target, ast.Attribute):
                 continue
             owner = target.value
@@ -75,22 +75,22 @@ def planted(tree: ast.AST) -> Iterator[tuple[str, str]]:
                 yield name.lstrip("_"), target.attr
 
 
-def test_the_training_core_plants_nothing() -> None:
+def test_the_training_core_sets_no_foreign_attributes() -> None:
     found = []
-    for file in modules("src"):
-        name = shown(file).removeprefix("src/headway/")
-        if not name.startswith(ROOMS):
+    for file in list_modules("src"):
+        name = get_relative_path(file).removeprefix("src/headway/")
+        if not name.startswith(CHECKED_PATHS):
             continue
         found += [
-            f"{name}: {owner}.{attribute} = ..." for owner, attribute in planted(parsed(file))
-            if not name.startswith(OWNERS[owner]) and (owner, attribute) not in SETTABLE
+            f"{name}: {owner}.{attribute} = ..." for owner, attribute in find_foreign_assignments(parse_module(file))
+            if not name.startswith(OWNERS[owner]) and (owner, attribute) not in ALLOWED
         ]  # fmt: skip
     assert not found, "\n".join(found)
 
 
-def test_planting_is_seen() -> None:
+def test_foreign_assignments_are_found() -> None:
     text = "self._windows.guard = 1\nstep.x, y = 1, 2\nself.meter = 3\nloader.meter += 1\nself._step.windows.piece = 0"
-    assert sorted(planted(ast.parse(text))) == [
+    assert sorted(find_foreign_assignments(ast.parse(text))) == [
         ("loader", "meter"),
         ("step", "x"),
         ("windows", "guard"),

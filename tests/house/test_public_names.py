@@ -1,4 +1,4 @@
-"""Public names are frozen: adding or removing one is a decision that shows in this file."""
+"""Public names, members, arguments and launch flags are frozen, so that adding or removing one requires a change in this file."""
 
 import ast
 import inspect
@@ -79,22 +79,22 @@ ARGUMENTS = [
 ACCELERATOR = set(MEMBERS.split())
 
 
-def test_the_names_are_these():
+def test_public_names():
     assert headway.__all__ == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_can_be_imported_and_explains_itself(name):
+def test_public_name_can_be_imported_and_has_a_docstring(name):
     value = getattr(headway, name)
     assert name == "__version__" or inspect.getdoc(value)
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_unknown_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="no name 'Accelerate'"):
         headway.Accelerate
 
 
-def test_type_checkers_see_each():
+def test_stub_file_declares_every_public_name():
     stub = ast.parse((Path(headway.__file__).with_suffix(".pyi")).read_text())
     found = {name.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for name in node.names}
     assert set(NAMES) <= found.keys()
@@ -103,15 +103,15 @@ def test_type_checkers_see_each():
     )
 
 
-def test_the_accelerators_members_are_these():
+def test_members_of_the_accelerator():
     assert {name for name in dir(Accelerator) if not name.startswith("_")} == ACCELERATOR
 
 
-def test_what_it_has_besides_for_scripts_of_accelerate_is_this():
+def test_additional_members_for_scripts_of_accelerate():
     accelerator = Accelerator(cpu=True)
-    besides = {name for name in dir(accelerator) if not name.startswith("_")} - set(vars(accelerator)) - ACCELERATOR
-    assert besides == set(MEMBERS_OF_ACCELERATE.split())
-    assert all(hasattr(accelerator, name) for name in besides)
+    additional = {name for name in dir(accelerator) if not name.startswith("_")} - set(vars(accelerator)) - ACCELERATOR
+    assert additional == set(MEMBERS_OF_ACCELERATE.split())
+    assert all(hasattr(accelerator, name) for name in additional)
 
 
 @pytest.mark.parametrize(("kind", "names"), [(Accelerator, MEMBERS), (AccelerateMembers, MEMBERS_OF_ACCELERATE)])
@@ -120,7 +120,7 @@ def test_every_member_has_a_docstring(kind, names):
     assert [name for name, member in found.items() if not inspect.getdoc(member)] == []
 
 
-def test_the_accelerators_arguments_are_these():
+def test_arguments_of_the_accelerator():
     assert list(inspect.signature(Accelerator).parameters) == ARGUMENTS
 
 
@@ -136,6 +136,6 @@ FLAGS = """
 """
 
 
-def test_the_flags_of_launch_are_these():
+def test_flags_of_launch():
     shown = {option.name for option in launch.command.params if not getattr(option, "hidden", False)}
     assert shown == {*FLAGS.split(), "script", "script_args"}

@@ -1,4 +1,4 @@
-"""What a stranger meets first: the archives, the workflows, the forms. Each names what there is, and runs what contributors run."""
+"""Files for releases and contributors: archives, tags, workflows, issue forms, versions and the published site."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.slow
-def test_the_archives_work_in_an_empty_environment(tmp_path):
+def test_archives_install_and_work_in_an_empty_environment(tmp_path):
     wheel, archive = release.build(tmp_path / "dist", "https://example.org/headway")
     about = release.check_contents(wheel)
     assert archive.name == f"headway-{release.version()}.tar.gz"
@@ -30,7 +30,7 @@ def test_the_archives_work_in_an_empty_environment(tmp_path):
         release.check_in_an_empty_environment(each)
 
 
-def test_the_tag_is_annotated_on_a_clean_commit_with_a_section_of_the_changelog(tmp_path, monkeypatch):
+def test_tag_needs_a_clean_commit_with_a_changelog_section(tmp_path, monkeypatch):
     for name in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{name}_NAME", "a")
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "a@example.org")
@@ -51,7 +51,7 @@ def test_the_tag_is_annotated_on_a_clean_commit_with_a_section_of_the_changelog(
     with pytest.raises(SystemExit, match="lightweight"):
         release.check_ready_for_tag(tmp_path)
     git("tag", "--delete", tag)
-    for _ in range(2):  # the second time, the tag is there
+    for _ in range(2):  # the second time, the tag exists already
         release.check_ready_for_tag(tmp_path)
         assert release.add_tag(tmp_path) == tag
     assert git("cat-file", "-t", tag) == "tag"
@@ -61,7 +61,7 @@ def test_the_tag_is_annotated_on_a_clean_commit_with_a_section_of_the_changelog(
         release.check_ready_for_tag(tmp_path)
 
 
-def test_classifiers_name_each_python_from_the_oldest():
+def test_classifiers_name_each_supported_python():
     text = (ROOT / "pyproject.toml").read_text()
     oldest = int(re.search(r'requires-python = ">=3\.(\d+)"', text)[1])
     named = [int(minor) for minor in re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', text)]
@@ -70,8 +70,10 @@ def test_classifiers_name_each_python_from_the_oldest():
     assert f'python_version = "3.{oldest}"' in text
 
 
-def test_what_readme_shows_exists():
-    assert re.findall(r"(?i)unchanged|!\[[^\]]*\]\(http", README.partition("```")[0]) == []  # no claim, no badge
+def test_links_of_the_readme_exist_and_become_absolute():
+    assert (
+        re.findall(r"(?i)unchanged|!\[[^\]]*\]\(http", README.partition("```")[0]) == []
+    )  # no such claim and no badge
     for _, _, target in release._LINK.findall(README):
         assert (ROOT / target.partition("#")[0]).exists(), target
     found = release.with_absolute_links("[a](docs/b.md#c) ![d](e.png) [f](https://g) [h](#i)", "https://x.org/y")
@@ -82,11 +84,11 @@ def test_what_readme_shows_exists():
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
-def test_a_workflow_is_well_formed_and_runs_what_contributors_run(file):
+def test_workflow_is_well_formed_and_its_commands_exist(file):
     workflow = yaml.safe_load(file.read_text())
     assert set(workflow) <= {"name", True, "permissions", "concurrency", "jobs"}  # YAML 1.1 reads `on` as true
     assert set(workflow[True]) <= {"push", "pull_request", "workflow_dispatch"}
-    assert workflow["permissions"], "without it a job may do anything"
+    assert workflow["permissions"], "without permissions in the workflow, jobs get the repository's default permissions"
     jobs = workflow["jobs"]
     for job in jobs.values():
         known = {"runs-on", "timeout-minutes", "steps", "if", "needs", "environment", "permissions"}
@@ -96,19 +98,19 @@ def test_a_workflow_is_well_formed_and_runs_what_contributors_run(file):
             assert ("uses" in step) != ("run" in step), step
             assert set(step) <= {"uses", "with", "run", "if", "name"}
             if "uses" in step:
-                assert re.fullmatch(r"[\w-]+/[\w-]+@[\w./-]+", step["uses"]), "actions are named with their version"
+                assert re.fullmatch(r"[\w-]+/[\w-]+@[\w./-]+", step["uses"]), "actions must be pinned to a version"
             for target in re.findall(r"\bmake ([a-z-]+)", step.get("run", "")):
                 assert target in TARGETS
             for path in re.findall(r"(?:\./)?((?:\.ci|scripts)/[\w.]+)", step.get("run", "")):
                 assert (ROOT / path).exists(), path
 
 
-def test_the_suite_of_the_workflow_is_cis():
+def test_workflow_runs_the_ci_script():
     assert ".ci/run" in (ROOT / ".github/workflows/tests.yml").read_text()
 
 
 @pytest.mark.parametrize("name", ["bug", "feature"])
-def test_a_form_is_well_formed(name):
+def test_issue_form_is_well_formed(name):
     form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text())
     assert {"name", "description", "body"} <= set(form)
     assert [part["type"] for part in form["body"]] == ["textarea"] * len(form["body"])
@@ -116,13 +118,13 @@ def test_a_form_is_well_formed(name):
     assert all(part["attributes"]["label"] for part in form["body"])
 
 
-def test_hooks_before_a_commit_are_those_of_make_check():
+def test_pre_commit_hooks_match_make_check():
     (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     recipe = re.search(r"^check: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     assert [hook["entry"] for hook in repo["hooks"]] == re.findall(r"\t\$\(BIN\)/(.*)", recipe)
 
 
-def test_other_files_say_the_same_version_and_packages():
+def test_conda_recipe_and_citation_have_the_same_version_and_packages():
     recipe = yaml.safe_load((ROOT / "conda/recipe.yaml").read_text())
     assert recipe["context"]["version"] == release.version()
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == release.version()
@@ -135,7 +137,7 @@ def test_other_files_say_the_same_version_and_packages():
     assert recipe["requirements"]["run"] == ["python >=3.10", *wanted]
 
 
-def test_each_versions_site_stays(tmp_path):
+def test_publishing_a_site_keeps_those_of_other_versions(tmp_path):
     site, sites = tmp_path / "site", tmp_path / "sites"
     site.mkdir()
     (site / "index.html").write_text("old")

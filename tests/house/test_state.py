@@ -1,49 +1,47 @@
-"""Nothing of a module's own changes: what a process has once hangs on `scope`, and one file walks up the stack."""
+"""Modules hold no mutable state: per-process objects are stored through `scope`, and only one file inspects the stack."""
 
 import ast
 
-from tests.house.tree_of_source import modules, nodes, parsed, shown
+from tests.house.tree_of_source import get_relative_path, list_modules, list_nodes, parse_module
 
-EMPTY = {"list", "dict", "set", "deque", "defaultdict", "OrderedDict", "WeakSet", "WeakKeyDictionary", "WeakValueDictionary",
-         "count", "Event", "Counter", "local"}  # fmt: skip
-STACK = {"_getframe", "currentframe", "f_back", "extract_stack"}
-
-# Rewritten beside this test; each name goes with its file's state.
+CONTAINERS = {"list", "dict", "set", "deque", "defaultdict", "OrderedDict", "WeakSet", "WeakKeyDictionary", "WeakValueDictionary",
+              "count", "Event", "Counter", "local"}  # fmt: skip
+STACK_FUNCTIONS = {"_getframe", "currentframe", "f_back", "extract_stack"}
 
 
 def test_no_function_changes_its_module():
     found = [
-        f"{shown(file)}:{node.lineno}: global {', '.join(node.names)}"
-        for file in modules("src")
-        for node in nodes(file) if isinstance(node, ast.Global)
+        f"{get_relative_path(file)}:{node.lineno}: global {', '.join(node.names)}"
+        for file in list_modules("src")
+        for node in list_nodes(file) if isinstance(node, ast.Global)
     ]  # fmt: skip
     assert found == []
 
 
-def test_no_module_keeps_a_registry():
+def test_no_module_holds_an_empty_container_or_none():
     found = [
-        f"{shown(file)}:{node.lineno}: {ast.unparse(node)[:70]}"
-        for file in modules("src") for node in parsed(file).body
-        if isinstance(node, ast.Assign | ast.AnnAssign) and _is_to_be_filled(node.value)
+        f"{get_relative_path(file)}:{node.lineno}: {ast.unparse(node)[:70]}"
+        for file in list_modules("src") for node in parse_module(file).body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and _is_placeholder(node.value)
     ]  # fmt: skip
     assert found == []
 
 
-def _is_to_be_filled(value: ast.expr | None) -> bool:
-    """Something empty, which only makes sense where it is filled later; or nothing, where something is set later."""
+def _is_placeholder(value: ast.expr | None) -> bool:
+    """Return whether a module-level value is an empty container or None, which suggests that it is filled or set later."""
     if isinstance(value, ast.Dict | ast.List):
         return not (value.keys if isinstance(value, ast.Dict) else value.elts)
     if isinstance(value, ast.Constant):
         return value.value is None
     if not isinstance(value, ast.Call) or value.args:
         return False
-    return ast.unparse(value.func).rpartition(".")[2] in EMPTY
+    return ast.unparse(value.func).rpartition(".")[2] in CONTAINERS
 
 
-def test_one_file_walks_up_the_stack():
+def test_only_one_file_inspects_the_stack():
     found = {
-        shown(file)
-        for file in modules("src") for node in nodes(file)
-        if isinstance(node, ast.Attribute) and node.attr in STACK
+        get_relative_path(file)
+        for file in list_modules("src") for node in list_nodes(file)
+        if isinstance(node, ast.Attribute) and node.attr in STACK_FUNCTIONS
     }  # fmt: skip
     assert found == {"src/headway/common/callsite.py"}

@@ -1,4 +1,4 @@
-"""The command line never imports torch or numpy, and what it imports stays small."""
+"""The command line imports neither torch nor numpy, and `import headway` and the Accelerator import only what they need."""
 
 import ast
 import subprocess
@@ -24,8 +24,8 @@ COMMANDS = [
 ]
 
 
-def imported(arguments: list[str], home: str, code: int = 0, says: str = "") -> set[str]:
-    """The modules that `python -m headway ARGUMENTS` imports."""
+def list_imports(arguments: list[str], home: str, code: int = 0, says: str = "") -> set[str]:
+    """Run `python -m headway ARGUMENTS` and return the names of the modules that it imports."""
     ran = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "headway", *arguments],
         capture_output=True, text=True, timeout=60, env={"PATH": "", "HEADWAY_HOME": home, **_python_path()},
@@ -42,74 +42,74 @@ def _python_path() -> dict[str, str]:
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
 def test_no_heavy_import(arguments, tmp_path):
-    modules = imported(arguments, str(tmp_path))
+    modules = list_imports(arguments, str(tmp_path))
     assert "headway.cli.main" in modules
     assert sorted({name.partition(".")[0] for name in modules} & set(HEAVY)) == []
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"]], ids=" ".join)
 def test_help_does_not_wait_for_openssl(arguments, tmp_path):
-    assert not imported(arguments, str(tmp_path)) & {"hmac", "_hashlib"}
+    assert not list_imports(arguments, str(tmp_path)) & {"hmac", "_hashlib"}
 
 
-def test_a_device_that_is_none_is_told_before_torch_is_loaded(tmp_path):
+def test_unknown_device_is_reported_before_torch_is_imported(tmp_path):
     says = "device='a100' is not in the table; did you mean a100-40gb or a100-80gb?"
-    modules = imported(["estimate", "gpt2", "--device", "a100"], str(tmp_path), code=2, says=says)
+    modules = list_imports(["estimate", "gpt2", "--device", "a100"], str(tmp_path), code=2, says=says)
     assert sorted({name.partition(".")[0] for name in modules} & {"torch", "numpy", "transformers"}) == []
 
 
 @pytest.mark.parametrize("arguments", [["env"], ["env", "--json"]], ids=" ".join)
-def test_the_environment_report_asks_torch_for_nothing(arguments, tmp_path):
-    modules = {name.partition(".")[0] for name in imported(arguments, str(tmp_path))}
+def test_environment_report_does_not_import_torch(arguments, tmp_path):
+    modules = {name.partition(".")[0] for name in list_imports(arguments, str(tmp_path))}
     assert not modules & {"torch", "numpy"}
 
 
-def test_a_report(tmp_path):
+def test_report_does_not_import_heavy_packages(tmp_path):
     start = '{"kind":"run","time":1.0,"format":1,"project":"p","config":{},"world_size":1,"device":"cpu","versions":{},"attempt":1}'
     values = '{"kind":"values","time":2.0,"step":1,"values":{"loss":1.5}}'
     (tmp_path / "log.jsonl").write_text(f"{start}\n{values}\n")
-    modules = {name.partition(".")[0] for name in imported(["report", str(tmp_path)], str(tmp_path))}
+    modules = {name.partition(".")[0] for name in list_imports(["report", str(tmp_path)], str(tmp_path))}
     assert (tmp_path / "report.html").exists()
     assert not modules & {*HEAVY, "matplotlib"}
 
 
-def test_a_one_process_launch(tmp_path):
+def test_one_process_launch_does_not_import_heavy_packages(tmp_path):
     (tmp_path / "train.py").write_text("print('ran')\n")
-    modules = imported(["launch", "--cpu", str(tmp_path / "train.py")], str(tmp_path))
+    modules = list_imports(["launch", "--cpu", str(tmp_path / "train.py")], str(tmp_path))
     assert not {name.partition(".")[0] for name in modules} & set(HEAVY)
 
 
-def test_the_package_itself(tmp_path):
+def test_importing_headway_does_not_import_torch(tmp_path):
     code = "import headway, sys; print(sorted(set(sys.modules) & {'torch', 'numpy', 'click', 'rich'}))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_python_path(), timeout=60)
     assert ran.stdout == "[]\n", ran.stderr
 
 
-BUDGET = {"xxhash"}
-"""Packages beside torch, its own and Python's that come with the Accelerator: only to be made smaller."""
+ALLOWED_PACKAGES = {"xxhash"}
+"""Packages that the Accelerator imports in addition to torch, torch's dependencies and the standard library. Do not extend."""
 
-ON_USE = ("core.checkpoint.resume.preemption", "core.memory.monitor", "core.memory.batch_size", "core.tracking.run_feed",
+IMPORTED_ON_USE = ("core.checkpoint.resume.preemption", "core.memory.monitor", "core.memory.batch_size", "core.tracking.run_feed",
           "core.tracking.runlog", "core.tracking.progress", "core.tracking.report",
           "core.training.checks.finite", "core.training.forecast_types", "cli", "extras", "forecasting",
           "launch.agent", "launch.watch", "layouts.context", "layouts.pipeline", "layouts.tensor", "offload",
           "planning", "trainer")  # fmt: skip
-"""Parts of Headway that one process without further wishes has no use for."""
+"""Parts of Headway that one process with default options does not need."""
 
 
-def brought(statement: str) -> set[str]:
-    """The modules that `statement` imports where torch is there already."""
+def list_additional_imports(statement: str) -> set[str]:
+    """Return the modules that `statement` imports in a process that has already imported torch."""
     code = f"import sys, torch; before = set(sys.modules); {statement}; print(sorted(set(sys.modules) - before))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_python_path(), timeout=120)
     assert ran.returncode == 0, ran.stderr
     return set(ast.literal_eval(ran.stdout))
 
 
-def test_what_comes_with_the_accelerator():
-    found = brought("from headway import Accelerator; Accelerator(cpu=True)")
+def test_imports_of_the_accelerator():
+    found = list_additional_imports("from headway import Accelerator; Accelerator(cpu=True)")
     assert "headway.accelerator" in found
     top = {name.partition(".")[0] for name in found} - {"headway", *sys.stdlib_module_names}
-    assert {name for name in top if not name.startswith("_")} == BUDGET
-    # torch's compiler and what trackers, models and data sets need take longer to import than torch itself.
+    assert {name for name in top if not name.startswith("_")} == ALLOWED_PACKAGES
+    # Importing torch's compiler or the packages of trackers, models and datasets takes longer than importing torch.
     assert {name for name in found if name.startswith(("torch.", "numpy."))} == set()
-    late = tuple(f"headway.{part}" for part in ON_USE)
+    late = tuple(f"headway.{part}" for part in IMPORTED_ON_USE)
     assert sorted(name for name in found if name.startswith(late)) == []

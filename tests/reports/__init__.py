@@ -1,1 +1,1 @@
-"""Reports from outside, each as a test with its siblings: the expected value comes from plain PyTorch or from Accelerate."""
+"""Tests of bugs that users reported, and of related cases. Expected values come from plain PyTorch or from Accelerate."""

@@ -1,4 +1,4 @@
-"""A script whose functions use the module `accelerate`: they are pickled by cloudpickle, by dill, and for processes of a notebook."""
+"""A script that pickles functions which use the module `accelerate`: with cloudpickle, with dill and for notebook processes."""
 
 import copy
 import pickle
@@ -14,7 +14,7 @@ from datasets.fingerprint import Hasher
 
 
 class Holder:
-    """An object of a script's own that keeps the module."""
+    """An object that holds the module `accelerate`."""
 
     def __init__(self):
         self.library = accelerate
@@ -28,11 +28,11 @@ def write_sum(value):
 
 if __name__ == "__main__":
     for module in (accelerate, accelerate.utils, utils, accelerate.utils.operations):
-        for copied in (
+        for copy_of_module in (
             cloudpickle.loads(cloudpickle.dumps(module)), dill.loads(dill.dumps(module)), pickle.loads(pickle.dumps(module)),
             copy.copy(module), copy.deepcopy(module),
         ):  # fmt: skip
-            assert copied is module
+            assert copy_of_module is module
     assert copy.deepcopy(Holder()).library is accelerate
     assert cloudpickle.loads(cloudpickle.dumps(write_sum)).__globals__["accelerate"] is accelerate
     assert dill.loads(dill.dumps(write_sum, recurse=True)).__globals__["accelerate"] is accelerate

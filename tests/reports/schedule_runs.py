@@ -1,4 +1,4 @@
-"""A loop with a schedule whose length was counted in one of several ways, and the warnings that it gave."""
+"""Train with schedules whose lengths were computed in several ways, and return the warnings."""
 
 import logging
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch.optim import lr_scheduler
 
 NUM_ROWS = 36
-"""9 batches of 4: 5 for each of 2 ranks."""
+"""9 batches of 4 rows. Each of 2 ranks reads 5 batches."""
 
 SCHEDULES = {
     "LinearLR": lambda o, n: lr_scheduler.LinearLR(o, 1.0, 0.0, total_iters=n),
@@ -23,7 +23,7 @@ SCHEDULES = {
 }
 
 
-class Kept(logging.Handler):
+class WarningRecorder(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
@@ -44,19 +44,19 @@ def train(name: str, count: str, num_epochs: int, kind: str = "native", **option
     """Return the warnings about the schedule before the first update, and those of the whole run.
 
     Args:
-        name: Schedule.
-        count: Which loader its length was computed from: "after" or "before" prepare, "times" (after, times the processes),
+        name: Key of SCHEDULES, or "transformers".
+        count: How the length is computed: from the loader "after" or "before" prepare, "times" (after, times the processes),
             "together" (before, all prepared in one call), or "steps=N".
-        num_epochs: Epochs that the length is meant for, and that are trained.
+        num_epochs: Number of epochs to compute the length for, and to train.
         kind: "native" or "accelerate".
-        options: For the Accelerator.
+        options: Arguments of the Accelerator.
     """
     from headway import Accelerator
     from headway.compat.accelerate.accelerator import AccelerateAccelerator
 
     accelerator: Any = (AccelerateAccelerator if kind == "accelerate" else Accelerator)(cpu=True, **options)
-    kept = Kept()
-    logging.getLogger("headway").addHandler(kept)
+    recorder = WarningRecorder()
+    logging.getLogger("headway").addHandler(recorder)
     dataset = torch.utils.data.TensorDataset(torch.ones(NUM_ROWS, 2))
     model, loader = torch.nn.Linear(2, 1), torch.utils.data.DataLoader(dataset, batch_size=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -71,7 +71,7 @@ def train(name: str, count: str, num_epochs: int, kind: str = "native", **option
         length = {"after": after, "before": before, "times": after * accelerator.num_processes}.get(count)
         length = int(count.removeprefix("steps=")) if length is None else length
         schedule = accelerator.prepare(make_schedule(name, getattr(optimizer, "optimizer", optimizer), length))
-    at_prepare = [line for line in kept.lines if "_processes" in line]
+    at_prepare = [line for line in recorder.lines if "_processes" in line]
     for _ in range(num_epochs):
         for (x,) in loader:
             with accelerator.accumulate(model):
@@ -79,12 +79,12 @@ def train(name: str, count: str, num_epochs: int, kind: str = "native", **option
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-    logging.getLogger("headway").removeHandler(kept)
-    return at_prepare, [line for line in kept.lines if "_processes" in line]
+    logging.getLogger("headway").removeHandler(recorder)
+    return at_prepare, [line for line in recorder.lines if "_processes" in line]
 
 
 def train_each(cases: list[tuple[Any, ...]]) -> list[tuple[list[str], list[str]]]:
-    """Train one run after another in this process; what is said once is said once in each."""
+    """Run the cases one after another in this process. Warnings that are given once are reset after each case."""
     from headway.common import scope
     from headway.log import OnceFilter
 

@@ -1,4 +1,4 @@
-"""Iterable datasets that are, or are not, the same on all ranks; run by the ranks of `test_unlike_streams.py`."""
+"""Iterable data sets that are the same on all ranks or differ, for the ranks of `test_unlike_streams.py`."""
 
 import itertools
 import logging
@@ -16,7 +16,7 @@ ROWS = 32
 
 
 class Stream(IterableDataset):
-    """Rows of a function that is called at each pass."""
+    """A stream of the rows that a function returns in each pass."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -26,7 +26,7 @@ class Stream(IterableDataset):
 
 
 class OwnGenerator(IterableDataset):
-    """Shuffles by a NumPy generator that it holds."""
+    """A stream that shuffles with its own NumPy generator."""
 
     def __init__(self, seed):
         self.generator = numpy.random.default_rng(seed)
@@ -36,7 +36,7 @@ class OwnGenerator(IterableDataset):
 
 
 class Augmented(IterableDataset):
-    """Samples with noise of each rank's own, in the same order on all ranks."""
+    """A stream with the same order on all ranks, and noise that differs between ranks."""
 
     def __init__(self, rank):
         self.generator = numpy.random.default_rng(rank)
@@ -46,45 +46,45 @@ class Augmented(IterableDataset):
             yield {"x": row + torch.from_numpy(self.generator.normal(size=3)), "label": row}
 
 
-def _shuffled(shuffle):
+def _shuffle_rows(shuffle):
     rows = list(range(ROWS))
     shuffle(rows)
     return rows
 
 
-def _hf(num_shards):
+def _make_hf_stream(num_shards):
     return datasets.Dataset.from_dict({"label": list(range(ROWS))}).to_iterable_dataset(num_shards=num_shards)
 
 
 UNLIKE = {
-    "datasets with shards, shuffled": lambda rank, world: _hf(4).shuffle(buffer_size=8),
-    "datasets with one shard, shuffled": lambda rank, world: _hf(1).shuffle(buffer_size=8),
-    "datasets, a shard for each rank": lambda rank, world: _hf(4).shard(num_shards=world, index=rank),
+    "datasets with shards, shuffled": lambda rank, world: _make_hf_stream(4).shuffle(buffer_size=8),
+    "datasets with one shard, shuffled": lambda rank, world: _make_hf_stream(1).shuffle(buffer_size=8),
+    "datasets, a shard for each rank": lambda rank, world: _make_hf_stream(4).shard(num_shards=world, index=rank),
     "datasets, a shuffled shard for each rank": lambda rank, world: (
-        _hf(4).shard(world, rank).shuffle(seed=1, buffer_size=8)
+        _make_hf_stream(4).shard(world, rank).shuffle(seed=1, buffer_size=8)
     ),
     "every n-th row": lambda rank, world: Stream(lambda: itertools.islice(range(ROWS), rank, None, world)),
     "strings": lambda rank, world: Stream(lambda: [f"row {row}" for row in range(rank, ROWS, world)]),
     "floats": lambda rank, world: Stream(lambda: (torch.tensor(row * 1.0) for row in range(rank, ROWS, world))),
-    "an own random.Random": lambda rank, world: Stream(lambda: _shuffled(random.Random(rank).shuffle)),
+    "an own random.Random": lambda rank, world: Stream(lambda: _shuffle_rows(random.Random(rank).shuffle)),
     "samples of one rank only": lambda rank, world: Stream(lambda: range(0 if rank else ROWS)),
 }
 LIKE = {
-    # A generator that a dataset holds gets rank 0's state, as a torch.Generator does.
+    # A NumPy generator of the data set receives rank 0's state, like a torch.Generator.
     "a NumPy generator that the dataset holds": lambda rank, world: OwnGenerator(rank),
     "in order": lambda rank, world: Stream(lambda: range(ROWS)),
     "strings": lambda rank, world: Stream(lambda: [f"row {row}" for row in range(ROWS)]),
-    "one seed": lambda rank, world: Stream(lambda: _shuffled(random.Random(7).shuffle)),
-    "Python's global generator": lambda rank, world: Stream(lambda: _shuffled(random.shuffle)),
+    "one seed": lambda rank, world: Stream(lambda: _shuffle_rows(random.Random(7).shuffle)),
+    "Python's global generator": lambda rank, world: Stream(lambda: _shuffle_rows(random.shuffle)),
     "NumPy's global generator": lambda rank, world: Stream(lambda: numpy.random.permutation(ROWS).tolist()),
     "torch's global generator": lambda rank, world: Stream(lambda: torch.randperm(ROWS).tolist()),
-    "datasets with shards, one seed": lambda rank, world: _hf(4).shuffle(seed=3, buffer_size=8),
-    "datasets with one shard, one seed": lambda rank, world: _hf(1).shuffle(seed=3, buffer_size=8),
+    "datasets with shards, one seed": lambda rank, world: _make_hf_stream(4).shuffle(seed=3, buffer_size=8),
+    "datasets with one shard, one seed": lambda rank, world: _make_hf_stream(1).shuffle(seed=3, buffer_size=8),
     "noise of each rank's own": lambda rank, world: Augmented(rank),
 }
 
 
-def _rows(batch):
+def _get_rows(batch):
     batch = batch["label"] if isinstance(batch, dict) else batch
     return [
         int(float(str(row).removeprefix("row ")))
@@ -93,13 +93,13 @@ def _rows(batch):
 
 
 def read(make, num_workers=0, num_epochs=2, **config):
-    """The rows of each epoch that count on this rank, or the error."""
+    """Return the valid rows of each epoch on this rank, or the error."""
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
     rank = accelerator.process_index
     torch.manual_seed(rank)
     random.seed(rank)
     numpy.random.seed(rank)
-    context = "fork" if num_workers else None  # the cases hold lambdas
+    context = "fork" if num_workers else None  # lambdas in the cases cannot be pickled
     dataset = make(rank, accelerator.num_processes)
     epochs = []
     try:
@@ -107,14 +107,14 @@ def read(make, num_workers=0, num_epochs=2, **config):
             DataLoader(dataset, batch_size=4, num_workers=num_workers, multiprocessing_context=context)
         )
         for _ in range(num_epochs):
-            epochs.append([row for batch in loader for row in _rows(batch)[: loader.num_valid]])
+            epochs.append([row for batch in loader for row in _get_rows(batch)[: loader.num_valid]])
     except HeadwayError as error:
         return f"{type(error).__name__}: {error}"
     return epochs
 
 
-class Heard(logging.Handler):
-    """Warnings of this process."""
+class WarningRecorder(logging.Handler):
+    """A log handler that collects Headway's warnings in this process."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -122,21 +122,21 @@ class Heard(logging.Handler):
         logging.getLogger("headway").addHandler(self)
 
     def emit(self, record):
-        """Keep its text."""
+        """Append the message."""
         self.texts.append(record.getMessage())
 
 
 def read_all(cases, num_workers=0, **config):
-    """What this rank reads of each case."""
+    """Return the result of `read` for each case on this rank."""
     return {name: read(cases[name], num_workers, **config) for name in cases}
 
 
 def read_unlike(num_workers=0, **config):
-    """What this rank reads of streams that differ."""
+    """Read streams that differ between the ranks."""
     return read_all(UNLIKE, num_workers, **config)
 
 
 def read_like(num_workers=0, **config):
-    """What this rank reads of streams that are the same."""
-    heard = Heard()
-    return read_all(LIKE, num_workers, **config), heard.texts
+    """Read streams that are the same on all ranks. Return the rows and the warnings."""
+    recorder = WarningRecorder()
+    return read_all(LIKE, num_workers, **config), recorder.texts

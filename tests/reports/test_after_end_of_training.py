@@ -1,4 +1,4 @@
-"""Calls after `end_training()`: whole weights are still written, and what needs the other ranks says so."""
+"""Tests of calls after `end_training()`: replicated weights are still saved, and calls that need other ranks raise an error."""
 
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ TOGETHER = (
 
 
 def train_and_end(folder: str, kind: str, layout: str | None) -> dict[str, Any]:
+    """Train for one step, call `end_training()`, then make many calls. Return their errors, the weights and the files."""
     from headway import Accelerator
     from headway.compat.accelerate.accelerator import AccelerateAccelerator
 
@@ -60,28 +61,28 @@ def train_and_end(folder: str, kind: str, layout: str | None) -> dict[str, Any]:
         "prepare": lambda: accelerator.prepare(torch.nn.Linear(2, 2)),
         "free_memory": accelerator.free_memory,
     }
-    seen = {}
+    errors = {}
     for name, call in calls.items():
         try:
             call()
-            seen[name] = ""
+            errors[name] = ""
         except Exception as error:
-            seen[name] = f"{type(error).__name__}: {error}"
-    return {"seen": seen, "expected": expected, "files": sorted(each.name for each in Path(folder).glob("whole/*"))}
+            errors[name] = f"{type(error).__name__}: {error}"
+    return {"errors": errors, "expected": expected, "files": sorted(each.name for each in Path(folder).glob("whole/*"))}
 
 
 @pytest.mark.parametrize("kind", ["native", "accelerate"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_that_each_rank_holds_are_written_after_the_end(world_size, kind, tmp_path):
+def test_replicated_weights_are_saved_after_end_training(world_size, kind, tmp_path):
     ranks = run_ranks(train_and_end, world_size, str(tmp_path), kind, None)
     for rank in ranks:
         for name in (*ALONE, "save_model", "get_state_dict"):
-            assert rank["seen"][name] == "", name
+            assert rank["errors"][name] == "", name
         for name in TOGETHER:
-            raised = rank["seen"][name]
+            raised = rank["errors"][name]
             if world_size == 1:
                 assert raised == "", name
-            elif (kind, name) != ("accelerate", "load_state"):  # there is nothing to load
+            elif (kind, name) != ("accelerate", "load_state"):  # no checkpoint exists
                 assert raised.startswith("StateError: the process group has ended"), (name, raised)
     written = load_file(tmp_path / "whole" / "model.safetensors")
     assert written.keys() == ranks[0]["expected"].keys()
@@ -89,12 +90,18 @@ def test_weights_that_each_rank_holds_are_written_after_the_end(world_size, kind
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
-def test_sharded_weights_after_the_end_are_an_error_that_says_what_to_do_before_it(layout, tmp_path):
+def test_saving_sharded_weights_after_end_training_raises(layout, tmp_path):
     for rank in run_ranks(train_and_end, 2, str(tmp_path), "native", layout):
         for name in ALONE:
-            assert rank["seen"][name] == "", name
+            assert rank["errors"][name] == "", name
         for name in (*TOGETHER, "save_model", "get_state_dict"):
-            if (layout, name) == ("tp", "gather_for_metrics"):  # both ranks read the same rows, so nothing is exchanged
+            if (layout, name) == (
+                "tp",
+                "gather_for_metrics",
+            ):  # Both ranks read the same rows, so nothing is exchanged.
                 continue
-            assert rank["seen"][name].startswith("StateError: the process group has ended"), (name, rank["seen"][name])
+            assert rank["errors"][name].startswith("StateError: the process group has ended"), (
+                name,
+                rank["errors"][name],
+            )
         assert rank["files"] == []

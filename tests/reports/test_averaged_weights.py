@@ -1,4 +1,4 @@
-"""Averaged weights (EMA) written by hand: put into a sharded model for an evaluation, and the trained ones back afterwards."""
+"""Tests of handwritten EMA weights: copied into a sharded model for evaluation, and replaced by the trained weights afterwards."""
 
 import copy
 from typing import Any
@@ -11,7 +11,7 @@ from tests.distributed.ranks import RankFailed, run_ranks
 
 
 class Shadow:
-    """Copies in a list, with store, copy_to and restore, as diffusers and torch_ema have it."""
+    """Averages in a list, with store, copy_to and restore as in diffusers and torch_ema."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -33,7 +33,7 @@ class Shadow:
 
 
 class Swap:
-    """The parameters themselves are kept in a list, and exchanged with the averages in place."""
+    """Averages in a list that are exchanged with the parameters in place."""
 
     def __init__(self, model: Any) -> None:
         self.parameters = list(model.parameters())
@@ -46,15 +46,15 @@ class Swap:
     @torch.no_grad()
     def enter(self) -> None:
         for average, parameter in zip(self.shadow, self.parameters):
-            kept = parameter.clone()
+            trained = parameter.clone()
             parameter.copy_(average)
-            average.copy_(kept)
+            average.copy_(trained)
 
     leave = enter
 
 
 class States:
-    """State dicts, loaded and loaded back."""
+    """Averages as a state dict. Loading it replaces the weights, loading the stored one restores them."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -74,7 +74,7 @@ class States:
 
 
 class Assigned:
-    """Tensors that are assigned to `data`, which a sharded parameter does not take up."""
+    """Averages that are assigned to `parameter.data`. Sharded parameters ignore such an assignment."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -94,26 +94,26 @@ class Assigned:
             parameter.data = self.stored[name]
 
 
-def built() -> torch.nn.Module:
+def build_model() -> torch.nn.Module:
     torch.manual_seed(0)
     block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), block, torch.nn.Linear(8, 2))
 
 
 def run(model: Any, optimizer: Any, backward: Any, kind: Any) -> list[float]:
-    """Losses of updates, each followed by two evaluations with averaged weights and one without."""
-    average, told = kind(model), []
+    """Train for three updates. After each, evaluate twice with averaged weights, and before and after with trained weights."""
+    average, values = kind(model), []
     rows = torch.arange(8.0).reshape(2, 4) / 8
 
     def evaluate() -> None:
         model.eval()
         with torch.no_grad():
-            told.append(float(model(rows).square().sum()))
+            values.append(float(model(rows).square().sum()))
         model.train()
 
     for number in range(3):
         loss = model(rows + number).square().mean()
-        told.append(float(loss.detach()))
+        values.append(float(loss.detach()))
         backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -124,18 +124,18 @@ def run(model: Any, optimizer: Any, backward: Any, kind: Any) -> list[float]:
         evaluate()
         average.leave()
         evaluate()
-    return told
+    return values
 
 
-def sharded(layout: dict[str, Any], kind: Any) -> list[float]:
+def train_prepared(layout: dict[str, Any], kind: Any) -> list[float]:
     accelerator = Accelerator(cpu=True, **layout)
-    net = built()
+    net = build_model()
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
     return run(model, optimizer, accelerator.backward, kind)
 
 
-def by_hand(kind: Any) -> list[float]:
-    net = built()
+def train_by_hand(kind: Any) -> list[float]:
+    net = build_model()
     return run(net, torch.optim.SGD(net.parameters(), 0.1), torch.Tensor.backward, kind)
 
 
@@ -151,23 +151,23 @@ FSDP = {"strategy": "fsdp"}
         *(pytest.param({}, kind, marks=pytest.mark.matrix) for kind in (Shadow, Swap, States, Assigned)),
     ],
 )
-def test_averages_come_and_go_as_in_one_process(layout: dict[str, Any], kind: Any) -> None:
-    assert run_ranks(sharded, 2, layout, kind)[0] == pytest.approx(by_hand(kind), rel=1e-5)
+def test_swapping_averages_in_and_out_matches_one_process(layout: dict[str, Any], kind: Any) -> None:
+    assert run_ranks(train_prepared, 2, layout, kind)[0] == pytest.approx(train_by_hand(kind), rel=1e-5)
 
 
 @pytest.mark.matrix
-def test_averages_that_are_assigned_are_refused_when_they_are_evaluated() -> None:
+def test_assigned_averages_are_refused_at_evaluation() -> None:
     with pytest.raises(RankFailed, match=r"`parameter\.data = tensor` after prepare\(\), which changes nothing"):
-        run_ranks(sharded, 2, FSDP, Assigned)
+        run_ranks(train_prepared, 2, FSDP, Assigned)
 
 
-def averaged_copy() -> list[float]:
-    """A copy from before `prepare` takes whole weights; torch's own averaged model is made of such a copy."""
+def train_with_averaged_copy() -> list[float]:
+    """Average whole weights into a copy from before `prepare()`. Return the copy's output after each update."""
     accelerator = Accelerator(cpu=True, strategy="fsdp")
-    net = built()
+    net = build_model()
     average = copy.deepcopy(net)
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
-    told = []
+    outputs = []
     for _ in range(3):
         accelerator.backward(model(torch.ones(2, 4)).square().mean())
         optimizer.step()
@@ -176,23 +176,23 @@ def averaged_copy() -> list[float]:
         with torch.no_grad():
             for name, value in average.state_dict().items() if state else ():
                 value.lerp_(state[name], 0.1)
-            told.append(float(average(torch.ones(2, 4)).sum()))
-    return told
+            outputs.append(float(average(torch.ones(2, 4)).sum()))
+    return outputs
 
 
 @pytest.mark.matrix
-def test_a_copy_from_before_prepare_can_be_averaged_into() -> None:
-    found = run_ranks(averaged_copy, 2)[0]
-    net = built()
+def test_averaging_into_a_copy_from_before_prepare() -> None:
+    outputs = run_ranks(train_with_averaged_copy, 2)[0]
+    net = build_model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     average = torch.optim.swa_utils.AveragedModel(net, avg_fn=lambda old, new, count: torch.lerp(old, new, 0.1))
-    average.n_averaged += 1  # the copy counts as the first
-    wanted = []
+    average.n_averaged += 1  # the initial copy counts as the first model
+    expected = []
     for _ in range(3):
         net(torch.ones(2, 4)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         average.update_parameters(net)
         with torch.no_grad():
-            wanted.append(float(average(torch.ones(2, 4)).sum()))
-    assert found == pytest.approx(wanted, rel=1e-5)
+            expected.append(float(average(torch.ones(2, 4)).sum()))
+    assert outputs == pytest.approx(expected, rel=1e-5)

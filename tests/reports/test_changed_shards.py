@@ -1,4 +1,4 @@
-"""Shards that one rank alone changes in place: an error at the next comparison of ranks, and silence for what all ranks do."""
+"""Tests that a shard changed in place on one rank only raises an error, and that a change on all ranks does not."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from headway import Accelerator
 from tests.distributed.ranks import RankFailed, run_ranks
 
 
-def built() -> torch.nn.Module:
+def build_model() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2))
 
@@ -29,7 +29,7 @@ def train(
     layout: dict[str, Any], change: Any, ranks: list[int], moment: int, name: str, num_steps: int, folder: str
 ) -> list[float]:
     accelerator = Accelerator(cpu=True, **layout)
-    net = built()
+    net = build_model()
     optimizer = getattr(torch.optim, name)(net.parameters(), 0.05)
     model, optimizer = accelerator.prepare(net, optimizer)
     for number in range(num_steps):
@@ -57,7 +57,7 @@ FSDP = {"strategy": "fsdp"}
         pytest.param(scale, 3, "SGD", marks=pytest.mark.matrix),
     ],
 )
-def test_a_change_on_one_rank_is_an_error(change: Any, moment: int, name: str) -> None:
+def test_change_on_one_rank_raises(change: Any, moment: int, name: str) -> None:
     with pytest.raises(RankFailed, match=r"changed in place on some ranks alone: 0.weight on rank 1"):
         run_ranks(train, 2, FSDP, change, [1], moment, name, 8, "")
 
@@ -72,11 +72,11 @@ def test_a_change_on_one_rank_is_an_error(change: Any, moment: int, name: str) -
         pytest.param({"strategy": "hsdp=1"}, 2, "AdamW", marks=pytest.mark.matrix),
     ],
 )
-def test_a_change_on_all_ranks_is_that_of_one_process(
+def test_change_on_all_ranks_matches_one_process(
     layout: dict[str, Any], moment: int, name: str, tmp_path: Path
 ) -> None:
-    found = run_ranks(train, 2, layout, scale, [0, 1], moment, name, 9, str(tmp_path / "state"))[0]
-    net = built()
+    values = run_ranks(train, 2, layout, scale, [0, 1], moment, name, 9, str(tmp_path / "state"))[0]
+    net = build_model()
     optimizer = getattr(torch.optim, name)(net.parameters(), 0.05)
     for number in range(9):
         if number == moment:
@@ -84,5 +84,5 @@ def test_a_change_on_all_ranks_is_that_of_one_process(
         net(torch.ones(2, 4)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    wanted = [float(value.sum()) for value in net.state_dict().values()]
-    assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+    expected = [float(value.sum()) for value in net.state_dict().values()]
+    assert values == pytest.approx(expected, rel=1e-3, abs=1e-4)

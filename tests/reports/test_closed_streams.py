@@ -1,4 +1,4 @@
-"""`headway launch` with standard streams closed, as cron jobs and service managers start it."""
+"""Tests of `headway launch` with closed standard streams, as under cron and service managers."""
 
 import os
 import subprocess
@@ -24,10 +24,10 @@ accelerator.end_training()
     ("redirections", "num_processes"),
     [(">&-", 2), ("<&- >&- 2>&-", 1), pytest.param("2>&-", 2, marks=pytest.mark.matrix)],
 )
-def test_a_launch_with_closed_streams_runs(redirections, num_processes, tmp_path):
+def test_launch_with_closed_streams_succeeds(redirections, num_processes, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", str(num_processes), "train.py", str(tmp_path)]
     line = " ".join(f"'{word}'" for word in command)
-    ran = subprocess.run(["sh", "-c", f"{line} {redirections}"], cwd=tmp_path, env=os.environ, timeout=120)
-    assert ran.returncode == 0
+    result = subprocess.run(["sh", "-c", f"{line} {redirections}"], cwd=tmp_path, env=os.environ, timeout=120)
+    assert result.returncode == 0
     assert len(list(tmp_path.glob("rank*"))) == num_processes

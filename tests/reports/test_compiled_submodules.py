@@ -1,4 +1,4 @@
-"""Models whose submodules `torch.compile` wraps: exports have the names of the bare model, and old names can still be loaded."""
+"""Tests of models with compiled submodules: exports use the names of the original model, and files with old names load."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,56 +54,60 @@ class PlainBlock(torch.nn.Module):
         return x + self.narrow(torch.relu(self.wide(x)))
 
 
-def compiled(module: torch.nn.Module) -> Any:
+def compile_module(module: torch.nn.Module) -> Any:
     return torch.compile(module, backend="eager")
 
 
-def compile_one(net: Any) -> Any:
-    net.layers[0] = compiled(net.layers[0])
+def compile_first_layer(net: Any) -> Any:
+    net.layers[0] = compile_module(net.layers[0])
     return net
 
 
-def compile_deep(net: Any) -> Any:
-    """Wrappers within wrappers: a layer, a list of layers, the model."""
-    net.layers[1].wide = compiled(net.layers[1].wide)
-    net.layers[1] = compiled(net.layers[1])
-    return compiled(net)
+def compile_nested(net: Any) -> Any:
+    """Compile a linear layer, the block around it, and the whole model."""
+    net.layers[1].wide = compile_module(net.layers[1].wide)
+    net.layers[1] = compile_module(net.layers[1])
+    return compile_module(net)
 
 
-def compile_in_place(net: Any) -> Any:
+def compile_first_layer_in_place(net: Any) -> Any:
     net.layers[0].compile(backend="eager")
     return net
 
 
-WAYS: dict[str, Callable[[Any], Any]] = {"one": compile_one, "deep": compile_deep, "in place": compile_in_place}
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "one": compile_first_layer,
+    "deep": compile_nested,
+    "in place": compile_first_layer_in_place,
+}
 
 
-def data() -> torch.Tensor:
+def make_rows() -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
 
 
-def built(has_extra: bool = False) -> Net:
+def build_model(has_extra: bool = False) -> Net:
     torch.manual_seed(0)
     return Net(has_extra)
 
 
 def train(model: Any, optimizer: Any, backward: Callable[[torch.Tensor], Any], num_steps: int) -> None:
     for _ in range(num_steps):
-        backward(model(data()).square().mean())
+        backward(model(make_rows()).square().mean())
         optimizer.step()
         optimizer.zero_grad()
 
 
-def by_hand(num_steps: int, has_extra: bool = False) -> dict[str, torch.Tensor]:
-    """Plain torch, one process, nothing compiled; all ranks read the same rows, so they learn this, too."""
-    net = built(has_extra)
+def train_by_hand(num_steps: int, has_extra: bool = False) -> dict[str, torch.Tensor]:
+    """Train in plain PyTorch in one process without compilation. All ranks read the same rows, so they reach the same weights."""
+    net = build_model(has_extra)
     train(net, torch.optim.AdamW(net.parameters(), 0.05), torch.Tensor.backward, num_steps)
     return net.state_dict()
 
 
 def export(layout: dict[str, Any], way: str, folder: str, is_late: bool) -> tuple[list[str], list[str]]:
     accelerator = Accelerator(cpu=True, **layout)
-    net = built()
+    net = build_model()
     net = net if is_late else WAYS[way](net)
     model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), 0.05))
     if is_late:
@@ -113,17 +117,17 @@ def export(layout: dict[str, Any], way: str, folder: str, is_late: bool) -> tupl
     accelerator.save_state(f"{folder}/state", weights="huggingface")
     state = accelerator.get_state_dict(model)
     names = [name for bucket in accelerator.stream_weights(model) for name, _ in bucket]
-    model.load_state_dict(state if state else dict(by_hand(2)))
+    model.load_state_dict(state if state else dict(train_by_hand(2)))
     after = accelerator.get_state_dict(model)
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
     if accelerator.is_main_process:
-        wanted = by_hand(2)
+        expected = train_by_hand(2)
         for found in (state, after, load_file(f"{folder}/weights/model.safetensors")):
-            assert found.keys() == wanted.keys()
-            assert all(torch.allclose(found[name].cpu(), wanted[name], atol=1e-5) for name in wanted)
-        assert load_file(f"{folder}/state/model.safetensors").keys() == wanted.keys()
+            assert found.keys() == expected.keys()
+            assert all(torch.allclose(found[name].cpu(), expected[name], atol=1e-5) for name in expected)
+        assert load_file(f"{folder}/state/model.safetensors").keys() == expected.keys()
         assert type(unwrapped.layers[0]).__name__.endswith("Block")
-        assert [name for name, _ in unwrapped.named_parameters()] == list(wanted)
+        assert [name for name, _ in unwrapped.named_parameters()] == list(expected)
     return names, list(accelerator.get_state_dict(model, unwrap=False))
 
 
@@ -145,41 +149,51 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "way", "is_late"), CASES)
-def test_every_export_has_the_names_of_the_bare_model(layout: str, way: str, is_late: bool, tmp_path: Path) -> None:
+def test_every_export_uses_the_names_of_the_original_model(
+    layout: str, way: str, is_late: bool, tmp_path: Path
+) -> None:
     num_ranks, settings = LAYOUTS[layout]
     names, own_names = run_ranks(export, num_ranks, settings, way, str(tmp_path), is_late)[0]
-    wanted = list(by_hand(0))
-    assert names == wanted
-    # As the object itself names them, if that is asked for.
+    expected = list(train_by_hand(0))
+    assert names == expected
+    # With unwrap=False, the names are those of the compiled model.
     assert any("_orig_mod" in name for name in own_names) == (way != "in place")
     manifest = read_manifest(tmp_path / "state")
     assert not [name for name in manifest.tensors if "_orig_mod" in name]
-    assert manifest.state["optimizer"][0]["params"] == [[f"0/{name}" for name in wanted]]
+    assert manifest.state["optimizer"][0]["params"] == [[f"0/{name}" for name in expected]]
 
 
 def write_old_names(folder: Path) -> None:
-    """Give a checkpoint's first layer the names that earlier versions wrote for a compiled one."""
+    """Rename the first layer's entries in a checkpoint as earlier versions named those of a compiled layer."""
     text = (folder / MANIFEST).read_text()
     whole = Manifest.decode(text.encode())
 
-    def old(value: Any) -> Any:
+    def add_compile_prefix(value: Any) -> Any:
         if isinstance(value, dict):
-            return {old(key): old(item) for key, item in value.items()}
+            return {add_compile_prefix(key): add_compile_prefix(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [old(item) for item in value]
+            return [add_compile_prefix(item) for item in value]
         return value.replace("layers.0.", "layers.0._orig_mod.") if isinstance(value, str) else value
 
-    # Files keep their keys, which a grid of boxes would derive from the name.
-    tensors = {old(name): replace(entry, chunks=tuple(entry.chunks)) for name, entry in whole.tensors.items()}
-    renamed = Manifest(tensors, whole.files, old(dict(whole.aliases)), old(dict(whole.state)), whole.about)
+    # The keys in the files stay the same. Chunks described as a grid would derive them from the new name.
+    tensors = {
+        add_compile_prefix(name): replace(entry, chunks=tuple(entry.chunks)) for name, entry in whole.tensors.items()
+    }
+    renamed = Manifest(
+        tensors,
+        whole.files,
+        add_compile_prefix(dict(whole.aliases)),
+        add_compile_prefix(dict(whole.state)),
+        whole.about,
+    )
     (folder / MANIFEST).write_bytes(renamed.encode())
 
 
 def resume(layout: dict[str, Any], folder: str, saves: bool, is_compiled: bool) -> dict[str, torch.Tensor]:
-    """Two updates and a save, or the load of that save and two more."""
+    """Train for two updates and save, or load that checkpoint and train for two more."""
     accelerator = Accelerator(cpu=True, **layout)
-    net = built(has_extra=True)
-    net = compile_one(net) if is_compiled else net
+    net = build_model(has_extra=True)
+    net = compile_first_layer(net) if is_compiled else net
     model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), 0.05))
     first: Any = model.layers[0]
     if saves:
@@ -208,32 +222,32 @@ def test_checkpoints_load_with_old_and_new_names(layout: str, is_old: bool, is_c
     run_ranks(resume, num_ranks, settings, str(folder), True, not is_compiled)
     if is_old:
         write_old_names(folder)
-    found = run_ranks(resume, num_ranks, settings, str(folder), False, is_compiled)[0]
-    wanted = by_hand(4, has_extra=True)
-    tensors = {name: value for name, value in wanted.items() if isinstance(value, torch.Tensor)}
-    assert found.keys() == wanted.keys()
-    assert all(torch.allclose(found[name].cpu(), value, atol=1e-5) for name, value in tensors.items())
+    state = run_ranks(resume, num_ranks, settings, str(folder), False, is_compiled)[0]
+    expected = train_by_hand(4, has_extra=True)
+    tensors = {name: value for name, value in expected.items() if isinstance(value, torch.Tensor)}
+    assert state.keys() == expected.keys()
+    assert all(torch.allclose(state[name].cpu(), value, atol=1e-5) for name, value in tensors.items())
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("is_prepared", [True, False])
-def test_files_of_weights_load_with_old_and_new_names(is_compiled: bool, is_prepared: bool, tmp_path: Path) -> None:
-    wanted = by_hand(2)
-    old = {name.replace("layers.0.", "layers.0._orig_mod."): value for name, value in wanted.items()}
-    for number, stored in enumerate((wanted, old)):
+def test_weight_files_load_with_old_and_new_names(is_compiled: bool, is_prepared: bool, tmp_path: Path) -> None:
+    expected = train_by_hand(2)
+    old_names = {name.replace("layers.0.", "layers.0._orig_mod."): value for name, value in expected.items()}
+    for number, stored in enumerate((expected, old_names)):
         save_file(stored, tmp_path / f"{number}.safetensors")
         net: Any = Net()
-        model: Any = compile_one(net) if is_compiled else net
+        model: Any = compile_first_layer(net) if is_compiled else net
         accelerator = Accelerator(cpu=True)
         if is_prepared:
             accelerator.prepare(model)
             accelerator.load_weights(model, tmp_path / f"{number}.safetensors")
         else:
             load_checkpoint_in_model(model, tmp_path / f"{number}.safetensors")
-        assert all(torch.equal(*pair) for pair in zip(model.state_dict().values(), wanted.values()))
+        assert all(torch.equal(*pair) for pair in zip(model.state_dict().values(), expected.values()))
 
 
-def test_a_model_of_transformers_opens_what_a_compiled_one_saved(tmp_path: Path) -> None:
+def test_transformers_loads_weights_saved_from_a_compiled_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -241,19 +255,19 @@ def test_a_model_of_transformers_opens_what_a_compiled_one_saved(tmp_path: Path)
     )  # fmt: skip
     torch.manual_seed(0)
     net: Any = transformers.LlamaForCausalLM(config)
-    wanted = {name: value.clone() for name, value in net.state_dict().items()}
-    net.model.layers[0] = compiled(net.model.layers[0])
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    net.model.layers[0] = compile_module(net.model.layers[0])
     accelerator = Accelerator(cpu=True)
     model: Any = accelerator.prepare(net)
     accelerator.save_state(tmp_path / "state", weights="huggingface")
     accelerator.unwrap_model(model, keep_torch_compile=False).save_pretrained(tmp_path / "own")
     for folder in ("state", "own"):
         opened = transformers.LlamaForCausalLM.from_pretrained(tmp_path / folder)
-        assert all(torch.equal(opened.state_dict()[name], value) for name, value in wanted.items())
-    # And the other way: what from_pretrained opens fills a model with a compiled layer.
+        assert all(torch.equal(opened.state_dict()[name], value) for name, value in expected.items())
+    # Conversely, files of save_pretrained load into a model with a compiled layer.
     other: Any = transformers.LlamaForCausalLM(config)
-    other.model.layers[0] = compiled(other.model.layers[0])
+    other.model.layers[0] = compile_module(other.model.layers[0])
     accelerator.free_memory()
     accelerator.load_weights(other, tmp_path / "own")
-    found = accelerator.get_state_dict(accelerator.prepare(other))
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    state = accelerator.get_state_dict(accelerator.prepare(other))
+    assert all(torch.equal(state[name], value) for name, value in expected.items())

@@ -1,6 +1,6 @@
-"""A run that is saved in an evaluation, and ends there or later: every evaluation of the resumed run sees all of its data.
+"""Tests of runs saved during an evaluation: each evaluation of the resumed run covers all of its data.
 
-The expected rows are all rows of each loader in each epoch, and the expected weights those of a loop in plain PyTorch.
+The expected rows are all rows of each loader in each epoch. The expected weights come from a loop in plain PyTorch.
 """
 
 import os
@@ -19,11 +19,11 @@ ROWS = torch.arange(float(NUM_TRAIN))[:, None] / NUM_TRAIN
 
 
 class Stop(Exception):
-    """Ends a run as a kill would, after what it has saved."""
+    """Ends a run like a kill, some time after its last save."""
 
 
-def plain_weights(world_size):
-    """The same training by hand, in global batches, with a learning rate that halves after each epoch."""
+def train_by_hand(world_size):
+    """Train in plain PyTorch with global batches and a learning rate that halves after each epoch. Return the weights."""
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -48,7 +48,7 @@ def evaluate(accelerator, loader, seen, act):
 
 
 def train(folder, act, kind):
-    """Return (rows trained on by epoch, rows of each evaluation by epoch and loader, weights, whether the run came to its end)."""
+    """Return (rows trained on by epoch, rows evaluated by epoch and loader, weights, whether the run completed)."""
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -61,7 +61,7 @@ def train(folder, act, kind):
     ]
     model, optimizer, scheduler, first, *evaluations = accelerator.prepare(model, optimizer, scheduler, *loaders)
     accelerator.resume("latest")
-    trained, evaluated, is_whole = {}, {}, False
+    trained, evaluated, is_complete = {}, {}, False
 
     def evaluate_all(epoch):
         for number, loader in enumerate(evaluations):
@@ -83,7 +83,7 @@ def train(folder, act, kind):
             scheduler.step()
             if kind != "within an epoch":
                 evaluate_all(epoch)
-        is_whole = True
+        is_complete = True
     except KeyboardInterrupt:
         accelerator.save_state()
     except (Stop, SystemExit):
@@ -93,49 +93,50 @@ def train(folder, act, kind):
         trained,
         evaluated,
         [each.detach().clone() for each in accelerator.unwrap_model(model).parameters()],
-        is_whole,
+        is_complete,
     )
 
 
-def interrupt(at_epoch, at_loader, at_rows, how):
-    """Act once at that place of a run."""
+def interrupt(stop_epoch, stop_loader, stop_rows, how):
+    """Return a callback that interrupts or saves once, at the given place."""
 
     def act(accelerator, epoch, loader, count):
-        if how == "save" and (epoch, loader, count) == (at_epoch + 1, None, 1):
-            raise Stop  # long after the save, in the next epoch's training
-        if (epoch, loader) != (at_epoch, at_loader) or count < at_rows:
+        if how == "save" and (epoch, loader, count) == (stop_epoch + 1, None, 1):
+            raise Stop  # later than the save, while training in the next epoch
+        if (epoch, loader) != (stop_epoch, stop_loader) or count < stop_rows:
             return
         if how == "ctrl-c":
             raise KeyboardInterrupt
-        if how == "sigterm" and accelerator.is_main_process and count < at_rows + BATCH * accelerator.num_processes:
+        if how == "sigterm" and accelerator.is_main_process and count < stop_rows + BATCH * accelerator.num_processes:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(1)  # it is heard by a thread; the other ranks wait in their next exchange
-        if how == "save" and count < at_rows + BATCH * accelerator.num_processes:
+            time.sleep(1)  # A thread handles the signal. The other ranks wait at their next collective operation.
+        if how == "save" and count < stop_rows + BATCH * accelerator.num_processes:
             accelerator.save_state()
 
     return act
 
 
 def ignore(accelerator, epoch, loader, count):
-    """Act nowhere."""
+    """Do nothing."""
 
 
 PLACES = {"first batch": (0, 1), "second loader": (1, 1), "last batch": (1, NUM_EVAL)}
 
 
 def run_all(root, how, kind):
-    """Each interrupted run, interrupted once more at the same place, and gone on with; the parts that each of them did."""
-    told = {}
+    """Interrupt and resume a run at each of PLACES. Return the results of all its parts by place."""
+    results = {}
     for name, (loader, rows) in PLACES.items():
         folder = f"{root}/{name}"
         parts = [train(folder, interrupt(0, loader, rows, how), kind)]
         if kind == "at an epoch's end" and not parts[-1][-1]:
             parts.append(train(folder, interrupt(0, loader, rows, how), kind))
-        told[name] = parts if parts[-1][-1] else [*parts, train(folder, ignore, kind)]
-    return told
+        results[name] = parts if parts[-1][-1] else [*parts, train(folder, ignore, kind)]
+    return results
 
 
 def check(parts, world_size, kind):
+    """Check that each evaluation covers all rows, and return the rows trained on by epoch."""
     trained, evaluated = {}, {}
     assert len(parts) > 1
     assert [part[-1] for part in parts] == [False] * (len(parts) - 1) + [True]
@@ -154,54 +155,54 @@ def check(parts, world_size, kind):
 
 @pytest.mark.parametrize("how", ["ctrl-c", pytest.param("sigterm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_interrupted_evaluation_at_an_epochs_end_is_repeated_whole(world_size, how, tmp_path):
+def test_evaluation_interrupted_at_the_end_of_an_epoch_is_repeated(world_size, how, tmp_path):
     kind = "at an epoch's end"
-    for told in run_ranks(run_all, world_size, str(tmp_path), how, kind):
-        for parts in told.values():
+    for results in run_ranks(run_all, world_size, str(tmp_path), how, kind):
+        for parts in results.values():
             trained = check(parts, world_size, kind)
-            # Nothing is trained on twice, and the schedule ticks once for each epoch.
+            # No row is trained on twice, and the schedule advances once per epoch.
             assert trained == {epoch: ROWS.flatten().tolist() for epoch in range(NUM_EPOCHS)}
-            torch.testing.assert_close(parts[-1][2], plain_weights(world_size))
+            torch.testing.assert_close(parts[-1][2], train_by_hand(world_size))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_that_is_saved_in_an_evaluation_and_killed_later(world_size, tmp_path):
+def test_run_saved_during_evaluation_and_killed_later(world_size, tmp_path):
     kind = "at an epoch's end"
-    for told in run_ranks(run_all, world_size, str(tmp_path), "save", kind):
-        for parts in told.values():
+    for results in run_ranks(run_all, world_size, str(tmp_path), "save", kind):
+        for parts in results.values():
             check(parts, world_size, kind)
-            torch.testing.assert_close(parts[-1][2], plain_weights(world_size))
+            torch.testing.assert_close(parts[-1][2], train_by_hand(world_size))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_evaluation_within_an_epoch(world_size, tmp_path):
-    """The interrupted one is not made again, as the loop goes on with the next batch; each later one is whole."""
+def test_evaluation_interrupted_within_an_epoch(world_size, tmp_path):
+    """The interrupted evaluation is not repeated, since training resumes with the next batch. Each later one is complete."""
     kind = "within an epoch"
-    for told in run_ranks(run_all, world_size, str(tmp_path), "ctrl-c", kind):
-        for parts in told.values():
+    for results in run_ranks(run_all, world_size, str(tmp_path), "ctrl-c", kind):
+        for parts in results.values():
             trained = check(parts, world_size, kind)
             assert trained == {epoch: ROWS.flatten().tolist() for epoch in range(NUM_EPOCHS)}
-            torch.testing.assert_close(parts[-1][2], plain_weights(world_size))
+            torch.testing.assert_close(parts[-1][2], train_by_hand(world_size))
 
 
-def test_the_rest_runs_on_another_number_of_processes(tmp_path):
+def test_resume_with_another_number_of_processes(tmp_path):
     folder, kind = str(tmp_path), "at an epoch's end"
     first = run_ranks(train, 2, folder, interrupt_in_second_loader, kind)[0]
     rest = run_ranks(train, 1, folder, ignore, kind)[0]
     trained = check([first, rest], 1, kind)
     assert trained == {epoch: ROWS.flatten().tolist() for epoch in range(NUM_EPOCHS)}
-    torch.testing.assert_close(rest[2], plain_weights(2))
+    torch.testing.assert_close(rest[2], train_by_hand(2))
 
 
 def interrupt_in_second_loader(accelerator, epoch, loader, count):
     interrupt(0, 1, 1, "ctrl-c")(accelerator, epoch, loader, count)
 
 
-# ---------------------------------------------------------------- loaders that are no evaluation
+# ---------------------------------------------------------------- loaders that are not used for evaluation
 
 
 def read_in_training(folder, kind, save_at):
-    """Rows that a loop over two loaders gives, and how often each is given by a run that saves at a step and one that goes on."""
+    """Return the first row of each batch from one or two loaders, up to the step `save_at`, where the run saves and ends."""
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True))
@@ -230,19 +231,20 @@ def read_in_training(folder, kind, save_at):
 
 
 def run_read_in_training(root, world_size):
-    told = {}
+    """Run each kind of loop up to a save and again from there. Return the rows by kind and save step."""
+    rows_of_runs = {}
     for kind in ("zip", "one", "read only"):
-        # In the first batch of the second epoch nothing has been trained yet in these passes.
+        # At the first batch of the second epoch, nothing has been trained in the current passes yet.
         for save_at in (1, 8 // world_size + 1) if kind == "zip" else (1, 3):
             folder = f"{root}/{kind}{save_at}"
-            told[kind, save_at] = read_in_training(folder, kind, save_at) + read_in_training(folder, kind, None)
-    return told
+            rows_of_runs[kind, save_at] = read_in_training(folder, kind, save_at) + read_in_training(folder, kind, None)
+    return rows_of_runs
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_loaders_that_are_trained_on_or_only_read_go_on_in_mid_epoch(world_size, tmp_path):
-    for rank, told in enumerate(run_ranks(run_read_in_training, world_size, str(tmp_path), world_size)):
+def test_training_and_read_only_loaders_resume_within_an_epoch(world_size, tmp_path):
+    for rank, rows_of_runs in enumerate(run_ranks(run_read_in_training, world_size, str(tmp_path), world_size)):
         firsts = [float(first) for first in range(2 * rank, 16, 2 * world_size)]
-        for (kind, _), seen in told.items():
+        for (kind, _), seen in rows_of_runs.items():
             epoch = [row for first in firsts for row in ((first, first + 100) if kind == "zip" else (first,))]
             assert seen == epoch * 2, kind

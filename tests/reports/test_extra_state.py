@@ -1,4 +1,4 @@
-"""Extra state of modules: what `save_model` advises can be loaded again, by every function that loads weights."""
+"""Tests that extra state of modules, saved as `save_model` recommends, is loaded by every function that loads weights."""
 
 import os
 import subprocess
@@ -37,12 +37,12 @@ def build(extra="unset"):
     return model
 
 
-def is_same(one, other):
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else str(one) == str(other)
+def has_same_value(a, b):
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else str(a) == str(b)
 
 
 def save_and_load(folder, strategy, name):
-    """Act on the advice: save as safetensors, where that is refused pickled; load it with each function."""
+    """Save as safetensors, or pickled where that is refused, and load with each function."""
     accelerator, model = Accelerator(cpu=True, strategy=strategy), build(EXTRAS[name])
     weights = {key: value.clone() for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     model = accelerator.prepare(model)
@@ -64,9 +64,9 @@ def save_and_load(folder, strategy, name):
     later.prepare(streamed)
     for loaded in (empty, dispatched, streamed):
         for module in (loaded[0], loaded[1][0]):
-            assert is_same(module.extra, EXTRAS[name]), loaded
-    own = empty.state_dict()
-    assert all(torch.equal(own[key], value) for key, value in weights.items())
+            assert has_same_value(module.extra, EXTRAS[name]), loaded
+    state = empty.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in weights.items())
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def save_and_load(folder, strategy, name):
         pytest.param("fsdp", 2, "a tensor", marks=pytest.mark.matrix),
     ],
 )
-def test_extra_state_comes_back_from_save_model(strategy, world_size, name, tmp_path):
+def test_extra_state_survives_save_model(strategy, world_size, name, tmp_path):
     run_ranks(save_and_load, world_size, str(tmp_path), strategy, name)
 
 
@@ -97,7 +97,7 @@ print("loaded")
 
 
 @pytest.mark.slow
-def test_extra_state_comes_back_under_accelerates_name(tmp_path):
+def test_extra_state_survives_save_model_with_accelerate_imports(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [
         sys.executable,
@@ -111,13 +111,15 @@ def test_extra_state_comes_back_under_accelerates_name(tmp_path):
         str(tmp_path),
     ]
     root = str(Path(__file__).parents[2])
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": root})
-    assert done.returncode == 0, done.stderr
-    assert "loaded" in done.stdout
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": root}
+    )
+    assert result.returncode == 0, result.stderr
+    assert "loaded" in result.stdout
 
 
-def test_an_object_that_needs_a_pickle_is_named_when_it_is_saved(tmp_path, caplog):
-    """Files of weights are read without executing anything."""
+def test_saving_extra_state_that_needs_pickle_warns(tmp_path, caplog):
+    """Weight files are read without executing code, so the saved file cannot be loaded by default."""
     accelerator = Accelerator(cpu=True)
     accelerator.save_model(accelerator.prepare(build(pytest.Session)), tmp_path, safe_serialization=False)
     assert "0._extra_state" in caplog.text
@@ -126,13 +128,13 @@ def test_an_object_that_needs_a_pickle_is_named_when_it_is_saved(tmp_path, caplo
         load_checkpoint_in_model(build(), tmp_path)
 
 
-def test_an_object_that_is_no_extra_state_is_named(tmp_path):
+def test_unsupported_object_is_named_in_the_error(tmp_path):
     torch.save({"0.weight": torch.ones(2, 2), "0.bias": 3}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"'0.bias' is a int"):
         load_checkpoint_in_model(build(), tmp_path)
 
 
-def test_a_strict_load_misses_extra_state_as_torch_does(tmp_path):
+def test_strict_load_requires_extra_state_like_torch(tmp_path):
     weights = {name: value for name, value in build().state_dict().items() if isinstance(value, torch.Tensor)}
     torch.save(weights, tmp_path / "pytorch_model.bin")
     load_checkpoint_in_model(build(), tmp_path)

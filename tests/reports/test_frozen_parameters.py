@@ -1,4 +1,4 @@
-"""`requires_grad` after a resume: the script's own choice, and a warning where it forgets what the saved run had."""
+"""Tests of `requires_grad` after resuming: the script decides, with a warning if it differs from the saved run."""
 
 import logging
 
@@ -13,18 +13,18 @@ WARNING = "requires_grad"
 
 
 def train(folder, strategy, until, resumes, freeze, by_epoch=None):
-    """Train; return what was warned of requires_grad, by the number of updates made.
+    """Train, and return the warnings about requires_grad as (number of updates, text).
 
     Args:
-        freeze: names that the script freezes at the start.
-        by_epoch: called with the model and the epoch.
+        freeze: Names of the parameters to freeze at the start.
+        by_epoch: Function called with the model and the epoch before each epoch, or None.
     """
-    told = []
+    warnings = []
 
     class Listener(logging.Handler):
         def emit(self, record):
             if WARNING in record.getMessage():
-                told.append((accelerator.num_updates, record.getMessage()))
+                warnings.append((accelerator.num_updates, record.getMessage()))
 
     logging.getLogger("headway").addHandler(Listener(logging.WARNING))
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
@@ -45,20 +45,21 @@ def train(folder, strategy, until, resumes, freeze, by_epoch=None):
             optimizer.step()
             optimizer.zero_grad()
         accelerator.save_state()
-    return told
+    return warnings
 
 
 def unfreeze_reached(model, epoch):
-    for number, layer in enumerate(layers_of(model)):
+    """Unfreeze all layers up to the epoch's number, and freeze the rest."""
+    for number, layer in enumerate(get_layers(model)):
         layer.requires_grad_(number <= epoch)
 
 
 def unfreeze_next(model, epoch):
-    """Forgets the earlier layers of a run that is resumed."""
-    layers_of(model)[epoch].requires_grad_(True)
+    """Unfreeze only the epoch's layer. After resuming, earlier layers stay frozen."""
+    get_layers(model)[epoch].requires_grad_(True)
 
 
-def layers_of(model):
+def get_layers(model):
     return getattr(model, "module", model)
 
 
@@ -83,16 +84,16 @@ CASES = {
         *[pytest.param(name, "fsdp", 2, marks=pytest.mark.matrix) for name in CASES],
     ],
 )
-def test_other_frozen_parameters_are_named_before_the_second_update(name, strategy, world_size, tmp_path):
+def test_parameters_frozen_differently_are_named_after_resuming(name, strategy, world_size, tmp_path):
     first, stages, later, later_stages, named = CASES[name]
     saved = run_ranks(train, world_size, str(tmp_path), strategy, 2, False, first, stages)
     assert saved == [[]] * world_size
-    told = run_ranks(train, world_size, str(tmp_path), strategy, 4, True, later, later_stages)
-    assert told[1:] == [[]] * (world_size - 1)
+    warnings = run_ranks(train, world_size, str(tmp_path), strategy, 4, True, later, later_stages)
+    assert warnings[1:] == [[]] * (world_size - 1)
     if named is None:
-        assert told[0] == []
+        assert warnings[0] == []
         return
-    ((number, text),) = told[0]
+    ((number, text),) = warnings[0]
     assert number == 2 * 8 // 2 // world_size
     for each in named:
         assert each in text

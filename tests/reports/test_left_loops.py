@@ -1,4 +1,4 @@
-"""Ranks that leave the loop early: the report says so, soon, whatever they wait in afterwards."""
+"""Tests of ranks that leave the training loop early: the report names them soon, whatever they wait for afterwards."""
 
 import re
 from pathlib import Path
@@ -48,18 +48,20 @@ for epoch in range(3):
 """
 
 
-def number_of(source: str, mark: str) -> int:
+def find_line_number(source: str, mark: str) -> int:
+    """Return the number of the line that ends with the mark, or 0."""
     return next((number for number, line in enumerate(source.splitlines(), 1) if line.endswith(mark)), 0)
 
 
 def make_views(folder, source: str, age: float) -> list[RankView]:
+    """Return the views of two ranks: rank 0 waits in the loop, rank 1 after (or before) it."""
     path = folder / "train.py"
     path.write_text(source)
     name = "train" if "def train" in source else "<module>"
-    inner = [Frame(str(path), number_of(source, "# WAITS"), name)]
+    inner = [Frame(str(path), find_line_number(source, "# WAITS"), name)]
     if name == "train":
-        inner.append(Frame(str(path), number_of(source, "# CALLS"), "<module>"))
-    gone = [Frame(str(path), number_of(source, "# GONE"), "<module>")]
+        inner.append(Frame(str(path), find_line_number(source, "# CALLS"), "<module>"))
+    gone = [Frame(str(path), find_line_number(source, "# GONE"), "<module>")]
 
     def view(rank: int, frames: list[Frame], operation: str) -> RankView:
         call = CollectiveCall("headway", 5, operation, age, None)
@@ -69,20 +71,20 @@ def make_views(folder, source: str, age: float) -> list[RankView]:
 
 
 @pytest.mark.parametrize("source", [IN_MAIN, IN_EPOCHS, IN_FUNCTION], ids=["main", "epochs", "function"])
-def test_a_rank_that_left_the_loop_is_named_when_all_ranks_wait(source, tmp_path):
+def test_rank_that_left_the_loop_is_named_when_all_ranks_wait(source, tmp_path):
     assert judge.diagnose_hang(make_views(tmp_path, source, 20), 600, 2) is None
     verdict = judge.diagnose_hang(make_views(tmp_path, source, 31), 600, 2)
     assert verdict is not None
-    told = report.format_report(verdict)
-    assert "rank 1 has left the loop in which the others are" in told
+    text = report.format_report(verdict)
+    assert "rank 1 has left the loop in which the others are" in text
     assert re.search(
-        rf"it has left the loop of \S*train.py:{number_of(source, '# LOOP')}\b.*, in which rank 0 waits", told
+        rf"it has left the loop of \S*train.py:{find_line_number(source, '# LOOP')}\b.*, in which rank 0 waits", text
     )
-    assert "accelerator.set_trigger()" in told
+    assert "accelerator.set_trigger()" in text
     assert judge.diagnose_hang(make_views(tmp_path, source, 31), 0, 2) is None
 
 
-def test_a_rank_above_the_loop_has_not_left_it(tmp_path):
+def test_rank_before_the_loop_is_not_reported_as_having_left_it(tmp_path):
     assert judge.diagnose_hang(make_views(tmp_path, RIGHT_ORDER, 31), 600, 2) is None
     verdict = judge.diagnose_hang(make_views(tmp_path, RIGHT_ORDER, 601), 600, 2)
     assert verdict is not None
@@ -94,22 +96,22 @@ def test_a_rank_above_the_loop_has_not_left_it(tmp_path):
 @pytest.mark.parametrize(
     "after", ["wait_for_everyone", *(pytest.param(each, marks=pytest.mark.matrix) for each in list(AFTER)[1:])]
 )
-def test_a_run_whose_rank_breaks_out_ends_long_before_the_timeout(after, tmp_path):
+def test_run_with_a_rank_that_breaks_out_ends_before_the_timeout(after, tmp_path):
     err = run_loop(AFTER[after], tmp_path)
     assert "left the loop" in err, err
     assert "train.py:9" in err, err
 
 
 @pytest.mark.matrix
-def test_a_save_by_the_rank_that_broke_out_names_both_lines(tmp_path):
-    """One rank alone can save replicas, so nothing waits; the other rank's next update fails when the first one has ended."""
+def test_save_by_the_rank_that_broke_out_names_both_lines(tmp_path):
+    """One rank alone can save replicated weights. The other rank's next update fails when the first process has ended."""
     err = run_loop("accelerator.save_state('checkpoint')", tmp_path)
     assert "save_state is called at train.py:15 on rank 1 only: rank 0 has gone on to train.py:12" in err, err
     assert "rank 1 had finished the script by then" in err, err
 
 
 def run_loop(after: str, folder: Path) -> str:
-    """Return what a run of two ranks prints, one of which leaves its loop and goes on with the line `after`."""
+    """Run two ranks, one of which leaves its loop early and then executes the line `after`. Return stderr."""
     body = f"""
 import torch
 from headway import Accelerator

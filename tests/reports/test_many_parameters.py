@@ -1,4 +1,4 @@
-"""Models of many parameters: their manifests are written by JSON's C code, once, and those of earlier versions are read."""
+"""Tests of models with many parameters: JSON's C code encodes each manifest once, and manifests of earlier versions load."""
 
 import json
 
@@ -8,18 +8,18 @@ from headway import Accelerator
 from headway.core.checkpoint.format.manifest import Manifest, read_manifest
 
 
-def prepare():
+def prepare_model():
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(50)))
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+    model, optimizer = accelerator.prepare_model(model, torch.optim.AdamW(model.parameters(), 0.1))
     accelerator.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
     optimizer.zero_grad()
     return accelerator, model
 
 
-def test_a_save_never_leaves_the_c_code_of_json_and_encodes_each_manifest_once(tmp_path, monkeypatch):
-    """`indent` makes json.dumps run in Python: of 10,000 parameters this took 5 of 8 seconds."""
+def test_save_encodes_each_manifest_once_with_the_c_code_of_json(tmp_path, monkeypatch):
+    """`indent` makes json.dumps use Python code, which took 5 of 8 seconds with 10,000 parameters."""
     calls = []
     content = Manifest._content
 
@@ -28,21 +28,21 @@ def test_a_save_never_leaves_the_c_code_of_json_and_encodes_each_manifest_once(t
 
     monkeypatch.setattr(json.encoder, "_make_iterencode", refuse)
     monkeypatch.setattr(Manifest, "_content", lambda self: calls.append(self) or content(self))
-    accelerator, _ = prepare()
+    accelerator, _ = prepare_model()
     accelerator.save_state(tmp_path / "x")
     assert len(calls) == 1
     accelerator.load_state(tmp_path / "x")
     assert len(calls) == 1
 
 
-def test_a_manifest_with_white_space_of_an_earlier_version_is_read(tmp_path):
-    accelerator, model = prepare()
+def test_indented_manifest_of_an_earlier_version_is_read(tmp_path):
+    accelerator, model = prepare_model()
     accelerator.save_state(tmp_path / "x")
     saved = [each.detach().clone() for each in model.parameters()]
     manifest = tmp_path / "x" / "manifest.json"
-    known = read_manifest(manifest.parent)
+    original = read_manifest(manifest.parent)
     manifest.write_text(json.dumps(json.loads(manifest.read_text()), indent=1) + "\n")
-    assert read_manifest(manifest.parent).sha256 == known.sha256
+    assert read_manifest(manifest.parent).sha256 == original.sha256
     with torch.no_grad():
         for each in model.parameters():
             each.zero_()

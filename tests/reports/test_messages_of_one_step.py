@@ -1,4 +1,4 @@
-"""Messages about one step that must be true in each precision, and objects that are not what they look like."""
+"""Tests that messages about one step are true in each precision, and that `prepare()` recognizes unusual objects."""
 
 import logging
 from typing import Any
@@ -12,7 +12,7 @@ from tests.distributed.ranks import run_ranks
 
 
 def train_with_bad_loss(precision: str, value: float, scales: bool) -> tuple[bool, list[str]]:
-    """Return whether the weights changed to something that is not finite, and the warnings."""
+    """Train with one loss that is not finite. Return whether the weights stay finite, and the warnings about the loss."""
     from headway import GradScalerKwargs
 
     lines: list[str] = []
@@ -44,18 +44,18 @@ def train_with_bad_loss(precision: str, value: float, scales: bool) -> tuple[boo
         ("no", float("nan"), True),
     ],
 )
-def test_what_is_said_of_a_loss_that_is_not_finite_is_true(world_size, precision, value, scales):
+def test_warning_about_a_loss_that_is_not_finite_is_true(world_size, precision, value, scales):
     ranks = run_ranks(train_with_bad_loss, world_size, precision, value, scales)
-    said = [line for _, lines in ranks for line in lines]
-    assert len(said) == 1
-    is_fine = all(fine for fine, _ in ranks)
-    assert is_fine == (precision == "fp16" and scales)
-    assert ("weights stay as they were" in said[0]) == is_fine
-    assert ("Training goes on with it" in said[0]) != is_fine
+    messages = [line for _, lines in ranks for line in lines]
+    assert len(messages) == 1
+    stays_finite = all(is_finite for is_finite, _ in ranks)
+    assert stays_finite == (precision == "fp16" and scales)
+    assert ("weights stay as they were" in messages[0]) == stays_finite
+    assert ("Training goes on with it" in messages[0]) != stays_finite
 
 
 @pytest.mark.parametrize("base", ["SGD", "AdamW"])
-def test_a_wrapper_of_an_optimizer_is_not_taken_for_a_schedule(base):
+def test_optimizer_wrapper_is_not_mistaken_for_a_schedule(base):
     schedulefree = pytest.importorskip("schedulefree", reason="schedulefree is not installed")
     model = torch.nn.Linear(2, 1)
     wrapper = schedulefree.ScheduleFreeWrapper(getattr(torch.optim, base)(model.parameters(), lr=0.1))
@@ -63,7 +63,7 @@ def test_a_wrapper_of_an_optimizer_is_not_taken_for_a_schedule(base):
         Accelerator(cpu=True).prepare(model, wrapper)
 
 
-def test_schedules_of_ones_own_are_still_schedules():
+def test_custom_schedule_is_recognized():
     class Own:
         def __init__(self, optimizer):
             self.optimizer = optimizer

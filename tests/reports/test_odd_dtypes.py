@@ -1,4 +1,4 @@
-"""Buffers and frozen parameters of types that gloo cannot send: every rank has rank 0's bits, at prepare and after an update."""
+"""Tests of buffers and frozen parameters with dtypes that gloo cannot send: all ranks hold rank 0's bits."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ DTYPES = (
 )
 
 
-class Holder(torch.nn.Module):
+class ModelWithOddTensor(torch.nn.Module):
     def __init__(self, rank: int, dtype: torch.dtype, is_parameter: bool) -> None:
         super().__init__()
         self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)
@@ -35,27 +35,27 @@ def read_bits(tensor: torch.Tensor) -> list[int]:
     return tensor.detach().contiguous().view(torch.uint8).tolist()
 
 
-def train_each(layout: str | None, is_parameter: bool) -> dict[str, Any]:
+def train_with_each_dtype(layout: str | None, is_parameter: bool) -> dict[str, Any]:
     from headway import Accelerator
 
     accelerator: Any = Accelerator(cpu=True, **({"strategy": layout} if layout else {}))
-    seen = {}
+    bits = {}
     for name in DTYPES:
         torch.manual_seed(0)
         dtype = getattr(torch, name)
-        net = Holder(accelerator.process_index, dtype, is_parameter)
+        net = ModelWithOddTensor(accelerator.process_index, dtype, is_parameter)
         model, optimizer = accelerator.prepare(
             net, torch.optim.SGD([*net.up.parameters(), *net.down.parameters()], lr=0.1)
         )
         at_prepare = [read_bits(each) for key, each in accelerator.get_state_dict(model).items() if key == "odd"]
         if not is_parameter and accelerator.process_index:
-            net.odd.copy_(make_values(2, dtype))  # of rank 0 alone, as those that a forward changes
+            net.odd.copy_(make_values(2, dtype))  # Differs from rank 0, as after a forward pass that updates buffers.
         accelerator.backward(model(torch.ones(2, 4)).sum())
         optimizer.step()
         after = [read_bits(each) for key, each in accelerator.get_state_dict(model).items() if key == "odd"]
-        seen[name] = (at_prepare, after, None if is_parameter else read_bits(net.odd))
+        bits[name] = (at_prepare, after, None if is_parameter else read_bits(net.odd))
         accelerator.free_memory()
-    return seen
+    return bits
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def train_each(layout: str | None, is_parameter: bool) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("is_parameter", [False, True], ids=["buffer", "parameter"])
 def test_all_ranks_hold_the_bits_of_rank_0(layout, world_size, is_parameter):
-    for rank, seen in enumerate(run_ranks(train_each, world_size, layout, is_parameter)):
+    for rank, bits in enumerate(run_ranks(train_with_each_dtype, world_size, layout, is_parameter)):
         for name in DTYPES:
-            wanted = read_bits(make_values(0, getattr(torch, name)))
-            at_prepare, after, buffer = seen[name]
-            is_here = rank == 0 or layout in (None, "ddp")  # sharded layouts bring whole weights to rank 0
-            assert at_prepare == after == ([wanted] if is_here else []), name
-            assert buffer in (None, wanted), name
+            expected = read_bits(make_values(0, getattr(torch, name)))
+            at_prepare, after, buffer = bits[name]
+            is_here = rank == 0 or layout in (None, "ddp")  # Sharded layouts gather whole weights on rank 0 only.
+            assert at_prepare == after == ([expected] if is_here else []), name
+            assert buffer in (None, expected), name

@@ -1,4 +1,4 @@
-"""Parameters without elements, expanded buffers and lazy modules: as in plain torch, or an error by name at `prepare`."""
+"""Tests of empty parameters, expanded buffers and lazy modules: they train as in plain PyTorch, or `prepare()` names them."""
 
 from typing import Any
 
@@ -25,10 +25,10 @@ class Net(torch.nn.Module):
         return x + self.empty.sum() if hasattr(self, "empty") else x
 
 
-def built(kind: str, is_made: bool) -> Net:
+def build_model(kind: str, is_initialized: bool) -> Net:
     torch.manual_seed(0)
     net = Net(kind)
-    if is_made:
+    if is_initialized:
         net(torch.ones(3, 4))
     return net
 
@@ -44,9 +44,9 @@ def train(model: Any, optimizer: Any, backward: Any) -> list[float]:
     return losses
 
 
-def prepared(layout: dict[str, Any], kind: str, is_made: bool, folder: str) -> list[float]:
+def train_prepared(layout: dict[str, Any], kind: str, is_initialized: bool, folder: str) -> list[float]:
     accelerator = Accelerator(cpu=True, **layout)
-    net = built(kind, is_made)
+    net = build_model(kind, is_initialized)
     model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), 0.05))
     losses = train(model, optimizer, accelerator.backward)
     accelerator.save_state(f"{folder}/state")
@@ -62,7 +62,7 @@ matrix = pytest.mark.matrix
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "layout", "kind", "is_made"),
+    ("num_ranks", "layout", "kind", "is_initialized"),
     [
         (2, FSDP, "expanded", False),
         *(pytest.param(*each, "expanded", False, marks=matrix) for each in ((1, {}), (2, {}), (2, TP))),
@@ -72,18 +72,18 @@ matrix = pytest.mark.matrix
     ],
     ids=str,
 )
-def test_odd_tensors_train_as_in_plain_torch(
-    num_ranks: int, layout: dict[str, Any], kind: str, is_made: bool, tmp_path: Any
+def test_unusual_tensors_train_as_in_plain_pytorch(
+    num_ranks: int, layout: dict[str, Any], kind: str, is_initialized: bool, tmp_path: Any
 ) -> None:
-    net = built(kind, is_made)
+    net = build_model(kind, is_initialized)
     optimizer = torch.optim.AdamW(net.parameters(), 0.05)
-    wanted = train(net, optimizer, torch.Tensor.backward) + train(net, optimizer, torch.Tensor.backward)
-    found = run_ranks(prepared, num_ranks, layout, kind, is_made, str(tmp_path))[0]
-    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    expected = train(net, optimizer, torch.Tensor.backward) + train(net, optimizer, torch.Tensor.backward)
+    losses = run_ranks(train_prepared, num_ranks, layout, kind, is_initialized, str(tmp_path))[0]
+    assert losses == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind", "told"),
+    ("layout", "kind", "message"),
     [
         ({}, "lazy", "first.weight, first.bias of Net belong to lazy modules"),
         pytest.param(FSDP, "lazy", "belong to lazy modules", marks=matrix),
@@ -92,6 +92,8 @@ def test_odd_tensors_train_as_in_plain_torch(
     ],
     ids=str,
 )
-def test_what_cannot_be_spread_is_named(layout: dict[str, Any], kind: str, told: str, tmp_path: Any) -> None:
-    with pytest.raises(RankFailed, match=told):
-        run_ranks(prepared, 2, layout, kind, False, str(tmp_path))
+def test_tensors_that_cannot_be_distributed_are_named(
+    layout: dict[str, Any], kind: str, message: str, tmp_path: Any
+) -> None:
+    with pytest.raises(RankFailed, match=message):
+        run_ranks(train_prepared, 2, layout, kind, False, str(tmp_path))

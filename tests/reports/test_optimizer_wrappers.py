@@ -1,4 +1,4 @@
-"""Optimizers whose `state_dict()` has a form of its own, as wrappers of third parties have."""
+"""Tests of optimizers whose `state_dict()` has its own form, like wrappers from other libraries."""
 
 import copy
 import logging
@@ -15,7 +15,7 @@ STOP, UPDATES = 3, 6
 
 
 class Wrapped(torch.optim.Optimizer):
-    """Keeps the inner optimizer's state dict under a name of its own."""
+    """A wrapper that stores the inner optimizer's state dict under its own key."""
 
     def __init__(self, inner):
         self.inner, self.count = inner, 0
@@ -40,7 +40,7 @@ class Wrapped(torch.optim.Optimizer):
 
 
 class WithoutState(Wrapped):
-    """Has groups and no 'state', as Lookahead."""
+    """A wrapper whose state dict has groups but no 'state', like Lookahead."""
 
     def state_dict(self):
         inner = self.inner.state_dict()
@@ -52,7 +52,7 @@ class WithoutState(Wrapped):
 
 
 class Listed(Wrapped):
-    """Returns a list."""
+    """A wrapper whose state dict is a list."""
 
     def state_dict(self):
         return [self.inner.state_dict(), self.count]
@@ -64,7 +64,7 @@ class Listed(Wrapped):
 KINDS = {each.__name__: each for each in (Wrapped, WithoutState, Listed)}
 
 
-def build(kind):
+def build_pair(kind):
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "weight_decay": 0.1}]
@@ -74,19 +74,19 @@ def build(kind):
 ROWS = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)))
 
 
-def train(place, strategy, kind, resumes):
+def train(path, strategy, kind, resumes):
     accelerator = Accelerator(cpu=True, strategy=strategy)
     model, optimizer, loader = accelerator.prepare(
-        *build(kind), DataLoader(ROWS, batch_size=4 // accelerator.num_processes)
+        *build_pair(kind), DataLoader(ROWS, batch_size=4 // accelerator.num_processes)
     )
     if resumes:
-        accelerator.load_state(place)
+        accelerator.load_state(path)
     for number, (rows,) in enumerate(loader, STOP if resumes else 0):
         accelerator.backward(model(rows).square().mean())
         optimizer.step()
         optimizer.zero_grad()
         if number + 1 == STOP:
-            accelerator.save_state(place)
+            accelerator.save_state(path)
         if number + 1 == UPDATES:
             break
     return [each.detach().clone() for each in model.parameters()]
@@ -99,10 +99,10 @@ def train(place, strategy, kind, resumes):
         *[pytest.param(kind, world_size, marks=pytest.mark.matrix) for kind in KINDS for world_size in (1, 2)],
     ],
 )
-def test_a_wrapper_with_a_state_dict_of_its_own_goes_on_exactly(kind, world_size, tmp_path):
+def test_wrapper_with_its_own_state_dict_resumes_exactly(kind, world_size, tmp_path):
     whole = run_ranks(train, world_size, str(tmp_path / "x"), "ddp", kind, False)
     resumed = run_ranks(train, world_size, str(tmp_path / "x"), "ddp", kind, True)
-    model, optimizer = build(kind)
+    model, optimizer = build_pair(kind)
     for rows in ROWS.tensors[0].split(4)[:UPDATES]:
         model(rows).square().mean().backward()
         optimizer.step()
@@ -113,30 +113,32 @@ def test_a_wrapper_with_a_state_dict_of_its_own_goes_on_exactly(kind, world_size
             torch.testing.assert_close(mine, expected.detach())
 
 
-def shard(place):
-    told = []
+def check_sharded_wrapper(path):
+    warnings = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler.emit = lambda record: warnings.append(record.getMessage())
     logging.getLogger("headway").addHandler(handler)
     accelerator = Accelerator(cpu=True, strategy="fsdp")
-    model, optimizer, loader = accelerator.prepare(*build("Wrapped"), DataLoader(ROWS, batch_size=4))
-    assert accelerator.process_index or any("Wrapped.state_dict() returns no 'state'" in each for each in told), told
+    model, optimizer, loader = accelerator.prepare(*build_pair("Wrapped"), DataLoader(ROWS, batch_size=4))
+    assert accelerator.process_index or any("Wrapped.state_dict() returns no 'state'" in each for each in warnings), (
+        warnings
+    )
     for (rows,) in loader:
         accelerator.backward(model(rows).square().mean())
         optimizer.step()
         optimizer.zero_grad()
         break
     with pytest.raises(CheckpointError, match=r"Wrapped.state_dict\(\) has no 'state' and 'param_groups'"):
-        accelerator.save_state(place)
+        accelerator.save_state(path)
 
 
-def test_of_a_sharded_model_such_a_wrapper_is_named_at_prepare(tmp_path):
-    run_ranks(shard, 2, str(tmp_path / "x"))
+def test_wrapper_of_a_sharded_model_is_named_at_prepare(tmp_path):
+    run_ranks(check_sharded_wrapper, 2, str(tmp_path / "x"))
 
 
-def test_a_wrapper_is_as_it_was_after_a_load_that_failed(tmp_path):
+def test_failed_load_restores_the_wrapper(tmp_path):
     accelerator = Accelerator(cpu=True)
-    model, wrapper = build("Wrapped")
+    model, wrapper = build_pair("Wrapped")
     model, optimizer = accelerator.prepare(model, wrapper)
     accelerator.backward(model(torch.ones(1, 4)).sum())
     optimizer.step()
@@ -151,23 +153,23 @@ def test_a_wrapper_is_as_it_was_after_a_load_that_failed(tmp_path):
 
 
 def fail_after(load):
-    """Return a function that takes the first state up and fails, and takes up each later one."""
+    """Return a function that raises an error after it has loaded the first state, and loads later ones normally."""
     calls = []
 
     def call(state):
         calls.append(state)
         load(state)
         if len(calls) == 1:
-            raise ValueError("not mine")
+            raise ValueError("state not accepted")
 
     return call
 
 
-def test_an_order_of_parameters_that_differs_is_refused(tmp_path):
-    """A state dict of a form of its own goes by the numbers of the parameters."""
+def test_different_order_of_parameters_is_refused(tmp_path):
+    """A wrapper's own state dict refers to parameters by number."""
 
     def prepare(is_reversed):
-        accelerator, model = Accelerator(cpu=True), build("Wrapped")[0]
+        accelerator, model = Accelerator(cpu=True), build_pair("Wrapped")[0]
         parameters = list(model.parameters())
         inner = torch.optim.Adam(parameters[::-1] if is_reversed else parameters)
         accelerator.prepare(model, Wrapped(inner))
@@ -179,26 +181,26 @@ def test_an_order_of_parameters_that_differs_is_refused(tmp_path):
 
 
 class Combined(torch.optim.Optimizer):
-    """Steps one optimizer per layer, as combinations of Muon and AdamW do."""
+    """An optimizer that steps one inner optimizer per layer, like combinations of Muon and AdamW."""
 
     def __init__(self, model):
-        self.each = [torch.optim.Adam(layer.parameters(), 0.1) for layer in model]
-        super().__init__([group for one in self.each for group in one.param_groups], {})
-        for one in self.each:
+        self.optimizers = [torch.optim.Adam(layer.parameters(), 0.1) for layer in model]
+        super().__init__([group for one in self.optimizers for group in one.param_groups], {})
+        for one in self.optimizers:
             one.param_groups = [
                 group for group in self.param_groups if group["params"][0] in set(one.param_groups[0]["params"])
             ]
 
     def step(self, closure=None):
-        for one in self.each:
+        for one in self.optimizers:
             one.step(closure)
 
     def zero_grad(self, set_to_none=True):
-        for one in self.each:
+        for one in self.optimizers:
             one.zero_grad(set_to_none)
 
 
-def wrap(kind, model):
+def make_optimizer(kind, model):
     if kind == "Combined":
         return Combined(model)
     inner = torch.optim.Adam(model.parameters(), 0.1)
@@ -209,7 +211,7 @@ def train_sharded(kind):
     accelerator = Accelerator(cpu=True, strategy="fsdp")
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    model, optimizer, loader = accelerator.prepare(model, wrap(kind, model), DataLoader(ROWS, batch_size=2))
+    model, optimizer, loader = accelerator.prepare(model, make_optimizer(kind, model), DataLoader(ROWS, batch_size=2))
     for number, (rows,) in enumerate(loader):
         accelerator.backward(model(rows).square().mean())
         optimizer.step()
@@ -220,10 +222,10 @@ def train_sharded(kind):
 
 
 @pytest.mark.parametrize("kind", ["Wrapped", "Combined"])
-def test_state_of_inner_optimizers_lasts_on_a_sharded_model(kind):
+def test_inner_optimizers_keep_their_state_on_a_sharded_model(kind):
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    optimizer = wrap(kind, model)
+    optimizer = make_optimizer(kind, model)
     for rows in ROWS.tensors[0].split(4)[:UPDATES]:
         model(rows).square().mean().backward()
         optimizer.step()

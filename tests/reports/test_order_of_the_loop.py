@@ -1,4 +1,4 @@
-"""Lines of the loop in the wrong order: one warning that names the user's line and where to move what."""
+"""Tests of training loops with calls in the wrong order: one warning names the line and says where to move the call."""
 
 import logging
 from pathlib import Path
@@ -10,6 +10,7 @@ from tests.distributed.ranks import run_ranks
 
 
 def run_loop(order: str, num_steps: int) -> tuple[list[str], int]:
+    """Train with the calls in this order. Return the warnings and the number of updates."""
     from headway import Accelerator
 
     lines: list[str] = []
@@ -45,7 +46,7 @@ ADVICE = {
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("num_steps", [1, 2])
 @pytest.mark.parametrize("order", ADVICE)
-def test_the_warning_names_the_line_and_where_to_move_what(order, num_steps, world_size):
+def test_warning_names_the_line_and_where_to_move_the_call(order, num_steps, world_size):
     lines, num_updates = run_ranks(run_loop, world_size, order, num_steps)[0]
     call, advice = ADVICE[order]
     source = Path(__file__).read_text().splitlines()
@@ -57,6 +58,6 @@ def test_the_warning_names_the_line_and_where_to_move_what(order, num_steps, wor
 
 
 @pytest.mark.parametrize("order", ["backward step zero_grad", "zero_grad backward step"])
-def test_right_orders_are_silent(order):
+def test_correct_orders_give_no_warning(order):
     for num_steps in (1, 2):
         assert run_ranks(run_loop, 1, order, num_steps)[0][0] == []

@@ -1,4 +1,4 @@
-"""Reported: data that each rank had split or shuffled by itself were shared out again, so that half of them was never read."""
+"""Tests of data that each rank has split or shuffled itself. Sharding them again once skipped half of the samples."""
 
 import os
 import time
@@ -10,34 +10,34 @@ from headway import Accelerator
 from headway.compat.accelerate.accelerator import AccelerateAccelerator
 from tests.distributed.ranks import run_ranks
 from tests.reports.presplit_cases import LIKE, ROWS, UNLIKE, read_all
-from tests.reports.stream_cases import Heard
+from tests.reports.stream_cases import WarningRecorder
 
 
-def read_each():
-    heard = Heard()
-    return read_all(UNLIKE), read_all(LIKE), heard.texts
+def read_all_cases():
+    recorder = WarningRecorder()
+    return read_all(UNLIKE), read_all(LIKE), recorder.texts
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(read_each, 2)
+    return run_ranks(read_all_cases, 2)
 
 
 @pytest.mark.parametrize("name", UNLIKE)
-def test_data_that_differ_between_ranks_are_refused_on_all_of_them(ranks, name):
+def test_data_that_differ_between_ranks_are_refused_on_all_ranks(ranks, name):
     (first, is_untouched), (second, _) = (unlike[name] for unlike, _, _ in ranks)
-    is_of_sampler = "sampler" in name or "batches" in name
+    is_sampler_case = "sampler" in name or "batches" in name
     assert first == second
     assert first.startswith(
-        "DataError: the ranks' samplers" if is_of_sampler else "DataError: ranks gave prepare() different data"
+        "DataError: the ranks' samplers" if is_sampler_case else "DataError: ranks gave prepare() different data"
     )
-    assert "same" in first  # the one way out
-    assert "unprepared" in first or "do not prepare()" in first  # the other
-    assert is_untouched or is_of_sampler  # which shows with the first pass
+    assert "same" in first  # the first remedy
+    assert "unprepared" in first or "do not prepare()" in first  # the second remedy
+    assert is_untouched or is_sampler_case  # a sampler's order shows only in the first pass
 
 
 @pytest.mark.parametrize("name", LIKE)
-def test_data_that_are_alike_are_read_once_and_looked_at_without_a_trace(ranks, name):
+def test_equal_data_are_read_once_and_left_untouched_by_prepare(ranks, name):
     (first, is_untouched), (second, _) = (like[name] for _, like, _ in ranks)
     assert [round(row) for row in sorted(first + second)] == list(range(ROWS))
     assert is_untouched
@@ -47,28 +47,28 @@ def test_data_that_are_alike_are_read_once_and_looked_at_without_a_trace(ranks, 
 PARTS = ("a list of texts", "a ConcatDataset", "random_split", "datasets: train_test_split", "a list of batches")
 
 
-def test_one_process_reads_each_of_them_as_it_is():
-    ((unlike, like, heard),) = run_ranks(read_each, 1)
+def test_one_process_reads_all_data():
+    ((unlike, like, warnings),) = run_ranks(read_all_cases, 1)
     for name, (rows, is_untouched) in (unlike | like).items():
         assert is_untouched, name
         assert len(rows) == ROWS or name in PARTS, name
-    assert heard == []
+    assert warnings == []
 
 
-def read_under_the_name():
-    heard = Heard()
-    return read_all(UNLIKE, AccelerateAccelerator), heard.texts
+def read_with_accelerate_api():
+    recorder = WarningRecorder()
+    return read_all(UNLIKE, AccelerateAccelerator), recorder.texts
 
 
-def test_under_accelerates_name_they_are_shared_out_again_with_a_warning():
-    (found, heard), _ = run_ranks(read_under_the_name, 2)
-    assert all(isinstance(rows, list) for rows, _ in found.values())
-    assert any("ranks gave prepare() different data" in text for text in heard)
-    assert any("the ranks' samplers" in text for text in heard)
+def test_accelerate_api_shards_them_again_with_a_warning():
+    (results, warnings), _ = run_ranks(read_with_accelerate_api, 2)
+    assert all(isinstance(rows, list) for rows, _ in results.values())
+    assert any("ranks gave prepare() different data" in text for text in warnings)
+    assert any("the ranks' samplers" in text for text in warnings)
 
 
 class Slow(Dataset):
-    """Takes half a second for a sample; some samples are damaged on one rank only."""
+    """A data set that needs half a second per sample. Every sample is damaged on all ranks but rank 0."""
 
     num_read = 0
 
@@ -92,12 +92,12 @@ def prepare_slow():
     return Slow.num_read
 
 
-def test_slow_and_damaged_samples_cost_a_second_and_nothing_else():
+def test_prepare_reads_few_slow_samples_and_ignores_damaged_ones():
     assert all(1 <= number <= 8 for number in run_ranks(prepare_slow, 2))
 
 
 class Lazy(Dataset):
-    """Opens its file with the first sample; workers that are forked later must not share the position of one file."""
+    """A data set that opens its file at the first sample. Workers forked later must not share that file's position."""
 
     def __init__(self, path):
         self.path, self.file = path, None
@@ -120,7 +120,7 @@ def read_lazily(path):
     return [batch.item() for batch in loader]
 
 
-def test_files_that_are_opened_with_the_first_sample_stay_closed_until_workers_open_them(tmp_path):
+def test_prepare_does_not_open_files_that_workers_open(tmp_path):
     path = tmp_path / "bytes"
     path.write_bytes(bytes(range(8)))
     first, second = run_ranks(read_lazily, 2, str(path))

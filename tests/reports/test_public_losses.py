@@ -1,4 +1,4 @@
-"""Losses of one rank that come from no model, as in reports about batches without targets (huggingface/trl#5826, RT-DETR#684)."""
+"""Tests of a loss that depends on no model on one rank, as for batches without targets (huggingface/trl#5826, RT-DETR#684)."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ def build_model():
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
-def train_with_an_empty_batch(zero_of, calls_model=True, **options):
-    """Train one epoch in which the last rank's second batch has nothing to learn from; return the weights."""
+def train_with_an_empty_batch(make_zero_loss, calls_model=True, **options):
+    """Train for one epoch in which the last rank's second batch has no targets. Return the weights."""
     accelerator = Accelerator(cpu=True, **options)
     model, rank = build_model(), accelerator.process_index
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -33,14 +33,14 @@ def train_with_an_empty_batch(zero_of, calls_model=True, **options):
             with accelerator.accumulate(model):
                 is_empty = index == 1 and rank == accelerator.num_processes - 1
                 output = model(inputs) if calls_model or not is_empty else inputs
-                accelerator.backward(zero_of(output) if is_empty else mse_loss(output, targets))
+                accelerator.backward(make_zero_loss(output) if is_empty else mse_loss(output, targets))
                 optimizer.step()
                 optimizer.zero_grad()
     return torch.cat([value.flatten() for value in accelerator.get_state_dict(model).values()] or [torch.zeros(0)])
 
 
-def weights_by_hand(world_size):
-    """The same epoch in one process: a rank's loss of zero counts as a mean of zeros over its rows."""
+def train_by_hand(world_size):
+    """Train for the same epoch in one process. A rank's loss of zero counts as a mean of zeros over its rows."""
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for index in range(len(INPUTS) // BATCH):
@@ -57,60 +57,60 @@ def make_constant(output):
     return torch.zeros((), requires_grad=True)
 
 
-def keep_graph(output):
+def multiply_by_zero(output):
     return (output * 0).sum()
 
 
 @pytest.mark.parametrize(
     ("strategy", "calls_model"), [("ddp", True), ("ddp", False), ("fsdp", True)], ids=["ddp", "ddp, not called", "fsdp"]
 )
-def test_a_constant_loss_on_one_rank_is_an_error_in_place_of_a_hang(strategy, calls_model):
+def test_constant_loss_on_one_rank_raises_instead_of_hanging(strategy, calls_model):
     with pytest.raises(RankFailed, match="requires_grad=True, which no model computed"):
-        run_ranks(_fail_on_a_constant, 2, strategy, calls_model, timeout=60)
+        run_ranks(_train_with_constant_loss, 2, strategy, calls_model, timeout=60)
 
 
-def _fail_on_a_constant(strategy, calls_model):
+def _train_with_constant_loss(strategy, calls_model):
     return train_with_an_empty_batch(make_constant, calls_model, strategy=strategy)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_loss_of_zero_that_depends_on_the_output_is_exact(strategy):
-    torch.testing.assert_close(run_ranks(_train_on_zero, 2, strategy)[0], weights_by_hand(2))
+def test_zero_loss_that_depends_on_the_output_is_exact(strategy):
+    torch.testing.assert_close(run_ranks(_train_with_zero_loss, 2, strategy)[0], train_by_hand(2))
 
 
-def _train_on_zero(strategy):
-    return train_with_an_empty_batch(keep_graph, strategy=strategy)
+def _train_with_zero_loss(strategy):
+    return train_with_an_empty_batch(multiply_by_zero, strategy=strategy)
 
 
-def test_a_constant_loss_on_one_process_leaves_the_weights_as_in_plain_torch():
-    torch.testing.assert_close(run_ranks(_train_alone, 1)[0], weights_by_hand(1))
+def test_constant_loss_on_one_process_matches_plain_pytorch():
+    torch.testing.assert_close(run_ranks(_train_on_one_process, 1)[0], train_by_hand(1))
 
 
-def _train_alone():
+def _train_on_one_process():
     return train_with_an_empty_batch(make_constant)
 
 
-def test_a_constant_loss_does_no_harm_where_gradients_travel_once_per_window():
-    torch.testing.assert_close(run_ranks(_train_in_pieces, 2)[0], weights_by_hand(2))
+def test_constant_loss_works_with_gradients_synchronized_once_per_window():
+    torch.testing.assert_close(run_ranks(_train_with_microbatching, 2)[0], train_by_hand(2))
 
 
-def _train_in_pieces():
+def _train_with_microbatching():
     return train_with_an_empty_batch(make_constant, microbatching="auto")
 
 
-def test_a_constant_loss_inside_a_window_is_as_by_hand():
-    """Gradients stay local in all micro-batches but a window's last, so nothing waits for those of the others."""
-    found = run_ranks(_train_windows, 2)
+def test_constant_loss_inside_a_window_matches_plain_pytorch():
+    """Gradients are synchronized only in a window's last micro-batch, so no rank waits for the constant loss."""
+    weights = run_ranks(_train_windows, 2)
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = list(range(len(INPUTS)))
     for window in (rows[:8], rows[8:]):
-        is_learned = [row not in (2, 3) for row in window]
+        has_targets = [row not in (2, 3) for row in window]
         losses = mse_loss(model(INPUTS[window]), TARGETS[window], reduction="none").flatten()
-        (losses * torch.tensor(is_learned)).mean().backward()
+        (losses * torch.tensor(has_targets)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.testing.assert_close(found[0], torch.cat([value.flatten() for value in model.state_dict().values()]))
+    torch.testing.assert_close(weights[0], torch.cat([value.flatten() for value in model.state_dict().values()]))
 
 
 def _train_windows():

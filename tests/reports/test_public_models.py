@@ -1,4 +1,4 @@
-"""Several models, and models of unusual form: shared parameters, containers, one encoder for each kind of data."""
+"""Tests of several models and unusual models: shared parameters, containers, and one encoder per kind of data."""
 
 import copy
 
@@ -16,12 +16,12 @@ TARGETS = INPUTS.sum(1, keepdim=True)
 LOADER = {"dataset": TensorDataset(INPUTS, TARGETS), "batch_size": 2}
 
 
-def flat(state):
+def flatten(state):
     return torch.cat([value.flatten() for value in state.values()] or [torch.zeros(0)])
 
 
 def build_pair(is_frozen=False):
-    """Two layers that share their weights, each with a bias of its own."""
+    """Return two layers that share their weight and have their own biases."""
     torch.manual_seed(0)
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
@@ -29,52 +29,52 @@ def build_pair(is_frozen=False):
     return first, second
 
 
-def learning(*models):
+def list_trainable(*models):
     return list({id(p): p for model in models for p in model.parameters() if p.requires_grad}.values())
 
 
-def loss_of_pair(first, second, inputs, targets):
+def compute_pair_loss(first, second, inputs, targets):
     return mse_loss(second(torch.tanh(first(inputs))).sum(1, keepdim=True), targets)
 
 
 def train_pair(strategy, is_frozen=False):
     accelerator = Accelerator(cpu=True, strategy=strategy)
     first, second = build_pair(is_frozen)
-    optimizer = torch.optim.SGD(learning(first, second), lr=0.1)
+    optimizer = torch.optim.SGD(list_trainable(first, second), lr=0.1)
     first, second, optimizer, loader = accelerator.prepare(first, second, optimizer, DataLoader(**LOADER))
     for inputs, targets in loader:
         with accelerator.accumulate(first, second):
-            accelerator.backward(loss_of_pair(first, second, inputs, targets))
+            accelerator.backward(compute_pair_loss(first, second, inputs, targets))
             optimizer.step()
             optimizer.zero_grad()
-    return flat(accelerator.get_state_dict(first)), flat(accelerator.get_state_dict(second))
+    return flatten(accelerator.get_state_dict(first)), flatten(accelerator.get_state_dict(second))
 
 
 def train_pair_by_hand(world_size, is_frozen=False):
     first, second = build_pair(is_frozen)
-    optimizer = torch.optim.SGD(learning(first, second), lr=0.1)
+    optimizer = torch.optim.SGD(list_trainable(first, second), lr=0.1)
     for inputs, targets in zip(INPUTS.split(2 * world_size), TARGETS.split(2 * world_size)):
-        loss_of_pair(first, second, inputs, targets).backward()
+        compute_pair_loss(first, second, inputs, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return flat(first.state_dict()), flat(second.state_dict())
+    return flatten(first.state_dict()), flatten(second.state_dict())
 
 
 @pytest.mark.parametrize(
-    ("strategy", "is_frozen"), [("ddp", False), ("fsdp", True)], ids=["ddp", "fsdp, what is shared is frozen"]
+    ("strategy", "is_frozen"), [("ddp", False), ("fsdp", True)], ids=["ddp", "fsdp, frozen shared weight"]
 )
-def test_a_parameter_of_two_models(strategy, is_frozen):
-    found = run_ranks(train_pair, 2, strategy, is_frozen)
-    torch.testing.assert_close(found[0], train_pair_by_hand(2, is_frozen))
+def test_parameter_shared_by_two_models(strategy, is_frozen):
+    states = run_ranks(train_pair, 2, strategy, is_frozen)
+    torch.testing.assert_close(states[0], train_pair_by_hand(2, is_frozen))
 
 
-def test_a_parameter_of_two_models_on_one_process():
+def test_parameter_shared_by_two_models_on_one_process():
     torch.testing.assert_close(run_ranks(train_pair, 1, "fsdp")[0], train_pair_by_hand(1))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp=2"])
-def test_a_parameter_of_two_sharded_models_is_an_error(strategy):
-    """It became two, one of which did not learn, and nothing was said."""
+def test_trainable_parameter_shared_by_two_sharded_models_raises(strategy):
+    """Before, it silently became two parameters, and only one of them was trained."""
     with pytest.raises(RankFailed, match=r"Linear shares trainable parameters \(weight\)"):
         run_ranks(train_pair, 2, strategy)
 
@@ -88,8 +88,8 @@ def train_container(kind, strategy):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(**LOADER))
 
-    def run(owner, inputs):
-        first, second = owner.values() if isinstance(owner, nn.ModuleDict) else owner
+    def run(layers, inputs):
+        first, second = layers.values() if isinstance(layers, nn.ModuleDict) else layers
         return second(torch.tanh(first(inputs)))
 
     for inputs, targets in loader:
@@ -97,24 +97,24 @@ def train_container(kind, strategy):
             accelerator.backward(mse_loss(run(accelerator.unwrap_model(model), inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
-    by_hand = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     num_rows = 4 * accelerator.num_processes
     for inputs, targets in zip(INPUTS.split(num_rows), TARGETS.split(num_rows)):
         mse_loss(run(plain, inputs), targets).backward()
-        by_hand.step()
-        by_hand.zero_grad()
-    return flat(accelerator.get_state_dict(model)), flat(plain.state_dict())
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    return flatten(accelerator.get_state_dict(model)), flatten(plain.state_dict())
 
 
 @pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_modules_in_a_container_without_forward(kind, world_size):
-    found, wanted = run_ranks(train_container, world_size, kind, "ddp")[0]
-    torch.testing.assert_close(found, wanted)
+    weights, expected = run_ranks(train_container, world_size, kind, "ddp")[0]
+    torch.testing.assert_close(weights, expected)
 
 
 @pytest.mark.parametrize("kind", [nn.ModuleList, nn.ModuleDict])
-def test_a_container_without_forward_cannot_be_sharded(kind):
+def test_container_without_forward_cannot_be_sharded(kind):
     with pytest.raises(RankFailed, match=f"PrepareError: {kind.__name__} has no forward"):
         run_ranks(train_container, 2, kind, "fsdp")
 
@@ -129,37 +129,37 @@ class Encoders(nn.Module):
         return (self.texts if kind else self.images)(inputs)
 
 
-def train_encoders(num_steps, kind_of, is_apart=False):
-    """Train on batches of two kinds, each of which goes through an encoder of its own."""
+def train_encoders(num_steps, choose_kind, is_prepared_separately=False):
+    """Train on two kinds of batches, each with its own encoder. Return the weights."""
     handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_steps, kwargs_handlers=[handler])
     whole = Encoders()
-    models = [whole.images, whole.texts] if is_apart else [whole]
+    models = [whole.images, whole.texts] if is_prepared_separately else [whole]
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     *models, optimizer, loader = accelerator.prepare(*models, optimizer, DataLoader(**LOADER))
     for index, (inputs, targets) in enumerate(loader):
         with accelerator.accumulate(*models):
-            kind = kind_of(index, accelerator.process_index)
-            output = models[kind](inputs) if is_apart else models[0](inputs, kind)
+            kind = choose_kind(index, accelerator.process_index)
+            output = models[kind](inputs) if is_prepared_separately else models[0](inputs, kind)
             accelerator.backward(mse_loss(output, targets))
             optimizer.step()
             optimizer.zero_grad()
-    return flat(whole.state_dict())
+    return flatten(whole.state_dict())
 
 
-def train_encoders_by_hand(num_steps, kind_of, world_size):
+def train_encoders_by_hand(num_steps, choose_kind, world_size):
     model = Encoders()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = list(zip(INPUTS.split(2), TARGETS.split(2)))
     for index in range(len(batches) // world_size):
         for rank in range(world_size):
             inputs, targets = batches[index * world_size + rank]
-            loss = mse_loss(model(inputs, kind_of(index, rank)), targets)
+            loss = mse_loss(model(inputs, choose_kind(index, rank)), targets)
             (loss / world_size / num_steps).backward()
         if (index + 1) % num_steps == 0:
             optimizer.step()
             optimizer.zero_grad()
-    return flat(model.state_dict())
+    return flatten(model.state_dict())
 
 
 def alternate_ranks(index, rank):
@@ -174,18 +174,18 @@ def differ_on_the_second_rank(index, rank):
     return index % 2 if rank else 0
 
 
-@pytest.mark.parametrize("kind_of", [alternate_ranks, begin_with_texts, differ_on_the_second_rank])
+@pytest.mark.parametrize("choose_kind", [alternate_ranks, begin_with_texts, differ_on_the_second_rank])
 @pytest.mark.parametrize("num_steps", [1, 2])
 @pytest.mark.matrix
-def test_one_encoder_for_each_kind_of_batch(kind_of, num_steps):
-    """Also where a window's last micro-batch uses one encoder only, which torch then averages alone."""
-    found = run_ranks(train_encoders, 2, num_steps, kind_of)
-    wanted = train_encoders_by_hand(num_steps, kind_of, 2)
-    for each in found:
-        torch.testing.assert_close(each, wanted)
+def test_one_encoder_for_each_kind_of_batch(choose_kind, num_steps):
+    """Covers windows whose last micro-batch uses one encoder only. torch averages only that encoder's gradients there."""
+    weights_of_ranks = run_ranks(train_encoders, 2, num_steps, choose_kind)
+    expected = train_encoders_by_hand(num_steps, choose_kind, 2)
+    for each in weights_of_ranks:
+        torch.testing.assert_close(each, expected)
 
 
-def test_encoders_prepared_apart_name_the_cause():
-    """Ranks that use different models average gradients that do not belong together."""
+def test_encoders_prepared_separately_raise():
+    """Ranks that use different models would average gradients that do not belong together."""
     with pytest.raises(RankFailed, match="the ranks computed their losses with different models"):
         run_ranks(train_encoders, 2, 1, alternate_ranks, True)

@@ -1,4 +1,7 @@
-"""Reported: streams lost rows to drop_last and workers, or read them twice after a resume on other ranks; seeds; sparse tensors."""
+"""Tests of streams with drop_last, workers, and resuming on other ranks, and of seeds and sparse tensors.
+
+Streams once lost rows to drop_last and workers, or repeated rows after resuming on other ranks.
+"""
 
 import itertools
 
@@ -13,7 +16,7 @@ from tests.distributed.ranks import run_ranks
 
 
 class Split(IterableDataset):
-    """Rows that workers share among them."""
+    """A stream whose rows are divided among the workers."""
 
     def __init__(self, length):
         self.length = length
@@ -28,17 +31,17 @@ LENGTHS = (22, 5, 12)
 
 
 def read_split(num_workers, dispatches=None):
-    """For each length, this rank's batches in two epochs."""
+    """Return this rank's batches of two epochs, for each length."""
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatches))
-    found = {}
+    batches = {}
     for length in LENGTHS:
-        loader = accelerator.prepare(_dropping(length, num_workers))
-        found[length] = [[batch.tolist() for batch in loader] for _ in range(2)]
-    return found
+        loader = accelerator.prepare(_make_loader(length, num_workers))
+        batches[length] = [[batch.tolist() for batch in loader] for _ in range(2)]
+    return batches
 
 
-def _dropping(length, num_workers):
-    context = "fork" if num_workers else None  # as starting a worker anew takes seconds
+def _make_loader(length, num_workers):
+    context = "fork" if num_workers else None  # spawning a worker takes seconds
     return DataLoader(
         Split(length), batch_size=3, drop_last=True, num_workers=num_workers, multiprocessing_context=context
     )
@@ -53,12 +56,12 @@ def _dropping(length, num_workers):
         pytest.param(0, None, marks=pytest.mark.matrix),
     ],
 )
-def test_workers_drop_no_more_than_in_plain_torch(num_workers, dispatches):
+def test_workers_drop_no_more_rows_than_plain_pytorch(num_workers, dispatches):
     ranks = run_ranks(read_split, 2, num_workers, dispatches)
     for length in LENGTHS:
         plain = (
-            sum(1 for _ in _dropping(length, num_workers)) // 2 * 2
-        )  # what makes no round of both ranks cannot be read
+            sum(1 for _ in _make_loader(length, num_workers)) // 2 * 2
+        )  # a batch without a counterpart on the other rank is dropped
         for one, other in zip(ranks[0][length], ranks[1][length], strict=True):
             rows = [row for batch in one + other for row in batch]
             assert len(rows) == len(set(rows)) == 3 * plain, length
@@ -66,48 +69,48 @@ def test_workers_drop_no_more_than_in_plain_torch(num_workers, dispatches):
 
 
 def read_rest(num_workers, skipped):
-    """This rank's rows after a resume of the pass in its middle."""
+    """Return this rank's batches after `skipped`, from an uninterrupted pass and from a resumed one."""
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(_dropping(40, num_workers))
+    loader = accelerator.prepare(_make_loader(40, num_workers))
     whole = [batch.tolist() for batch in loader]
     state = None
     for number, _ in enumerate(loader, start=1):
         if number == skipped:
             state = loader.state_dict()
             break
-    again = accelerator.prepare(_dropping(40, num_workers))
+    again = accelerator.prepare(_make_loader(40, num_workers))
     again.load_state_dict(state)
     return whole[skipped:], [batch.tolist() for batch in again]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("skipped", [1, 4, 5])
-def test_a_pass_whose_ends_are_joined_resumes_in_its_middle(skipped):
+def test_pass_with_joined_last_batches_resumes_in_the_middle(skipped):
     for whole, rest in run_ranks(read_rest, 2, 2, skipped):
         assert rest == whole
 
 
-# -------------------------------------------------------------------- on other ranks, with other workers
+# -------------------------------------------------------------------- resuming with other numbers of ranks and workers
 
 
-def _hf_loader(num_workers=0, batch_size=2, num_shards=4):
+def _make_hf_loader(num_workers=0, batch_size=2, num_shards=4):
     stream = datasets.Dataset.from_dict({"x": list(range(48))}).to_iterable_dataset(num_shards=num_shards)
     context = "fork" if num_workers else None
     return DataLoader(stream, batch_size=batch_size, num_workers=num_workers, multiprocessing_context=context)
 
 
 def read_some(num_workers, num_shards, dispatches):
-    """This rank's rows of three batches, and the state after them."""
+    """Return this rank's rows of the first three batches, and the loader's state after them."""
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatches))
-    loader = accelerator.prepare(_hf_loader(num_workers, num_shards=num_shards))
+    loader = accelerator.prepare(_make_hf_loader(num_workers, num_shards=num_shards))
     rows = [batch["x"].tolist() for batch in itertools.islice(loader, 3)]
     return [row for batch in rows for row in batch], loader.state_dict()
 
 
 def read_on(state, num_workers, batch_size, num_shards, dispatches):
-    """This rank's rows after the resume, or the error; then those of the epoch after it."""
+    """Resume. Return this rank's remaining rows, or the error and the rows of a later epoch."""
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatches))
-    loader = accelerator.prepare(_hf_loader(num_workers, batch_size, num_shards))
+    loader = accelerator.prepare(_make_hf_loader(num_workers, batch_size, num_shards))
     loader.load_state_dict(state)
     try:
         return [row for batch in loader for row in batch["x"][: loader.num_valid].tolist()]
@@ -118,7 +121,7 @@ def read_on(state, num_workers, batch_size, num_shards, dispatches):
 
 
 SAME, ONE, FOUR = (2, 2), (1, 4), (4, 1)
-CASES = [  # workers, shards, dispatched; then ranks and batch size, workers; exact?
+CASES = [  # workers, shards, dispatched; after resuming: (ranks, batch size), workers; whether it is exact
     pytest.param(0, 4, None, SAME, 0, True, marks=pytest.mark.slow),
     (0, 4, None, ONE, 0, True),
     pytest.param(0, 4, None, FOUR, 0, True, marks=pytest.mark.slow),
@@ -133,61 +136,65 @@ CASES = [  # workers, shards, dispatched; then ranks and batch size, workers; ex
 ]
 
 
-@pytest.mark.parametrize(("num_workers", "num_shards", "dispatches", "now", "workers_now", "is_exact"), CASES)
-def test_a_stream_goes_on_exactly_or_is_refused(num_workers, num_shards, dispatches, now, workers_now, is_exact):
+@pytest.mark.parametrize(
+    ("num_workers", "num_shards", "dispatches", "new_layout", "new_num_workers", "is_exact"), CASES
+)
+def test_stream_resumes_exactly_or_is_refused(
+    num_workers, num_shards, dispatches, new_layout, new_num_workers, is_exact
+):
     first = run_ranks(read_some, 2, num_workers, num_shards, dispatches)
     state = first[0][1]
-    (count, size) = now
-    found = run_ranks(read_on, count, state, workers_now, size, num_shards, dispatches)
+    (count, size) = new_layout
+    results = run_ranks(read_on, count, state, new_num_workers, size, num_shards, dispatches)
     if is_exact:
-        rows = [row for begun, _ in first for row in begun] + [row for rest in found for row in rest]
+        rows = [row for first_rows, _ in first for row in first_rows] + [row for rest in results for row in rest]
         assert sorted(rows) == list(range(48))
         return
-    assert len({text for text, _ in found}) == 1
-    assert "same number of ranks, the same num_workers and the same batch size" in found[0][0]
-    assert sorted(row for _, rows in found for row in rows) == list(range(48))
+    assert len({text for text, _ in results}) == 1
+    assert "same number of ranks, the same num_workers and the same batch size" in results[0][0]
+    assert sorted(row for _, rows in results for row in rows) == list(range(48))
 
 
 # -------------------------------------------------------------------- seeds
 
 
-def read_seeded(own_seed):
-    """This rank's batches of four epochs; the generator is seeded before some of them."""
+def read_seeded(has_rank_seeds):
+    """Return this rank's batches of six epochs, with a new seed before some of them."""
     accelerator = Accelerator(cpu=True)
-    set_seed(1, device_specific=own_seed)
+    set_seed(1, device_specific=has_rank_seeds)
     loader = accelerator.prepare(DataLoader(range(24), batch_size=4 // accelerator.num_processes, shuffle=True))
-    return _epochs(loader, own_seed)
+    return _read_epochs(loader, has_rank_seeds)
 
 
-def _epochs(loader, own_seed=False):
+def _read_epochs(loader, has_rank_seeds=False):
     epochs = []
     for number in (None, 5, None, 5, 6, 6):
         if number is not None:
-            set_seed(number, device_specific=own_seed)
+            set_seed(number, device_specific=has_rank_seeds)
         epochs.append([batch.tolist() for batch in loader])
         torch.rand(3)
     return epochs
 
 
-@pytest.mark.parametrize("own_seed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_seed_before_an_epoch_decides_its_order_on_several_ranks_as_on_one(own_seed):
+@pytest.mark.parametrize("has_rank_seeds", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_seed_before_an_epoch_gives_the_same_order_on_any_number_of_ranks(has_rank_seeds):
     set_seed(1)
-    plain = _epochs(DataLoader(range(24), batch_size=4, shuffle=True))
-    first, second = run_ranks(read_seeded, 2, own_seed)
-    found = [[one + other for one, other in zip(*pair)] for pair in zip(first, second)]
-    # What training draws in between moves the order of one process alone.
+    plain = _read_epochs(DataLoader(range(24), batch_size=4, shuffle=True))
+    first, second = run_ranks(read_seeded, 2, has_rank_seeds)
+    merged = [[one + other for one, other in zip(*pair)] for pair in zip(first, second)]
+    # Random numbers that training draws between epochs change only the order of a single process.
     seeded = (0, 1, 3, 4, 5)
-    assert [found[number] for number in seeded] == [plain[number] for number in seeded]
-    assert plain[1] == plain[3] != found[2]
-    assert sorted(row for batch in found[2] for row in batch) == list(range(24))
-    assert run_ranks(read_seeded, 1, own_seed) == [plain]
+    assert [merged[number] for number in seeded] == [plain[number] for number in seeded]
+    assert plain[1] == plain[3] != merged[2]
+    assert sorted(row for batch in merged[2] for row in batch) == list(range(24))
+    assert run_ranks(read_seeded, 1, has_rank_seeds) == [plain]
 
 
 # -------------------------------------------------------------------- sparse tensors
 
 
 class Sparse(IterableDataset):
-    """Sparse rows in two layouts, and a dense one beside them."""
+    """A stream of sparse rows with their numbers."""
 
     def __iter__(self):
         for row in range(8):
@@ -208,7 +215,7 @@ def read_sparse(dispatches, is_map_style):
 
 
 @pytest.mark.parametrize(("dispatches", "is_map_style"), [(True, False), (True, True), (None, True), (None, False)])
-def test_sparse_tensors_are_dispatched_and_shared_out(dispatches, is_map_style):
+def test_sparse_tensors_are_dispatched_and_sharded(dispatches, is_map_style):
     expected = [
         (each["row"].tolist(), each["coo"].to_dense().tolist(), each["csr"].to_dense().tolist())
         for each in DataLoader(Sparse(), batch_size=2, collate_fn=_collate_sparse)

@@ -1,6 +1,6 @@
-"""Resumed runs over samplers, datasets and loaders that keep a state of their own: each sample comes once in each epoch.
+"""Tests of resuming with stateful samplers, data sets and loaders: each epoch yields each sample once.
 
-The expected rows are those that plain torch gives for the same loader.
+The expected rows are those of a plain PyTorch loader.
 """
 
 import random
@@ -19,10 +19,10 @@ NUM_ROWS, BATCH = 48, 2
 
 
 class Shuffled(Sampler):
-    """Shuffles by a generator of its own.
+    """A sampler that shuffles with its own generator.
 
     Args:
-        kind: of generator.
+        kind: Kind of the generator, one of KINDS.
     """
 
     def __init__(self, kind):
@@ -48,10 +48,10 @@ class Shuffled(Sampler):
 
 
 class Counting(Sampler):
-    """Another order each epoch, by a count of its own, which `state_dict` holds; and the place in the epoch, if asked to.
+    """A sampler with a different order in each epoch. Its state dict holds the epoch and the position in it.
 
     Args:
-        keeps_place: go on within the epoch after `load_state_dict`, as samplers for a plain loader do.
+        keeps_place: Whether it continues within the epoch after `load_state_dict`, like samplers for a plain loader.
     """
 
     def __init__(self, keeps_place):
@@ -76,7 +76,7 @@ class Counting(Sampler):
 
 
 class Hidden(Sampler):
-    """Draws from a generator that nobody can find."""
+    """A sampler that draws from a generator that Headway cannot find."""
 
     def __len__(self):
         return NUM_ROWS
@@ -89,10 +89,10 @@ HIDDEN = [numpy.random.default_rng(5)]
 
 
 class Positioned(IterableDataset):
-    """Keeps its place in the epoch.
+    """A stream that keeps its position in the epoch.
 
     Args:
-        is_cleared: an epoch begins at the first row, whatever the place; False: where the place is.
+        is_cleared: Whether each pass starts at the first row. Otherwise, it starts at the position.
     """
 
     def __init__(self, is_cleared):
@@ -115,16 +115,16 @@ class Positioned(IterableDataset):
 
 
 def run(root, make, name, saves=(3, 7, 30), workers=0, registers=None, **config):
-    """Rows of two epochs, read by runs that save after so many batches in all, and end; and where a warning came."""
-    seen, told, total, number = [], [], 0, 0
+    """Read two epochs in runs that save and end after these numbers of batches. Return all rows and the warnings."""
+    seen, warned, total, number = [], [], 0, 0
     while True:
         torch.manual_seed(1)
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
-        source, own = make()
+        source, stateful = make()
         context = "fork" if workers else None
         loader = accelerator.prepare(DataLoader(**source, num_workers=workers, multiprocessing_context=context))
         if registers:
-            accelerator.register_for_checkpointing(own)
+            accelerator.register_for_checkpointing(stateful)
         folder = f"{root}/{name}"
         if number:
             accelerator.load_state(folder)
@@ -139,22 +139,22 @@ def run(root, make, name, saves=(3, 7, 30), workers=0, registers=None, **config)
                         accelerator.save_state(folder)
                         is_saved = True
                         break
-        told += [str(each.message) for each in caught if issubclass(each.category, HeadwayWarning)]
+        warned += [str(each.message) for each in caught if issubclass(each.category, HeadwayWarning)]
         accelerator.end_training()
         if not is_saved:
-            return seen, told
+            return seen, warned
         number += 1
 
 
-def plain_epochs(make):
-    """Rows of two epochs in a plain loader."""
+def read_plain_epochs(make):
+    """Return the rows of two epochs from a plain loader."""
     torch.manual_seed(1)
     source, _ = make()
     loader = DataLoader(**source)
     return [row for _ in range(2) for rows in loader for row in rows.tolist()]
 
 
-def with_sampler(sampler, is_batched=False):
+def make_sampler_source(sampler, is_batched=False):
     data = list(range(NUM_ROWS))
     if is_batched:
         return {"dataset": data, "batch_sampler": TwoByTwo(sampler)}, sampler
@@ -162,7 +162,7 @@ def with_sampler(sampler, is_batched=False):
 
 
 class TwoByTwo(BatchSampler):
-    """A batch sampler of a user's."""
+    """A custom batch sampler."""
 
     def __init__(self, sampler):
         super().__init__(sampler, BATCH, drop_last=False)
@@ -171,67 +171,67 @@ class TwoByTwo(BatchSampler):
 KINDS = ["numpy", "legacy", "random", "philox", "twister", "small", "torch"]
 
 
-def with_generators(root):
+def run_generators(root):
     return {
         (kind, is_batched): (
-            run(root, lambda: with_sampler(Shuffled(kind), is_batched), f"{kind}{is_batched}"),
-            plain_epochs(lambda: with_sampler(Shuffled(kind), is_batched)),
+            run(root, lambda: make_sampler_source(Shuffled(kind), is_batched), f"{kind}{is_batched}"),
+            read_plain_epochs(lambda: make_sampler_source(Shuffled(kind), is_batched)),
         )
         for kind in KINDS
         for is_batched in (False, True)
     }
 
 
-def check_all(told):
-    for kind, ((seen, warned), expected) in told.items():
+def check_all(results):
+    for kind, ((rows, warned), expected) in results.items():
         assert not warned, kind
-        assert seen == expected, kind
+        assert rows == expected, kind
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_samplers_with_a_generator_of_their_own(world_size, tmp_path):
-    for told in run_ranks(with_generators, world_size, str(tmp_path)):
-        check_all(told)
+def test_samplers_with_their_own_generator(world_size, tmp_path):
+    for results in run_ranks(run_generators, world_size, str(tmp_path)):
+        check_all(results)
 
 
-def with_states(root):
+def run_stateful_sources(root):
     makers = {
-        "sampler": lambda: with_sampler(Counting(keeps_place=False)),
-        "sampler with a place": lambda: with_sampler(Counting(keeps_place=True)),
-        "batches": lambda: with_sampler(Counting(keeps_place=True), is_batched=True),
-        "dataset": lambda: with_dataset(is_cleared=False),
-        "dataset that is cleared": lambda: with_dataset(is_cleared=True),
+        "sampler": lambda: make_sampler_source(Counting(keeps_place=False)),
+        "sampler with a place": lambda: make_sampler_source(Counting(keeps_place=True)),
+        "batches": lambda: make_sampler_source(Counting(keeps_place=True), is_batched=True),
+        "dataset": lambda: make_dataset_source(is_cleared=False),
+        "dataset that is cleared": lambda: make_dataset_source(is_cleared=True),
     }
     return {
-        (kind, registers): (run(root, make, f"{kind}{registers}", registers=registers), plain_epochs(make))
+        (kind, registers): (run(root, make, f"{kind}{registers}", registers=registers), read_plain_epochs(make))
         for kind, make in makers.items()
         for registers in (True, False)
         if registers or kind in ("sampler", "sampler with a place", "batches")
     }
 
 
-def with_dataset(is_cleared):
+def make_dataset_source(is_cleared):
     dataset = Positioned(is_cleared)
     return {"dataset": dataset, "batch_size": BATCH}, dataset
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_samplers_and_datasets_with_a_state_of_their_own(world_size, tmp_path):
-    for told in run_ranks(with_states, world_size, str(tmp_path)):
-        check_all(told)
+def test_samplers_and_datasets_with_their_own_state(world_size, tmp_path):
+    for results in run_ranks(run_stateful_sources, world_size, str(tmp_path)):
+        check_all(results)
 
 
-def with_torchdata(root):
+def run_stateful_loaders(root):
     makers = {
         "stream": lambda: ({"dataset": Plain(), "batch_size": BATCH}, None),
-        "dataset": lambda: with_dataset(is_cleared=False),
-        "sampler": lambda: with_sampler(Counting(keeps_place=True)),
+        "dataset": lambda: make_dataset_source(is_cleared=False),
+        "sampler": lambda: make_sampler_source(Counting(keeps_place=True)),
         "shuffled": lambda: ({"dataset": list(range(NUM_ROWS)), "batch_size": BATCH, "shuffle": True}, None),
     }
     return {
         (kind, workers): (
             run(root, make, f"{kind}{workers}", workers=workers, use_stateful_dataloader=True),
-            plain_epochs(make),
+            read_plain_epochs(make),
         )
         for kind, make in makers.items()
         for workers in (0, 1)
@@ -239,34 +239,34 @@ def with_torchdata(root):
 
 
 class Plain(IterableDataset):
-    """Keeps nothing."""
+    """A stream without state."""
 
     def __iter__(self):
         return iter(range(NUM_ROWS))
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_stateful_loaders_are_resumed_again_and_again(world_size, tmp_path):
-    for told in run_ranks(with_torchdata, world_size, str(tmp_path)):
-        check_all(told)
+def test_stateful_loaders_resume_repeatedly(world_size, tmp_path):
+    for results in run_ranks(run_stateful_loaders, world_size, str(tmp_path)):
+        check_all(results)
 
 
-def with_a_hidden_generator(root):
+def run_hidden_generator(root):
     HIDDEN[0] = numpy.random.default_rng(5)
-    return run(root, lambda: with_sampler(Hidden()), "hidden", saves=(3,))
+    return run(root, lambda: make_sampler_source(Hidden()), "hidden", saves=(3,))
 
 
-def test_an_order_that_is_another_one_after_the_resume_is_told(tmp_path):
-    _, told = run_ranks(with_a_hidden_generator, 1, str(tmp_path))[0]
-    assert len(told) == 1
-    assert "Hidden gives another order after the resume" in told[0]
+def test_different_order_after_resuming_warns(tmp_path):
+    _, warned = run_ranks(run_hidden_generator, 1, str(tmp_path))[0]
+    assert len(warned) == 1
+    assert "Hidden gives another order after the resume" in warned[0]
 
 
 # ---------------------------------------------------------------- loaders that are prepared after the load
 
 
-def prepared_later(root, num_rows):
-    """Rows of a second loader that is prepared after the load, of a run that was saved in the middle of it."""
+def read_loader_prepared_later(root, num_rows):
+    """Save in the middle of a loader, and resume with that loader prepared after the load. Return all rows."""
     rows = torch.arange(float(NUM_ROWS))
     seen = []
     for is_resumed in (False, True):
@@ -291,21 +291,21 @@ def prepared_later(root, num_rows):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_loader_that_is_prepared_after_the_load_goes_on(world_size, tmp_path):
-    for seen in run_ranks(prepared_later, world_size, str(tmp_path), NUM_ROWS):
+def test_loader_prepared_after_the_load_continues(world_size, tmp_path):
+    for seen in run_ranks(read_loader_prepared_later, world_size, str(tmp_path), NUM_ROWS):
         assert sorted(seen) == list(range(NUM_ROWS))
 
 
-def test_other_data_in_a_loader_that_is_prepared_after_the_load_are_refused(tmp_path):
+def test_other_data_in_a_loader_prepared_after_the_load_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="had 48 samples when that was saved, and has 40"):
-        prepared_later(str(tmp_path), 40)
+        read_loader_prepared_later(str(tmp_path), 40)
 
 
 # -------------------------------------------------------------------- another kind of order
 
 
 def read_with_another_order(folder, shuffles_first, shuffles_later):
-    """Return the samples before the save and after the resume, with another `shuffle` there, and the warnings of the resume."""
+    """Resume with another `shuffle`. Return the samples before the save and after resuming, and the warnings."""
 
     def start(shuffle):
         project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
@@ -342,11 +342,11 @@ def read_with_another_order(folder, shuffles_first, shuffles_later):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_resume_with_another_kind_of_order_is_warned_about(tmp_path, world_size):
-    found = run_ranks(read_with_another_order, world_size, tmp_path / "changed", True, False)
-    for _, _, told in found:
-        assert len(told) == 1
-        assert "and now they are in the order of the data" in told[0]
-    for before, after, told in run_ranks(read_with_another_order, world_size, tmp_path / "same", True, True):
-        assert told == []
+def test_resuming_with_another_kind_of_order_warns(tmp_path, world_size):
+    runs = run_ranks(read_with_another_order, world_size, tmp_path / "changed", True, False)
+    for _, _, warned in runs:
+        assert len(warned) == 1
+        assert "and now they are in the order of the data" in warned[0]
+    for before, after, warned in run_ranks(read_with_another_order, world_size, tmp_path / "same", True, True):
+        assert warned == []
         assert sorted(before + after) == list(range(24))

@@ -1,4 +1,4 @@
-"""Adapters of PEFT's, saved on all ranks as its documentation shows: what plain torch would save, and it opens again."""
+"""Tests of PEFT adapters saved on all ranks as PEFT documents: they match plain PyTorch and can be loaded again."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-def base() -> Any:
+def build_base_model() -> Any:
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False,
@@ -32,8 +32,8 @@ def base() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def adapted(kind: str) -> Any:
-    model = base()
+def build_adapter_model(kind: str) -> Any:
+    model = build_base_model()
     torch.manual_seed(1)
     return peft.get_peft_model(model, KINDS[kind]())
 
@@ -46,26 +46,31 @@ def train(model: Any, optimizer: Any, backward: Any) -> None:
         optimizer.zero_grad()
 
 
-def learning(model: Any) -> list[Any]:
+def list_trainable(model: Any) -> list[Any]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def save(layout: dict[str, Any], kind: str, folder: str, says_main: bool) -> int:
+def save(layout: dict[str, Any], kind: str, folder: str, passes_main_process: bool) -> int:
+    """Train and save an adapter, load it again, and train it. Return the size of this rank's state dict."""
     accelerator = Accelerator(cpu=True, **layout)
-    model = adapted(kind)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(learning(model), 0.1))
+    model = build_adapter_model(kind)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(list_trainable(model), 0.1))
     train(model, optimizer, accelerator.backward)
-    more = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save} if says_main else {}
+    options = (
+        {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
+        if passes_main_process
+        else {}
+    )
     state = accelerator.get_state_dict(model)
-    accelerator.unwrap_model(model).save_pretrained(folder, state_dict=state, **more)
+    accelerator.unwrap_model(model).save_pretrained(folder, state_dict=state, **options)
     accelerator.wait_for_everyone()
     accelerator.save_state(f"{folder}-state", weights="huggingface")
-    if kind == "prompts":  # which PEFT opens for inference only
-        peft.PeftModel.from_pretrained(base(), folder)
+    if kind == "prompts":  # PEFT loads these for inference only
+        peft.PeftModel.from_pretrained(build_base_model(), folder)
         return len(state)
-    opened = peft.PeftModel.from_pretrained(base(), folder, is_trainable=True)
-    again, other = accelerator.prepare(opened, torch.optim.SGD(learning(opened), 0.1))
-    train(again, other, accelerator.backward)
+    opened = peft.PeftModel.from_pretrained(build_base_model(), folder, is_trainable=True)
+    new_model, new_optimizer = accelerator.prepare(opened, torch.optim.SGD(list_trainable(opened), 0.1))
+    train(new_model, new_optimizer, accelerator.backward)
     return len(state)
 
 
@@ -73,7 +78,7 @@ FSDP = {"strategy": "fsdp"}
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind", "says_main"),
+    ("layout", "kind", "passes_main_process"),
     [
         (FSDP, "modules_to_save", False),
         pytest.param(FSDP, "modules_to_save", True, marks=pytest.mark.matrix),
@@ -83,18 +88,18 @@ FSDP = {"strategy": "fsdp"}
     ],
     ids=str,
 )
-def test_adapters_are_saved_by_a_call_on_all_ranks(
-    layout: dict[str, Any], kind: str, says_main: bool, tmp_path: Path
+def test_adapters_saved_on_all_ranks_match_plain_pytorch(
+    layout: dict[str, Any], kind: str, passes_main_process: bool, tmp_path: Path
 ) -> None:
-    sizes = run_ranks(save, 2, layout, kind, str(tmp_path / "ours"), says_main)
+    sizes = run_ranks(save, 2, layout, kind, str(tmp_path / "ours"), passes_main_process)
     assert sizes[0] > 0
     assert (sizes[1] == 0) == bool(layout)
-    model = adapted(kind)
-    train(model, torch.optim.SGD(learning(model), 0.1), torch.Tensor.backward)
+    model = build_adapter_model(kind)
+    train(model, torch.optim.SGD(list_trainable(model), 0.1), torch.Tensor.backward)
     model.save_pretrained(tmp_path / "plain")
-    wanted = load_file(tmp_path / "plain" / "adapter_model.safetensors")
+    expected = load_file(tmp_path / "plain" / "adapter_model.safetensors")
     for folder in ("ours", "ours-state"):
-        found = load_file(tmp_path / folder / "adapter_model.safetensors")
-        assert found.keys() == wanted.keys()
-        for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5, msg=name)
+        weights = load_file(tmp_path / folder / "adapter_model.safetensors")
+        assert weights.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-5, msg=name)

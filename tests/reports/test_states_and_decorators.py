@@ -1,4 +1,4 @@
-"""What scripts match: the texts of states after a reset, and test classes that are decorated and then subclassed."""
+"""Tests of the errors of states after a reset, and of decorated test classes that are subclassed."""
 
 import os
 import unittest
@@ -12,7 +12,7 @@ from headway.compat.accelerate import state as own_state
 from headway.compat.accelerate.accelerator import AccelerateAccelerator
 from headway.compat.accelerate.launching.environment import purge_accelerate_environment
 
-BOTH = pytest.mark.parametrize(
+FOR_BOTH_LIBRARIES = pytest.mark.parametrize(
     ("module", "make"), [(accelerate.state, accelerate.Accelerator), (own_state, AccelerateAccelerator)], ids=["theirs", "ours"]
 )  # fmt: skip
 RESET = (
@@ -21,14 +21,14 @@ RESET = (
 )
 
 
-@BOTH
-def test_a_state_after_a_reset_says_so(module, make):
+@FOR_BOTH_LIBRARIES
+def test_state_after_a_reset_raises_accelerates_error(module, make):
     make(cpu=True)
-    partial, whole = module.PartialState(), module.AcceleratorState()
-    assert partial._cpu is whole._cpu is True
-    assert whole._mixed_precision == "no"
+    partial, full = module.PartialState(), module.AcceleratorState()
+    assert partial._cpu is full._cpu is True
+    assert full._mixed_precision == "no"
     module.AcceleratorState._reset_state(reset_partial_state=True)
-    for state in (partial, whole):
+    for state in (partial, full):
         kind = type(state).__name__
         for name in ("device", "num_processes", "process_index", "local_process_index", "distributed_type", "backend"):
             with pytest.raises(AttributeError) as caught:
@@ -36,8 +36,8 @@ def test_a_state_after_a_reset_says_so(module, make):
             assert str(caught.value) == RESET.format(kind, name)
 
 
-@BOTH
-def test_a_name_that_a_state_never_has_is_an_ordinary_error(module, make):
+@FOR_BOTH_LIBRARIES
+def test_unknown_attribute_of_a_state_raises_the_ordinary_error(module, make):
     make(cpu=True)
     for state in (module.PartialState(), module.AcceleratorState()):
         with pytest.raises(AttributeError) as caught:
@@ -50,7 +50,7 @@ def test_a_name_that_a_state_never_has_is_an_ordinary_error(module, make):
     "decorate", [accelerate.utils.purge_accelerate_environment, purge_accelerate_environment], ids=["theirs", "ours"]
 )
 @pytest.mark.parametrize("base", [object, unittest.TestCase], ids=["pytest", "unittest"])
-def test_a_decorated_class_is_a_class_whose_tests_restore_variables(decorate, base, monkeypatch):
+def test_decorated_class_restores_variables_after_each_test(decorate, base, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
 
     @decorate
@@ -67,10 +67,10 @@ def test_a_decorated_class_is_a_class_whose_tests_restore_variables(decorate, ba
         def test_two(self):
             self.helper()
 
-    for made in (First(), Second()):
-        assert made.test_one() in (5, None)
-        if isinstance(made, Second):
-            made.test_two()
+    for test_case in (First(), Second()):
+        assert test_case.test_one() in (5, None)
+        if isinstance(test_case, Second):
+            test_case.test_two()
         assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
         assert "ACCELERATE_USE_FSDP" not in os.environ
     assert isinstance(First, type)

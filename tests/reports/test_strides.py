@@ -1,4 +1,4 @@
-"""Strides: state that is not row-major comes back as torch.save keeps it, so that a resumed run is bit-equal."""
+"""Tests that tensors that are not row-major keep their strides, as with torch.save, so that resumed runs are bit-identical."""
 
 import os
 
@@ -18,7 +18,7 @@ STOP, UPDATES = 3, 6
 
 
 class Rotated(torch.optim.Optimizer):
-    """Momentum in the eigenbasis of the gradients' second moment, as SOAP keeps it, and views of every kind."""
+    """An optimizer like SOAP with momentum in the eigenbasis of the second moment. Its state contains many kinds of views."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.05})
@@ -46,12 +46,12 @@ class Rotated(torch.optim.Optimizer):
             state["basis"] = torch.linalg.eigh(state["factor"]).eigenvectors
             state["momentum"].lerp_(state["basis"].t() @ flat, 0.2)
             step = (state["basis"] @ state["momentum"]).reshape(local.shape)
-            held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            held.sub_(step * (0.05 + 1e-4 * float(state["columns"].sum() + state["expanded"].sum())))
+            local_parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            local_parameter.sub_(step * (0.05 + 1e-4 * float(state["columns"].sum() + state["expanded"].sum())))
 
 
 class Averages:
-    """A registered object with a transposed tensor and an array in Fortran's order."""
+    """A registered object with a transposed tensor and an array in Fortran order."""
 
     def __init__(self):
         self.tensor = torch.randn(7, 33, generator=torch.Generator().manual_seed(3)).t()
@@ -75,12 +75,12 @@ class Network(torch.nn.Module):
         return self.linear(self.convolution(images).mean((2, 3))) @ self.turned
 
 
-def strides_of(value):
-    """Return the shapes, strides and bytes of the tensors and arrays in a value, in its order."""
+def describe_memory(value):
+    """Return the shape, strides and bytes of each tensor and array in a nested value."""
     if isinstance(value, dict):
-        return {key: strides_of(each) for key, each in value.items()}
+        return {key: describe_memory(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [strides_of(each) for each in value]
+        return [describe_memory(each) for each in value]
     if hasattr(value, "to_local"):
         value = value.to_local()
     if isinstance(value, torch.Tensor):
@@ -90,13 +90,13 @@ def strides_of(value):
     return value
 
 
-def train(folder, place, strategy, blocking, is_resumed, settings):
-    """Train, from the checkpoint with `is_resumed`; return the weights, and what torch.save keeps of the state at the stop."""
+def train(folder, path, strategy, blocking, is_resumed, settings):
+    """Train from the start or from the checkpoint. Return the weights, and the state at the save as torch.save would keep it."""
     os.environ.update(settings)
     set_seed(5)
     accelerator = Accelerator(cpu=True, strategy=strategy, project_config=ProjectConfiguration(folder))
     model = Network()
-    if strategy != "fsdp":  # which takes no other layout
+    if strategy != "fsdp":  # FSDP requires contiguous parameters
         model = model.to(memory_format=torch.channels_last)
     optimizer, averages = Rotated(model.parameters()), Averages()
     data = TensorDataset(torch.randn(UPDATES * 4, 3, 6, 6, generator=torch.Generator().manual_seed(1)))
@@ -104,8 +104,8 @@ def train(folder, place, strategy, blocking, is_resumed, settings):
     accelerator.register_for_checkpointing(averages)
     if is_resumed:
         averages.tensor, averages.array = torch.zeros(33, 7), numpy.zeros((33, 7))
-        accelerator.load_state(place)
-    kept = strides_of([dict(model.named_parameters()), optimizer.state_dict(), averages.state_dict()])
+        accelerator.load_state(path)
+    state_at_save = describe_memory([dict(model.named_parameters()), optimizer.state_dict(), averages.state_dict()])
     number = STOP if is_resumed else 0
     for (images,) in loader:
         accelerator.backward(model(images).square().mean())
@@ -115,12 +115,12 @@ def train(folder, place, strategy, blocking, is_resumed, settings):
         if number == STOP and not is_resumed:
             torch.save([optimizer.state_dict(), averages.state_dict()], f"{folder}/torch-{accelerator.process_index}")
             states = torch.load(f"{folder}/torch-{accelerator.process_index}", weights_only=False)
-            kept = strides_of([dict(model.named_parameters()), *states])
-            accelerator.save_state(place, blocking=blocking)
+            state_at_save = describe_memory([dict(model.named_parameters()), *states])
+            accelerator.save_state(path, blocking=blocking)
         if number == UPDATES:
             break
     accelerator.wait_for_save()
-    return strides_of(dict(model.named_parameters())), kept
+    return describe_memory(dict(model.named_parameters())), state_at_save
 
 
 @pytest.mark.parametrize(
@@ -132,69 +132,69 @@ def train(folder, place, strategy, blocking, is_resumed, settings):
         pytest.param("fsdp", 1, True, marks=pytest.mark.matrix),
     ],
 )
-def test_a_resumed_run_is_bit_equal_to_one_that_went_on(strategy, world_size, blocking, tmp_path):
+def test_resumed_run_is_bit_identical_to_uninterrupted_run(strategy, world_size, blocking, tmp_path):
     check_resumed(world_size, str(tmp_path), f"{tmp_path}/saved", strategy, blocking)
 
 
 @pytest.mark.slow
-def test_strides_come_back_from_an_object_store(tmp_path):
+def test_object_store_keeps_strides(tmp_path):
     with server.running() as port:
         check_resumed(1, str(tmp_path), "s3://bucket/saved", "ddp", True, server.environment(port))
 
 
-def check_resumed(world_size, folder, place, strategy, blocking, settings=None):
-    """Assert that the resumed run has the state that torch.save keeps, and ends as the one that went on."""
+def check_resumed(world_size, folder, path, strategy, blocking, settings=None):
+    """Check that the resumed run loads the state that torch.save keeps, and ends with the uninterrupted run's weights."""
     whole, resumed = (
-        run_ranks(train, world_size, folder, place, strategy, blocking, is_resumed, settings or {})
+        run_ranks(train, world_size, folder, path, strategy, blocking, is_resumed, settings or {})
         for is_resumed in (False, True)
     )
-    for (weights, kept), (own, loaded) in zip(whole, resumed, strict=True):
-        assert loaded == kept
-        assert own == weights
+    for (weights, saved), (resumed_weights, loaded) in zip(whole, resumed, strict=True):
+        assert loaded == saved
+        assert resumed_weights == weights
 
 
-def rows_of(count):
+def make_rows(count):
     return torch.randn(count, 6, generator=torch.Generator().manual_seed(count))
 
 
 LAYOUTS = {
-    "transposed": lambda: rows_of(4).t(),
-    "a row as a column": lambda: rows_of(1).t().t(),
+    "transposed": lambda: make_rows(4).t(),
+    "a row as a column": lambda: make_rows(1).t().t(),
     "channels_last": lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
     "channels_last with one channel": lambda: torch.randn(2, 1, 4, 4).to(memory_format=torch.channels_last),
-    "expanded": lambda: rows_of(1).expand(4, 6),
-    "expanded and transposed": lambda: rows_of(1).expand(4, 6).t(),
-    "every second column": lambda: rows_of(4)[:, ::2],
-    "a diagonal": lambda: rows_of(6).diagonal(),
+    "expanded": lambda: make_rows(1).expand(4, 6),
+    "expanded and transposed": lambda: make_rows(1).expand(4, 6).t(),
+    "every second column": lambda: make_rows(4)[:, ::2],
+    "a diagonal": lambda: make_rows(6).diagonal(),
     "windows that overlap": lambda: torch.arange(10.0).as_strided((4, 4), (1, 2)),
     "without elements": lambda: torch.empty(0, 3).t(),
-    "booleans": lambda: (rows_of(4) > 0).t(),
-    "complex": lambda: torch.complex(rows_of(4), rows_of(4)).mH,
-    "bfloat16": lambda: rows_of(4).bfloat16().t(),
-    "a parameter": lambda: torch.nn.Parameter(rows_of(4).t()),
+    "booleans": lambda: (make_rows(4) > 0).t(),
+    "complex": lambda: torch.complex(make_rows(4), make_rows(4)).mH,
+    "bfloat16": lambda: make_rows(4).bfloat16().t(),
+    "a parameter": lambda: torch.nn.Parameter(make_rows(4).t()),
     "eigenvectors of one value": lambda: torch.linalg.eigh(torch.ones(1, 1)).eigenvectors,
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_layout_comes_back(layout):
+def test_each_layout_is_restored(layout):
     tensor, tensors = LAYOUTS[layout](), {}
     encoded = encode_value({"value": tensor}, "x", tensors)
     stored = {name: each.detach().contiguous().clone() for name, each in tensors.items()}
-    for back in (decode_value(encoded, stored)["value"], copy_state({"value": tensor})()["value"]):
-        assert back.stride() == tensor.stride()
-        assert torch.equal(back, tensor)
-        assert type(back) is type(tensor)
+    for restored in (decode_value(encoded, stored)["value"], copy_state({"value": tensor})()["value"]):
+        assert restored.stride() == tensor.stride()
+        assert torch.equal(restored, tensor)
+        assert type(restored) is type(tensor)
 
 
-def test_a_narrow_view_of_a_large_tensor_is_closed_up():
-    """A checkpoint takes no more memory than its files have bytes, but for small holes."""
+def test_narrow_view_of_a_large_tensor_becomes_contiguous():
+    """A loaded checkpoint takes about as much memory as its files have bytes."""
     column, tensors = torch.randn(4000, 3000)[:, 7], {}
     encoded = encode_value(column, "x", tensors)
     assert decode_value(encoded, {"x": column.clone()}).stride() == (1,)
 
 
 @pytest.mark.parametrize("stride", [[1], [1, 2, 3], [-1, 1], [1.0, 1], ["a", 1], [2**63, 1], [10**9, 1], "ab", None])
-def test_a_stride_that_nobody_saved_is_refused(stride):
+def test_invalid_stride_is_refused(stride):
     with pytest.raises(CheckpointError):
         decode_value({"!": "tensor", "name": "x", "stride": stride}, {"x": torch.ones(4, 3)})

@@ -1,4 +1,4 @@
-"""A run's time limit counts the time that the machine ran: a clock that is set, or a suspended machine, ends no run."""
+"""Tests that a run's time limit counts the machine's running time: setting the clock or suspending it ends no run."""
 
 import time
 from datetime import timedelta
@@ -10,7 +10,7 @@ from headway.core.config.preemption import Preemption
 
 
 @pytest.mark.parametrize("jump", [7200.0, -7200.0])
-def test_a_clock_that_is_set_does_not_move_the_limit(jump, monkeypatch):
+def test_setting_the_clock_does_not_move_the_limit(jump, monkeypatch):
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + jump)
     deadline = Preemption(time_limit=timedelta(hours=1)).compute_deadline()
@@ -20,7 +20,7 @@ def test_a_clock_that_is_set_does_not_move_the_limit(jump, monkeypatch):
     assert not deadline.is_over
 
 
-def test_a_limit_comes_by_the_monotonic_clock(monkeypatch):
+def test_limit_follows_the_monotonic_clock(monkeypatch):
     real = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: real() - 7200)
     deadline = Preemption(time_limit=timedelta(hours=1)).compute_deadline()
@@ -30,7 +30,7 @@ def test_a_limit_comes_by_the_monotonic_clock(monkeypatch):
     assert real() > deadline.moment
 
 
-def test_the_end_of_a_slurm_job_is_a_time_of_day():
+def test_end_of_a_slurm_job_is_a_wall_clock_time():
     with env.patch_variables({"SLURM_JOB_END_TIME": str(int(time.time()) - 1)}):
         deadline = Preemption().compute_deadline()
         assert deadline is not None

@@ -1,4 +1,4 @@
-"""Parameters of a sharded model that learn from the middle of a run on: staged unfreezing, and freezing again."""
+"""Tests of parameters of a sharded model that are unfrozen in stages, or frozen again, during training."""
 
 from typing import Any
 
@@ -43,8 +43,8 @@ STAGES: dict[str, dict[int, list[tuple[int, bool]]]] = {
 def train(net: Any, model: Any, optimizer: Any, backward: Any, stages: str) -> list[float]:
     losses = []
     for number in range(6):
-        for layer, learns in STAGES[stages].get(number, []):
-            net.layers[layer].requires_grad_(learns)
+        for layer, requires_grad in STAGES[stages].get(number, []):
+            net.layers[layer].requires_grad_(requires_grad)
         loss = model(torch.arange(32.0).reshape(4, 8) / 30).float().square().mean()
         losses.append(float(loss.detach()))
         backward(loss)
@@ -53,7 +53,7 @@ def train(net: Any, model: Any, optimizer: Any, backward: Any, stages: str) -> l
     return losses
 
 
-def sharded(settings: dict[str, Any], stages: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_sharded(settings: dict[str, Any], stages: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     accelerator = Accelerator(cpu=True, **settings)
     torch.manual_seed(0)
     net = Net()
@@ -78,8 +78,8 @@ FSDP = {"strategy": "fsdp"}
     ],
     ids=str,
 )
-def test_what_learns_later_learns_as_in_one_process(settings: dict[str, Any], stages: str) -> None:
-    losses, state = run_ranks(sharded, 2, settings, stages)[0]
+def test_parameters_unfrozen_later_train_as_in_one_process(settings: dict[str, Any], stages: str) -> None:
+    losses, state = run_ranks(train_sharded, 2, settings, stages)[0]
     torch.manual_seed(0)
     net = Net()
     dtype = {"no": torch.float32, "bf16": torch.bfloat16}[settings["mixed_precision"]]
@@ -89,8 +89,8 @@ def test_what_learns_later_learns_as_in_one_process(settings: dict[str, Any], st
             return net(x)
 
     optimizer = torch.optim.SGD(net.parameters(), 0.02)
-    wanted = train(net, model, optimizer, torch.Tensor.backward, stages)
+    expected = train(net, model, optimizer, torch.Tensor.backward, stages)
     tolerance = 1e-5 if dtype is torch.float32 else 3e-2
-    assert losses == pytest.approx(wanted, rel=tolerance)
+    assert losses == pytest.approx(expected, rel=tolerance)
     for name, value in net.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=tolerance, atol=tolerance, msg=name)

@@ -1,4 +1,4 @@
-"""Reported: a stream that shuffles or splits itself was read twice in parts and not at all in others, or hung at its end."""
+"""Tests of streams that shuffle or split themselves. Sharding them again once repeated and skipped rows, or hung at the end."""
 
 import pytest
 import torch
@@ -7,13 +7,13 @@ from torch.utils.data import DataLoader
 from headway import Accelerator
 from tests.distributed.ranks import run_ranks
 from tests.reports import stream_cases
-from tests.reports.stream_cases import LIKE, ROWS, UNLIKE, Heard, Stream, read_all, read_like, read_unlike
+from tests.reports.stream_cases import LIKE, ROWS, UNLIKE, Stream, WarningRecorder, read_all, read_like, read_unlike
 
 
 @pytest.mark.parametrize(
     "num_workers", [0, pytest.param(1, marks=pytest.mark.matrix), pytest.param(2, marks=pytest.mark.slow)]
 )
-def test_streams_that_differ_between_ranks_are_refused_on_all_of_them(num_workers):
+def test_streams_that_differ_between_ranks_are_refused_on_all_ranks(num_workers):
     first, second = run_ranks(read_unlike, 2, num_workers)
     for name in UNLIKE:
         assert first[name] == second[name], name
@@ -25,11 +25,11 @@ def test_streams_that_differ_between_ranks_are_refused_on_all_of_them(num_worker
 @pytest.mark.parametrize(
     "num_workers", [0, pytest.param(1, marks=pytest.mark.matrix), pytest.param(2, marks=pytest.mark.slow)]
 )
-def test_streams_that_are_alike_are_read_once(num_workers):
-    (first, heard), (second, _) = run_ranks(read_like, 2, num_workers)
-    assert heard == []
+def test_equal_streams_are_read_once(num_workers):
+    (first, warnings), (second, _) = run_ranks(read_like, 2, num_workers)
+    assert warnings == []
     for name in LIKE:
-        # Two workers both read a dataset that does not ask which worker it is in, as in plain torch.
+        # As in plain PyTorch, each worker reads all rows of a data set that ignores get_worker_info().
         times = 1 if name.startswith("datasets") else max(1, num_workers)
         for one, other in zip(first[name], second[name], strict=True):
             assert sorted(one + other) == sorted(list(range(ROWS)) * times), name
@@ -37,13 +37,13 @@ def test_streams_that_are_alike_are_read_once(num_workers):
             assert len({tuple(epoch) for epoch in first[name]}) == 2, name
 
 
-def test_one_process_reads_each_of_them_as_it_is():
-    (found,) = run_ranks(read_all_of_one_process, 1)
-    for name, epochs in found.items():
+def test_one_process_reads_all_streams():
+    (results,) = run_ranks(read_all_cases, 1)
+    for name, epochs in results.items():
         assert [sorted(epoch) for epoch in epochs] == [list(range(ROWS))] * 2, name
 
 
-def read_all_of_one_process():
+def read_all_cases():
     return read_all(UNLIKE | LIKE)
 
 
@@ -51,7 +51,7 @@ def read_dispatched():
     return read_all({name: UNLIKE[name] for name in UNLIKE if "every" not in name}, dispatch_batches=True)
 
 
-def test_rank_zero_reads_them_for_all_where_it_is_asked_to():
+def test_rank_zero_dispatches_to_all_ranks_on_request():
     first, second = run_ranks(read_dispatched, 2)
     for name in ("datasets with shards, shuffled", "an own random.Random"):
         assert [sorted(one + other) for one, other in zip(first[name], second[name])] == [list(range(ROWS))] * 2, name
@@ -61,8 +61,8 @@ def test_rank_zero_reads_them_for_all_where_it_is_asked_to():
 
 
 def train_on_unequal_lengths(extra, num_steps):
-    """The rows that this rank trained on in two epochs, by epoch, and the weight."""
-    heard = Heard()
+    """Train for two epochs. Return the rows of this rank by epoch, the weight and the warnings."""
+    recorder = WarningRecorder()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_steps)
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)
@@ -79,10 +79,10 @@ def train_on_unequal_lengths(extra, num_steps):
                 optimizer.step()
                 optimizer.zero_grad()
             epochs[-1] += batch[: loader.num_valid, 0].int().tolist()
-    return epochs, model.weight.item(), heard.texts
+    return epochs, model.weight.item(), recorder.texts
 
 
-def weight_by_hand(num_rounds, num_steps):
+def train_by_hand(num_rounds, num_steps):
     weight = 1.0
     for _ in range(2):
         for begin in range(0, num_rounds, num_steps):
@@ -95,20 +95,20 @@ def weight_by_hand(num_rounds, num_steps):
     ("extra", "num_steps", "num_rounds"),
     [(5, 1, 5), pytest.param(-3, 1, 4, marks=pytest.mark.slow), pytest.param(1, 2, 5, marks=pytest.mark.slow)],
 )
-def test_a_stream_that_ends_earlier_on_one_rank_ends_on_all_with_a_warning(extra, num_steps, num_rounds):
+def test_stream_that_ends_earlier_on_one_rank_ends_on_all_with_a_warning(extra, num_steps, num_rounds):
     ranks = run_ranks(train_on_unequal_lengths, 2, extra, num_steps, timeout=60)
-    (heard,) = ranks[0][2]
-    assert "ends earlier on some ranks than on others" in heard
+    (warning,) = ranks[0][2]
+    assert "ends earlier on some ranks than on others" in warning
     for epochs in zip(*(epochs for epochs, _, _ in ranks)):
         assert sorted(epochs[0] + epochs[1]) == list(range(4 * num_rounds))
-    assert [weight for _, weight, _ in ranks] == pytest.approx([weight_by_hand(num_rounds, num_steps)] * 2)
+    assert [weight for _, weight, _ in ranks] == pytest.approx([train_by_hand(num_rounds, num_steps)] * 2)
 
 
-# -------------------------------------------------------------------- under Accelerate's name
+# -------------------------------------------------------------------- Accelerate's API
 
 
-def read_under_the_name(is_real, num_workers, config):
-    """Each batch of this rank, of a run of the real library or of Headway under its name."""
+def read_with_accelerate_api(is_real, num_workers, config):
+    """Return each batch of this rank, read with Accelerate or with Headway's Accelerate API."""
     if is_real:
         from accelerate import Accelerator as Kind
         from accelerate import DataLoaderConfiguration
@@ -116,7 +116,7 @@ def read_under_the_name(is_real, num_workers, config):
         from headway import DataLoaderConfiguration
         from headway.compat.accelerate.accelerator import AccelerateAccelerator as Kind
     accelerator = Kind(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
-    found = {}
+    results = {}
     for name in ("an own NumPy generator", "an own random.Random", "datasets with shards", "every n-th row", "lengths"):
         make = (
             stream_cases.LIKE["datasets with shards, one seed"] if name == "datasets with shards" else UNLIKE.get(name)
@@ -131,8 +131,8 @@ def read_under_the_name(is_real, num_workers, config):
         for _ in range(2):
             batches = [(batch["label"] if isinstance(batch, dict) else batch).tolist() for batch in loader]
             epochs.append((batches, loader.end_of_dataloader))
-        found[name] = epochs, type(loader).__name__
-    return found
+        results[name] = epochs, type(loader).__name__
+    return results
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def read_under_the_name(is_real, num_workers, config):
         pytest.param(0, {"dispatch_batches": True}, marks=pytest.mark.matrix),
     ],
 )
-def test_under_the_name_rank_zero_reads_as_in_accelerate(num_workers, config):
+def test_accelerate_api_reads_on_rank_zero_like_accelerate(num_workers, config):
     config = dict(config)
-    real = run_ranks(read_under_the_name, 2, True, num_workers, config)
-    ours = run_ranks(read_under_the_name, 2, False, num_workers, config)
+    real = run_ranks(read_with_accelerate_api, 2, True, num_workers, config)
+    ours = run_ranks(read_with_accelerate_api, 2, False, num_workers, config)
     assert ours == real

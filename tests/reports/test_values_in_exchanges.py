@@ -1,4 +1,4 @@
-"""Exchanges of values that are not tensors: an error that names the entry, never each rank's own value."""
+"""Tests of collective operations with values that are not tensors: an error names the entry."""
 
 import collections
 from collections.abc import Callable
@@ -35,53 +35,54 @@ FUNCTIONS = ("gather", "reduce", "pad_across_processes")
 
 
 def catch(function: Callable[..., Any], value: Any) -> tuple[str, str]:
+    """Return the error's class and text, or "" and the result's repr."""
     try:
         return "", repr(function(value))
     except Exception as error:
         return type(error).__name__, str(error)
 
 
-def call_natively() -> dict[str, Any]:
+def call_native_api() -> dict[str, Any]:
     from headway import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    seen = {
+    results = {
         (name, kind): catch(getattr(accelerator, name), value)
         for name in FUNCTIONS
         for kind, (value, *_) in VALUES.items()
     }
-    seen["broadcast", "float"] = catch(accelerator.collectives.broadcast, 1.5)
-    seen["none inside"] = accelerator.gather({"x": X, "y": None})
-    seen["empty"] = accelerator.gather([])
+    results["broadcast", "float"] = catch(accelerator.collectives.broadcast, 1.5)
+    results["none inside"] = accelerator.gather({"x": X, "y": None})
+    results["empty"] = accelerator.gather([])
     from headway.utils import gather_object
 
-    seen["objects"] = gather_object([accelerator.process_index])
-    # One rank alone has a number: both learn of it in the handshake.
+    results["objects"] = gather_object([accelerator.process_index])
+    # Only one rank passes a number. Both ranks learn of it in the handshake.
     try:
         accelerator.gather({"loss": X if accelerator.process_index == 0 else 0.5})
     except (CollectiveError, CallError) as error:
-        seen["ranks differ"] = str(error)
-    return seen
+        results["ranks differ"] = str(error)
+    return results
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_exchange_of_anything_but_tensors_is_an_error_that_names_the_entry(world_size):
-    for seen in run_ranks(call_natively, world_size):
+def test_collective_operation_on_other_values_names_the_entry(world_size):
+    for results in run_ranks(call_native_api, world_size):
         for name in FUNCTIONS:
-            for kind, (_, described, entry) in VALUES.items():
-                raised, text = seen[name, kind]
+            for kind, (_, description, entry) in VALUES.items():
+                raised, text = results[name, kind]
                 assert raised == "CallError", (name, kind, text)
-                assert f"{name}() got {described}" in text
+                assert f"{name}() got {description}" in text
                 assert (f"in the entry {entry}," in text) == bool(entry)
-        assert seen["broadcast", "float"][0] == "CallError"
-        assert seen["none inside"]["x"].tolist() == [1.0, 1.0] * world_size
-        assert seen["none inside"]["y"] is None
-        assert seen["empty"] == []
-        assert seen["objects"] == list(range(world_size))
-        assert ("ranks differ" in seen) == (world_size > 1)
+        assert results["broadcast", "float"][0] == "CallError"
+        assert results["none inside"]["x"].tolist() == [1.0, 1.0] * world_size
+        assert results["none inside"]["y"] is None
+        assert results["empty"] == []
+        assert results["objects"] == list(range(world_size))
+        assert ("ranks differ" in results) == (world_size > 1)
 
 
-NAMES_THERE = {
+ACCELERATE_NAMES = {
     "gather": "_gpu_gather_one",
     "broadcast": "_gpu_broadcast_one",
     "reduce": "_reduce_across_processes",
@@ -90,23 +91,23 @@ NAMES_THERE = {
 
 
 def check_with_accelerate(name: str, value: Any, world_size: int) -> tuple[str, str]:
-    """Return what Accelerate 1.15 raises: its own walk over the value, with a function of the name that it applies."""
+    """Return the error that Accelerate 1.15 raises when it walks over the value with the named function."""
     from accelerate.utils.operations import recursively_apply
 
     if world_size == 1 and name in ("gather", "broadcast"):
         return catch(lambda value: value, value)
-    function = type("", (), {"__call__": lambda self, tensor, *args: tensor, "__name__": NAMES_THERE[name]})()
+    function = type("", (), {"__call__": lambda self, tensor, *args: tensor, "__name__": ACCELERATE_NAMES[name]})()
     return catch(lambda value: recursively_apply(function, value, error_on_other_type=True), value)
 
 
-def call_under_the_name() -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """Return what Headway raises under Accelerate's name, and what Accelerate raises."""
+def call_accelerate_api() -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Return the errors of Headway's Accelerate API and those of Accelerate."""
     from headway.compat.accelerate.accelerator import AccelerateAccelerator
     from headway.compat.accelerate.data import batches
 
     accelerator = AccelerateAccelerator(cpu=True)
     ours, expected = {}, {}
-    for name in NAMES_THERE:
+    for name in ACCELERATE_NAMES:
         for kind, (value, *_) in VALUES.items():
             expected[name, kind] = check_with_accelerate(name, value, accelerator.num_processes)
             ours["function", name, kind] = catch(getattr(batches, name), value)
@@ -116,9 +117,9 @@ def call_under_the_name() -> tuple[dict[Any, Any], dict[Any, Any]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_under_the_name_it_is_accelerates_type_error(world_size):
-    for ours, expected in run_ranks(call_under_the_name, world_size):
-        for (_, name, kind), seen in ours.items():
-            assert seen == expected[name, kind], (name, kind)
+def test_accelerate_api_raises_accelerates_type_error(world_size):
+    for ours, expected in run_ranks(call_accelerate_api, world_size):
+        for (_, name, kind), raised in ours.items():
+            assert raised == expected[name, kind], (name, kind)
         raised = {kind for (name, kind), (error, _) in expected.items() if name == "reduce" and error == "TypeError"}
         assert raised == set(VALUES)

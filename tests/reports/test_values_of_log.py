@@ -1,4 +1,4 @@
-"""`accelerator.log` of what cannot be kept, and without a place to keep it: one warning, never silence."""
+"""Tests of `accelerator.log` with values that cannot be stored, or without a tracker: it warns exactly once."""
 
 import logging
 
@@ -8,7 +8,7 @@ import torch
 
 from headway import Accelerator
 
-LOST = {
+UNSUPPORTED = {
     "tensor": (torch.ones(3), "a tensor of shape (3,)"),
     "one element": (torch.ones(1), "a tensor of shape (1,)"),
     "complex": (torch.tensor(1j), "a tensor of shape ()"),
@@ -16,7 +16,7 @@ LOST = {
     "list": ([1.0, 2.0], "builtins.list"),
     "object": (object(), "builtins.object"),
 }
-KEPT = {
+SUPPORTED = {
     "float": (0.5, 0.5),
     "bool": (True, True),
     "inf": (float("inf"), float("inf")),
@@ -28,39 +28,39 @@ KEPT = {
 
 
 @pytest.fixture(autouse=True)
-def heard(caplog):
+def warning_log(caplog):
     caplog.set_level(logging.WARNING)
     return caplog
 
 
-def test_an_entry_that_nothing_keeps_is_named_once(tmp_path, heard):
+def test_unsupported_value_is_named_once(tmp_path, warning_log):
     from headway.core.tracking.runlog_reader import read_run
 
     accelerator = Accelerator(cpu=True, project_dir=tmp_path)
     accelerator.init_trackers("run")
     for _ in range(2):
-        for name, (value, _) in LOST.items():
+        for name, (value, _) in UNSUPPORTED.items():
             accelerator.log({"nested": {name: value}})
-        accelerator.log({name: value for name, (value, _) in KEPT.items()} | {"none": None})
+        accelerator.log({name: value for name, (value, _) in SUPPORTED.items()} | {"none": None})
     accelerator.end_training()
-    lines = [record.getMessage() for record in heard.records if "leaves out" in record.getMessage()]
-    assert len(lines) == len(LOST)
-    for line, (name, (_, kind)) in zip(lines, LOST.items()):
+    lines = [record.getMessage() for record in warning_log.records if "leaves out" in record.getMessage()]
+    assert len(lines) == len(UNSUPPORTED)
+    for line, (name, (_, kind)) in zip(lines, UNSUPPORTED.items()):
         assert f"'nested/{name}', {kind}" in line
-    kept = read_run(tmp_path / "run").values
-    assert {name: points[0][2] for name, points in kept.items() if not name.startswith("headway/")} == {
-        name: wanted for name, (_, wanted) in KEPT.items()
+    stored = read_run(tmp_path / "run").values
+    assert {name: points[0][2] for name, points in stored.items() if not name.startswith("headway/")} == {
+        name: expected for name, (_, expected) in SUPPORTED.items()
     }
 
 
-@pytest.mark.parametrize("begins", [False, True])
-def test_without_a_place_to_keep_it_there_is_one_hint(begins, heard):
+@pytest.mark.parametrize("has_trackers", [False, True])
+def test_log_without_a_tracker_warns_once(has_trackers, warning_log):
     accelerator = Accelerator(cpu=True)
-    if begins:
+    if has_trackers:
         accelerator.init_trackers("run")
     accelerator.log({"loss": 1.0})
     accelerator.log({"loss": torch.ones(3)})
-    lines = [record.getMessage() for record in heard.records if "log() has no effect" in record.getMessage()]
+    lines = [record.getMessage() for record in warning_log.records if "log() has no effect" in record.getMessage()]
     assert len(lines) == 1
     assert "project_dir" in lines[0]
     assert "log_with" in lines[0]

@@ -1,4 +1,4 @@
-"""Warnings of Accelerate's that scripts and test suites match are raised in the same situations, with the same class and text."""
+"""Tests that Headway raises Accelerate's warnings in the same situations with the same class and text."""
 
 import importlib
 import json
@@ -14,7 +14,7 @@ import torch
 from headway.launch.stand_in import make_variables
 
 
-def name_tracker(base):
+def make_tracker_class(base):
     class Own(base):
         name = "tensorboard"
         requires_logging_directory = False
@@ -28,7 +28,7 @@ SITUATIONS = {
     "tensor parallel plugin": lambda get: get("Accelerator")(cpu=True, torch_tp_plugin=get("TorchTensorParallelPlugin")()),
     "asynchronous tensor parallelism": lambda get: get("TorchTensorParallelConfig")(enable_async_tp=True),
     "old recipe": lambda get: get("FP8RecipeKwargs")(),
-    "tracker registered again": lambda get: get("register_tracker_class")(name_tracker(get("GeneralTracker"))),
+    "tracker registered again": lambda get: get("register_tracker_class")(make_tracker_class(get("GeneralTracker"))),
     "threshold in 4 bits": lambda get: get("BnbQuantizationConfig")(load_in_4bit=True, llm_int8_threshold=3.0),
     "key that fits nothing": lambda get: get("check_device_map")(torch.nn.Sequential(torch.nn.Linear(1, 1)), {"0": 0, "x": 0}),
     "memory_utils": lambda get: importlib.import_module("accelerate.memory_utils"),
@@ -41,7 +41,7 @@ QUIET = {
 
 
 def find(name):
-    """A name of `accelerate`, whichever library stands there."""
+    """Return an attribute of `accelerate` or one of its modules, from whichever library is imported under that name."""
     places = ("", ".utils", ".tracking", ".big_modeling", ".utils.modeling")
     return next(
         getattr(module, name)
@@ -51,39 +51,41 @@ def find(name):
 
 
 def collect():
-    """What each situation warns of, as {situation: [[class, text]]}."""
-    found = {}
+    """Return the warnings of each situation as {situation: [[class, text]]}."""
+    warnings_by_situation = {}
     for name, act in {**SITUATIONS, **QUIET}.items():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with suppress(ImportError):  # the engine of a recipe is not installed there; it has warned before
+            with suppress(ImportError):  # The recipe's library is not installed. The warning comes before the import.
                 act(find)
         kinds = ("DeprecationWarning", "ResourceWarning")
-        told = [[each.category.__name__, str(each.message)] for each in caught if each.category.__name__ not in kinds]
-        found[name] = [[kind, text.partition("<class")[0]] for kind, text in told]
+        messages = [
+            [each.category.__name__, str(each.message)] for each in caught if each.category.__name__ not in kinds
+        ]
+        warnings_by_situation[name] = [[kind, text.partition("<class")[0]] for kind, text in messages]
         find("PartialState")._reset_state()
         importlib.import_module("accelerate.state").AcceleratorState._reset_state()
-    return found
+    return warnings_by_situation
 
 
 @pytest.mark.slow
-def test_the_same_warnings_are_raised(tmp_path):
+def test_warnings_match_those_of_accelerate(tmp_path):
     code = "import json; from tests.reports.test_warnings_of_accelerate import collect; print('TOLD', json.dumps(collect()))"
     given = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    told = []
+    results = []
     for environment in (given, {**given, **make_variables(given)}):
         line = [sys.executable, "-c", code]
-        ended = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=200)
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        told.append(json.loads(ended.stdout.partition("TOLD ")[2]))
-    theirs, ours = told
+        result = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=200)
+        assert result.returncode == 0, result.stderr[-3000:]
+        results.append(json.loads(result.stdout.partition("TOLD ")[2]))
+    theirs, ours = results
     assert ours == theirs
     assert all(theirs[name] for name in SITUATIONS)
     assert not any(theirs[name] for name in QUIET)
 
 
-def test_a_star_import_gives_what_accelerate_gives():
-    """`from accelerate.utils import *`, natively too; and a module lists its own names."""
+def test_star_import_covers_accelerates_names():
+    """Each module's `__all__` includes the names that Accelerate defines in that module."""
     from headway.compat.accelerate.served.finder import AccelerateModule
 
     spaces = {}

@@ -1,1 +1,4 @@
-"""Scripts as people publish them for Accelerate; `tests/distributed/test_public_scripts.py` runs them with either library."""
+"""Scripts like those that people publish for Accelerate.
+
+`tests/distributed/test_public_scripts.py` runs them with both libraries.
+"""

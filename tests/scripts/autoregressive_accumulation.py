@@ -1,4 +1,4 @@
-"""A language model over sequences of very different length: each update is the mean over its tokens, by hand."""
+"""Trains a language model on sequences of very different lengths; the script averages each update's loss over its tokens itself."""
 
 import argparse
 import contextlib
@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 
 def make_sequences(number):
-    """Counting upwards from somewhere, 3 to 20 tokens."""
+    """Return sequences of 3 to 20 tokens that count upwards from a random start."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(3, 21, (number,), generator=generator).tolist()
     starts = torch.randint(1, 40, (number,), generator=generator).tolist()
@@ -27,13 +27,13 @@ def collate_fn(sequences):
     for row, sequence in enumerate(sequences):
         input_ids[row, : len(sequence)] = sequence
         labels[row, : len(sequence)] = sequence
-    # The first token of a row is given, not predicted.
+    # The model does not predict the first token of a row.
     labels[:, 0] = -100
     return {"input_ids": input_ids, "attention_mask": (input_ids > 0).long(), "labels": labels}
 
 
 def get_batch_samples(iterator, num_batches, device):
-    """The next batches of a window, and how many tokens they hold that the loss is taken over."""
+    """Fetch the batches of one window, and count their tokens with a label."""
     batch_samples = []
     for _ in range(num_batches):
         try:
@@ -82,7 +82,7 @@ def main():
         remainder = remainder if remainder != 0 else gradient_accumulation_steps
         total_gradient_updates = math.ceil(num_samples_in_epoch / gradient_accumulation_steps)
         for update_step in range(total_gradient_updates):
-            # In order to count the tokens of a window, its batches are fetched beforehand.
+            # All batches of a window are fetched first, in order to count their tokens.
             is_last = update_step == total_gradient_updates - 1
             num_batches = remainder if is_last else gradient_accumulation_steps
             batch_samples, local_num_items = get_batch_samples(training_iterator, num_batches, accelerator.device)
@@ -91,7 +91,7 @@ def main():
 
             losses = []
             for i, batch in enumerate(batch_samples):
-                # Gradients travel with the last batch of the window only.
+                # Gradients are synchronized only with the last batch of the window.
                 ctx = (
                     model.no_sync
                     if (i < len(batch_samples) - 1 and accelerator.num_processes > 1)
@@ -101,7 +101,7 @@ def main():
                     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
                     loss = criterion(logits[:, :-1].reshape(-1, logits.shape[-1]), batch["labels"][:, 1:].reshape(-1))
                     losses.append(loss.detach())
-                    # backward() divides by the steps and gradients are averaged over processes; both are undone here.
+                    # This undoes backward()'s division by the number of steps, and the averaging of gradients over processes.
                     loss = (loss * gradient_accumulation_steps * accelerator.num_processes) / num_items_in_batch
                     accelerator.backward(loss)
             evidence.add("loss", *losses)

@@ -1,4 +1,4 @@
-"""k-fold cross-validation on handwritten digits: one model a fold, their predictions on the test set averaged."""
+"""k-fold cross-validation on handwritten digits: trains one model per fold and averages their predictions on the test set."""
 
 import argparse
 

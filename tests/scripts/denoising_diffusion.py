@@ -1,4 +1,4 @@
-"""A class that trains denoising diffusion: its own accumulation, an EMA on the main process, milestones by torch.save."""
+"""Trains a diffusion model with a class that accumulates gradients itself, keeps an EMA on rank 0, and saves with torch.save."""
 
 import argparse
 import copy
@@ -197,7 +197,7 @@ class Trainer:
                         with torch.inference_mode():
                             milestone = self.step // self.save_and_sample_every
                             batches = num_to_groups(self.num_samples, self.batch_size)
-                            # Samples draw from a stream of their own, so that training draws the same with or without.
+                            # Sampling restores the RNG state, so that training draws the same numbers with and without it.
                             with torch.random.fork_rng(devices=[]):
                                 all_images = [self.ema.ema_model.sample(batch_size=n) for n in batches]
                         self.evidence.add("samples", torch.cat(all_images).double().sum())
@@ -210,7 +210,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results_folder", default="results")
     parser.add_argument("--train_num_steps", type=int, default=12)
-    parser.add_argument("--batch_per_process", action="store_true", help="the batch size is that of each process")
+    parser.add_argument(
+        "--batch_per_process", action="store_true", help="use the batch size for each process, not for all"
+    )
     parser.add_argument("--amp", action="store_true")
     parser.add_argument("--num_workers", type=int, default=0)
     parser.add_argument("--in_order", action="store_true", help="no shuffling")
@@ -227,7 +229,7 @@ def main():
     evidence.parameters(accelerator.unwrap_model(trainer.model))
     if accelerator.is_main_process:
         evidence.parameters(trainer.ema.ema_model, name="ema")
-    # Back to a milestone, and on from there.
+    # Load a milestone and continue training from it.
     accelerator.wait_for_everyone()
     trainer.load(milestone=1)
     evidence.add("step", trainer.step)

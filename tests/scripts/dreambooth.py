@@ -1,4 +1,4 @@
-"""Teaches a UNet and its text encoder one subject from a few images, while class images keep them from forgetting."""
+"""Teaches a UNet and its text encoder one subject from a few images; class images prevent them from forgetting the class."""
 
 import argparse
 import hashlib
@@ -51,7 +51,7 @@ class UNet(nn.Module):
 
 
 class PromptDataset(Dataset):
-    """The prompt for class images, one a number."""
+    """A dataset that repeats the prompt for class images, with an index for each image."""
 
     def __init__(self, prompt, num_samples):
         self.prompt, self.num_samples = prompt, num_samples
@@ -98,7 +98,7 @@ def collate_fn(examples, with_prior_preservation=False):
 
 
 def make_class_images(accelerator, args):
-    """Draw the class images that are missing; each process draws its part."""
+    """Create the missing class images. Each process creates a part of them."""
     class_images_dir = Path(args.class_data_dir)
     if accelerator.is_main_process:
         class_images_dir.mkdir(parents=True, exist_ok=True)
@@ -213,7 +213,7 @@ def main():
                 model_pred = unet(noisy, timesteps, encoder_hidden_states)
                 target = noise
                 if args.with_prior_preservation:
-                    # The first half are the instances, the second half the class images.
+                    # The first half of the batch are instance images, the second half class images.
                     model_pred, model_pred_prior = torch.chunk(model_pred, 2, dim=0)
                     target, target_prior = torch.chunk(target, 2, dim=0)
                     loss = F.mse_loss(model_pred.float(), target.float(), reduction="mean")
@@ -252,7 +252,7 @@ def main():
     accelerator.wait_for_everyone()
     evidence.parameters(accelerator.unwrap_model(unet), accelerator.unwrap_model(text_encoder))
     if accelerator.is_main_process:
-        # Newer versions ask whether the wrapper for fp32 outputs shall stay.
+        # Newer versions accept an argument that keeps the wrapper for fp32 outputs.
         accepts_keep_fp32_wrapper = "keep_fp32_wrapper" in set(
             inspect.signature(accelerator.unwrap_model).parameters.keys()
         )

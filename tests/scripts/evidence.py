@@ -1,4 +1,4 @@
-"""What a run of a script leaves behind to be compared: lists of numbers by name, one JSON file a process."""
+"""Records numbers of a script's run, for comparisons with another run: lists of numbers by name, in one JSON file per process."""
 
 import json
 import os
@@ -10,21 +10,21 @@ import torch
 
 
 class Evidence:
-    """Numbers in the order in which they came, as exact as they are.
+    """Recorder of numbers, which keeps their order and full precision.
 
     Args:
-        folder: where `rank<n>.json` goes; None: nothing is written.
-        rank: of this process.
+        folder: Folder for `rank<n>.json`. None writes nothing.
+        rank: Rank of this process.
     """
 
     def __init__(self, folder, rank):
         self.path = None if folder is None else Path(folder, f"rank{rank}.json")
         self.numbers = defaultdict(list)
-        # "loss:7": this process dies as by a power cut when its seventh loss is noted.
+        # "loss:7" kills this process when it records its seventh loss, like a power failure.
         self.deadly, _, self.count = os.environ.get("EVIDENCE_KILL", "").partition(":")
 
     def add(self, name, *values):
-        """Note numbers or tensors of any shape under a name."""
+        """Append numbers or tensors of any shape to the list `name`."""
         for value in values:
             flat = torch.as_tensor(value).detach().double().flatten()
             self.numbers[name] += flat.tolist()
@@ -32,7 +32,7 @@ class Evidence:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def gradients(self, *models, name="gradients"):
-        """Note each gradient's sum and its norm, in float64."""
+        """Record the sum and the norm of each gradient, in float64."""
         for model in models:
             for parameter in model.parameters():
                 if parameter.grad is not None:
@@ -40,13 +40,13 @@ class Evidence:
                     self.add(name, gradient.sum(), gradient.norm())
 
     def parameters(self, *models, name="parameters"):
-        """Note each parameter's and buffer's sum and norm, in float64."""
+        """Record the sum and the norm of each parameter and buffer, in float64."""
         for model in models:
             for value in model.state_dict().values():
                 self.add(name, value.double().sum(), value.double().norm())
 
     def write(self):
-        """Write what was noted; floats keep every bit."""
+        """Write the recorded numbers with full precision."""
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(self.numbers))

@@ -1,4 +1,4 @@
-"""Local SGD: each process makes some updates of its own, then all of them average their parameters."""
+"""Local SGD: each process makes several updates alone, then all processes average their parameters."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Adapts a frozen GPT-2 to a task by low-rank adapters; only these are trained and saved."""
+"""Adapts a frozen GPT-2 to a task with low-rank adapters, which are the only weights that are trained and saved."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, get_linear_schedule_with_w
 
 
 def make_model(seed):
-    """The base: its weights are those of a seed instead of a download."""
+    """Create the base model with random weights from a seed, instead of downloading pretrained ones."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = GPT2Config(
@@ -25,7 +25,7 @@ def make_model(seed):
 
 
 def make_copies(number, seed):
-    """Sequences whose second half repeats the first."""
+    """Return sequences whose second half repeats the first."""
     half = torch.randint(1, 32, (number, 6), generator=torch.Generator().manual_seed(seed))
     return TensorDataset(torch.cat([half, half], dim=1))
 

@@ -1,4 +1,4 @@
-"""Digits by a schedule-free optimizer: no schedule, and weights of their own for training and for evaluation."""
+"""Classifies digits with a schedule-free optimizer, which has no schedule and different weights for training and evaluation."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Fine-tunes a small BERT to tell praise from blame, with early stopping."""
+"""Fine-tunes a small BERT to distinguish positive from negative reviews, with early stopping."""
 
 import argparse
 import random
@@ -19,7 +19,7 @@ VOCABULARY = {word: index for index, word in enumerate(["[pad]", "[cls]", *PRAIS
 
 
 def make_reviews(number, seed):
-    """Sentences of 4 to 12 words, with one to three that tell; a few readers are mistaken."""
+    """Return sentences of 5 to 13 tokens with one to three words that reveal the label. About 6% of the labels are wrong."""
     draw = random.Random(seed)
     reviews = []
     for _ in range(number):
@@ -120,11 +120,11 @@ def training_function(args):
         evidence.add("metrics", num_right, num_seen, eval_loss)
         accelerator.print(f"epoch {epoch}: accuracy {num_right / num_seen:.3f}, loss {eval_loss:.4f}")
 
-        # Any process may ask for the end; all of them hear of it.
+        # Any process can trigger the stop; check_trigger() tells all of them.
         if should_stop(eval_loss):
             accelerator.set_trigger()
         if accelerator.check_trigger():
-            accelerator.print(f"no better for {args.patience} epochs: ends after epoch {epoch}")
+            accelerator.print(f"no improvement for {args.patience} epochs: stopping after epoch {epoch}")
             break
 
     evidence.add("last epoch", epoch)

@@ -1,4 +1,4 @@
-"""Trains a small UNet to denoise latents of digits under a caption, with EMA weights and checkpoints that carry them."""
+"""Trains a small UNet to denoise latents of captioned digits, with EMA weights that are part of the checkpoints."""
 
 import argparse
 import logging
@@ -26,7 +26,7 @@ logger = get_logger(__name__, log_level="INFO")
 
 
 class Pretrained(nn.Module):
-    """A module that saves itself into a folder and comes back from there."""
+    """A module that can be saved to a folder and loaded from it."""
 
     def save_pretrained(self, folder):
         os.makedirs(folder, exist_ok=True)
@@ -55,7 +55,7 @@ class UNet(Pretrained):
 
 
 class EMAModel:
-    """An exponential moving average of parameters, warmed up."""
+    """An exponential moving average of parameters whose decay warms up."""
 
     def __init__(self, parameters, decay=0.99):
         self.shadow_params = [p.clone().detach() for p in parameters]

@@ -1,7 +1,8 @@
-"""Builds the stand-ins for CUDA's libraries into an environment with torch's CUDA build: `PYTHON tests/simulated_cuda/build.py`.
+"""Build replacements of CUDA's libraries for an environment with torch's CUDA build: `PYTHON tests/simulated_cuda/build.py`.
 
-Run with that environment's Python. g++ and nm are needed; every library that torch links is made, with the functions that torch's
-own libraries ask it for, and put where they look for it. Nothing is built twice from the same sources.
+Run this with the Python of that environment. It needs g++ and nm. Each CUDA library that torch links to is replaced by
+one with all functions that torch imports from it, in the folder where torch looks for it. Libraries are rebuilt only if
+their sources or torch's version change.
 """
 
 import hashlib
@@ -26,18 +27,18 @@ RUNTIME = [
     "kernels.cpp",
     "driver.cpp",
 ]
-"""In libcudart, beside which the others are small."""
+"""Sources of libcudart, the largest of the libraries."""
 OWN = {"libcuda.so.1": ["libcuda.cpp"], "libnvidia-ml.so.1": ["libnvml.cpp"], "libnccl.so.2": ["libnccl.cpp"]}
 VALUES = ["values.cpp", "special.cpp", "attention.cpp"]
 BY_PREFIX = {
     "cudnn[A-Z]": "libcudnn.so.9", "nccl[A-Z]": "libnccl.so.2", "cusparseLt[A-Z]": "libcusparseLt.so.0",
     "cuFile[A-Z]": "libcufile.so.0", "nvshmem": "libnvshmem_host.so.3", "cu[A-Z]": "libcuda.so.1",
 }  # fmt: skip
-"""Of the names whose version is not that of a library."""
+"""{pattern of function names: library}, for imported functions whose symbol version does not name the library."""
 
 
-def asked() -> dict[str, dict[str, str]]:
-    """By library: the functions that torch's libraries need of it, and the version of each ("" for none)."""
+def list_imported_functions() -> dict[str, dict[str, str]]:
+    """Return {library: {function: symbol version}} for all functions that torch's libraries import. The version can be empty."""
     found: dict[str, dict[str, str]] = {}
     for path in sorted((SITE / "torch" / "lib").glob("*.so")):
         listed = subprocess.run(
@@ -51,8 +52,8 @@ def asked() -> dict[str, dict[str, str]]:
     return found
 
 
-def needed() -> set[str]:
-    """Libraries of CUDA that torch's own name."""
+def list_linked_libraries() -> set[str]:
+    """Return the names of CUDA's libraries that torch's libraries link to."""
     found: set[str] = set()
     for path in (SITE / "torch" / "lib").glob("*.so"):
         listed = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout
@@ -60,12 +61,12 @@ def needed() -> set[str]:
     return found
 
 
-def defined(path: Path) -> set[str]:
+def list_defined_functions(path: Path) -> set[str]:
     listed = subprocess.run(["nm", "--defined-only", path], capture_output=True, text=True, check=True).stdout
     return set(re.findall(r" [TW] (\w+)$", listed, re.MULTILINE))
 
 
-def compiled(source: Path, *flags: str | Path) -> Path:
+def compile_source(source: Path, *flags: str | Path) -> Path:
     to = TARGET / "objects" / (source.stem + ".o")
     subprocess.run(
         ["g++", "-w", "-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-c", source, "-o", to, *flags], check=True
@@ -73,18 +74,18 @@ def compiled(source: Path, *flags: str | Path) -> Path:
     return to
 
 
-def linked(name: str, objects: list[Path], functions: dict[str, str], *flags: str | Path) -> None:
-    """A library with these objects, and functions that return 0 for all it is asked for beside them."""
-    have = set().union(*map(defined, objects)) if objects else set()
+def link_library(name: str, objects: list[Path], functions: dict[str, str], *flags: str | Path) -> None:
+    """Link a library from these objects, plus stubs that return 0 for all other functions that torch imports from it."""
+    have = set().union(*map(list_defined_functions, objects)) if objects else set()
     stubs = TARGET / "objects" / (name + ".c")
     stubs.write_text("".join(f"long {each}(void) {{ return 0; }}\n" for each in sorted(set(functions) - have)))
     versions = TARGET / "objects" / (name + ".map")
     version = next((each for each in functions.values() if each), "")
     versions.write_text(f"{version} {{ global: *; }};\n")
     script = [f"-Wl,--version-script={versions}"] if version else []
-    # gcc for the stubs: a name may be one that C++ knows otherwise.
+    # The stubs are C, because some names have another declaration in C++.
     subprocess.run(["gcc", "-w", "-fPIC", "-c", stubs, "-o", stubs.with_suffix(".o")], check=True)
-    (TARGET / name).unlink(missing_ok=True)  # the vendor's, or the last one
+    (TARGET / name).unlink(missing_ok=True)  # the vendor's library, or an earlier build
     subprocess.run(
         [
             "g++",
@@ -103,27 +104,29 @@ def linked(name: str, objects: list[Path], functions: dict[str, str], *flags: st
 
 def build_libraries() -> None:
     (TARGET / "objects").mkdir(parents=True, exist_ok=True)
-    functions = asked()
+    functions = list_imported_functions()
     folder, runtime = HERE / "libraries", "libcudart.so.13"
-    linked(runtime, [compiled(folder / each, "-I", INCLUDE) for each in RUNTIME], functions.pop(runtime), "-lpthread")
-    own = compiled(folder / "libraries.cpp")
-    exported = defined(own)
-    for name in sorted(needed() | set(functions) | set(OWN) - {runtime}):
+    link_library(
+        runtime, [compile_source(folder / each, "-I", INCLUDE) for each in RUNTIME], functions.pop(runtime), "-lpthread"
+    )
+    own = compile_source(folder / "libraries.cpp")
+    exported = list_defined_functions(own)
+    for name in sorted(list_linked_libraries() | set(functions) | set(OWN) - {runtime}):
         if name == runtime:
             continue
         wanted = functions.get(name, {})
-        objects = [compiled(folder / each, "-I", INCLUDE) for each in OWN.get(name, [])]
+        objects = [compile_source(folder / each, "-I", INCLUDE) for each in OWN.get(name, [])]
         if exported & set(wanted):
             objects.append(own)
         beside = [TARGET / runtime, "-Wl,-rpath,$ORIGIN"] if name in OWN and name != "libnvidia-ml.so.1" else []
-        linked(name, objects, wanted, *beside)
+        link_library(name, objects, wanted, *beside)
 
 
 def build_values() -> None:
-    """The library that computes what kernels would have; against torch's own headers."""
+    """Build the library that computes the values of kernels on the CPU, against torch's headers."""
     torch = SITE / "torch"
     flags = ["-I", torch / "include", "-I", torch / "include/torch/csrc/api/include", "-I", INCLUDE]
-    objects = [compiled(HERE / "values" / each, *flags) for each in VALUES]
+    objects = [compile_source(HERE / "values" / each, *flags) for each in VALUES]
     libraries = ["-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda"]
     subprocess.run(
         ["g++", "-shared", "-o", TARGET / "libsimulated_values.so", *objects, "-L", torch / "lib", *libraries,
@@ -131,14 +134,14 @@ def build_values() -> None:
     )  # fmt: skip
 
 
-def stamp(folder: str) -> tuple[Path, str]:
+def compute_stamp(folder: str) -> tuple[Path, str]:
     sources = sorted((HERE / folder).glob("*.*")) + [Path(__file__)]
     version = (SITE / "torch" / "version.py").read_bytes()
     return TARGET / f".{folder}", hashlib.sha256(b"".join(each.read_bytes() for each in sources) + version).hexdigest()
 
 
 def install() -> None:
-    """torch loads the values by itself in every process of the environment, and NVML is found before that."""
+    """Register the libraries in the environment: torch loads the values in every process, and NVML is found before that."""
     about = SITE / "simulated_cuda-0.dist-info"
     about.mkdir(exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: simulated-cuda\nVersion: 0\n")
@@ -152,7 +155,7 @@ def main() -> None:
     for folder, build in (("libraries", build_libraries), ("values", build_values)):
         if not (HERE / folder).exists():
             continue
-        at, current = stamp(folder)
+        at, current = compute_stamp(folder)
         if not at.exists() or at.read_text() != current:
             print(f"building the {folder} of tests/simulated_cuda", file=sys.stderr)
             build()

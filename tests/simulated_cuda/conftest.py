@@ -1,4 +1,4 @@
-"""Here a value that could not be computed fails the test that asked for it."""
+"""Fixtures for the simulated CUDA device: a test fails if one of its operations cannot be computed."""
 
 from collections.abc import Iterator
 
@@ -6,18 +6,19 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def everything_is_computed(request: pytest.FixtureRequest) -> Iterator[None]:
+def fail_on_uncomputed_values(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test if one of its operations has no implementation, unless it uses `allow_uncomputed_values`."""
     try:
         import simulated_cuda
-    except ImportError:  # the tests skip
+    except ImportError:  # the tests of this folder skip themselves
         yield
         return
     before = simulated_cuda.not_computed()
     yield
-    if "leaves_out" not in request.fixturenames:
+    if "allow_uncomputed_values" not in request.fixturenames:
         assert simulated_cuda.not_computed() == before
 
 
 @pytest.fixture
-def leaves_out() -> None:
-    """Of a test about what is not computed."""
+def allow_uncomputed_values() -> None:
+    """Allow operations that cannot be computed in this test."""

@@ -1,7 +1,8 @@
-"""One operation, forward and backward: what torch's allocator is asked for in a process with a device, and a trace of it.
+"""Memory requests of one operation, forward and backward: from torch's allocator on a simulated device, and from a trace.
 
-A test's source for both sides defines `run(*case, device, meter, mark)`: it makes inputs on the device, marks them, and calls `meter`
-with a function for each direction, which answers with the bytes asked for (negative: given back) and the function's result.
+A test defines `run(*case, device, meter, mark)` as source text, for use in both processes. `run` creates inputs on the
+device, passes them to `mark`, and calls `meter` with one function per direction. `meter` returns the sizes in bytes of
+all requests (negative for frees), and the function's result.
 """
 
 import json
@@ -22,7 +23,7 @@ RECORDED = """
 import gc, json, sys
 gc.collect(); gc.freeze(); gc.disable()
 for weight in (torch.empty(64, 64, device="cuda", requires_grad=True),):
-    (weight @ weight).sum().backward()  # cuBLAS's workspaces, of both threads
+    (weight @ weight).sum().backward()  # allocates cuBLAS's workspaces for the forward and the backward thread
 ours = set()
 def recorded(function):
     torch.cuda.memory._record_memory_history(max_entries=100000, context=None)
@@ -47,8 +48,11 @@ print(json.dumps(answers))
 """
 
 
-def on_device(kind: str, source: str, cases: list[Any]) -> list[Any]:
-    """What `run` of the source returns for each case where torch has a simulated device of that kind; nothing is computed."""
+def run_on_device(kind: str, source: str, cases: list[Any]) -> list[Any]:
+    """Run `source` in a process with a simulated device of this kind, and return the result of its `run` for each case.
+
+    The device computes no values.
+    """
     pytest.importorskip("simulated_cuda")
     environment = {**os.environ, "SIMULATED_CUDA": kind, "SIMULATED_CUDA_VALUES": "0"}
     command = [sys.executable, "-c", source + RECORDED, json.dumps(cases)]
@@ -59,12 +63,12 @@ def on_device(kind: str, source: str, cases: list[Any]) -> list[Any]:
     return found
 
 
-def traced(kind: str, run: Any, case: Iterable[Any]) -> Any:
-    """The same of a trace for that kind of device."""
+def trace_operation(kind: str, run: Any, case: Iterable[Any]) -> Any:
+    """Trace `run` for one case on fake tensors with the forecast's model of the device, and return its result."""
     device = find_device(kind)
     with substitute_kernels(device, "no"), FakeTensorMode(allow_non_fake_inputs=True):
         tracker = StorageTracker(device)
-        tracker._threads = {"forward", "backward"}  # both have cuBLAS's workspace
+        tracker._threads = {"forward", "backward"}  # both threads have cuBLAS's workspace already
 
         def meter(function: Any) -> tuple[list[int], Any]:
             begin = len(tracker.events)

@@ -1,4 +1,4 @@
-"""The forecast's model of the caching allocator beside torch's own: random requests, compared after each of them."""
+"""The forecast's model of the caching allocator compared with torch's allocator after each of many random requests."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-COMPARED = """
+SCRIPT = """
 import random, sys, torch
 from headway.forecasting.device.allocator import Allocator
 
@@ -35,13 +35,13 @@ for seed in range(4):
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_no_step_of_2800_differs(expandable: bool) -> None:
+def test_model_matches_torchs_allocator_at_each_of_2800_steps(expandable: bool) -> None:
     pytest.importorskip("simulated_cuda")
-    told = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}", "SIMULATED_CUDA_MIB": "80000"}
+    environment = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}", "SIMULATED_CUDA_MIB": "80000"}
     ran = subprocess.run(
-        [sys.executable, "-c", COMPARED, str(expandable)],
+        [sys.executable, "-c", SCRIPT, str(expandable)],
         capture_output=True,
         text=True,
-        env={**os.environ, **told, "SIMULATED_CUDA_VALUES": "0"},
+        env={**os.environ, **environment, "SIMULATED_CUDA_VALUES": "0"},
     )
     assert ran.returncode == 0, ran.stderr

@@ -1,4 +1,4 @@
-"""The kernel that a forecast takes attention to be computed by, beside torch's own choice on each kind of device."""
+"""The attention kernel that a forecast predicts compared with torch's own choice, on each kind of device."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-COMPARED = """
+SCRIPT = """
 import itertools, torch
 from headway.forecasting.device.attention import AttentionKernel
 torch.backends.cuda.enable_cudnn_sdp(True)
@@ -43,10 +43,10 @@ print(*sorted(found))
         ("t4", "efficient math"),
     ],
 )
-def test_no_choice_of_9216_differs(device: str, kernels: str) -> None:
+def test_predicted_kernel_matches_torchs_choice_in_9216_cases(device: str, kernels: str) -> None:
     pytest.importorskip("simulated_cuda")
     ran = subprocess.run(
-        [sys.executable, "-c", COMPARED],
+        [sys.executable, "-c", SCRIPT],
         capture_output=True,
         text=True,
         env={**os.environ, "SIMULATED_CUDA": device, "SIMULATED_CUDA_VALUES": "0"},

@@ -1,4 +1,4 @@
-"""What backward of attention, softmax and embeddings asks for beside its results: torch's allocator, and the forecast's rule."""
+"""Scratch memory of backward for attention, softmax and embeddings: torch's allocator compared with the forecast's rules."""
 
 import json
 import os
@@ -12,7 +12,8 @@ import torch
 from headway.forecasting.device.kernels import LATE_SCRATCH_OF_CUDA
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
-# Operation; samples, heads, queries, width, keys; or indices, rows, width; is the gradient laid out as the kernel reads it?
+# (operation, dtype, sizes, whether the gradient has the layout that the kernel reads). Sizes of attention: batch, heads,
+# queries, head size, keys. Sizes of an embedding: indices, rows, width.
 CASES: list[tuple[str, str, list[int], bool]] = [
     ("efficient", "float32", [2, 3, 384, 64, 384], True), ("efficient", "float32", [2, 3, 200, 64, 200], False),
     ("efficient", "float16", [2, 3, 384, 64, 384], True), ("efficient", "float16", [2, 3, 256, 160, 256], True),
@@ -64,8 +65,8 @@ print(json.dumps([measured(*case) for case in json.loads(sys.argv[1])]))
 """
 
 
-def rule(name: str, dtype: torch.dtype, sizes: list[int], in_rows: bool) -> tuple[list[int], list[int]]:
-    """Bytes that the forecast counts beside the results, and bytes of the results."""
+def predict_sizes(name: str, dtype: torch.dtype, sizes: list[int], in_rows: bool) -> tuple[list[int], list[int]]:
+    """Return the sizes in bytes of the scratch memory that the forecast counts, and those of the results."""
 
     def meta(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
@@ -91,14 +92,14 @@ def rule(name: str, dtype: torch.dtype, sizes: list[int], in_rows: bool) -> tupl
 
 
 @pytest.mark.parametrize("kind", ["h100", "a100-80gb"])
-def test_backward_asks_for_what_torchs_kernels_ask_for(kind: str) -> None:
+def test_predicted_scratch_memory_matches_torchs_kernels(kind: str) -> None:
     pytest.importorskip("simulated_cuda")
     environment = {**os.environ, "SIMULATED_CUDA": kind, "SIMULATED_CUDA_VALUES": "0"}
     command = [sys.executable, "-c", MEASURE, json.dumps(CASES)]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr[-2000:]
     for (name, dtype, sizes, in_rows), real in zip(CASES, json.loads(ran.stdout.splitlines()[-1]), strict=True):
-        found, results = rule(name, DTYPES[dtype], sizes, in_rows)
-        # Small ones lie in a pool of their own: indices and flags of sorting, say.
+        found, results = predict_sizes(name, DTYPES[dtype], sizes, in_rows)
+        # Small requests use a separate pool. Examples are the indices and flags of a sort.
         counted = sorted(size for size in (*found, *results) if size > 1 << 17)
         assert sorted(size for size in real if size > 1 << 17) == pytest.approx(counted, rel=1e-3), (name, dtype, sizes)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu` here: its results are kept apart from a card's, and the record of each run of a forecast is whole."""
+"""`python -m benchmarks.gpu` on the simulated device: results go to a separate file, and each forecast's record is complete."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_forecasts_beside_real_runs(tmp_path: Path) -> None:
+def test_forecasts_are_compared_with_real_runs(tmp_path: Path) -> None:
     pytest.importorskip("simulated_cuda")
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "forecast", "--size", "smallest", "--out", str(tmp_path)],
@@ -29,15 +29,18 @@ def test_forecasts_beside_real_runs(tmp_path: Path) -> None:
     assert len(cases) == 3
     for case in cases:
         replayed = rows[f"{case}: recorded requests, replayed"]
-        # Nothing is left of the case before: what was recorded is all that the allocator took.
+        # If memory of an earlier case remained, the allocator's size would exceed the replayed requests.
         assert replayed["value"] == rows[f"{case}: allocator"]["value"]
         assert replayed["reference"] == replayed["value"]
         assert rows[f"{case}: tensors"]["is_met"]
 
 
 @pytest.mark.timeout(900)
-def test_models_beside_torchs_allocator() -> None:
-    """Hand-written loops of models that no other test uses; one kind of device stands for the table's six."""
+def test_forecasts_match_torchs_allocator() -> None:
+    """Compare forecasts with hand-written loops for models that no other test uses.
+
+    This test checks one kind of device; the published table has six.
+    """
     pytest.importorskip("simulated_cuda")
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks.cuda_build.allocator", "--rows", "h100", "0"],
@@ -48,9 +51,9 @@ def test_models_beside_torchs_allocator() -> None:
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     rows = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[")]
-    told = [(case["model"], found) for case, found in rows if "error" not in found]
-    assert len(told) >= 14
-    for model, found in told:
+    measured = [(case["model"], found) for case, found in rows if "error" not in found]
+    assert len(measured) >= 14
+    for model, found in measured:
         (allocated, reserved), (wanted, _, most) = found["real"], found["forecast"]
         assert wanted == pytest.approx(allocated, rel=0.01), model
         assert most >= reserved, model

@@ -1,4 +1,4 @@
-"""The virtual clock: what costs time, what is not over yet, and that all of it is the same in every run."""
+"""The virtual clock: the duration of operations, the order in which they finish, and identical times in repeated runs."""
 
 import json
 import os
@@ -24,10 +24,12 @@ def timed(work, stream=None):
 """
 
 
-def seen(code: str, **environment: str) -> Any:
-    """What a process with a virtual clock prints."""
-    told = {**os.environ, "SIMULATED_CUDA_CLOCK": "1", **environment}
-    ran = subprocess.run([sys.executable, "-c", START + code], capture_output=True, text=True, env=told, timeout=100)
+def run_with_clock(code: str, **environment: str) -> Any:
+    """Run code in a process with a virtual clock, and return the JSON that it prints."""
+    variables = {**os.environ, "SIMULATED_CUDA_CLOCK": "1", **environment}
+    ran = subprocess.run(
+        [sys.executable, "-c", START + code], capture_output=True, text=True, env=variables, timeout=100
+    )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 
@@ -43,8 +45,8 @@ print(json.dumps([timed(work) for work in (
 """
 
 
-def test_work_costs_what_its_bytes_and_products_take() -> None:
-    copied, pageable, added, product, half, slept = seen(COSTS, SIMULATED_CUDA_VALUES="0")
+def test_durations_follow_from_bytes_and_multiplications() -> None:
+    copied, pageable, added, product, half, slept = run_with_clock(COSTS, SIMULATED_CUDA_VALUES="0")
     assert copied == pytest.approx(55e6 / 55e9 * 1e3, rel=0.02)  # ms, on an H100
     assert pageable == pytest.approx(2 * copied, rel=0.02)
     assert added == pytest.approx(2 * 4096 * 4096 * 4 / 3350e9 * 1e3, rel=0.2)
@@ -53,15 +55,17 @@ def test_work_costs_what_its_bytes_and_products_take() -> None:
     assert slept == pytest.approx(1, rel=0.02)
 
 
-def test_copies_and_kernels_can_be_slower_and_another_device_is() -> None:
-    plain = seen(COSTS, SIMULATED_CUDA_VALUES="0")
-    slow = seen(COSTS, SIMULATED_CUDA_VALUES="0", SIMULATED_CUDA_COPY_TIME="8", SIMULATED_CUDA_KERNEL_TIME="0.5")
+def test_durations_scale_with_the_factors_and_the_device() -> None:
+    plain = run_with_clock(COSTS, SIMULATED_CUDA_VALUES="0")
+    slow = run_with_clock(
+        COSTS, SIMULATED_CUDA_VALUES="0", SIMULATED_CUDA_COPY_TIME="8", SIMULATED_CUDA_KERNEL_TIME="0.5"
+    )
     assert [slow[0] / plain[0], slow[3] / plain[3]] == pytest.approx([8, 0.5], rel=0.02)
-    other = seen(COSTS, SIMULATED_CUDA_VALUES="0", SIMULATED_CUDA="t4")
+    other = run_with_clock(COSTS, SIMULATED_CUDA_VALUES="0", SIMULATED_CUDA="t4")
     assert [other[0] / plain[0], other[3] / plain[3]] == pytest.approx([55 / 12, 67 / 8.1], rel=0.02)
 
 
-def test_the_host_runs_ahead_until_it_waits_and_a_look_moves_it_on() -> None:
+def test_host_runs_ahead_until_it_waits_and_each_query_advances_it() -> None:
     code = """
 a = torch.zeros(8192, 8192, device="cuda")
 torch.cuda.synchronize(); begin = simulated_cuda.clock()
@@ -75,7 +79,7 @@ looks = 0
 while not event.query(): looks += 1
 print(json.dumps([ahead, before, waited, event.query(), looks]))
 """
-    ahead, before, waited, after, looks = seen(code, SIMULATED_CUDA_VALUES="0")
+    ahead, before, waited, after, looks = run_with_clock(code, SIMULATED_CUDA_VALUES="0")
     each = 2 * 8192**3 / 67e12 * 1e3
     assert ahead < 1
     assert waited == pytest.approx(10 * each, rel=0.02)
@@ -83,8 +87,11 @@ print(json.dumps([ahead, before, waited, event.query(), looks]))
     assert 10 < looks < 1000
 
 
-def test_memory_on_its_way_to_the_host_is_not_reused_before_it_is_there() -> None:
-    """What `record_stream` promises: it costs more memory the further the host is ahead."""
+def test_memory_is_not_reused_before_its_copy_to_the_host_is_done() -> None:
+    """Check that memory with `record_stream` is reused only after the side stream's copy.
+
+    Peak memory therefore grows the further the host runs ahead.
+    """
     code = """
 side, host = torch.cuda.Stream(), torch.empty(8, 16 << 20, dtype=torch.uint8, pin_memory=True)
 weight = torch.zeros(4096, 4096, device="cuda")
@@ -100,12 +107,14 @@ for number in range(8):
     torch.mm(weight, weight, out=weight)
 print(json.dumps([torch.cuda.max_memory_reserved(), torch.cuda.memory_stats()["active_bytes.all.peak"]]))
 """
-    near, ahead, again = (seen(code, SIMULATED_CUDA_VALUES="0", SIMULATED_CUDA_HOST_US=us) for us in ("4000", "5", "5"))
-    assert [far - close for far, close in zip(ahead, near)] == [6 * 16 * MIB] * 2  # eight instead of two
+    near, ahead, again = (
+        run_with_clock(code, SIMULATED_CUDA_VALUES="0", SIMULATED_CUDA_HOST_US=us) for us in ("4000", "5", "5")
+    )
+    assert [far - close for far, close in zip(ahead, near)] == [6 * 16 * MIB] * 2  # eight blocks instead of two
     assert ahead == again
 
 
-def test_a_race_ends_the_same_way_each_time_and_waiting_for_the_other_stream_ends_it() -> None:
+def test_race_is_deterministic_and_wait_stream_removes_it() -> None:
     code = """
 found = []
 for waits in (False, True):
@@ -120,10 +129,10 @@ for waits in (False, True):
     found.append(y[0].item())
 print(json.dumps(found))
 """
-    assert seen(code) == [0, 1]
+    assert run_with_clock(code) == [0, 1]
 
 
-def test_training_has_the_same_values_and_the_same_time_in_every_run() -> None:
+def test_training_has_the_same_values_and_time_in_every_run() -> None:
     code = """
 from headway import Accelerator
 accelerator = Accelerator()
@@ -140,13 +149,13 @@ for (x,) in loader:
 torch.cuda.synchronize()
 print(json.dumps([sum(each.double().sum().item() for each in model.parameters()), simulated_cuda.clock()]))
 """
-    first, second, plain = seen(code), seen(code), seen(code, SIMULATED_CUDA_CLOCK="0")
+    first, second, plain = run_with_clock(code), run_with_clock(code), run_with_clock(code, SIMULATED_CUDA_CLOCK="0")
     assert first == second
     assert first[0] == plain[0]
     assert first[1] > 0 == plain[1]
 
 
-def test_a_graph_costs_what_its_parts_do() -> None:
+def test_graph_takes_as_long_as_its_kernels() -> None:
     code = """
 a = torch.zeros(4096, 4096, device="cuda")
 graph, out = torch.cuda.CUDAGraph(), torch.empty_like(a)
@@ -154,7 +163,7 @@ with torch.cuda.graph(graph):
     for _ in range(4): torch.mm(a, a, out=out)
 print(json.dumps([timed(lambda: torch.mm(a, a, out=out)), timed(graph.replay)]))
 """
-    one, four = seen(code, SIMULATED_CUDA_VALUES="0")
+    one, four = run_with_clock(code, SIMULATED_CUDA_VALUES="0")
     assert four == pytest.approx(4 * one, rel=0.05)
 
 
@@ -180,10 +189,10 @@ print(json.dumps([*(found[name] / 2**20 for name in names), simulated_cuda.clock
 """
 
 
-def test_offloaded_activations_take_the_same_however_slow_copies_and_kernels_are() -> None:
+def test_memory_of_offloading_does_not_depend_on_copy_and_kernel_speed() -> None:
     clocks: list[dict[str, str]] = [{}, {"SIMULATED_CUDA_COPY_TIME": "16"}, {"SIMULATED_CUDA_KERNEL_TIME": "16"}]
-    kept = seen(OFFLOAD, SIMULATED_CUDA_VALUES="0")
-    found = [seen(OFFLOAD, SIMULATED_CUDA_VALUES="0", OFFLOADED="1", **clock) for clock in clocks]
+    kept = run_with_clock(OFFLOAD, SIMULATED_CUDA_VALUES="0")
+    found = [run_with_clock(OFFLOAD, SIMULATED_CUDA_VALUES="0", OFFLOADED="1", **clock) for clock in clocks]
     assert found[1][2] > 4 * found[0][2]
     for active, reserved, _ in found:
         assert (active, reserved) == pytest.approx(found[0][:2], rel=0.1)
@@ -191,7 +200,7 @@ def test_offloaded_activations_take_the_same_however_slow_copies_and_kernels_are
         assert reserved < 0.6 * kept[1]
 
 
-def a_rank() -> None:
+def join_nccl_group() -> None:
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=2)
@@ -201,10 +210,10 @@ def a_rank() -> None:
 def test_several_ranks_are_refused() -> None:
     code = """
 from tests.distributed.ranks import run_ranks
-from tests.simulated_cuda.test_clock import a_rank
+from tests.simulated_cuda.test_clock import join_nccl_group
 try:
-    run_ranks(a_rank, 2)
+    run_ranks(join_nccl_group, 2)
 except AssertionError as error:
     print(json.dumps(str(error)))
 """
-    assert "invalid usage" in seen(code, SIMULATED_CUDA_DEVICES="2")
+    assert "invalid usage" in run_with_clock(code, SIMULATED_CUDA_DEVICES="2")

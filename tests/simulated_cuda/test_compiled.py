@@ -1,4 +1,4 @@
-"""torch.compile with inductor: Triton compiles real kernels for the device, which are launched and compute nothing."""
+"""torch.compile with inductor on the simulated device: Triton compiles real kernels, whose launches compute nothing."""
 
 import os
 import subprocess
@@ -13,8 +13,8 @@ simulated_cuda = pytest.importorskip("simulated_cuda", reason="needs torch over 
 pytest.importorskip("triton")
 
 
-def peak(backend: str) -> tuple[int, int]:
-    """Of forward and backward, above what was there; and the kernels that the forward launches."""
+def measure_peak(backend: str) -> tuple[int, int]:
+    """Return the peak bytes of forward and backward above the initial memory, and the number of kernels that forward launches."""
     accelerator = Accelerator(dynamo_plugin=TorchDynamoPlugin(backend=backend))
     blocks = (
         torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU(), torch.nn.LayerNorm(512)) for _ in range(2)
@@ -34,21 +34,21 @@ def peak(backend: str) -> tuple[int, int]:
 
 
 @pytest.mark.sizes
-def test_a_compiled_model_takes_less_and_launches_less() -> None:
-    (plain, many), (compiled, few) = peak("no"), peak("inductor")
+def test_compiled_model_uses_less_memory_and_fewer_launches() -> None:
+    (plain, many), (compiled, few) = measure_peak("no"), measure_peak("inductor")
     assert compiled < 0.85 * plain
     assert few < many
 
 
-COMPILED = """
+SCRIPT = """
 import torch
 print(torch.compile(lambda x: x.sin() * 2)(torch.ones(8, device="cuda")))
 """
 
 
-def test_with_values_a_compiled_kernel_is_an_error_and_no_number() -> None:
-    told = {**os.environ, "SIMULATED_CUDA_VALUES": "1"}
-    ran = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, env=told)
+def test_compiled_kernel_is_an_error_if_values_are_computed() -> None:
+    variables = {**os.environ, "SIMULATED_CUDA_VALUES": "1"}
+    ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=variables)
     assert ran.returncode == 1
     assert ran.stdout == ""
     assert "Triton's kernels compute nothing here, so they only run with SIMULATED_CUDA_VALUES=0" in ran.stderr

@@ -1,12 +1,12 @@
-"""What kernels ask for where tensors do not lie as they read them, and RMSNorm, one kernel: torch's allocator and a trace."""
+"""Copies that kernels make of tensors with other layouts than they read, and RMSNorm: torch's allocator compared with a trace."""
 
 from typing import Any
 
 import pytest
 
-from tests.simulated_cuda.operations import on_device, traced
+from tests.simulated_cuda.operations import run_on_device, trace_operation
 
-# Shared with the process that has a device: operations, how inputs and gradients are laid out, and a run of both directions.
+# Also executed in the process with a device: operations, layouts of inputs and gradients, and `run` for both directions.
 COMMON = """
 import torch
 from torch import nn
@@ -58,8 +58,12 @@ CASES = [
 ]
 
 
-def large(sizes: list[int]) -> list[int]:
-    """Those that are worth a place, rounded; what is given back at one time is in no order, and may be an earlier case's."""
+def select_large_sizes(sizes: list[int]) -> list[int]:
+    """Return the sizes above 64 KiB, rounded up to 512 bytes, in a canonical order.
+
+    Frees at the same time have no order, so they are sorted. Frees at the start belong to an earlier case and are
+    removed.
+    """
     rounded = [(-1 if size < 0 else 1) * -(-abs(size) // 512) * 512 for size in sizes if abs(size) > 1 << 16]
     while rounded and rounded[0] < 0:
         del rounded[0]
@@ -74,9 +78,9 @@ def large(sizes: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["h100", "t4"])
-def test_a_trace_asks_for_the_copies_that_torchs_kernels_make(kind: str) -> None:
+def test_trace_counts_the_copies_that_torchs_kernels_make(kind: str) -> None:
     wrong = []
-    for case, real in zip(CASES, on_device(kind, COMMON, CASES)):
-        found = traced(kind, NAMESPACE["run"], case)
-        wrong += [(case, a, b) for a, b in zip(map(large, real), map(large, found)) if a != b]
+    for case, real in zip(CASES, run_on_device(kind, COMMON, CASES)):
+        found = trace_operation(kind, NAMESPACE["run"], case)
+        wrong += [(case, a, b) for a, b in zip(map(select_large_sizes, real), map(select_large_sizes, found)) if a != b]
     assert not wrong, wrong

@@ -1,4 +1,4 @@
-"""What a simulated device says of itself, and how much fits on it."""
+"""Properties and memory limits of a simulated device."""
 
 import json
 import os
@@ -18,7 +18,7 @@ KINDS = re.findall(r'\{"([\w-]+)", "[^"]+", (\d+), (\d+), (\d+), (\d+), ([\d.]+)
 MIB = 1 << 20
 
 
-def test_the_kinds_are_those_of_a_forecast() -> None:
+def test_kinds_of_devices_match_those_of_a_forecast() -> None:
     ours = {
         name: (int(mib) * MIB, (int(major), int(minor)), int(processors), [float(rate) for rate in rates])
         for name, mib, major, minor, processors, *rates in KINDS
@@ -35,8 +35,8 @@ def test_the_kinds_are_those_of_a_forecast() -> None:
     }
 
 
-def seen(code: str, **environment: str) -> Any:
-    """What a process with these devices prints."""
+def run_on_devices(code: str, **environment: str) -> Any:
+    """Run code in a process with simulated devices, and return the JSON that it prints."""
     pytest.importorskip("simulated_cuda")
     ran = subprocess.run(
         [sys.executable, "-c", "import json, torch\n" + code],
@@ -48,20 +48,20 @@ def seen(code: str, **environment: str) -> Any:
     return json.loads(ran.stdout)
 
 
-def test_a_process_sees_the_devices_that_it_is_told() -> None:
+def test_process_sees_the_configured_devices() -> None:
     code = """
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 properties = torch.cuda.get_device_properties(0)
 print(json.dumps([names, torch.cuda.get_device_capability(), properties.total_memory, properties.multi_processor_count]))
 """
-    names, capability, memory, processors = seen(
+    names, capability, memory, processors = run_on_devices(
         code, SIMULATED_CUDA="t4", SIMULATED_CUDA_DEVICES="4", CUDA_VISIBLE_DEVICES="2,1"
     )
     assert (names, capability, memory, processors) == (["Tesla T4"] * 2, [7, 5], 15360 * MIB, 40)
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_memory_ends_where_the_device_does(expandable: bool) -> None:
+def test_allocations_end_at_the_devices_memory(expandable: bool) -> None:
     code = """
 held = []
 try:
@@ -75,9 +75,9 @@ del held
 torch.cuda.empty_cache()
 print(json.dumps([num, free, torch.cuda.mem_get_info()[0], text]))
 """
-    told = f"expandable_segments:{expandable}"
-    num, full, empty, text = seen(
-        code, SIMULATED_CUDA_MIB="1024", SIMULATED_CUDA_CONTEXT_MIB="300", PYTORCH_ALLOC_CONF=told
+    allocator_setting = f"expandable_segments:{expandable}"
+    num, full, empty, text = run_on_devices(
+        code, SIMULATED_CUDA_MIB="1024", SIMULATED_CUDA_CONTEXT_MIB="300", PYTORCH_ALLOC_CONF=allocator_setting
     )
     assert num == (1024 - 300) // 64
     assert full == (1024 - 300) % (20 if expandable else 64) * MIB  # a segment grows by 20 MiB
@@ -85,17 +85,17 @@ print(json.dumps([num, free, torch.cuda.mem_get_info()[0], text]))
     assert "Tried to allocate 64.00 MiB. GPU 0 has a total capacity of 1024.00 MiB" in text
 
 
-def test_a_context_is_opened_by_what_uses_the_device() -> None:
+def test_context_is_created_by_the_first_use_of_a_device() -> None:
     code = """
 has = torch._C._cuda_hasPrimaryContext
 torch.cuda.set_device(1)
 torch.ones(1, device="cuda")
 print(json.dumps([has(0), has(1)]))
 """
-    assert seen(code, SIMULATED_CUDA_DEVICES="2") == [False, True]
+    assert run_on_devices(code, SIMULATED_CUDA_DEVICES="2") == [False, True]
 
 
-def test_the_launcher_counts_them_without_torch() -> None:
+def test_launcher_counts_devices_without_torch() -> None:
     pytest.importorskip("simulated_cuda")
     code = "import sys, json\nfrom headway.launch import machine\nfrom pathlib import Path\n"
     code += "print(json.dumps([machine._count_nvidia(Path('/')), 'torch' in sys.modules]))"
@@ -104,7 +104,7 @@ def test_the_launcher_counts_them_without_torch() -> None:
     assert json.loads(ran.stdout) == [3, False]
 
 
-def test_torch_is_the_build_for_cuda() -> None:
+def test_torch_is_built_for_cuda() -> None:
     pytest.importorskip("simulated_cuda")
     assert torch.version.cuda is not None
     assert torch.cuda.is_available()

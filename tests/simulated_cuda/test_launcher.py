@@ -1,4 +1,4 @@
-"""The launcher where no driver tells it of devices that torch finds: without NVML, nvidia-smi and device files."""
+"""The launcher on a machine where torch finds devices but the launcher does not: no NVML, nvidia-smi or device files."""
 
 import os
 import subprocess
@@ -14,10 +14,10 @@ print("computes on", accelerator.device, "of", accelerator.num_processes)
 """
 
 
-def launched(tmp_path: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+def launch(tmp_path: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     pytest.importorskip("simulated_cuda")
     (tmp_path / "train.py").write_text(SCRIPT)
-    # Not loaded, the stand-in for values does not tell the launcher to ask torch, which no real device would either.
+    # Without autoload, the entry point of the simulated device does not make the launcher ask torch. Real devices have none.
     environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "SIMULATED_CUDA_DEVICES": "2", **environment}
     return subprocess.run(
         [sys.executable, "-m", "headway", "launch", "-n", "2", "train.py"],
@@ -28,8 +28,8 @@ def launched(tmp_path: Path, **environment: str) -> "subprocess.CompletedProcess
     )
 
 
-def test_ranks_on_devices_that_the_launcher_has_not_found_are_refused(tmp_path: Path) -> None:
-    ran = launched(tmp_path)
+def test_devices_that_the_launcher_did_not_find_are_refused(tmp_path: Path) -> None:
+    ran = launch(tmp_path)
     assert ran.returncode != 0
     assert "computes on" not in ran.stdout
     assert "headway: 2 processes on cpu" in ran.stderr
@@ -38,7 +38,7 @@ def test_ranks_on_devices_that_the_launcher_has_not_found_are_refused(tmp_path: 
 
 
 def test_the_launcher_counts_what_torch_finds(tmp_path: Path) -> None:
-    ran = launched(tmp_path, HEADWAY_DEVICE="cuda")
+    ran = launch(tmp_path, HEADWAY_DEVICE="cuda")
     assert ran.returncode == 0, ran.stderr
     assert "headway: 2 processes on cuda" in ran.stderr
     assert sorted(line for line in ran.stdout.splitlines() if "computes" in line) == [

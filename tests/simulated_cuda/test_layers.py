@@ -1,4 +1,4 @@
-"""What one more layer takes on each rank of a layout: forecast and planned, beside NCCL ranks of torch's CUDA build."""
+"""Memory of one more layer on each rank of a layout: forecasts and plans compared with NCCL ranks of torch's CUDA build."""
 
 import subprocess
 import sys
@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(1200)
-def test_what_one_more_layer_takes_beside_ranks_by_hand() -> None:
-    """A forecast and a plan beside NCCL ranks on which torch alone shards and splits the model."""
+def test_memory_of_one_more_layer_matches_ranks_by_hand() -> None:
+    """Compare a forecast and a plan with NCCL ranks on which plain torch shards and splits the model."""
     pytest.importorskip("simulated_cuda")
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks.cuda_build.layouts", "fsdp", "fsdp+tp=2", "loss parallel"],

@@ -1,12 +1,13 @@
-"""Single operations of ordinary models, forward and backward: the most that torch's allocator takes, and a trace of them."""
+"""Peak memory of single operations of common models, forward and backward: torch's allocator compared with a trace."""
 
 from typing import Any
 
 import pytest
 
-from tests.simulated_cuda.operations import on_device, traced
+from tests.simulated_cuda.operations import run_on_device, trace_operation
 
-# Shared with the process that has a device: shapes of what learns, the first turned or not, and what is done with it.
+# Also executed in the process with a device: {operation: (shapes of inputs with gradients, function)}, and `run`, which can
+# transpose the first input.
 COMMON = """
 import torch
 from torch import nn
@@ -53,7 +54,7 @@ OPERATIONS = {
     "attention, a mask": ([HEADS] * 3, lambda q, k, v: attend(q, k, v, zeros(q, 4, 1, 200, 200, dtype=torch.bool))),
     "rotary positions": ([HEADS], lambda x: x * 2 + torch.cat([-x[..., 32:], x[..., :32]], -1) * 2),
     "gated unit": ([(16, 196, 768)], F.glu),
-    # In bfloat16 on a T4 alone: others are cuDNN's, which has no engines here.
+    # Convolutions run only in bfloat16 on a T4. All others use cuDNN, which has no engines here.
     "convolution": ([IMAGES, (32, 64, 3, 3), (32,)], lambda x, w, b: F.conv2d(x, w, b, padding=1)),
     "convolution, strided and dilated": ([IMAGES, (32, 64, 3, 3)], lambda x, w: F.conv2d(x, w, stride=2, dilation=2)),
     "convolution of single places": ([IMAGES, (32, 64, 1, 1), (32,)], F.conv2d),
@@ -85,15 +86,15 @@ CASES = [
     for is_turned in (False, True)
     if len(shapes[0]) > 1 or not is_turned
     if not (name in ("lstm cell", "convolution, depthwise") and is_turned)
-    if not (name.startswith("distances") and dtype == "bfloat16")  # which it has no kernel for
+    if not (name.startswith("distances") and dtype == "bfloat16")  # there is no kernel for bfloat16
     if not (
         name.startswith("sort") and dtype == "bfloat16"
-    )  # radix sort's fixed room, which counts in small tensors alone
+    )  # the fixed scratch memory of radix sort matters only for small tensors
 ]
 
 
-def levels(forward: list[int], backward: list[int]) -> list[int]:
-    """The most in forward, what is kept of it, and the most in backward."""
+def compute_levels(forward: list[int], backward: list[int]) -> list[int]:
+    """Return the peak of forward, the memory that it keeps, and the peak of backward, in bytes."""
     found, held = [], 0
     for events in (forward, backward):
         most = held
@@ -104,14 +105,15 @@ def levels(forward: list[int], backward: list[int]) -> list[int]:
     return found[:3]
 
 
-# Of the A100: an H100 takes cuDNN's attention, which does not run here. A T4 takes other attention for bfloat16.
+# An A100 instead of an H100, which would use cuDNN's attention, which does not run here. A T4 uses another attention
+# kernel for bfloat16.
 @pytest.mark.parametrize("kind", ["a100-80gb", "t4"])
-def test_an_operation_takes_what_torchs_allocator_says(kind: str) -> None:
+def test_traced_memory_of_an_operation_matches_torchs_allocator(kind: str) -> None:
     wrong = []
     cases = [case for case in CASES if "convolution" not in case[0] or (kind == "t4" and case[1] == "bfloat16")]
-    for case, (*real, own) in zip(cases, on_device(kind, COMMON, cases)):
-        *found, _ = traced(kind, NAMESPACE["run"], case)
-        taken, said = levels(*real), levels(*found)
+    for case, (*real, own) in zip(cases, run_on_device(kind, COMMON, cases)):
+        *found, _ = trace_operation(kind, NAMESPACE["run"], case)
+        taken, said = compute_levels(*real), compute_levels(*found)
         if any(abs(a - b) > 0.01 * (own + max(taken)) for a, b in zip(taken, said, strict=True)):
             wrong.append((case, taken, said))
     assert not wrong, "\n".join(map(str, wrong))

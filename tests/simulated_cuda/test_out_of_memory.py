@@ -1,4 +1,4 @@
-"""Batches replayed in pieces after real errors of torch's allocator: the weights are those of whole batches."""
+"""Batches that are replayed in pieces after real out-of-memory errors of torch's allocator give the weights of whole batches."""
 
 from collections.abc import Iterator
 
@@ -16,14 +16,14 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def whole_device() -> Iterator[None]:
+def reset_memory_limit() -> Iterator[None]:
     yield
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def trained(limit: int | None) -> tuple[list[int], list[torch.Tensor], int]:
-    """The pieces' rows, the weights, and how often memory ran out."""
+def train_in_pieces(limit: int | None) -> tuple[list[int], list[torch.Tensor], int]:
+    """Train with a memory limit in bytes; return the pieces' numbers of rows, the weights, and the number of memory errors."""
     process.reset()
     torch.cuda.empty_cache()
     if limit is not None:
@@ -50,16 +50,16 @@ def trained(limit: int | None) -> tuple[list[int], list[torch.Tensor], int]:
     return sizes, weights, torch.cuda.memory_stats()["num_ooms"] - before
 
 
-def test_a_batch_in_pieces_has_the_weights_of_whole_batches() -> None:
-    whole, wanted, none = trained(None)
-    pieces, found, errors = trained(112 * MIB)
+def test_batches_in_pieces_give_the_weights_of_whole_batches() -> None:
+    whole, wanted, none = train_in_pieces(None)
+    pieces, found, errors = train_in_pieces(112 * MIB)
     assert (whole, none) == ([2048, 2048], 0)
     assert errors >= 1
     assert max(pieces[1:]) < 2048
     assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-7) for one, other in zip(found, wanted))
 
 
-def test_a_foreign_optimizers_later_steps_copy_only_the_loss_to_the_host() -> None:
+def test_later_steps_of_a_custom_optimizer_copy_only_the_loss_to_the_host() -> None:
     accelerator = Accelerator(microbatching="auto")
     model = torch.nn.Linear(1024, 1024)
     model, optimizer = accelerator.prepare(model, Momentum(model.parameters()))
@@ -70,4 +70,4 @@ def test_a_foreign_optimizers_later_steps_copy_only_the_loss_to_the_host() -> No
         after = simulated_cuda.counts()
         optimizer.zero_grad()
         copied = sum(after[name] - before.get(name, 0) for name in after if "bytes: device to p" in name)
-        assert (copied > 4) == (number < 2), (number, copied)  # the loss is read at each, without waiting
+        assert (copied > 4) == (number < 2), (number, copied)  # each step reads the loss, without waiting

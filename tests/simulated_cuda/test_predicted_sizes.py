@@ -1,4 +1,4 @@
-"""Sizes predicted from what torch's allocator counts: pieces of a batch on one and two ranks, and a batch size."""
+"""Sizes predicted from torch's allocator statistics: pieces of a batch on one and two ranks, and a batch size."""
 
 import pytest
 import torch
@@ -13,21 +13,21 @@ pytestmark = pytest.mark.sizes
 MIB, WIDTH, TOKENS = 1 << 20, 1024, 1024
 
 
-def build() -> torch.nn.Module:
-    """About 29 MiB a row: activations of 4 MiB, and a loss."""
+def build_model() -> torch.nn.Module:
+    """Build a model that needs about 29 MiB per row: several activations of 4 MiB each, and a loss."""
     layers = [layer for _ in range(3) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU())]
     return torch.nn.Sequential(*layers).cuda()
 
 
 def limit_memory(num_mib: int) -> None:
-    fits_by_hand(1, 2)  # libraries take their workspaces before the limit is drawn
+    fits_by_hand(1, 2)  # libraries allocate their workspaces before the limit is computed
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + num_mib * MIB) / total)
 
 
 def fits_by_hand(num_rows: int, batch_rows: int) -> bool:
-    """Whether a plain loop over pieces of `num_rows` rows fits."""
-    model = build()
+    """Return whether a plain loop over pieces of `num_rows` rows fits into memory."""
+    model = build_model()
     optimizer = torch.optim.AdamW(model.parameters())
     try:
         for _ in range(2):
@@ -45,12 +45,15 @@ def fits_by_hand(num_rows: int, batch_rows: int) -> bool:
     return True
 
 
-def cut_batches(rooms: list[int], batch_rows: int, num_batches: int) -> tuple[list[list[int]], int, int]:
-    """Pieces of each batch, the number of replays, and the largest piece that a plain loop could have used here."""
+def cut_batches(limits: list[int], batch_rows: int, num_batches: int) -> tuple[list[list[int]], int, int]:
+    """Train with automatic micro-batching under a memory limit in MiB per rank.
+
+    Return each batch's piece sizes, the number of replays, and the largest piece with which a plain loop fits.
+    """
     accelerator = Accelerator(microbatching="auto")
-    limit_memory(rooms[accelerator.process_index])
+    limit_memory(limits[accelerator.process_index])
     largest = max(rows for rows in range(1, batch_rows) if rows == 1 or fits_by_hand(rows, batch_rows))
-    model = build()
+    model = build_model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     batch = torch.zeros(batch_rows, TOKENS, WIDTH, device="cuda")
     pieces: list[list[int]] = []
@@ -69,10 +72,10 @@ def cut_batches(rooms: list[int], batch_rows: int, num_batches: int) -> tuple[li
     return pieces, sum(sum(each) > batch_rows for each in pieces), largest
 
 
-@pytest.mark.parametrize("rooms", [[512], [900, 512]], ids=["one rank", "two ranks"])
-def test_pieces_are_as_few_as_fit_after_one_prediction(rooms: list[int]) -> None:
-    """The rank with the least memory decides; no more than three batches or attempts run out of memory."""
-    results = run_ranks(cut_batches, len(rooms), rooms, 32, 8, timeout=200)
+@pytest.mark.parametrize("limits", [[512], [900, 512]], ids=["one rank", "two ranks"])
+def test_pieces_are_as_few_as_fit_after_one_prediction(limits: list[int]) -> None:
+    """Check that the rank with the least memory decides, and that at most three batches are replayed."""
+    results = run_ranks(cut_batches, len(limits), limits, 32, 8, timeout=200)
     largest = min(result[2] for result in results)
     assert 1 < largest < 16
     for pieces, num_replays, _ in results:
@@ -83,7 +86,7 @@ def test_pieces_are_as_few_as_fit_after_one_prediction(rooms: list[int]) -> None
         assert sum(pieces[-1]) == 32
 
 
-def test_the_batch_size_is_predicted_by_probes_that_never_run_out() -> None:
+def test_batch_size_is_predicted_from_small_probes() -> None:
     process.reset()
     limit_memory(512)
     before = torch.cuda.memory_stats().get("num_ooms", 0)
@@ -92,7 +95,7 @@ def test_the_batch_size_is_predicted_by_probes_that_never_run_out() -> None:
     @find_executable_batch_size(starting_batch_size=100, search="predicted")
     def train(batch_size: int) -> None:
         calls.append([batch_size, 0])
-        model = build()
+        model = build_model()
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(5):
             model(torch.zeros(batch_size, TOKENS, WIDTH, device="cuda")).square().mean().backward()

@@ -1,4 +1,4 @@
-"""Streams that are behind the host, what waits for them, and what is counted."""
+"""The simulated runtime: streams that lag behind the host, waits for streams and events, and counts of copies and waits."""
 
 import threading
 
@@ -10,12 +10,12 @@ simulated_cuda = pytest.importorskip("simulated_cuda", reason="needs torch over 
 LONG = 6 * 10**8  # cycles: 0.3 s
 
 
-def grown(before: dict[str, int]) -> dict[str, int]:
+def count_new_calls(before: dict[str, int]) -> dict[str, int]:
     now = simulated_cuda.counts()
     return {name: now[name] - before.get(name, 0) for name in now if now[name] != before.get(name, 0)}
 
 
-def test_an_event_is_reached_when_what_came_before_it_is_done() -> None:
+def test_event_is_reached_after_earlier_work() -> None:
     torch.cuda._sleep(LONG)
     event = torch.cuda.Event()
     event.record()
@@ -24,7 +24,7 @@ def test_an_event_is_reached_when_what_came_before_it_is_done() -> None:
     assert event.query()
 
 
-def test_a_stream_waits_for_an_event_of_another_and_not_for_the_rest() -> None:
+def test_stream_waits_only_for_the_stream_it_was_told_to() -> None:
     one, other, free = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(one):
         torch.cuda._sleep(LONG)
@@ -35,7 +35,7 @@ def test_a_stream_waits_for_an_event_of_another_and_not_for_the_rest() -> None:
     assert one.query()
 
 
-def test_values_come_in_the_order_of_their_stream() -> None:
+def test_operations_run_in_stream_order() -> None:
     x = torch.zeros(4, device="cuda")
     torch.cuda._sleep(LONG)
     x.add_(1)
@@ -44,7 +44,7 @@ def test_values_come_in_the_order_of_their_stream() -> None:
     assert early.tolist() == [3.0] * 4
 
 
-def test_a_race_is_one_here_too() -> None:
+def test_unsynchronized_streams_race() -> None:
     x, side = torch.zeros(4, device="cuda"), torch.cuda.Stream()
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
@@ -57,7 +57,7 @@ def test_a_race_is_one_here_too() -> None:
     assert x.tolist() == [1.0] * 4
 
 
-def test_pageable_memory_is_read_at_once_and_pinned_memory_when_its_turn_comes() -> None:
+def test_pageable_memory_is_read_at_once_and_pinned_memory_in_stream_order() -> None:
     pageable, pinned = torch.ones(4), torch.ones(4).pin_memory()
     torch.cuda._sleep(LONG)
     of_pageable, of_pinned = (source.to("cuda", non_blocking=True) for source in (pageable, pinned))
@@ -73,7 +73,7 @@ def test_copies_and_waits_are_counted_by_kind() -> None:
     pinned.to("cuda", non_blocking=True)
     torch.ones(1024).to("cuda")
     device.cpu()
-    found = grown(before)
+    found = count_new_calls(before)
     assert {name: number for name, number in found.items() if name.startswith("copy")} == {
         "copy: pinned host to device": 1, "copy: pageable host to device": 1, "copy: device to pageable host": 1,
     }  # fmt: skip
@@ -81,13 +81,13 @@ def test_copies_and_waits_are_counted_by_kind() -> None:
     assert found["cudaStreamSynchronize"] == 2
 
 
-def test_pinned_memory_is_counted() -> None:
+def test_pinned_bytes_are_counted() -> None:
     before = simulated_cuda.pinned_bytes()
     held = torch.empty(1 << 22, dtype=torch.uint8, pin_memory=True)
     assert simulated_cuda.pinned_bytes() - before >= held.nbytes
 
 
-def test_another_thread_has_its_own_current_stream() -> None:
+def test_each_thread_has_its_own_current_stream() -> None:
     found = []
 
     def work() -> None:

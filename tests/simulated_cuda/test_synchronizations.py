@@ -1,4 +1,4 @@
-"""Waits of an update, counted from the runtime's own calls: those of docs/synchronizations.md."""
+"""Waits per update, counted from calls of the simulated runtime, match docs/synchronizations.md."""
 
 from itertools import pairwise
 
@@ -7,22 +7,22 @@ import pytest
 from tests.synchronizations.count import NUM_FIRST
 from tests.synchronizations.loops import LOOPS
 from tests.synchronizations.runtime_waits import count_waits
-from tests.synchronizations.test_counts import table
+from tests.synchronizations.test_counts import read_table
 
 simulated_cuda = pytest.importorskip("simulated_cuda", reason="needs torch over the simulated runtime: make cuda")
 
-SETTLED = {"the Trainer, labels counted, batches in pieces": 5}
-"""First update that is counted, if it is a later one: that model fails by its number of rows, whatever memory is left. So the size
-that is predicted from memory fails once more before pieces keep their size."""
+FIRST_COUNTED = {"the Trainer, labels counted, batches in pieces": 5}
+"""{loop: first update that is counted}, for loops that settle later than others. This loop's model fails by its number of rows,
+not by its memory. The size predicted from memory therefore fails once more before the size of the pieces stays the same."""
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_an_update_waits_as_often_as_the_page_says(name: str) -> None:
-    looks = [0]
+def test_waits_per_update_match_the_page(name: str) -> None:
+    totals = [0]
 
     def at_update() -> None:
-        looks.append(count_waits(simulated_cuda.counts()))
+        totals.append(count_waits(simulated_cuda.counts()))
 
     LOOPS[name](at_update)
-    updates = [after - before for before, after in pairwise(looks)]
-    assert max(updates[SETTLED.get(name, NUM_FIRST) :]) == table()[name], updates
+    updates = [after - before for before, after in pairwise(totals)]
+    assert max(updates[FIRST_COUNTED.get(name, NUM_FIRST) :]) == read_table()[name], updates

@@ -1,4 +1,4 @@
-"""What is computed on the simulated device is what the CPU computes."""
+"""Values computed on the simulated device equal those of the CPU."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ simulated_cuda = pytest.importorskip("simulated_cuda", reason="needs torch over 
 BOTH = ("cpu", "cuda")
 
 
-def net() -> nn.Module:
+def build_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8))
 
@@ -31,7 +31,7 @@ def test_optimizers(make: type[torch.optim.Optimizer], kind: dict[str, bool]) ->
         pytest.skip("AdamW's own options")
     found = []
     for device in BOTH:
-        model, generator = net().to(device), torch.Generator().manual_seed(1)
+        model, generator = build_model().to(device), torch.Generator().manual_seed(1)
         options = {name: value for name, value in kind.items() if device == "cuda" or name != "capturable"}
         optimizer = make(model.parameters(), lr=1e-2, **options)
         for _ in range(4):
@@ -41,15 +41,15 @@ def test_optimizers(make: type[torch.optim.Optimizer], kind: dict[str, bool]) ->
             optimizer.step()
             optimizer.zero_grad()
         found.append([parameter.detach().cpu() for parameter in model.parameters()])
-    off = max(float((one - other).abs().max()) for one, other in zip(*found))
-    assert off <= (1e-5 if "capturable" in kind else 0)  # its formula is another one
+    difference = max(float((one - other).abs().max()) for one, other in zip(*found))
+    assert difference <= (1e-5 if "capturable" in kind else 0)  # capturable optimizers use a different formula
 
 
-def test_a_loop_of_headway_with_accumulation_and_clipping() -> None:
+def test_headway_loop_with_accumulation_and_clipping() -> None:
     found = []
     for device in BOTH:
         accelerator = Accelerator(gradient_accumulation_steps=2, cpu=device == "cpu")
-        model = net()
+        model = build_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         inputs = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
         data = torch.utils.data.TensorDataset(inputs, inputs[:, :8])
@@ -100,8 +100,11 @@ def test_fused_attention(kernel: SDPBackend, form: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_dropout_of_an_attention_is_the_same_in_backward(kernel: SDPBackend) -> None:
-    """The output is linear in the values, so their gradient says what was dropped."""
+def test_attention_uses_the_same_dropout_mask_in_backward(kernel: SDPBackend) -> None:
+    """Check that backward uses forward's dropout mask.
+
+    The output is linear in the values, so the gradient of the values shows which weights were dropped.
+    """
     torch.manual_seed(0)
     query, key = (torch.randn(1, 1, 16, 32, device="cuda", dtype=KERNELS[kernel]) for _ in range(2))
     value = torch.zeros(1, 1, 16, 32, device="cuda", dtype=KERNELS[kernel]).requires_grad_()
@@ -109,7 +112,7 @@ def test_dropout_of_an_attention_is_the_same_in_backward(kernel: SDPBackend) -> 
         value[..., :16] = torch.eye(16, device="cuda")
     with sdpa_kernel(kernel):
         out = F.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
-    out[..., 0].sum().backward()  # of the first column: the weights of the first key
+    out[..., 0].sum().backward()  # the first column has the weights of the first key
     weights = out.detach()[0, 0, :, :16]
     assert (weights == 0).any()
     assert value.grad[0, 0, :, 0].float().tolist() == pytest.approx(weights.float().sum(0).tolist(), rel=2e-2)
@@ -127,7 +130,7 @@ def test_results_whose_shape_depends_on_values() -> None:
     assert found[0] == found[1]
 
 
-def test_generators_go_on_where_they_were_and_leave_the_hosts_alone() -> None:
+def test_device_rng_state_is_restored_and_independent_of_the_host() -> None:
     torch.manual_seed(3)
     host = torch.get_rng_state()
     first = torch.rand(8, device="cuda")
@@ -142,16 +145,16 @@ def test_generators_go_on_where_they_were_and_leave_the_hosts_alone() -> None:
     assert torch.equal(host, torch.get_rng_state())
 
 
-def test_autocast_has_the_list_of_cuda() -> None:
+def test_autocast_uses_the_operation_lists_of_cuda() -> None:
     x = torch.rand(4, 4, device="cuda")
     with torch.autocast("cuda", torch.float16):
         assert (x @ x).dtype is torch.float16
-        assert F.softmax((x @ x), -1).dtype is torch.float32  # on a CPU it stays in half precision
+        assert F.softmax((x @ x), -1).dtype is torch.float32  # autocast on a CPU keeps half precision here
         half = x @ x
     assert torch.allclose(half.float(), x @ x, atol=1e-2)
 
 
-def test_backward_in_threads_of_their_own() -> None:
+def test_backward_in_several_threads() -> None:
     wanted = torch.arange(4.0) * 2
     found: list[torch.Tensor] = []
 
@@ -213,15 +216,15 @@ os._exit(0)
 
 
 @pytest.mark.parametrize(("kind", "columns"), [("t4", 16 * 9 * 32 * 32 * 2), ("a100-80gb", 0)])
-def test_convolutions_that_are_not_cudnns_run_their_own_code_backward(kind: str, columns: int) -> None:
+def test_convolutions_without_cudnn_run_torchs_own_backward(kind: str, columns: int) -> None:
     environment = {**os.environ, "SIMULATED_CUDA": kind, "SIMULATED_CUDA_VALUES": "1"}
     command = [sys.executable, "-c", IN_BFLOAT16]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert columns <= int(ran.stdout) < columns + (1 << 14)  # and the weights' gradients
+    assert columns <= int(ran.stdout) < columns + (1 << 14)  # plus the weights' gradients
 
 
-def test_what_is_not_computed_is_named_and_no_number(leaves_out: None) -> None:
+def test_operation_without_an_implementation_is_reported(allow_uncomputed_values: None) -> None:
     weight = torch.zeros(64, 64, dtype=torch.uint8, device="cuda")
     packed = torch._convert_weight_to_int4pack(weight, 2)
     assert packed.is_cuda

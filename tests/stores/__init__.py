@@ -1,1 +1,1 @@
-"""An S3 server on this machine, a proxy before it that makes requests fail, and what is saved through them."""
+"""Helpers for tests with object stores: a local S3 server, and a proxy in front of it that makes requests fail."""

@@ -1,4 +1,4 @@
-"""A proxy before the server: counts requests and bytes, and lets a chosen request fail in a chosen way."""
+"""A proxy in front of the S3 server that counts requests and bytes, and makes chosen requests fail in chosen ways."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ _REFUSALS = {
 
 @dataclass(frozen=True)
 class Request:
-    """What came: its number from 1, its method and target, and the bytes of its body."""
+    """A request as the proxy received it: number from 1, HTTP method, target, and size of its body in bytes."""
 
     number: int
     method: str
@@ -44,13 +44,13 @@ class Request:
 
 
 class Proxy:
-    """Listens on a port of its own while it is used as a context.
+    """A proxy that listens on a free port while its context is active.
 
     Attributes:
-        judge: which fault a request meets; None: none.
-        requests: all that came.
-        delivered: bytes of the bodies that were read through it.
-        victim: the process that a kill is for.
+        judge: Function that returns the fault for a request, or None to forward it.
+        requests: All requests that were received.
+        delivered: Total bytes of response bodies that GET requests returned.
+        victim: ID of the process that the "kill" faults kill.
     """
 
     def __init__(self, upstream: int, hang: float = 3.0) -> None:
@@ -96,7 +96,7 @@ class Proxy:
             data += piece
         head, _, body = data.partition(b"\r\n\r\n")
         method, target, _ = head.split(b"\r\n")[0].decode().split(" ", 2)
-        length = _length(head)
+        length = _read_content_length(head)
         with self._lock:
             request = Request(len(self.requests) + 1, method, target, length)
             self.requests.append(request)
@@ -155,7 +155,7 @@ class Proxy:
         client.sendall(answer)
 
 
-def _length(head: bytes) -> int:
+def _read_content_length(head: bytes) -> int:
     for line in head.split(b"\r\n")[1:]:
         name, _, value = line.partition(b":")
         if name.strip().lower() == b"content-length":

@@ -1,4 +1,4 @@
-"""moto's S3 server as a process of its own; `python -m tests.stores.server` prints its port."""
+"""Starts moto's S3 server in its own process. `python -m tests.stores.server` prints its port."""
 
 import contextlib
 import logging
@@ -12,7 +12,10 @@ BUCKET = "bucket"
 
 
 def environment(port: int, patience: float = 20, timeout: float = 10) -> dict[str, str]:
-    """What makes a process use the server (or a proxy) on that port."""
+    """Return environment variables that make a process use the server or proxy on `port`.
+
+    `patience` and `timeout` are in seconds.
+    """
     return {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "secret", "HEADWAY_STORE_RETRY_SECONDS": str(patience),
@@ -21,7 +24,7 @@ def environment(port: int, patience: float = 20, timeout: float = 10) -> dict[st
 
 
 def s3(port: int):
-    """boto3's client: another program's view of what lies there."""
+    """Return a boto3 client, for access to the bucket without Headway."""
     import boto3
 
     return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", aws_access_key_id="anybody",
@@ -35,7 +38,7 @@ def keys(port: int, prefix: str = "") -> list[str]:
 
 @contextlib.contextmanager
 def running() -> Iterator[int]:
-    """The port of a server with an empty bucket."""
+    """Start a server with an empty bucket, and yield its port."""
     process = subprocess.Popen([sys.executable, "-m", "tests.stores.server"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                                stdin=subprocess.PIPE)  # fmt: skip
     try:
@@ -55,6 +58,6 @@ if __name__ == "__main__":
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     print(server.get_host_and_port()[1], flush=True)
-    sys.stdin.read()  # until who started it is gone
+    sys.stdin.read()  # until the process that started this one has ended
     threading.Event().wait(0)
     os._exit(0)

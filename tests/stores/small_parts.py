@@ -1,4 +1,4 @@
-"""Parts of 256 KiB in this process, so that small states have several."""
+"""Reduces the part size of multipart uploads to 256 KiB in this process, so that small states need several parts."""
 
 import sys
 

@@ -1,1 +1,1 @@
-"""Random sweeps: runs that are ended at random moments, and saves in which one call fails, against what is promised."""
+"""Random sweeps: runs that are interrupted at random times, saves with failing calls, fuzzed inputs, and random training loops."""

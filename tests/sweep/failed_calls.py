@@ -1,8 +1,8 @@
-"""Saves in which one file-system call fails: nothing is lost, what is said is true, and later saves go on.
+"""Saves in which one file-system call fails: nothing is lost, reported results are true, and later saves work.
 
-`python -m tests.sweep.failed_calls`: every call of every kind of save, with EIO, EACCES and ENOSPC in turn; `--count 20`: so many,
-drawn by the seed. Each case is a fork of this process, which has torch loaded; strace attaches to it and makes the n-th call of one
-kind fail.
+`python -m tests.sweep.failed_calls` lets every call of every kind of save fail, with EIO, EACCES and ENOSPC in turn.
+`--count 20` draws 20 cases from the seed. Each case runs in a fork of this process, which has already imported torch.
+strace attaches to the fork and makes its n-th call of one kind fail.
 """
 
 import argparse
@@ -32,25 +32,25 @@ from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
 from headway.errors import CheckpointError
 from tests.distributed.killed_saves import VARIANTS, choose_writer, make_state, read_newest_value, save, wait_for_tracer
-from tests.sweep.tables import laid_out
+from tests.sweep.tables import format_columns
 
 CALLS = ("openat", "write", "pwrite64", "sync_file_range", "fsync", "rename", "renameat2", "unlink", "unlinkat", "rmdir",
          "mkdir", "getdents64", "newfstatat", "close", "ftruncate")  # fmt: skip
 ERRORS = ("EIO", "EACCES", "ENOSPC")
 SECONDS = 60
-"""Until a case counts as hanging."""
+"""Seconds after which a case counts as hanging."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call that fails.
+    """A case: one system call that fails during a save.
 
     Attributes:
-        variant: how is saved.
-        victim: the rank whose call it is.
-        call: the system call.
-        when: which of its kind, from 1; in each thread.
-        error: what it returns.
+        variant: Name of the kind of save (`VARIANTS`).
+        victim: Rank whose call fails.
+        call: Name of the system call.
+        when: Number of the failing call among calls of this kind, from 1, counted per thread.
+        error: Name of the error that the call returns.
     """
 
     variant: str
@@ -61,7 +61,7 @@ class Case:
 
 
 class Ranks:
-    """The forks of one case; each is told what to save by a byte, and answers in a line what came of it."""
+    """The forked ranks of one case. A byte tells each rank which value to save; each rank answers with a line."""
 
     def __init__(self, root: Path, variant: dict) -> None:
         with socket.socket() as probe:
@@ -82,7 +82,7 @@ class Ranks:
             self.pipes.append((orders_in, answers_out))
 
     def _serve(self, rank: int, orders: int, answers: int) -> None:
-        """Never returns: what follows in the caller is the parent's."""
+        """Save on request until the pipe closes, then exit. Never returns, because the code after the fork belongs to the parent."""
         world = self.variant["world_size"]
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port), GLOO_SOCKET_IFNAME="lo")  # fmt: skip
@@ -93,9 +93,9 @@ class Ranks:
             process.reset()
             runtime = process.start(cpu=True)
             saver = Saver(runtime, Collectives(runtime))
-            _tell(answers, "ready")
+            _write_line(answers, "ready")
             while order := os.read(orders, 1):
-                _tell(answers, self._save(saver, int(order)))
+                _write_line(answers, self._save(saver, int(order)))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -114,12 +114,12 @@ class Ranks:
             return f"raised {type(error).__name__}: {error}\n{traceback.format_exc()[-800:]}"
         return "saved"
 
-    def order(self, value: int) -> None:
+    def request_save(self, value: int) -> None:
         for orders, _ in self.pipes:
             os.write(orders, str(value).encode())
 
-    def answers(self) -> list[str]:
-        """Of all ranks; "hangs" or "ended" for one without."""
+    def read_answers(self) -> list[str]:
+        """Return the answers of all ranks; "hangs" or "ended" replaces a missing answer."""
         return [self._answer(pipe[1]) for pipe in self.pipes]
 
     def _answer(self, pipe: int) -> str:
@@ -133,7 +133,7 @@ class Ranks:
             text += read
         return str(json.loads(text))
 
-    def end(self) -> None:
+    def kill(self) -> None:
         for pid in self.pids:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -141,15 +141,15 @@ class Ranks:
             os.close(each)
 
 
-def _tell(pipe: int, text: str) -> None:
-    for _ in range(3):  # the call that fails may be this one
+def _write_line(pipe: int, text: str) -> None:
+    for _ in range(3):  # the call that fails may be this write
         with contextlib.suppress(OSError):
             os.write(pipe, (json.dumps(text) + "\n").encode())
             return
 
 
 def run(folder: Path, case: Case) -> tuple[bool, list[str]]:
-    """(did the call come, what was not as promised)."""
+    """Run one case; return whether its call occurred, and the violated promises."""
     variant = VARIANTS[case.variant]
     root, log = folder / "root", folder / "injected"
     shutil.rmtree(root, ignore_errors=True)
@@ -157,71 +157,74 @@ def run(folder: Path, case: Case) -> tuple[bool, list[str]]:
     save(root, 1, {**variant, "is_blocking": True})
     ranks = Ranks(root, variant)
     try:
-        assert ranks.answers() == ["ready"] * variant["world_size"]
+        assert ranks.read_answers() == ["ready"] * variant["world_size"]
         pid = ranks.pids[case.victim]
         tracer = subprocess.Popen(
             ["strace", "-f", "-qq", "-y", "-o", str(log), "-e", f"trace={case.call}",
              "-e", f"inject={case.call}:error={case.error}:when={case.when}", "-p", str(pid)],
             stderr=subprocess.DEVNULL)  # fmt: skip
         wait_for_tracer(pid)
-        ranks.order(2)
-        told = ranks.answers()
-        tracer.send_signal(signal.SIGINT)  # it lets go of the rank, whose later saves are not disturbed
+        ranks.request_save(2)
+        answers = ranks.read_answers()
+        tracer.send_signal(signal.SIGINT)  # strace detaches from the rank, so that later saves are not disturbed
         tracer.wait()
         injected = [line for line in log.read_text().splitlines() if "INJECTED" in line and "pipe:" not in line]
         if not injected:
             return False, []
-        found = _judge(root, variant, told)
-        if not found and "hangs" not in told:
-            ranks.order(3)
-            found = _judge_later(root, variant, ranks.answers())
-        return True, [f"{each} (ranks: {told}; {injected[0][:200]})" for each in found]
+        found = _judge(root, variant, answers)
+        if not found and "hangs" not in answers:
+            ranks.request_save(3)
+            found = _judge_later(root, variant, ranks.read_answers())
+        return True, [f"{each} (ranks: {answers}; {injected[0][:200]})" for each in found]
     finally:
-        ranks.end()
+        ranks.kill()
 
 
-def _judge(root: Path, variant: dict, told: list[str]) -> list[str]:
-    found = [f"not an answer: {each}" for each in told if not each.startswith(("saved", "refused"))]
-    if len({each.split(":")[0] for each in told}) > 1:
+def _judge(root: Path, variant: dict, answers: list[str]) -> list[str]:
+    found = [f"not an answer: {each}" for each in answers if not each.startswith(("saved", "refused"))]
+    if len({each.split(":")[0] for each in answers}) > 1:
         found.append("ranks disagree")
     try:
         value = read_newest_value(root)
     except BaseException as error:
         return [*found, f"nothing can be loaded: {type(error).__name__}: {error}; there is {sorted(os.listdir(root))}"]
-    if told[0] == "saved" and value != 2:
+    if answers[0] == "saved" and value != 2:
         found.append(f"said to be saved, and {value} is loaded")
-    if told[0].startswith("refused") and value != 1:
+    if answers[0].startswith("refused") and value != 1:
         found.append(f"said not to be saved, and {value} is loaded")
     return found
 
 
-def _judge_later(root: Path, variant: dict, told: list[str]) -> list[str]:
-    if told != ["saved"] * variant["world_size"]:
-        return [f"the next save: {told}"]
+def _judge_later(root: Path, variant: dict, answers: list[str]) -> list[str]:
+    if answers != ["saved"] * variant["world_size"]:
+        return [f"the next save: {answers}"]
     value, left = read_newest_value(root), sorted(path.name for path in root.iterdir())
     wanted = ["checkpoint_1" if variant["same_name"] else "checkpoint_3", "latest"]
     return [] if (value, left) == (3, wanted) else [f"after the next save {value} is loaded, and there is {left}"]
 
 
-def cases(variants: list[str]):
-    """Endless for each kind of call: who runs them goes on with the next kind where a call does not come."""
+def list_cases(variants: list[str]):
+    """Yield an endless iterator of cases for each kind of call.
+
+    The caller continues with the next kind when a call does not occur.
+    """
     for name in variants:
         for victim, call in itertools.product(range(VARIANTS[name]["world_size"]), CALLS):
             yield (Case(name, victim, call, when, ERRORS[when % len(ERRORS)]) for when in itertools.count(1))
 
 
-def all_of(folder: Path, variants: list[str], told: "Told") -> None:
-    """Each call of each save, up to the one that does not come."""
-    for kind in cases(variants):
+def run_all_cases(folder: Path, variants: list[str], results: "Results") -> None:
+    """Run a case for each call of each save, up to the first call that does not occur."""
+    for kind in list_cases(variants):
         for case in kind:
             came, problems = run(folder, case)
-            told.note(case, came, problems)
+            results.note(case, came, problems)
             if not came:
                 break
 
 
-def drawn(folder: Path, seed: int, count: int, told: "Told") -> None:
-    """Some of them; a number that is too high is halved until its call comes."""
+def run_random_cases(folder: Path, seed: int, count: int, results: "Results") -> None:
+    """Run `count` random cases. If a call does not occur, its number is halved until the call occurs."""
     draw = random.Random(seed)
     for _ in range(count):
         name = draw.choice(list(VARIANTS))
@@ -230,14 +233,14 @@ def drawn(folder: Path, seed: int, count: int, told: "Told") -> None:
         while when:
             case = Case(name, victim, call, when, error)
             came, problems = run(folder, case)
-            told.note(case, came, problems)
+            results.note(case, came, problems)
             if came:
                 break
             when //= 2
 
 
-class Told:
-    """What came of the cases."""
+class Results:
+    """Counts of the cases whose call occurred, and their problems."""
 
     def __init__(self) -> None:
         self.came: Counter[tuple[str, str]] = Counter()
@@ -261,25 +264,26 @@ class Told:
                 str(len(self.problems)),
             ]
         )
-        return laid_out(rows)
+        return format_columns(rows)
 
 
 def main() -> int:
-    reader = argparse.ArgumentParser(description=__doc__)
-    reader.add_argument("--seed", type=int, default=7)
-    reader.add_argument("--count", type=int, help="so many, drawn; without it all")
-    reader.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
-    asked = reader.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the processes of the case in hand
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--count", type=int, help="number of random cases; all cases if omitted")
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    args = parser.parse_args()
+    # sys.exit runs the `finally` blocks, which end the processes of the current case.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     torch.set_num_threads(1)
-    told = Told()
+    results = Results()
     with tempfile.TemporaryDirectory(prefix="headway-sweep-") as folder, contextlib.redirect_stderr(None):
-        if asked.count is None:
-            all_of(Path(folder), asked.variants, told)
+        if args.count is None:
+            run_all_cases(Path(folder), args.variants, results)
         else:
-            drawn(Path(folder), asked.seed, asked.count, told)
-    print(f"{told}\n{sum(told.came.values())} cases")
-    return bool(told.problems)
+            run_random_cases(Path(folder), args.seed, args.count, results)
+    print(f"{results}\n{sum(results.came.values())} cases")
+    return bool(results.problems)
 
 
 if __name__ == "__main__":

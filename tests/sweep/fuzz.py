@@ -1,10 +1,10 @@
-"""Hostile inputs at random: manifests, headers and indexes, configurations, command lines; what each of them led to.
+"""Random hostile inputs: manifests, headers, indexes, configurations and command lines, with the results of each.
 
     python -m tests.sweep.fuzz                              # 1,000 manifests, headers, configurations; 2,000 command lines
     python -m tests.sweep.fuzz --seed 7 --manifests 10000
 
-Every case ends in success or in one of Headway's own errors, in time, and a load that is refused has changed nothing: all
-else is printed, with the number that brings it back, and the exit code is 1. The suite runs fewer of the same cases.
+Every case must succeed or raise one of Headway's errors within a time limit, and a refused load must change nothing. All other
+results are printed with the number of their case, and the exit code is 1. The test suite runs fewer of the same cases.
 """
 
 import argparse
@@ -37,10 +37,10 @@ from headway.core.config.launch import SETTINGS
 from headway.core.weights.files import open_checkpoint
 from headway.errors import HeadwayError
 from headway.launch.machine import Machine
-from tests.sweep.loaded_run import RUNS, Run, saved
+from tests.sweep.loaded_run import RUNS, Run, save_checkpoint
 
 PATIENCE = 20.0
-"""Seconds until a case counts as hanging."""
+"""Seconds after which a case counts as hanging."""
 
 ODD: list[Any] = [
     None, True, False, -1, 0, 1, 2, 7, 2**31, 2**53 + 1, 2**63, 2**64, 10**30, -(2**63), 10**400, 0.5, -1.5, 1e308, "", "x", "0",
@@ -53,14 +53,14 @@ ODD: list[Any] = [
 
 
 class Hang(BaseException):
-    """A case took too long; nothing catches it."""
+    """Raised when a case takes too long. Not an `Exception`, so that no handler catches it."""
 
 
 class Tally:
-    """What became of the cases of one kind.
+    """Counts of how the cases of one kind ended, and their faults.
 
     Args:
-        kind: of what.
+        kind: Kind of the inputs, for messages.
     """
 
     def __init__(self, kind: str) -> None:
@@ -69,8 +69,8 @@ class Tally:
         self.faults: list[str] = []
 
     def run(self, number: object, act: Callable[[], str]) -> str:
-        """Run a case; returns how it ended: what `act` returns, "refused", or a fault."""
-        with _limited(PATIENCE):
+        """Run a case and return how it ended: the result of `act`, "refused", or the text of a fault."""
+        with _limit_time(PATIENCE):
             try:
                 end = act()
             except HeadwayError as error:
@@ -82,7 +82,7 @@ class Tally:
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                end = self._fault(number, f"{type(error).__name__}: {error}"[:200] + "\n" + _place(error))
+                end = self._fault(number, f"{type(error).__name__}: {error}"[:200] + "\n" + _format_last_frames(error))
         self.ends[end.split(":")[0].split("\n")[0]] += 1
         return end
 
@@ -91,7 +91,7 @@ class Tally:
         return text
 
     def fault(self, number: object, text: str) -> None:
-        """A case ended as it must not."""
+        """Record that a case ended in a way that is not allowed."""
         self._fault(number, text)
 
     def __str__(self) -> str:
@@ -99,17 +99,17 @@ class Tally:
         return f"{sum(self.ends.values())} {self.kind}: {ends}; {len(self.faults)} faults"
 
 
-def _place(error: BaseException) -> str:
+def _format_last_frames(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return "".join(traceback.format_list(frames[-4:]))
 
 
 @contextlib.contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    def ring(*_: object) -> None:
+def _limit_time(seconds: float) -> Iterator[None]:
+    def raise_hang(*_: object) -> None:
         raise Hang
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, raise_hang)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -121,8 +121,8 @@ def _limited(seconds: float) -> Iterator[None]:
 # -------------------------------------------------------------------- mutations
 
 
-def mutated(draw: random.Random, value: Any) -> Any:
-    """A copy of a JSON value with a few things in it changed, lost, doubled or exchanged."""
+def mutate(draw: random.Random, value: Any) -> Any:
+    """Return a copy of a JSON value with some entries changed, removed, duplicated or exchanged."""
     value = copy.deepcopy(value)
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         _mutate(draw, value)
@@ -130,7 +130,7 @@ def mutated(draw: random.Random, value: Any) -> Any:
 
 
 def _mutate(draw: random.Random, value: Any) -> None:
-    holder, key = _somewhere(draw, value)
+    holder, key = _choose_entry(draw, value)
     if key is None:
         return
     kind = draw.random()
@@ -139,7 +139,7 @@ def _mutate(draw: random.Random, value: Any) -> None:
     elif kind < 0.75:
         del holder[key]
     elif kind < 0.85:
-        other, place = _somewhere(draw, value)
+        other, place = _choose_entry(draw, value)
         if place is not None:
             holder[key] = copy.deepcopy(other[place])
     elif isinstance(holder, dict):
@@ -152,7 +152,7 @@ def _mutate(draw: random.Random, value: Any) -> None:
         holder.insert(key, copy.deepcopy(holder[key]))
 
 
-def _somewhere(draw: random.Random, value: Any) -> tuple[Any, Any]:
+def _choose_entry(draw: random.Random, value: Any) -> tuple[Any, Any]:
     holder, key = None, None
     while isinstance(value, dict | list) and value and (key is None or draw.random() > 0.15):
         holder = value
@@ -166,8 +166,8 @@ _PIECES = [
 ]  # fmt: skip
 
 
-def mutated_bytes(draw: random.Random, data: bytes) -> bytes:
-    """A copy with some bytes set, cut out or put in."""
+def mutate_bytes(draw: random.Random, data: bytes) -> bytes:
+    """Return a copy with some bytes changed, removed or inserted."""
     raw = bytearray(data)
     for _ in range(draw.randint(1, 4)):
         place = draw.randrange(len(raw) + 1)
@@ -184,26 +184,26 @@ def mutated_bytes(draw: random.Random, data: bytes) -> bytes:
 # -------------------------------------------------------------------- manifests
 
 
-def sealed(content: Any, version: int = 3) -> bytes:
-    """A manifest whose own hash fits."""
+def seal_manifest(content: Any, version: int = 3) -> bytes:
+    """Return the bytes of a manifest with this content and its correct hash."""
     return json.dumps(
         {"format": "headway checkpoint", "version": version, "sha256": _digest(content), "content": content}
     ).encode()
 
 
 def manifests(seed: int, count: int, tally: Tally) -> None:
-    """Manifests that are not what was written, with hashes that fit: taken up whole, or refused and nothing changed."""
+    """Load changed manifests with correct hashes. Each must load completely, or be refused without changing any object."""
     for number, settings in enumerate(RUNS):
         _manifests(seed, range(number, count, len(RUNS)), tally, settings)
 
 
 def _manifests(seed: int, numbers: range, tally: Tally, settings: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as name:
-        folder = saved(Path(name), **settings)
+        folder = save_checkpoint(Path(name), **settings)
         content = json.loads((folder / MANIFEST).read_text())["content"]
         run = Run(Path(name), **settings)
         before = run.print()
-        if tally.run("as it was written", lambda: _taken(run, folder)) != "taken":
+        if tally.run("as it was written", lambda: _load(run, folder)) != "taken":
             tally.fault("as it was written", "is not taken")
         run = Run(Path(name), **settings)
         for number in numbers:
@@ -211,9 +211,9 @@ def _manifests(seed: int, numbers: range, tally: Tally, settings: dict[str, Any]
             part = draw.choice(["state"] * 4 + ["about", "tensors", "files", "aliases", "all"])
             if part == "state":
                 part = draw.choice([*content["state"], "state"])
-            changed = _changed(draw, content, part)
-            (folder / MANIFEST).write_bytes(sealed(changed))
-            end = tally.run(number, lambda run=run: _taken(run, folder))
+            changed = _change_content(draw, content, part)
+            (folder / MANIFEST).write_bytes(seal_manifest(changed))
+            end = tally.run(number, lambda run=run: _load(run, folder))
             if end == "taken":
                 run = Run(Path(name), **settings)
                 before = run.print()
@@ -222,18 +222,18 @@ def _manifests(seed: int, numbers: range, tally: Tally, settings: dict[str, Any]
                 run = Run(Path(name), **settings)
 
 
-def _changed(draw: random.Random, content: Any, part: str) -> Any:
-    """The content with something in this part of it changed."""
+def _change_content(draw: random.Random, content: Any, part: str) -> Any:
+    """Return the content with a random change in the given part."""
     if part in content or part == "all":
-        return mutated(draw, content) if part == "all" else _with(draw, content, part)
-    return {**content, "state": _with(draw, content["state"], part)}
+        return mutate(draw, content) if part == "all" else _mutate_entry(draw, content, part)
+    return {**content, "state": _mutate_entry(draw, content["state"], part)}
 
 
-def _with(draw: random.Random, table: dict[str, Any], part: str) -> dict[str, Any]:
-    return {**{name: value for name, value in table.items() if name != part}, **mutated(draw, {part: table[part]})}
+def _mutate_entry(draw: random.Random, table: dict[str, Any], part: str) -> dict[str, Any]:
+    return {**{name: value for name, value in table.items() if name != part}, **mutate(draw, {part: table[part]})}
 
 
-def _taken(run: Run, folder: Path) -> str:
+def _load(run: Run, folder: Path) -> str:
     run.accelerator.load_state(str(folder))
     return "taken"
 
@@ -242,9 +242,9 @@ def _taken(run: Run, folder: Path) -> str:
 
 
 def headers(seed: int, count: int, tally: Tally) -> None:
-    """Headers of safetensors files, and indexes of sharded ones: read as they are, or refused."""
+    """Read changed headers of safetensors files and changed indexes of sharded ones. Each must be read, or refused."""
     with tempfile.TemporaryDirectory() as name:
-        folder = saved(Path(name))
+        folder = save_checkpoint(Path(name))
         file = "optimizer-00000.safetensors"
         manifest, right = json.loads((folder / MANIFEST).read_text())["content"], (folder / file).read_bytes()
         plain = Path(name) / "model.safetensors"
@@ -257,42 +257,42 @@ def headers(seed: int, count: int, tally: Tally) -> None:
             draw = random.Random(f"{seed} header {number}")
             kind = draw.choice(["shard", "shard", "file", "index", "pickle"])
             if kind == "index":
-                text = json.dumps(mutated(draw, weights)).encode()
-                index.write_bytes(text if draw.random() < 0.5 else mutated_bytes(draw, text))
-                tally.run(number, lambda: _opened(index))
+                text = json.dumps(mutate(draw, weights)).encode()
+                index.write_bytes(text if draw.random() < 0.5 else mutate_bytes(draw, text))
+                tally.run(number, lambda: _read_weights(index))
                 continue
             if kind == "pickle":
-                pickled.write_bytes(_pickled(draw))
-                tally.run(number, lambda: _opened(pickled))
+                pickled.write_bytes(_make_pickle(draw))
+                tally.run(number, lambda: _read_weights(pickled))
                 continue
-            data = _changed_header(draw, right)
+            data = _change_header(draw, right)
             if kind == "file":
                 plain.write_bytes(data)
-                tally.run(number, lambda: _opened(plain))
+                tally.run(number, lambda: _read_weights(plain))
                 continue
             (folder / file).write_bytes(data)
             written = hash_file(folder / file, file)
             fitting = {"bytes": written.num_bytes, "xxh3_128": list(written.digests)}
             content = {**manifest, "files": {**manifest["files"], file: fitting}}
-            (folder / MANIFEST).write_bytes(sealed(content))
-            tally.run(number, lambda: _read(folder))
+            (folder / MANIFEST).write_bytes(seal_manifest(content))
+            tally.run(number, lambda: _read_state(folder))
 
 
-def _pickled(draw: random.Random) -> bytes:
-    """What torch.save wrote, of things that are no weights or with bytes changed."""
+def _make_pickle(draw: random.Random) -> bytes:
+    """Return a `torch.save` file with objects that are not weights, or with changed bytes."""
     odd = [torch.ones(2, 2).to_sparse(), torch.ones(1).expand(10**6), torch.ones(2, device="meta"), torch.ones(3), [1],
            None, torch.ones(2, 2).t(), torch.nn.Parameter(torch.ones(2))]  # fmt: skip
     file = io.BytesIO()
     torch.save({draw.choice(["a", 1, None, ("a",), "\ud800"]): draw.choice(odd)}, file,
                _use_new_zipfile_serialization=draw.random() < 0.7)  # fmt: skip
-    return file.getvalue() if draw.random() < 0.5 else mutated_bytes(draw, file.getvalue())
+    return file.getvalue() if draw.random() < 0.5 else mutate_bytes(draw, file.getvalue())
 
 
-def _changed_header(draw: random.Random, data: bytes) -> bytes:
+def _change_header(draw: random.Random, data: bytes) -> bytes:
     length = int.from_bytes(data[:8], "little")
     if draw.random() < 0.4:
-        return mutated_bytes(draw, data[: 8 + length]) + data[8 + length :]
-    return _with_header(mutated(draw, json.loads(data[8 : 8 + length])), data[8 + length :])
+        return mutate_bytes(draw, data[: 8 + length]) + data[8 + length :]
+    return _with_header(mutate(draw, json.loads(data[8 : 8 + length])), data[8 + length :])
 
 
 def _with_header(header: Any, data: bytes) -> bytes:
@@ -301,13 +301,13 @@ def _with_header(header: Any, data: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
-def _opened(path: Path) -> str:
+def _read_weights(path: Path) -> str:
     for stored in open_checkpoint(path).tensors.values():
         stored.tensor().reshape(-1).clone().view(torch.uint8).sum()
     return "read"
 
 
-def _read(folder: Path) -> str:
+def _read_state(folder: Path) -> str:
     for is_verified in (True, False):
         for tensor in read_state(folder, read_manifest(folder), is_verified)[0].values():
             tensor.clone()
@@ -328,23 +328,23 @@ _SCALARS = [
 
 
 def configurations(seed: int, count: int, tally: Tally) -> None:
-    """Config files: read, or refused."""
+    """Read random configuration files. Each must be read, or refused."""
     from headway.core.config.files import read_file_layer
 
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "config.yaml"
         for number in range(count):
             draw = random.Random(f"{seed} configuration {number}")
-            path.write_bytes(_configuration(draw))
+            path.write_bytes(_draw_configuration(draw))
             tally.run(number, lambda: "read" if read_file_layer(str(path), {}) is not None else "")
 
 
-def _configuration(draw: random.Random) -> bytes:
+def _draw_configuration(draw: random.Random) -> bytes:
     if draw.random() < 0.2:
-        return json.dumps(mutated(draw, {"num_processes": 2, "cpu": True, "mixed_precision": "bf16"})).encode()
+        return json.dumps(mutate(draw, {"num_processes": 2, "cpu": True, "mixed_precision": "bf16"})).encode()
     keys = [*SETTINGS, "x", "<<", "? [a]", "compute_environment", "num_procs"]
     text = "".join(f"{draw.choice(keys)}: {draw.choice(_SCALARS)}\n" for _ in range(draw.randint(0, 5)))
-    return text.encode() if draw.random() < 0.7 else mutated_bytes(draw, text.encode())
+    return text.encode() if draw.random() < 0.7 else mutate_bytes(draw, text.encode())
 
 
 _FLAGS = [
@@ -374,31 +374,37 @@ _COMMANDS = [
 
 
 def command_lines(seed: int, count: int, tally: Tally) -> None:
-    """Command lines, in a folder of odd files: done, or refused with exit code 1 or 2 and a word of why."""
+    """Run random command lines in a folder of odd files.
+
+    Each must succeed, or be refused with exit code 1 or 2 and a message.
+    """
     with tempfile.TemporaryDirectory() as name:
-        checkpoint = saved(Path(name) / "made")
+        checkpoint = save_checkpoint(Path(name) / "made")
         for number in range(count):
             folder = Path(name) / str(number // 25)
             if not folder.exists():
-                _furnish(folder, checkpoint)
+                _fill_folder(folder, checkpoint)
             draw = random.Random(f"{seed} command line {number}")
             words = [draw.choice(_COMMANDS)]
             if words[0] in _TAKES:
                 words += [draw.choice([*_PLACES, draw.choice(_WORDS)]) for _ in range(_TAKES[words[0]])]
-            words += [_word(draw) for _ in range(draw.choice([0, 0, 1, 2, 5]))]
-            end = tally.run(f"{number} {words!r}"[:300], lambda: _called(draw.choice(_MACHINES), folder, words))
+            words += [_draw_word(draw) for _ in range(draw.choice([0, 0, 1, 2, 5]))]
+            end = tally.run(f"{number} {words!r}"[:300], lambda: _run_command(draw.choice(_MACHINES), folder, words))
             if end not in ("exit None", "exit 0", "exit 1", "exit 2", "done") and "\n" not in end:
                 tally.fault(number, end)
 
 
-def _word(draw: random.Random) -> str:
+def _draw_word(draw: random.Random) -> str:
     if draw.random() < 0.15:
         return f"--{draw.choice(list(SETTINGS))}"
     return draw.choice(_FLAGS) if draw.random() < 0.35 else draw.choice(_WORDS)
 
 
-def _furnish(folder: Path, checkpoint: Path) -> None:
-    """A folder with a checkpoint, an odd one, and files of all kinds; links stand for devices, so that nothing can remove those."""
+def _fill_folder(folder: Path, checkpoint: Path) -> None:
+    """Create a folder with a valid checkpoint, an odd one, and files of all kinds.
+
+    Symbolic links replace devices, so that no command can remove a device.
+    """
     folder.mkdir()
     shutil.copytree(checkpoint, folder / "saved")
     (folder / "odd").mkdir()
@@ -407,7 +413,7 @@ def _furnish(folder: Path, checkpoint: Path) -> None:
         name.replace("model/0/0.weight", "model/abc/\x1b[31mw\ud800"): each
         for name, each in manifest["tensors"].items()
     }
-    (folder / "odd" / MANIFEST).write_bytes(sealed({**manifest, "tensors": changed, "aliases": {}}))
+    (folder / "odd" / MANIFEST).write_bytes(seal_manifest({**manifest, "tensors": changed, "aliases": {}}))
     for file in manifest["files"]:
         shutil.copy(checkpoint / file, folder / "odd" / file)
     os.mkfifo(folder / "pipe")
@@ -418,22 +424,22 @@ def _furnish(folder: Path, checkpoint: Path) -> None:
     (folder / "config.yaml").write_text("num_processes: 2\n")
 
 
-def _called(machine: Machine, folder: Path, words: list[str]) -> str:
+def _run_command(machine: Machine, folder: Path, words: list[str]) -> str:
     patches = [
         patch("headway.launch.machine.inspect_machine", lambda environment: machine),
         patch("headway.launch.run.execute_plan", lambda plan, environment, is_quiet: None),
         patch("headway.common.env.copy_variables", lambda: {"HEADWAY_HOME": str(folder)}),
         contextlib.chdir(folder), contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")),
     ]  # fmt: skip
-    told = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace")
-    with contextlib.ExitStack() as stack, contextlib.redirect_stderr(told):
+    stderr = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace")
+    with contextlib.ExitStack() as stack, contextlib.redirect_stderr(stderr):
         for each in patches:
             stack.enter_context(each)
         try:
             headway(words)
         except SystemExit as ended:
-            told.flush()
-            if ended.code not in (0, None) and not told.buffer.getvalue():
+            stderr.flush()
+            if ended.code not in (0, None) and not stderr.buffer.getvalue():
                 raise AssertionError("refused without a word") from ended
             raise
     return "done"
@@ -448,19 +454,19 @@ KINDS: dict[str, tuple[int, Callable[[int, int, Tally], None]]] = {
 
 
 def main() -> int:
-    """Run as many cases of each kind as asked for; 0 where all ended as they must."""
+    """Run the requested number of cases of each kind, and return 0 if all of them ended as allowed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     for kind, (count, _) in KINDS.items():
         parser.add_argument(f"--{kind}", type=int, default=count)
-    asked = vars(parser.parse_args())
+    arguments = vars(parser.parse_args())
     torch.set_num_threads(1)
     logging.getLogger("headway").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     num_faults = 0
     for kind, (_, act) in KINDS.items():
         tally = Tally(kind.replace("_", " "))
-        act(asked["seed"], asked[kind], tally)
+        act(arguments["seed"], arguments[kind], tally)
         print(tally, *tally.faults[:20], sep="\n  ", flush=True)
         num_faults += len(tally.faults)
     return int(num_faults > 0)

@@ -1,4 +1,4 @@
-"""One start of the training script as a job: its processes, the moments it tells of, and its end."""
+"""Runs the sweep's training script once: starts its processes, follows its progress marks, and can kill it at a chosen time."""
 
 import contextlib
 import json
@@ -14,25 +14,25 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("script.py")
 PATIENCE = 120.0
-"""Seconds after which a job that was struck, or that goes on, counts as hanging."""
+"""Seconds after which a job counts as hanging."""
 
 GONE = 25.0
-"""Seconds for the last process to go after the first one has ended: DataLoader workers look for their rank every 5 s."""
+"""Seconds for all processes to end after the launcher: DataLoader workers check every 5 s whether their rank still exists."""
 
 Mark = tuple[str, str]
-"""What a rank is about to do: the phase, and which one of its kind."""
+"""Progress mark: (phase that a rank is about to enter, number or place within phases of this kind)."""
 
 
 @dataclass
 class Strike:
-    """A signal that ends a job.
+    """A signal that interrupts a job.
 
     Attributes:
-        phase: in which it comes.
-        which: of that phase's marks that are still to come, from 0 to 1.
-        delay: after the mark, as a part of the time until the next one, which may be over one.
-        number: the signal.
-        target: "rank 0", "rank 1", "launcher" or "all".
+        phase: Phase in which the signal is sent.
+        which: Position among the remaining marks of this phase, from 0 to 1.
+        delay: Delay after the mark, as a fraction of the time until the next mark. It may exceed 1.
+        number: The signal.
+        target: "rank 0", "rank 1" and so on, "launcher" or "all".
     """
 
     phase: str
@@ -50,14 +50,14 @@ class Ended:
     """How a job ended.
 
     Attributes:
-        code: of the launcher, which is the script on one process.
-        seconds: it took.
-        marks: of rank 0, with the seconds since the start.
-        lines: that each rank told.
-        errors: what was printed.
-        left: command lines of processes that were still there.
-        has_hung: it had to be killed.
-        struck: at which mark; None: not.
+        code: Exit code of the launcher. With one process, the launcher becomes the script.
+        seconds: Duration of the job.
+        marks: Marks of rank 0, with the seconds since the start.
+        lines: Log lines of each rank.
+        errors: Output of all processes.
+        left: Command lines of processes that still existed after the launcher's end.
+        has_hung: Whether the job had to be killed.
+        struck: Mark at which the signal was sent, or None.
     """
 
     code: int
@@ -72,33 +72,35 @@ class Ended:
 
 def run(folder: Path, mode: str, num_ranks: int, attempt: int, strike: Strike | None = None,
         find: Callable[[Strike], tuple[Mark, float] | None] = lambda _: None) -> Ended:  # fmt: skip
-    """Start the script, strike where that is wanted, and wait for the end.
+    """Start the script, send the signal of `strike` if one is given, and wait for the end.
 
     Args:
-        find: gives the mark at which a strike falls, and the seconds after it.
+        find: Function that returns the mark at which to strike and the delay in seconds, or None.
     """
     fifo = folder / "marks"
     if not fifo.exists():
         os.mkfifo(fifo)
-    marks = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)  # never at its end, whoever comes and goes
+    marks = os.open(
+        fifo, os.O_RDWR | os.O_NONBLOCK
+    )  # opened for writing too, so that reads never reach the end of the FIFO
     name = f"{os.getpid()}-{time.monotonic_ns()}"
     kept = {key: value for key, value in os.environ.items()
             if not key.startswith(("HEADWAY_", "OMP_", "GLOO_", "RANK", "WORLD_SIZE", "LOCAL_"))}  # fmt: skip
     errors = folder / f"errors.{attempt}"
     command = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", str(num_ranks), str(SCRIPT), mode]
-    with _interruptible(), errors.open("w") as sink:
+    with _restore_sigint(), errors.open("w") as sink:
         began = time.monotonic()
         process = subprocess.Popen(
             command, cwd=folder, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL, start_new_session=True,
             env={**kept, "HEADWAY_HOME": str(folder), "SWEEP_JOB": name, "SWEEP_ATTEMPT": str(attempt), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
     try:
-        job = _Job(process, name, marks, began)
+        job = _RunningJob(process, name, marks, began)
         struck = job.follow(strike, find)
         has_hung = not job.wait()
-        stacks = _where(folder, name, attempt) if has_hung else ""
-        left = job.remains()
-        lines = [_lines(folder / f"log.{attempt}.{rank}") for rank in range(num_ranks)]
+        stacks = _describe_hang(folder, name, attempt) if has_hung else ""
+        left = job.find_remaining_processes()
+        lines = [_read_lines(folder / f"log.{attempt}.{rank}") for rank in range(num_ranks)]
         return Ended(
             process.returncode,
             time.monotonic() - began,
@@ -110,27 +112,27 @@ def run(folder: Path, mode: str, num_ranks: int, attempt: int, strike: Strike | 
             struck,
         )
     finally:
-        for pid in _members(name):
+        for pid in _list_pids(name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
         os.close(marks)
 
 
-def _where(folder: Path, name: str, attempt: int) -> str:
-    """What a run that hangs is at: its processes, and the stacks that they wrote."""
-    said = []
-    for pid in _members(name):
+def _describe_hang(folder: Path, name: str, attempt: int) -> str:
+    """Return what the processes of a hanging run wait for, and the stacks that they wrote."""
+    report = []
+    for pid in _list_pids(name):
         with contextlib.suppress(OSError):
             waits = Path(f"/proc/{pid}/wchan").read_text()
             parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]
-            said.append(f"{pid} (of {parent}) waits in {waits}: {_command(pid)}")
+            report.append(f"{pid} (of {parent}) waits in {waits}: {_describe_process(pid)}")
     for file in sorted(folder.glob(f"stacks.{attempt}.*")):
-        said.append(f"{file.name}:\n{file.read_text()}")
-    return "\n".join(["", *said])
+        report.append(f"{file.name}:\n{file.read_text()}")
+    return "\n".join(["", *report])
 
 
-class _Job:
+class _RunningJob:
     def __init__(self, process: subprocess.Popen, name: str, fifo: int, began: float) -> None:
         self.process, self.name, self.fifo, self.began = process, name, fifo, began
         self.marks: list[tuple[Mark, float]] = [(("import", "0"), 0.0)]
@@ -139,7 +141,7 @@ class _Job:
         self._pids: dict[str, int] = {}
 
     def follow(self, strike: Strike | None, find: Callable[[Strike], tuple[Mark, float] | None]) -> Mark | None:
-        """Until it has been struck, or ends by itself."""
+        """Wait until the strike was sent, or until the script ends. Return the mark of the strike, or None."""
         wanted = None if strike is None else find(strike)
         while self.process.poll() is None and time.monotonic() < self.compute_deadline:
             if strike is not None and wanted is not None and (at := self._time_of(wanted[0])) is not None:
@@ -152,7 +154,7 @@ class _Job:
         return None
 
     def wait(self) -> bool:
-        """Until the launcher has ended; False: it does not."""
+        """Wait until the launcher ends. Return False if it does not end in time."""
         while self.process.poll() is None:
             if time.monotonic() > self.compute_deadline:
                 return False
@@ -160,12 +162,12 @@ class _Job:
         self._read(0)
         return True
 
-    def remains(self) -> list[str]:
-        """What is left of the job some time after the launcher's end."""
+    def find_remaining_processes(self) -> list[str]:
+        """Return the command lines of processes that still exist some time after the launcher's end."""
         deadline = time.monotonic() + GONE
-        while (left := _members(self.name)) and time.monotonic() < deadline:
+        while (left := _list_pids(self.name)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return [_command(pid) for pid in left]
+        return [_describe_process(pid) for pid in left]
 
     def _time_of(self, mark: Mark) -> float | None:
         return next((at for known, at in reversed(self.marks) if known == mark), None)
@@ -184,19 +186,26 @@ class _Job:
         if strike.target == "launcher":
             pids = [self.process.pid]
         elif strike.target == "all":
-            pids = _members(self.name)
+            pids = _list_pids(self.name)
         else:
             rank = strike.target.split()[1]
-            pids = [pid for pid in _members(self.name) if _environment(pid).get("RANK") == rank and _is_rank(pid)]
-            pids = pids[:1] or [self.process.pid]  # one process is its own launcher; ranks that are not there yet
+            pids = [
+                pid for pid in _list_pids(self.name) if _read_environment(pid).get("RANK") == rank and _is_rank(pid)
+            ]
+            pids = pids[:1] or [
+                self.process.pid
+            ]  # fallback to the launcher, for one process and for ranks that have not started yet
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, strike.number)
 
 
 @contextlib.contextmanager
-def _interruptible():
-    """A background shell ignores SIGINT, and what it starts would do so too."""
+def _restore_sigint():
+    """Restore the default handling of SIGINT for child processes.
+
+    Background shells ignore SIGINT, and child processes inherit this.
+    """
     former = signal.getsignal(signal.SIGINT)
     if former is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -206,16 +215,19 @@ def _interruptible():
         signal.signal(signal.SIGINT, former)
 
 
-def _members(name: str) -> list[int]:
-    """The pids of a job, the oldest first: whoever has its name in the environment, wherever it was put."""
+def _list_pids(name: str) -> list[int]:
+    """Return the IDs of the job's processes, in ascending order.
+
+    A process belongs to the job if its environment contains the job's name.
+    """
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and _environment(int(entry.name)).get("SWEEP_JOB") == name:
+        if entry.name.isdigit() and _read_environment(int(entry.name)).get("SWEEP_JOB") == name:
             found.append(int(entry.name))
     return sorted(found)
 
 
-def _environment(pid: int) -> dict[str, str]:
+def _read_environment(pid: int) -> dict[str, str]:
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
         return dict(line.partition("=")[::2] for line in text.split("\0") if "=" in line)
@@ -223,20 +235,20 @@ def _environment(pid: int) -> dict[str, str]:
 
 
 def _is_rank(pid: int) -> bool:
-    """Is it the rank itself, and not a worker that it forked?"""
+    """Whether the process is a rank, and not a DataLoader worker that a rank forked."""
     with contextlib.suppress(OSError, IndexError):
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        return "RANK" not in _environment(parent)
+        return "RANK" not in _read_environment(parent)
     return False
 
 
-def _command(pid: int) -> str:
+def _describe_process(pid: int) -> str:
     with contextlib.suppress(OSError):
         return f"{pid}: {Path(f'/proc/{pid}/cmdline').read_text().replace(chr(0), ' ')}"
     return str(pid)
 
 
-def _lines(path: Path) -> list[dict]:
+def _read_lines(path: Path) -> list[dict]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]

@@ -1,9 +1,12 @@
-"""Checkpoints of every layout and number of ranks, saved in mid-epoch and loaded under every other one.
+"""Checkpoints of every layout and number of ranks, saved in the middle of an epoch and loaded in every other layout.
 
-`python -m tests.sweep.layouts` does it for all pairs, with a Llama of transformers, and prints how far the losses of the updates
-after a load lie from those of the run that was never stopped; `--model gpt` takes the small GPT that the suite takes, `--model moe`
-a mixture of experts and the layouts of those; `--pairs_with pp=2+cp=2@4` only loads into and out of that one. What was loaded must be
-what was saved, to the bit: the model's whole weights, and a second checkpoint, which is written at once.
+`python -m tests.sweep.layouts` tests all pairs with a Llama model of transformers. It prints the largest difference
+between losses after a load and those of an uninterrupted run. `--model gpt` uses the small GPT of the test suite,
+`--model moe` a mixture of experts with its own layouts. `--pairs_with pp=2+cp=2@4` tests only loads into and out of
+this layout.
+
+The loaded state must equal the saved one bit for bit. The sweep compares the model's whole weights, and a second
+checkpoint that is written directly after the load.
 """
 
 import argparse
@@ -23,16 +26,16 @@ from torch.utils.data import DataLoader, Dataset
 from headway.core.checkpoint.loading.files import verify_checkpoint
 from tests.distributed.cut_models import GPT, GPT_PLAN, llama, mixtral
 from tests.distributed.ranks import run_ranks
-from tests.sweep.tables import laid_out
+from tests.sweep.tables import format_columns
 from tests.unit.core.checkpoint.reading import read_tensors
 
 ROWS, WINDOW, UPDATES = 120, 24, 8
-"""An epoch has five updates, so that a run which is stopped after three of them stops in mid-epoch."""
+"""An epoch has five updates, so a run that stops after three of them stops in the middle of an epoch."""
 
 STOP = 3
 CLOSE = 1e-6
 CLOSE_IN_FLOAT32 = 2e-5
-"""How far losses may lie apart. Models are of float64: the order in which floats are added differs, and Adam makes the most of it."""
+"""Largest allowed differences of losses. Models use float64, because layouts sum in different orders, and Adam amplifies this."""
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "gpt": GPT,
@@ -40,16 +43,16 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "moe": mixtral,
 }
 FLOAT32 = ", float32"
-"""Behind the name of a model: DeepSpeed knows no float64."""
+"""Suffix of a model's name for float32, because DeepSpeed does not support float64."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A layout on a number of ranks.
+    """A layout on a given number of ranks.
 
     Attributes:
-        layout: as it is written; "ddp" on one rank is plain PyTorch.
-        num_ranks: in all.
+        layout: Value of `strategy`; "ddp" on one rank is plain PyTorch.
+        num_ranks: Total number of ranks.
     """
 
     layout: str
@@ -73,13 +76,13 @@ MOE = _cells({
     4: ("ep", "fsdp+ep=2", "ddp=2+ep=2", "ep=2+tp=2", "cp=2+ep=2", "fsdp", "pp=2+fsdp", "pp=2+tp", "pp=2+ep"),
     2: ("ep", "fsdp", "tp", "pp", "ddp"), 1: ("ddp",),
 })  # fmt: skip
-"""Of a mixture of experts."""
+"""Layouts for a mixture of experts."""
 ENGINES = tuple(Cell(f"zero{stage}", 2) for stage in (1, 2, 3))
-"""DeepSpeed's, where that is installed."""
+"""Layouts of DeepSpeed, if it is installed."""
 
 
 class Rows(Dataset):
-    """Sequences whose next number can be learned."""
+    """Token sequences in which the next number is predictable."""
 
     def __len__(self) -> int:
         return ROWS
@@ -89,14 +92,14 @@ class Rows(Dataset):
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one run came to.
+class Result:
+    """Result of one run.
 
     Attributes:
-        losses: of its updates.
-        seen: the samples of each update, sorted.
-        differences: what the load told.
-        loaded: the whole weights behind the load, on rank 0.
+        losses: Loss of each update.
+        seen: Sorted samples of each update.
+        differences: Differences from the saved run that the load reported.
+        loaded: Whole weights after the load, on rank 0.
     """
 
     losses: list[float]
@@ -105,8 +108,8 @@ class Told:
     loaded: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def built(name: str) -> torch.nn.Module:
-    """The model, its last norm frozen."""
+def build_model(name: str) -> torch.nn.Module:
+    """Build the model with its last norm frozen."""
     torch.manual_seed(0)
     model = MODELS[name.removesuffix(FLOAT32)]()
     model = model if name.endswith(FLOAT32) else model.double()
@@ -114,33 +117,37 @@ def built(name: str) -> torch.nn.Module:
     return model
 
 
-def train(job: "Job", name: str) -> Told:
-    """A run until so many updates; it goes on from `load`, and saves at the end, or behind one more update."""
+def train(job: "Job", name: str) -> Result:
+    """Train on this rank as the job says, and return its losses, samples and loaded weights.
+
+    The run resumes from `job.load`, and ends after `job.until` updates. A save in the background is followed by one
+    more update.
+    """
     from headway import Accelerator, TensorParallelOptions, set_seed
 
     set_seed(1)
     options = [TensorParallelOptions(plan=GPT_PLAN)] if name.startswith("gpt") and "tp" in job.layout else None
     accelerator = Accelerator(cpu=True, strategy=job.layout, scheduler_ticks="updates", kwargs_handlers=options)
-    model = built(name)
+    model = build_model(name)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.03)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     loader: Any = DataLoader(Rows(), batch_size=WINDOW // accelerator.strategy.data_shard.count, shuffle=True)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-    torch.manual_seed(2)  # a layout may have drawn from the stream that the loader's seed comes from
+    torch.manual_seed(2)  # some layouts draw from the generator that also provides the loader's seed
     loader = accelerator.prepare(loader)
-    told = Told([], [], [])
+    result = Result([], [], [])
     try:
         if job.load is not None:
-            told.differences.extend(accelerator.resume(job.load).differences)
-            told.loaded.update({name: each.clone() for name, each in accelerator.get_state_dict(model).items()})
-            accelerator.save_state(job.again)
+            result.differences.extend(accelerator.resume(job.load).differences)
+            result.loaded.update({name: each.clone() for name, each in accelerator.get_state_dict(model).items()})
+            accelerator.save_state(job.again_folder)
         for _ in accelerator.epochs(2):
             for ids in loader:
-                step(accelerator, model, optimizer, schedule, ids, told)
+                step(accelerator, model, optimizer, schedule, ids, result)
                 if job.save is not None and accelerator.num_updates == job.until:
                     accelerator.save_state(job.save, blocking=not job.is_behind)
-                if accelerator.num_updates == job.until + job.is_behind:  # it has learned while that was written
-                    return told
+                if accelerator.num_updates == job.until + job.is_behind:  # trains while the save is written
+                    return result
         raise AssertionError("the epochs were too short")
     finally:
         if job.save is not None:
@@ -148,21 +155,21 @@ def train(job: "Job", name: str) -> Told:
         accelerator.free_memory()
 
 
-def step(accelerator: Any, model: Any, optimizer: Any, schedule: Any, ids: torch.Tensor, told: Told) -> None:
-    """An update, of which the loss and the samples are noted."""
+def step(accelerator: Any, model: Any, optimizer: Any, schedule: Any, ids: torch.Tensor, result: Result) -> None:
+    """Make one update, and record its loss and samples."""
     with accelerator.accumulate(model):
-        loss = loss_of(model, ids)
+        loss = compute_loss(model, ids)
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    told.losses.append(float(accelerator.reduce(loss.detach(), "mean")))
-    told.seen.append(sorted(accelerator.gather_for_metrics(ids[:, 0] * 37 + ids[:, 1]).tolist()))
+    result.losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    result.seen.append(sorted(accelerator.gather_for_metrics(ids[:, 0] * 37 + ids[:, 1]).tolist()))
 
 
-def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Of the next token."""
+def compute_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the loss of predicting the next token."""
     found = model(ids)
     logits = getattr(found, "logits", found)
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -170,14 +177,14 @@ def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Job:
-    """One run among those that one set of processes makes.
+    """One of the runs that a group of processes makes.
 
     Attributes:
-        layout: of the run.
-        load: the checkpoint it goes on from; None: it begins.
-        save: where it saves; None: it does not.
-        until: updates after which it does, or ends.
-        is_behind: the save is written behind the loop.
+        layout: Layout of the run.
+        load: Checkpoint to resume from, or None to start from scratch.
+        save: Path of the checkpoint to save, or None.
+        until: Number of updates after which the run saves and ends.
+        is_behind: Whether the save is written in the background.
     """
 
     layout: str
@@ -187,98 +194,100 @@ class Job:
     is_behind: bool = False
 
     @property
-    def again(self) -> Path:
-        """Where what it has loaded is written once more."""
+    def again_folder(self) -> Path:
+        """Path of the second checkpoint, to which the loaded state is written."""
         assert self.load is not None
         return self.load.with_name(f"{self.load.name} into {self.layout}")
 
 
-def _all(jobs: Sequence[Job], name: str) -> list[Told]:
+def _train_all(jobs: Sequence[Job], name: str) -> list[Result]:
     return [train(job, name) for job in jobs]
 
 
-def run(num_ranks: int, jobs: Sequence[Job], name: str, timeout: float = 300) -> list[Told]:
-    """What the jobs came to on so many processes, all alike on every rank, with the model of that name.
+def run(num_ranks: int, jobs: Sequence[Job], name: str, timeout: float = 300) -> list[Result]:
+    """Run the jobs on `num_ranks` processes and return rank 0's results.
+
+    All ranks must return the same losses.
 
     Raises:
-        AssertionError: ranks tell different things.
+        AssertionError: If ranks have different losses.
     """
-    found = run_ranks(_all, num_ranks, jobs, name, timeout=timeout)
-    for told in found[1:]:
-        assert [one.losses for one in told] == [one.losses for one in found[0]], "ranks have different losses"
+    found = run_ranks(_train_all, num_ranks, jobs, name, timeout=timeout)
+    for result in found[1:]:
+        assert [one.losses for one in result] == [one.losses for one in found[0]], "ranks have different losses"
     return list(found[0])
 
 
-def compared(told: Told, whole: Told, begin: int = STOP) -> float:
-    """How far the losses lie from those of the undisturbed run.
+def measure_difference(result: Result, whole: Result, begin: int = STOP) -> float:
+    """Return the largest difference between a run's losses and those of the uninterrupted run.
 
     Raises:
-        AssertionError: its updates are of other samples, or of another number.
+        AssertionError: If the number of updates or their samples differ.
     """
-    there = slice(begin, begin + len(told.losses))
-    assert told.seen == whole.seen[there], f"other samples: {told.seen} instead of {whole.seen[there]}"
-    return max(abs(one - other) for one, other in zip(told.losses, whole.losses[there], strict=True))
+    there = slice(begin, begin + len(result.losses))
+    assert result.seen == whole.seen[there], f"other samples: {result.seen} instead of {whole.seen[there]}"
+    return max(abs(one - other) for one, other in zip(result.losses, whole.losses[there], strict=True))
 
 
-def state(folder: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's whole weights and state of the optimizer."""
+def read_state(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the whole weights and optimizer state of a checkpoint."""
     found = dict(read_tensors(folder, verify_checkpoint(folder)))
     return {name: tensor for name, tensor in found.items() if name.startswith(("model/", "optimizer/"))}
 
 
-def check_loaded(job: Job, told: Told) -> None:
-    """What was saved, what a job loaded and gathered, and what it wrote at once are the same bits; the second checkpoint is removed.
+def check_loaded(job: Job, result: Result) -> None:
+    """Check that saved, loaded and saved-again tensors are equal bit for bit, then remove the second checkpoint.
 
     Raises:
-        AssertionError: something differs.
+        AssertionError: If tensors differ.
     """
     assert job.load is not None
-    saved, again = state(job.load), state(job.again)
+    saved, again = read_state(job.load), read_state(job.again_folder)
     assert any("exp_avg_sq" in name for name in saved)
     assert saved.keys() == again.keys(), f"other tensors: {sorted(saved.keys() ^ again.keys())}"
     differing = [name for name, tensor in saved.items() if not torch.equal(tensor, again[name])]
     differing += [name for name, tensor in saved.items()
-                  if name.startswith("model/") and not torch.equal(tensor, told.loaded[name.removeprefix("model/0/")])]  # fmt: skip
+                  if name.startswith("model/") and not torch.equal(tensor, result.loaded[name.removeprefix("model/0/")])]  # fmt: skip
     assert not differing, f"other values after the load: {differing}"
-    shutil.rmtree(job.again)
+    shutil.rmtree(job.again_folder)
 
 
-def close(name: str) -> float:
-    """How far the losses of a model may lie apart."""
+def get_tolerance(name: str) -> float:
+    """Return the tolerance for the losses of a model."""
     return CLOSE_IN_FLOAT32 if name.endswith(FLOAT32) else CLOSE
 
 
-def names_layouts(told: Told) -> bool:
-    """Does the load tell that tensors were cut in another way?"""
-    return any(line.startswith("layout ") for line in told.differences)
+def reports_other_layout(result: Result) -> bool:
+    """Whether the load reported that tensors were split differently."""
+    return any(line.startswith("layout ") for line in result.differences)
 
 
 # -------------------------------------------------------------------- all pairs
 
 
-def matrix(
+def compare_all_pairs(
     folder: Path, cells: Sequence[Cell], name: str, pairs_with: Sequence[str] = ()
 ) -> dict[tuple[Cell, Cell], float | str]:
-    """By source and target: the largest difference, or what went wrong.
+    """Return, for each (source, target), the largest difference of a loss or a description of the failure.
 
     Args:
-        folder: for the checkpoints.
-        cells: from and into which.
-        name: of the model.
-        pairs_with: only pairs of which one is among these; none: all.
+        folder: Folder for the checkpoints.
+        cells: Layouts to save from and to load into.
+        name: Name of the model.
+        pairs_with: Test only pairs with one of these cells; all pairs if empty.
 
     Raises:
-        AssertionError: a run that begins differs from that of one process, or a save behind the loop from one in step.
+        AssertionError: If an uninterrupted run differs from one process, or a background save from a blocking one.
     """
     whole = run(1, [Job("ddp")], name)[0]
     assert max(whole.losses) - min(whole.losses) > 0.1, f"it learns nothing: {whole.losses}"
     for num_ranks in sorted({cell.num_ranks for cell in cells}):
         jobs = [Job(cell.layout, None, folder / f"{cell}{' behind' * is_behind}", STOP, is_behind)
                 for cell in cells if cell.num_ranks == num_ranks for is_behind in (False, True)]  # fmt: skip
-        for job, told in zip(jobs, run(num_ranks, jobs, name, 600), strict=True):
-            assert compared(told, whole, 0) < close(name), job
+        for job, result in zip(jobs, run(num_ranks, jobs, name, 600), strict=True):
+            assert measure_difference(result, whole, 0) < get_tolerance(name), job
     for cell in cells:
-        step, behind = state(folder / str(cell)), state(folder / f"{cell} behind")
+        step, behind = read_state(folder / str(cell)), read_state(folder / f"{cell} behind")
         assert step.keys() == behind.keys(), cell
         assert all(torch.equal(tensor, behind[name]) for name, tensor in step.items()), cell
     found: dict[tuple[Cell, Cell], float | str] = {}
@@ -290,35 +299,37 @@ def matrix(
             ran: Iterable[Any] = run(target.num_ranks, jobs, name, 600)
         except AssertionError as error:
             ran = [error] * len(jobs)
-        for source, job, told in zip(sources, jobs, ran, strict=True):
-            found[source, target] = _verdict(source, target, job, told, whole)
+        for source, job, result in zip(sources, jobs, ran, strict=True):
+            found[source, target] = _judge(source, target, job, result, whole)
         print(f"into {target}: {time.monotonic() - began:.0f} s", flush=True)
     return found
 
 
-def _verdict(source: Cell, target: Cell, job: Job, told: Any, whole: Told) -> float | str:
-    if isinstance(told, AssertionError):
-        return str(told)
+def _judge(source: Cell, target: Cell, job: Job, result: Any, whole: Result) -> float | str:
+    if isinstance(result, AssertionError):
+        return str(result)
     try:
-        check_loaded(job, told)
-        return compared(told, whole)
+        check_loaded(job, result)
+        return measure_difference(result, whole)
     except AssertionError as error:
         return f"{source} -> {target}: {error}"
 
 
 def main() -> int:
-    """Print the matrix; 1 where a cell is not as promised."""
-    reader = argparse.ArgumentParser(description=__doc__)
-    reader.add_argument("--model", choices=MODELS, default="llama", help="moe: with layouts of experts")
-    reader.add_argument("--only", nargs="*", help="cells such as fsdp@4 and single@1")
-    reader.add_argument("--pairs_with", nargs="*", default=(), help="only loads into and out of these cells")
-    reader.add_argument("--zero", action="store_true", help="DeepSpeed's stages too, and all in float32")
-    asked = reader.parse_args()
-    name = asked.model + FLOAT32 * asked.zero
-    known = (*(MOE if asked.model == "moe" else OWN), *(ENGINES if asked.zero else ()))
-    cells = [cell for cell in known if not asked.only or str(cell) in asked.only]
+    """Print the matrix, and return 1 if any cell fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--model", choices=MODELS, default="llama", help="moe: a mixture of experts, with its own layouts"
+    )
+    parser.add_argument("--only", nargs="*", help="cells such as fsdp@4 and single@1")
+    parser.add_argument("--pairs_with", nargs="*", default=(), help="only loads into and out of these cells")
+    parser.add_argument("--zero", action="store_true", help="include DeepSpeed's stages; all models use float32")
+    args = parser.parse_args()
+    name = args.model + FLOAT32 * args.zero
+    known = (*(MOE if args.model == "moe" else OWN), *(ENGINES if args.zero else ()))
+    cells = [cell for cell in known if not args.only or str(cell) in args.only]
     folder, began = Path(tempfile.mkdtemp(prefix="headway-layouts-")), time.monotonic()
-    found = matrix(folder, cells, name, asked.pairs_with)
+    found = compare_all_pairs(folder, cells, name, args.pairs_with)
     rows = [["from / into", *map(str, cells)]]
     for source in cells:
         values = [found.get((source, target), "-") for target in cells]
@@ -328,9 +339,9 @@ def main() -> int:
                 *(f"{one:.0e}" if isinstance(one, float) else one if one == "-" else "FAILS" for one in values),
             ]
         )
-    bad = [one for one in found.values() if isinstance(one, str) or one >= close(name)]
+    bad = [one for one in found.values() if isinstance(one, str) or one >= get_tolerance(name)]
     numbers = [one for one in found.values() if not isinstance(one, str)]
-    print(f"\nlargest difference of a loss, of {UPDATES - STOP} updates after each load:\n{laid_out(rows)}")
+    print(f"\nlargest difference of a loss, of {UPDATES - STOP} updates after each load:\n{format_columns(rows)}")
     print(f"{len(found)} loads, {len(bad)} not as promised; largest {max(numbers, default=0):.1e}; "
           f"{time.monotonic() - began:.0f} s")  # fmt: skip
     for one in dict.fromkeys(map(str, bad)):

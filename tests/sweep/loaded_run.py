@@ -1,4 +1,4 @@
-"""A small run with something of each kind in it, and a hash of all that a load may change in it."""
+"""A small training run with every kind of saved state, and a hash of everything that a load may change."""
 
 import hashlib
 import pickle
@@ -32,8 +32,8 @@ class WithExtra(torch.nn.Module):
         self.seen = dict(state)
 
 
-class Counted:
-    """An object of the user's own."""
+class UserState:
+    """A user's object with a state dict."""
 
     def __init__(self) -> None:
         self.state = {"count": 1, "pair": (1, 2), "scores": torch.ones(3), "names": ["a"], "array": numpy.arange(4)}
@@ -46,7 +46,7 @@ class Counted:
 
 
 class Stream(IterableDataset[tuple[torch.Tensor]]):
-    """Rows, shuffled by a generator of its own."""
+    """An iterable dataset of rows, shuffled by its own generator."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = rows
@@ -58,13 +58,13 @@ class Stream(IterableDataset[tuple[torch.Tensor]]):
 
 
 class Run:
-    """A small run with something of each kind in it.
+    """A small run with every kind of saved state.
 
     Args:
-        folder: for its checkpoints.
-        precision: mixed_precision.
-        num_workers: of its loader.
-        is_stream: it reads an iterable dataset.
+        folder: Folder for its checkpoints.
+        precision: Value of `mixed_precision`.
+        num_workers: Number of workers of its loader.
+        is_stream: Whether it reads an iterable dataset.
     """
 
     def __init__(self, folder: Path, precision: str = "no", num_workers: int = 0, is_stream: bool = False) -> None:
@@ -84,13 +84,13 @@ class Run:
         rows = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
         data = Stream(rows) if is_stream else TensorDataset(rows)
         loader = DataLoader(data, batch_size=2, shuffle=None if is_stream else True, num_workers=num_workers)
-        self.custom = Counted()
+        self.custom = UserState()
         self.accelerator.register_for_checkpointing(self.custom)
         self.model, *prepared = self.accelerator.prepare(model, *optimizers, *schedules, loader)
         self.optimizers, self.schedules, self.loader = prepared[:2], prepared[2:4], prepared[4]
 
     def train(self, num: int, then: Callable[[], object] = lambda: None) -> None:
-        """So many micro-batches, and in the loop, after the last of them, something else."""
+        """Train for `num` micro-batches, and call `then` inside the loop after the last of them."""
         for number, (x,) in enumerate(self.loader, 1):
             with self.accelerator.accumulate(self.model):
                 self.accelerator.backward(self.model(x).square().mean())
@@ -103,7 +103,7 @@ class Run:
                 return
 
     def print(self) -> str:
-        """A hash of all that a load may change."""
+        """Return a hash of everything that a load may change."""
         state = self.accelerator._checkpoint_state
         found = [
             self.model.state_dict(), [each.state_dict() for each in [*self.optimizers, *self.schedules]], self.custom.state,
@@ -112,11 +112,11 @@ class Run:
             sorted(vars(self.schedules[0].scheduler)), sorted(vars(self.schedules[1].scheduler)), state.objects.read_rng_states(),
             state.run.windows.list_nominal_weights(state.objects.models), state.run.precision.state_dict(),
         ]  # fmt: skip
-        return hashlib.sha256(pickle.dumps(_plain(found))).hexdigest()
+        return hashlib.sha256(pickle.dumps(_to_plain(found))).hexdigest()
 
 
-def _plain(value: Any) -> Any:
-    """A value whose pickle depends on nothing but what it says."""
+def _to_plain(value: Any) -> Any:
+    """Convert a value to one whose pickle depends only on its contents."""
     if isinstance(value, torch.Tensor):
         return (
             str(value.dtype),
@@ -126,16 +126,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, numpy.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, dict):
-        return [(repr(key), _plain(item)) for key, item in value.items()]
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else repr(value)
+        return [(repr(key), _to_plain(item)) for key, item in value.items()]
+    return [_to_plain(item) for item in value] if isinstance(value, list | tuple) else repr(value)
 
 
-def saved(folder: Path, **settings: Any) -> Path:
-    """A checkpoint in the middle of an epoch."""
+def save_checkpoint(folder: Path, **settings: Any) -> Path:
+    """Save a checkpoint in the middle of an epoch and return its path."""
     run = Run(folder, **settings)
     run.train(6, lambda: run.accelerator.save_state(str(folder / "saved")))
     return folder / "saved"
 
 
 RUNS: list[dict[str, Any]] = [{}, {}, {"precision": "fp16"}, {"num_workers": 1}, {"is_stream": True}]
-"""The kinds of runs, by the arguments of `Run`; the plain one twice as often."""
+"""Arguments of `Run` for each kind of run. The plain one is listed twice, so that it is used more often."""

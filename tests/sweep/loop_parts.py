@@ -1,4 +1,4 @@
-"""A random training loop: what is drawn, and the model, optimizers, schedule and loader that it is made of."""
+"""Draws a random training loop from a seed, and builds its model, optimizers, schedule and loader."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ SHARDS = {
     "fsdp+tp=2@4": (4, 2), "ddp=2+tp=2@4": (4, 2), "pp@2": (2, 1), "ddp=2+pp=2@4": (4, 2), "cp@2": (2, 1), "fsdp+pp=2@4": (4, 2),
     "fsdp+cp=2@4": (4, 2),
 }  # fmt: skip
-"""Layouts: on how many ranks, and how many of them read different rows."""
+"""{layout: (number of ranks, number of ranks that read different rows)}."""
 
 OPTIMIZERS = (
     "sgd",
@@ -41,21 +41,21 @@ _FUNCTIONS = ("forward_backward", "microbatches")
 
 @dataclass(frozen=True)
 class Loop:
-    """One training.
+    """A random training loop.
 
     Attributes:
-        seed: of the model, the rows and the order.
-        layout: a key of `SHARDS`.
-        resumed: the layout under which it is gone on with; "" where it is not saved.
-        saved_at: the micro-batch after which it is saved.
-        form: "accumulate", "by hand" (windows that the loop closes), "forward_backward" or "microbatches".
-        batch_size: of one shard of the data.
-        data: the kind of loader.
-        loss: what is a mean over what: "rows", "tokens", "sum" (of tokens), "mask" (of valid rows), "penalty" (on weights, apart).
-        ticks: how the schedule is counted: "", "micro-batches" or "updates".
-        ends_at: micro-batches after which the first epoch is left; 0: it is not.
-        skipped: micro-batches that are left out.
-        out_of_memory: the forward in which memory runs out on the last rank, with microbatching="auto".
+        seed: Seed of the model, the rows and their order.
+        layout: Key of `SHARDS`.
+        resumed: Layout in which the run resumes, or "" if it is not saved.
+        saved_at: Number of the micro-batch after which the run is saved; 0 if it is not.
+        form: "accumulate", "by hand" (the loop itself decides when to step), "forward_backward" or "microbatches".
+        batch_size: Batch size of one data shard.
+        data: Kind of dataset or sampler.
+        loss: Mean over "rows" or "tokens", "sum" over tokens, "mask" (mean over valid rows), or "penalty" (a second loss on weights).
+        ticks: Unit of the schedule's steps: "" (Headway's default), "micro-batches" or "updates".
+        ends_at: Number of micro-batches after which the loop leaves the first epoch; 0 for never.
+        skipped: Numbers of the micro-batches that the loop skips.
+        out_of_memory: Number of the forward that runs out of memory on the last rank (microbatching="auto"); 0 for none.
     """
 
     seed: int
@@ -107,68 +107,68 @@ class Loop:
         return ", ".join(f"{name}={value}" for name, value in plain if value not in ("", 0, False, None, ()))
 
 
-def drawn(seed: int) -> Loop:
-    """The loop of a seed; what the documents say is refused together is not drawn together."""
-    r = random.Random(seed)
-    layout = r.choice(list(SHARDS))
-    is_saved = r.random() < 0.5
+def draw_loop(seed: int) -> Loop:
+    """Return the loop of a seed. Combinations that the documentation says are refused are not drawn."""
+    draw = random.Random(seed)
+    layout = draw.choice(list(SHARDS))
+    is_saved = draw.random() < 0.5
     alike = [other for other in SHARDS if SHARDS[other][1] == SHARDS[layout][1]]
-    resumed = r.choice([layout, layout, *alike, r.choice(list(SHARDS))]) if is_saved else ""
+    resumed = draw.choice([layout, layout, *alike, draw.choice(list(SHARDS))]) if is_saved else ""
     has_stages, has_parts = "pp" in layout + resumed, any(axis in layout + resumed for axis in ("tp", "cp", "pp"))
-    form = r.choice(["accumulate", "accumulate", "by hand", *_FUNCTIONS])
+    form = draw.choice(["accumulate", "accumulate", "by hand", *_FUNCTIONS])
     form = "forward_backward" if form == "microbatches" and has_stages else form
     is_by_hand = form == "by hand"
     losses = ["rows", "penalty"] if is_by_hand else ["rows", "tokens", "sum"]
     losses += ["mask", "penalty"] if form == "accumulate" else []
-    batch_size = r.choice([2, 4] if has_stages else [1, 2, 3, 4])
-    optimizer = r.choice(OPTIMIZERS)
-    # A restarted loop that counts its own batches counts from the start again (docs/checkpoints.md).
+    batch_size = draw.choice([2, 4] if has_stages else [1, 2, 3, 4])
+    optimizer = draw.choice(OPTIMIZERS)
+    # A resumed loop that counts its batches itself starts to count at 0 again (docs/checkpoints.md).
     breaks = not is_saved and not is_by_hand
-    num_optimizers = 2 if not has_stages and r.random() < 0.15 else 1
+    num_optimizers = 2 if not has_stages and draw.random() < 0.15 else 1
     schedules = ["", "epoch"] if num_optimizers > 1 else ["", "step", "lambda", "cosine", "epoch", "sequential"]
     schedules += [] if num_optimizers > 1 or is_by_hand else ["plateau"]
     schedules += ["onecycle"] if num_optimizers == 1 and optimizer not in ("adagrad", "adadelta", "asgd") else []
-    made = Loop(
+    loop = Loop(
         seed, layout,
         resumed=resumed if not is_by_hand or not is_saved else layout,
-        saved_at=r.randint(1, 9) if is_saved else 0,
+        saved_at=draw.randint(1, 9) if is_saved else 0,
         form=form,
-        steps=r.choice([1, 1, 2, 3, 4]),
-        crosses_epochs=not is_by_hand and r.random() < 0.2,
-        num_rows=batch_size * SHARDS[layout][1] * r.randint(4, 9) if is_by_hand else r.randint(9, 37),
+        steps=draw.choice([1, 1, 2, 3, 4]),
+        crosses_epochs=not is_by_hand and draw.random() < 0.2,
+        num_rows=batch_size * SHARDS[layout][1] * draw.randint(4, 9) if is_by_hand else draw.randint(9, 37),
         batch_size=batch_size,
-        is_split=not is_by_hand and resumed in ("", *alike) and r.random() < 0.2,
-        drops_last=r.random() < 0.2,
-        dispatches=r.random() < 0.15,
-        data=r.choice(["plain", "shuffled", "shuffled", "iterable", "batch sampler", "weighted", "dicts", "generator"]),
-        num_workers=r.choice([0, 0, 0, 1]),
+        is_split=not is_by_hand and resumed in ("", *alike) and draw.random() < 0.2,
+        drops_last=draw.random() < 0.2,
+        dispatches=draw.random() < 0.15,
+        data=draw.choice(["plain", "shuffled", "shuffled", "iterable", "batch sampler", "weighted", "dicts", "generator"]),
+        num_workers=draw.choice([0, 0, 0, 1]),
         optimizer=optimizer,
-        foreach=r.choice([None, True, False]),
+        foreach=draw.choice([None, True, False]),
         num_optimizers=num_optimizers,
-        schedule=r.choice(schedules),
-        ticks=r.choice(["", "updates"] if is_by_hand else ["", "micro-batches", "updates"]),
-        clip=r.choice(["", "norm", "value"]),
-        loss=r.choice([loss for loss in losses if loss != "penalty" or not has_stages]),
-        num_epochs=r.choice([1, 2, 3]),
-        ends_at=r.choice([0, 0, 3, 5]) if breaks else 0,
-        skipped=r.choice([(), (), (1,), (0, 2)]) if breaks else (),
-        evaluates_every=0 if is_saved else r.choice([0, 0, 2, 3]),
-        recomputes=r.random() < 0.15,
-        averages=not has_stages and not is_saved and r.random() < 0.2,
-        is_frozen=r.random() < 0.2,
-        is_tied=r.random() < 0.3,
-        out_of_memory=r.randint(1, 6) if form in _FUNCTIONS and not has_parts and r.random() < 0.5 else 0,
-        pipeline=r.choice(["", "1f1b"]) if "pp" in layout and form == "forward_backward" else "",
-        in_background=r.random() < 0.2,
+        schedule=draw.choice(schedules),
+        ticks=draw.choice(["", "updates"] if is_by_hand else ["", "micro-batches", "updates"]),
+        clip=draw.choice(["", "norm", "value"]),
+        loss=draw.choice([loss for loss in losses if loss != "penalty" or not has_stages]),
+        num_epochs=draw.choice([1, 2, 3]),
+        ends_at=draw.choice([0, 0, 3, 5]) if breaks else 0,
+        skipped=draw.choice([(), (), (1,), (0, 2)]) if breaks else (),
+        evaluates_every=0 if is_saved else draw.choice([0, 0, 2, 3]),
+        recomputes=draw.random() < 0.15,
+        averages=not has_stages and not is_saved and draw.random() < 0.2,
+        is_frozen=draw.random() < 0.2,
+        is_tied=draw.random() < 0.3,
+        out_of_memory=draw.randint(1, 6) if form in _FUNCTIONS and not has_parts and draw.random() < 0.5 else 0,
+        pipeline=draw.choice(["", "1f1b"]) if "pp" in layout and form == "forward_backward" else "",
+        in_background=draw.random() < 0.2,
     )  # fmt: skip
-    # torch's sampler draws once more behind the last batch, which a loop that breaks there never asks for.
-    return replace(made, ends_at=0) if made.data == "generator" else made
+    # torch's sampler draws once more after the last batch. A loop that breaks earlier never triggers this draw.
+    return replace(loop, ends_at=0) if loop.data == "generator" else loop
 
 
-# ---------------------------------------------------------------- what both loops are made of
+# ---------------------------------------------------------------- parts of both loops
 
 
-def model_of(loop: Loop) -> nn.Module:
+def build_model(loop: Loop) -> nn.Module:
     torch.manual_seed(loop.seed)
     model = GPT(tied=loop.is_tied).double()
     if loop.is_frozen:
@@ -176,16 +176,16 @@ def model_of(loop: Loop) -> nn.Module:
     return model
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
+def list_trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def optimizers_of(loop: Loop, model: nn.Module) -> list[torch.optim.Optimizer]:
+def build_optimizers(loop: Loop, model: nn.Module) -> list[torch.optim.Optimizer]:
     count = loop.num_optimizers
-    return [_optimizer(loop, trained(model)[number::count]) for number in range(count)]
+    return [_build_optimizer(loop, list_trained_parameters(model)[number::count]) for number in range(count)]
 
 
-def _optimizer(loop: Loop, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _build_optimizer(loop: Loop, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     how: dict[str, Any] = {} if loop.foreach is None else {"foreach": loop.foreach}
     matrices, vectors = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-3}]
@@ -208,7 +208,7 @@ def _optimizer(loop: Loop, parameters: list[nn.Parameter]) -> torch.optim.Optimi
     return makers[loop.optimizer]()
 
 
-def schedule_of(loop: Loop, optimizer: torch.optim.Optimizer) -> Any:
+def build_schedule(loop: Loop, optimizer: torch.optim.Optimizer) -> Any:
     lrs = torch.optim.lr_scheduler
     if loop.schedule == "sequential":
         parts = [lrs.LinearLR(optimizer, 0.1, 1.0, total_iters=3), lrs.ExponentialLR(optimizer, 0.9)]
@@ -225,8 +225,8 @@ def schedule_of(loop: Loop, optimizer: torch.optim.Optimizer) -> Any:
     return makers[loop.schedule]()
 
 
-def rows_of(loop: Loop) -> tuple[torch.Tensor, ...]:
-    """Token ids, targets that end somewhere else in each row, and the row's number."""
+def make_rows(loop: Loop) -> tuple[torch.Tensor, ...]:
+    """Return token IDs, targets that end at a different position in each row, and the row numbers."""
     generator = torch.Generator().manual_seed(loop.seed + 1)
     ids = torch.randint(1, VOCABULARY, (loop.num_rows, LENGTH), generator=generator)
     lengths = torch.randint(2, LENGTH, (loop.num_rows, 1), generator=generator)
@@ -235,7 +235,7 @@ def rows_of(loop: Loop) -> tuple[torch.Tensor, ...]:
 
 class _Dicts(Dataset[Any]):
     def __init__(self, loop: Loop) -> None:
-        self.rows = rows_of(loop)
+        self.rows = make_rows(loop)
 
     def __len__(self) -> int:
         return len(self.rows[0])
@@ -246,17 +246,17 @@ class _Dicts(Dataset[Any]):
 
 class _Stream(IterableDataset[Any]):
     def __init__(self, loop: Loop) -> None:
-        self.rows = rows_of(loop)
+        self.rows = make_rows(loop)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(zip(*self.rows))
 
 
-def loader_of(loop: Loop, size: int) -> DataLoader[Any]:
-    dataset = TensorDataset(*rows_of(loop))
+def build_loader(loop: Loop, size: int) -> DataLoader[Any]:
+    dataset = TensorDataset(*make_rows(loop))
     last, drawing = loop.drops_last, torch.Generator().manual_seed(loop.seed)
     more: dict[str, Any] = {"num_workers": loop.num_workers}
-    if loop.data == "iterable":  # several workers would each read all of it
+    if loop.data == "iterable":  # several workers would each read all rows
         return DataLoader(_Stream(loop), size, drop_last=last)
     if loop.data == "dicts":
         return DataLoader(_Dicts(loop), size, drop_last=last, **more)
@@ -273,17 +273,17 @@ def loader_of(loop: Loop, size: int) -> DataLoader[Any]:
     return DataLoader(dataset, size, drop_last=last, **more)
 
 
-def losses(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row: the mean over its tokens, and the sum."""
+def compute_row_losses(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's mean loss over its tokens, and its summed loss."""
     each = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="none")
     sums = each.view(targets.shape).sum(1)
     return sums / (targets != PADDING).sum(1), sums
 
 
-def penalty(model: nn.Module) -> torch.Tensor:
-    return 1e-2 * sum(parameter.square().sum() for parameter in trained(model))  # type: ignore[return-value]
+def compute_penalty(model: nn.Module) -> torch.Tensor:
+    return 1e-2 * sum(parameter.square().sum() for parameter in list_trained_parameters(model))  # type: ignore[return-value]
 
 
-def evaluation(loop: Loop) -> DataLoader[Any]:
+def build_evaluation_loader(loop: Loop) -> DataLoader[Any]:
     size = (loop.batch_size + 1) * (loop.num_shards if loop.is_split else 1)
     return DataLoader(TensorDataset(torch.arange(loop.num_rows)), batch_size=size)

@@ -1,12 +1,12 @@
-"""Random training loops beside the same loop in plain PyTorch: any combination of what a loop may use.
+"""Random training loops with any combination of features, compared with the same loop in plain PyTorch.
 
     python -m tests.sweep.loops                          # 200 loops from seed 0, in about half an hour on two cores
     python -m tests.sweep.loops --first 70 --count 30    # loops 70 to 99
 
-A seed gives a layout, a data set and its loader, an optimizer, a schedule, windows, a form of the loop and a loss (`loop_parts.py`).
-Half of the loops are saved at some micro-batch and gone on with in other processes, some of those under another layout. Everything is
-in float64: weights after the last update are those of a hand-written loop on one process, up to 1e-8. What differs is printed with
-its seed, and the exit code is 1.
+A seed determines a layout, a dataset and its loader, an optimizer, a schedule, windows, a form of the loop and a loss
+(`loop_parts.py`). Half of the loops are saved after some micro-batch and resumed in new processes, some in another layout.
+Everything is in float64: the final weights must equal those of a loop by hand on one process, up to 1e-8. Differences are
+printed with their seed, and the exit code is 1.
 """
 
 import argparse
@@ -34,24 +34,24 @@ from tests.distributed.ranks import RankFailed, run_ranks
 from tests.sweep.loop_parts import (
     SHARDS,
     Loop,
-    drawn,
-    evaluation,
-    loader_of,
-    losses,
-    model_of,
-    optimizers_of,
-    penalty,
-    rows_of,
-    schedule_of,
-    trained,
+    build_evaluation_loader,
+    build_loader,
+    build_model,
+    build_optimizers,
+    build_schedule,
+    compute_penalty,
+    compute_row_losses,
+    draw_loop,
+    list_trained_parameters,
+    make_rows,
 )
 
 CLOSE = 1e-8
 
 
 @dataclass
-class Trained:
-    """What a loop ended with: whole weights, their moving averages, and the rates and norms of its updates."""
+class Result:
+    """Result of a loop: whole weights, their moving averages, and the learning rates and gradient norms of its updates."""
 
     weights: dict[str, torch.Tensor]
     averages: dict[str, torch.Tensor]
@@ -60,7 +60,7 @@ class Trained:
     num_updates: int
 
 
-def _averaged(averages: dict[str, torch.Tensor], model: nn.Module) -> None:
+def _update_averages(averages: dict[str, torch.Tensor], model: nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in averages:
@@ -70,25 +70,25 @@ def _averaged(averages: dict[str, torch.Tensor], model: nn.Module) -> None:
 # ---------------------------------------------------------------- by hand
 
 
-def by_hand(loop: Loop) -> Trained:
-    """On one process; a batch is what all ranks read at a time."""
-    model = model_of(loop)
-    optimizers = optimizers_of(loop, model)
-    schedule = schedule_of(loop, optimizers[0])
-    ids, targets, _ = rows_of(loop)
-    found = Trained({}, {n: p.detach().clone() for n, p in model.named_parameters() if loop.averages}, [], [], 0)
+def train_by_hand(loop: Loop) -> Result:
+    """Run the loop in plain PyTorch on one process. A batch has the rows that all ranks read at a time."""
+    model = build_model(loop)
+    optimizers = build_optimizers(loop, model)
+    schedule = build_schedule(loop, optimizers[0])
+    ids, targets, _ = make_rows(loop)
+    found = Result({}, {n: p.detach().clone() for n, p in model.named_parameters() if loop.averages}, [], [], 0)
     window: list[list[int]] = []
 
     def update() -> None:
         rows = [row for batch in window for row in batch]
-        means, sums = losses(model(ids[rows]), targets[rows])
+        means, sums = compute_row_losses(model(ids[rows]), targets[rows])
         loss = sums.sum() / (targets[rows] != PADDING).sum() if loop.loss in ("tokens", "sum") else means.mean()
-        loss = loss + penalty(model) if loop.loss == "penalty" else loss
+        loss = loss + compute_penalty(model) if loop.loss == "penalty" else loss
         (loss * (len(window) / loop.steps if loop.form == "by hand" else 1.0)).backward()
         if loop.clip == "norm":
-            found.norms.append(nn.utils.clip_grad_norm_(trained(model), 0.5).item())
+            found.norms.append(nn.utils.clip_grad_norm_(list_trained_parameters(model), 0.5).item())
         if loop.clip == "value":
-            nn.utils.clip_grad_value_(trained(model), 0.01)
+            nn.utils.clip_grad_value_(list_trained_parameters(model), 0.01)
         for optimizer in optimizers:
             optimizer.step()
         if loop.schedule == "plateau":
@@ -102,9 +102,9 @@ def by_hand(loop: Loop) -> Trained:
         found.rates.append([group["lr"] for group in optimizers[0].param_groups])
         found.num_updates += 1
         window.clear()
-        _averaged(found.averages, model)
+        _update_averages(found.averages, model)
 
-    for rounds in _orders(loop):
+    for rounds in _list_batches(loop):
         for rows, is_last in rounds:
             window.append(rows)
             if len(window) == loop.steps or (is_last and not loop.crosses_epochs):
@@ -114,10 +114,10 @@ def by_hand(loop: Loop) -> Trained:
     return replace(found, weights={name: tensor.detach() for name, tensor in model.state_dict().items()})
 
 
-def _orders(loop: Loop) -> Iterator[list[tuple[list[int], bool]]]:
-    """Each epoch's batches, their rows and whether it is the loader's last: from the plain loader, as a plain loop reads it."""
+def _list_batches(loop: Loop) -> Iterator[list[tuple[list[int], bool]]]:
+    """Return each epoch's batches, as (rows, whether it is the loader's last batch), from a plain DataLoader."""
     torch.manual_seed(loop.seed + 2)
-    loader, evaluated = loader_of(loop, loop.whole_batch), DataLoader(TensorDataset(torch.arange(2)))
+    loader, evaluated = build_loader(loop, loop.whole_batch), DataLoader(TensorDataset(torch.arange(2)))
     length = loop.num_rows // loop.whole_batch if loop.drops_last else -(-loop.num_rows // loop.whole_batch)
     epochs, count = [], 0
     for epoch in range(loop.num_epochs):
@@ -142,8 +142,8 @@ def _columns(batch: Any) -> tuple[torch.Tensor, ...]:
 # ---------------------------------------------------------------- on ranks
 
 
-def settings(loop: Loop, layout: str, folder: str) -> dict[str, Any]:
-    """An Accelerator's arguments."""
+def make_settings(loop: Loop, layout: str, folder: str) -> dict[str, Any]:
+    """Return the arguments of the Accelerator."""
     options: list[Any] = [ActivationCheckpointing()] if loop.recomputes else []
     if loop.pipeline and "pp" in layout:
         options.append(PipelineOptions(schedule=loop.pipeline))
@@ -177,25 +177,25 @@ def settings(loop: Loop, layout: str, folder: str) -> dict[str, Any]:
 
 
 class Run:
-    """The loop as a user writes it."""
+    """The loop as a user of Headway writes it."""
 
     def __init__(self, loop: Loop, layout: str, folder: str) -> None:
         self.loop = loop
-        self.accelerator = Accelerator(**settings(loop, layout, folder))
-        model = model_of(loop)
-        optimizers = optimizers_of(loop, model)
-        schedule = schedule_of(loop, optimizers[0])
+        self.accelerator = Accelerator(**make_settings(loop, layout, folder))
+        model = build_model(loop)
+        optimizers = build_optimizers(loop, model)
+        schedule = build_schedule(loop, optimizers[0])
         size = loop.whole_batch if loop.is_split else loop.batch_size
         torch.manual_seed(loop.seed + 2)
         self.model, self.loader, self.evaluation, *self.optimizers = self.accelerator.prepare(
-            model, loader_of(loop, size), evaluation(loop), *optimizers
+            model, build_loader(loop, size), build_evaluation_loader(loop), *optimizers
         )
         self.schedule = None if schedule is None else self.accelerator.prepare(schedule)
         if loop.out_of_memory and self.accelerator.is_last_process:
             self._left = loop.out_of_memory
             self.model.register_forward_pre_hook(self._exhaust)
         averages = {n: p.detach().clone() for n, p in self.model.named_parameters() if loop.averages}
-        self.found = Trained({}, averages, [], [], 0)
+        self.found = Result({}, averages, [], [], 0)
 
     def _exhaust(self, model: nn.Module, inputs: Any) -> None:
         if model.training and len(inputs[0]) > 1:
@@ -203,8 +203,8 @@ class Run:
             if self._left == 0:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    def __call__(self, stop: int) -> Trained | None:
-        """Train; None: the run was saved after `stop` micro-batches."""
+    def __call__(self, stop: int) -> Result | None:
+        """Train. Return None if the run was saved and ended after `stop` micro-batches."""
         loop, count = self.loop, 0
         self.accelerator.resume("latest")
         for epoch in self.accelerator.epochs(loop.num_epochs):
@@ -216,7 +216,7 @@ class Run:
                     continue
                 if self._micro_batch(*_columns(batch)[:2], number + 1):
                     self.found.rates.append([group["lr"] for group in self.optimizers[0].param_groups])
-                    _averaged(self.found.averages, self.model)
+                    _update_averages(self.found.averages, self.model)
                 count += 1
                 if loop.evaluates_every and count % loop.evaluates_every == 0:
                     self._evaluate()
@@ -228,9 +228,9 @@ class Run:
                     break
             if loop.schedule == "epoch":
                 self.schedule.step()
-        return self._end()
+        return self._make_result()
 
-    def _end(self) -> Trained:
+    def _make_result(self) -> Result:
         whole = {name: tensor.detach().clone() for name, tensor in self.accelerator.get_state_dict(self.model).items()}
         averages = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in self.found.averages.items()}
         return replace(self.found, weights=whole, averages=averages, num_updates=self.accelerator.num_updates)
@@ -242,12 +242,12 @@ class Run:
         assert seen == list(range(self.loop.num_rows)), seen
 
     def _micro_batch(self, ids: torch.Tensor, targets: torch.Tensor, number: int) -> bool:
-        """Was it an update?"""
+        """Run one micro-batch, and return whether it made an update."""
         loop, accelerator = self.loop, self.accelerator
         if loop.form == "by hand":
             accelerator.backward(self._loss(ids, targets))
             if loop.loss == "penalty":
-                accelerator.backward(penalty(self.model))
+                accelerator.backward(compute_penalty(self.model))
             return (number % loop.steps == 0 or self.loader.is_last) and self._update(True)
         if loop.form == "forward_backward":
             weight = (lambda piece: (piece[1] != PADDING).sum()) if loop.loss in ("tokens", "sum") else None
@@ -262,11 +262,11 @@ class Run:
         with accelerator.accumulate(self.model):
             self._backward(ids, targets)
             if loop.loss == "penalty":
-                accelerator.backward(penalty(self.model))
+                accelerator.backward(compute_penalty(self.model))
             return self._update(accelerator.sync_gradients)
 
     def _loss(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        means, sums = losses(self.model(ids), targets)
+        means, sums = compute_row_losses(self.model(ids), targets)
         if self.loop.loss == "mask":
             return (means * self.loader.mask).sum()
         if self.loop.loss == "tokens":
@@ -274,14 +274,14 @@ class Run:
         return sums.sum() if self.loop.loss == "sum" else means.mean()
 
     def _backward(self, ids: torch.Tensor, targets: torch.Tensor) -> None:
-        weighed: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if self.loop.loss in ("tokens", "sum"):
-            weighed["weight"] = (targets != PADDING).sum()
+            options["weight"] = (targets != PADDING).sum()
         if self.loop.loss == "mask":
-            weighed["weight"] = self.loader.mask.sum()
+            options["weight"] = self.loader.mask.sum()
         if self.loop.loss in ("sum", "mask"):
-            weighed["reduction"] = "sum"
-        self.accelerator.backward(self._loss(ids, targets), **weighed)
+            options["reduction"] = "sum"
+        self.accelerator.backward(self._loss(ids, targets), **options)
 
     def _update(self, is_due: bool) -> bool:
         if is_due and self.loop.clip == "norm":
@@ -299,34 +299,36 @@ class Run:
         return is_due
 
 
-def on_ranks(loop: Loop, layout: str, folder: str, stop: int = 0) -> Trained | None:
+def train_on_ranks(loop: Loop, layout: str, folder: str, stop: int = 0) -> Result | None:
     return Run(loop, layout, folder)(stop)
 
 
 # ---------------------------------------------------------------- beside each other
 
 
-def differences(loop: Loop) -> list[str]:
-    """What is not as in the hand-written loop."""
+def find_differences(loop: Loop) -> list[str]:
+    """Run the loop on its ranks and by hand, and return how the results differ."""
     with tempfile.TemporaryDirectory() as folder:
-        found = run_ranks(on_ranks, SHARDS[loop.layout][0], loop, loop.layout, folder, loop.saved_at, timeout=240)[0]
-        is_whole = found is not None  # not saved on the way, so it told of all updates
+        found = run_ranks(
+            train_on_ranks, SHARDS[loop.layout][0], loop, loop.layout, folder, loop.saved_at, timeout=240
+        )[0]
+        is_whole = found is not None  # not interrupted by a save, so the result contains all updates
         if found is None:
-            found = run_ranks(on_ranks, SHARDS[loop.resumed][0], loop, loop.resumed, folder, timeout=240)[0]
-    wanted = by_hand(loop)
+            found = run_ranks(train_on_ranks, SHARDS[loop.resumed][0], loop, loop.resumed, folder, timeout=240)[0]
+    wanted = train_by_hand(loop)
     wrong = (
         [f"{found.num_updates} updates, not {wanted.num_updates}"] if found.num_updates != wanted.num_updates else []
     )
-    wrong += _apart("weight", found.weights, wanted.weights)
+    wrong += _compare("weight", found.weights, wanted.weights)
     if is_whole:
-        wrong += _apart("average", found.averages, wanted.averages)
+        wrong += _compare("average", found.averages, wanted.averages)
         for kind, mine, other in (("rate", found.rates, wanted.rates), ("norm", found.norms, wanted.norms)):
             if len(mine) != len(other) or not torch.allclose(torch.tensor(mine), torch.tensor(other), rtol=CLOSE):
                 wrong.append(f"{kind}s {mine[:4]}, not {other[:4]}")
     return wrong
 
 
-def _apart(kind: str, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+def _compare(kind: str, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
     if found.keys() != wanted.keys():
         return [f"{kind}s of {sorted(found.keys() ^ wanted.keys())}"]
     off = {name: float((found[name] - tensor).abs().max()) for name, tensor in wanted.items()}
@@ -336,15 +338,15 @@ def _apart(kind: str, found: dict[str, torch.Tensor], wanted: dict[str, torch.Te
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--count", type=int, default=200, help="how many loops")
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--count", type=int, default=200, help="number of loops")
     args = parser.parse_args()
     torch.set_num_threads(1)
     num_wrong = 0
     for seed in range(args.first, args.first + args.count):
-        loop, began = drawn(seed), time.monotonic()
+        loop, began = draw_loop(seed), time.monotonic()
         try:
-            wrong = differences(loop)
+            wrong = find_differences(loop)
         except RankFailed as error:
             lines = [line for line in str(error).splitlines() if line.startswith("headway.errors.")]
             wrong = lines[:1] or [str(error)]

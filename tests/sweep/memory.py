@@ -1,8 +1,8 @@
-"""Workers killed at moments that follow from a seed, in runs that keep each update in memory: at most one update is lost each time.
+"""Workers killed at random times in runs that keep each update in memory: each kill loses at most one update.
 
-`python -m tests.sweep.memory --seed 7 --count 100` does it; `--layout fsdp` spreads the model. Each launch is killed ten times, in
-any of its ranks, from the end of an update to a little later, which is while a state is kept; then the run is compared with one that
-nobody disturbed and that keeps nothing, bit for bit.
+`python -m tests.sweep.memory --seed 7 --count 100` runs the sweep; `--layout fsdp` shards the model. Each launch is
+killed ten times, in any of its ranks, up to 30 ms after the end of an update, while the state is being copied. Then the
+run is compared bit for bit with an uninterrupted run that keeps nothing in memory.
 """
 
 import argparse
@@ -30,7 +30,7 @@ NUM_EPOCHS = 6
 seed, num_kills, keeps, damage = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 set_seed(0)
-torch.set_num_threads(1)  # alike on one machine and on several
+torch.set_num_threads(1)  # the same on one machine and on several
 project = ProjectConfiguration("run", automatic_checkpoint_naming=True, total_limit=2, keep_in_memory=keeps)
 accelerator = Accelerator(cpu=True, project_config=project, gradient_accumulation_steps=2)
 out = os.open(f"rank{accelerator.process_index}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -94,12 +94,12 @@ accelerator.end_training()
 
 @dataclass
 class Outcome:
-    """What came of a launch.
+    """Result of a launch.
 
     Attributes:
-        lost: after each start but the first, the updates that were made again, by the rank that was furthest.
-        from_memory: and whether it went on from memory.
-        problems: what was not as promised.
+        lost: For each restart, number of updates that were repeated, counted from the rank that was furthest.
+        from_memory: For each restart, whether it resumed from memory.
+        problems: Violated promises.
     """
 
     lost: list[int] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Outcome:
 
 
 def launch(folder: Path, layout: str, seed: str, num_kills: int, keeps: int, damage: str = "none") -> list[list[dict]]:
-    """One launch, with so many restarts; what each rank has told."""
+    """Launch the script with `num_kills` restarts, and return the JSON records of each rank."""
     folder.mkdir()
     (folder / "train.py").write_text(PROGRAM)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
@@ -123,10 +123,10 @@ def launch(folder: Path, layout: str, seed: str, num_kills: int, keeps: int, dam
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("rank*.jsonl"))]
 
 
-def compare(told: Sequence[Sequence[dict]], whole: Sequence[Sequence[dict]]) -> Outcome:
-    """What was lost, and what differs from the undisturbed run."""
+def compare(records: Sequence[Sequence[dict]], whole: Sequence[Sequence[dict]]) -> Outcome:
+    """Return how many updates were lost, and how the records differ from those of the uninterrupted run."""
     outcome = Outcome()
-    for lines, expected in zip(told, whole, strict=True):
+    for lines, expected in zip(records, whole, strict=True):
         known = {line["update"]: line for line in expected if "update" in line}
         outcome.problems += [
             f"{line} instead of {known[line['update']]}"
@@ -137,17 +137,17 @@ def compare(told: Sequence[Sequence[dict]], whole: Sequence[Sequence[dict]]) -> 
             outcome.problems.append("updates are missing")
         if lines[-1] != expected[-1]:
             outcome.problems.append("the weights differ")
-    furthest = [_furthest(lines) for lines in told]
+    furthest = [_find_last_updates(lines) for lines in records]
     for reached, again in zip(
-        zip(*furthest), zip(*([line for line in lines if "begun" in line][1:] for lines in told))
+        zip(*furthest), zip(*([line for line in lines if "begun" in line][1:] for lines in records))
     ):
         outcome.lost.append(max(reached) - again[0]["begun"])
         outcome.from_memory.append(again[0]["memory"])
     return outcome
 
 
-def _furthest(lines: Sequence[dict]) -> list[int]:
-    """The last update before each further start."""
+def _find_last_updates(lines: Sequence[dict]) -> list[int]:
+    """Return the last update before each restart."""
     found, last = [], 0
     for line in lines[1:]:
         if "begun" in line:
@@ -157,22 +157,22 @@ def _furthest(lines: Sequence[dict]) -> list[int]:
 
 
 def main() -> None:
-    """The sweep."""
+    """Run the sweep."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", default="7")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--layout", choices=LAYOUTS, default="ddp")
-    given = parser.parse_args()
+    args = parser.parse_args()
     lost: list[int] = []
     from_memory = 0
     with tempfile.TemporaryDirectory() as name:
-        whole = launch(Path(name) / "whole", given.layout, "0", 0, 0)
+        whole = launch(Path(name) / "whole", args.layout, "0", 0, 0)
         done = 0
-        while done < given.count:
-            kills = min(KILLS_PER_LAUNCH, given.count - done)
-            outcome = compare(launch(Path(name) / f"run{done}", given.layout, f"{given.seed}/{done}", kills, 1), whole)
+        while done < args.count:
+            kills = min(KILLS_PER_LAUNCH, args.count - done)
+            outcome = compare(launch(Path(name) / f"run{done}", args.layout, f"{args.seed}/{done}", kills, 1), whole)
             if outcome.problems or max(outcome.lost) > 1:
-                sys.exit(f"seed {given.seed}, kills {done} to {done + kills}: {outcome}")
+                sys.exit(f"seed {args.seed}, kills {done} to {done + kills}: {outcome}")
             lost += outcome.lost
             from_memory += sum(outcome.from_memory)
             done += kills

@@ -1,7 +1,7 @@
-"""Thirty models under every layout beside plain PyTorch on one process: losses, gradient norms and weights, or a refusal.
+"""Thirty models in every layout, compared with plain PyTorch on one process: losses, gradient norms and weights, or a refusal.
 
-`python -m tests.sweep.parity --models` prints the table, `--write` writes it to docs/parity.md. Each cell trains for four updates of
-eight rows, clipped, by SGD with momentum; by hand each update is one batch on one process.
+`python -m tests.sweep.parity --models` prints the table, `--write` writes it to docs/parity.md. Each cell trains for
+four updates of eight rows, with clipping and SGD with momentum. By hand, each update is one batch on one process.
 """
 
 import re
@@ -25,7 +25,7 @@ from tests.sweep.models import CASES
 
 UPDATES, WINDOW, CLIP = 4, 8, 0.5
 CLOSE = 1e-6
-"""Relative to the largest loss, norm or weight."""
+"""Largest allowed difference, relative to the largest loss, norm or weight."""
 LAYOUTS = {
     "ddp": 2, "fsdp": 2, "hsdp=2": 4, "tp": 2, "fsdp+tp=2": 4, "cp": 2, "fsdp+cp=2": 4, "pp": 2, "fsdp=2+pp=2": 4, "pp=2+tp=2": 4,
     "pp=2+cp=2": 4, "ep": 2, "fsdp+ep=2": 4, "ep=2+tp=2": 4, "cp=2+ep=2": 4, "fsdp=2+ep=2+tp=2": 8,
@@ -35,40 +35,43 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a cell came to.
+    """Result of a cell.
 
     Attributes:
-        apart: the largest relative difference; None: there is none.
-        refusal: Headway's own error, in one line.
-        failure: what else went wrong.
+        difference: Largest relative difference, or None if the cell was refused or failed.
+        refusal: Headway's error in one line.
+        failure: Description of any other failure.
     """
 
-    apart: float | None = None
+    difference: float | None = None
     refusal: str = ""
     failure: str = ""
 
     @property
     def is_good(self) -> bool:
-        """Equal, or refused."""
-        return bool(self.refusal) or (self.apart is not None and self.apart < CLOSE)
+        """Whether the cell is equal to plain PyTorch or was refused."""
+        return bool(self.refusal) or (self.difference is not None and self.difference < CLOSE)
 
     def __str__(self) -> str:
         if self.refusal:
             return "refused"
-        return "FAILS" if self.apart is None else "equal" if self.is_good else f"{self.apart:.0e}"
+        return "FAILS" if self.difference is None else "equal" if self.is_good else f"{self.difference:.0e}"
 
 
-def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+def _build_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 @cache
-def by_hand(name: str, num_parts: int) -> dict[str, Any]:
-    """Plain PyTorch on one process; each rank's rows through the model by themselves where it normalizes them."""
+def train_by_hand(name: str, num_parts: int) -> dict[str, Any]:
+    """Train in plain PyTorch on one process.
+
+    If the model normalizes each rank's rows separately, they pass through the model separately here too.
+    """
     case = CASES[name]
     torch.manual_seed(0)
     model = case.make().train()
-    optimizer, rows = _optimizer(model), case.rows()
+    optimizer, rows = _build_optimizer(model), case.format_rows()
     losses, norms = [], []
     for number in range(UPDATES):
         start = number * WINDOW % len(rows[0])
@@ -81,7 +84,7 @@ def by_hand(name: str, num_parts: int) -> dict[str, Any]:
             loss.backward()
             total, count = total + loss.item(), count + weight
             kept = kept or {name: buffer.clone() for name, buffer in model.named_buffers()}
-        if case.is_by_rank:  # DDP keeps rank 0's
+        if case.is_by_rank:  # DDP keeps rank 0's buffers
             for name, buffer in model.named_buffers():
                 buffer.copy_(kept[name])
         for parameter in model.parameters():
@@ -94,12 +97,12 @@ def by_hand(name: str, num_parts: int) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": gather_weights(model)}
 
 
-def _num_parts(name: str, num_ranks: int) -> int:
+def _count_parts(name: str, num_ranks: int) -> int:
     return num_ranks if CASES[name].is_by_rank else 1
 
 
-def _prepared(name: str, layout: str) -> dict[str, Any]:
-    """The same through the Accelerator, or Headway's refusal."""
+def _train_prepared(name: str, layout: str) -> dict[str, Any]:
+    """Train with the Accelerator, and return the results or Headway's refusal."""
     case = CASES[name]
     accelerator = Accelerator(
         cpu=ON_CPU, strategy=layout, dataloader_config=DataLoaderConfiguration(even_batches=False)
@@ -107,8 +110,10 @@ def _prepared(name: str, layout: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = case.make().train()
     try:
-        optimizer = _optimizer(model)
-        loader = DataLoader(TensorDataset(*case.rows()), batch_size=WINDOW // accelerator.strategy.data_shard.count)
+        optimizer = _build_optimizer(model)
+        loader = DataLoader(
+            TensorDataset(*case.format_rows()), batch_size=WINDOW // accelerator.strategy.data_shard.count
+        )
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         losses, norms = [], []
         while len(losses) < UPDATES:
@@ -116,7 +121,7 @@ def _prepared(name: str, layout: str) -> dict[str, Any]:
                 if len(losses) == UPDATES:
                     break
                 if loader.mask is not None and not loader.mask.all():
-                    raise AssertionError("rows that fill a batch up")
+                    raise AssertionError("this cell must have no padded rows")
                 loss, weight = case.loss(model, *batch)
                 accelerator.backward(loss, weight=weight, reduction="sum")
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), CLIP).item())
@@ -129,63 +134,65 @@ def _prepared(name: str, layout: str) -> dict[str, Any]:
 
 
 def measure(name: str, layout: str, num_ranks: int, timeout: float = 120) -> Outcome:
-    """One cell: every rank's losses and norms, and the whole weights, beside the hand-written loop's."""
+    """Run one cell; compare every rank's losses and norms, and the whole weights, with those of the loop by hand."""
     try:
-        by_rank = run_ranks(_prepared, num_ranks, name, layout, timeout=timeout)
+        by_rank = run_ranks(_train_prepared, num_ranks, name, layout, timeout=timeout)
     except RankFailed as error:
         return Outcome(failure=str(error))
     refusals = [each["refusal"] for each in by_rank if "refusal" in each]
     if refusals:
         return Outcome(refusal=" ".join(refusals[0].split()))
-    expected, largest = by_hand(name, _num_parts(name, num_ranks)), 0.0
+    expected, largest = train_by_hand(name, _count_parts(name, num_ranks)), 0.0
     for curves in by_rank:
         for kind in ("losses", "norms"):
-            apart = max(abs(a - b) for a, b in zip(expected[kind], curves[kind], strict=True))
-            largest = max(largest, apart / max(map(abs, expected[kind])))
+            difference = max(abs(a - b) for a, b in zip(expected[kind], curves[kind], strict=True))
+            largest = max(largest, difference / max(map(abs, expected[kind])))
     whole, weights = expected["weights"], by_rank[0]["weights"]
     if missing := sorted(whole.keys() ^ weights.keys()):
         return Outcome(failure=f"names of weights differ: {missing[:5]}")
     names = [each for each in whole if whole[each].is_floating_point()]
     scale = max(float(whole[each].abs().max()) for each in names if whole[each].numel())
-    apart = max(float((whole[each] - weights[each]).abs().max()) for each in names if whole[each].numel())
-    return Outcome(max(largest, apart / scale))
+    difference = max(float((whole[each] - weights[each]).abs().max()) for each in names if whole[each].numel())
+    return Outcome(max(largest, difference / scale))
 
 
-def table(models: Sequence[str] = (), layouts: Sequence[str] = (), at_once: int = 2) -> dict[tuple[str, str], Outcome]:
-    """All cells, some of them side by side; a line for each as it ends."""
+def measure_all(
+    models: Sequence[str] = (), layouts: Sequence[str] = (), at_once: int = 2
+) -> dict[tuple[str, str], Outcome]:
+    """Run all cells, `at_once` of them in parallel, and print a line for each result."""
     cells = [(name, layout) for name in models or CASES for layout in layouts or LAYOUTS]
     began = time.monotonic()
-    for name, layout in cells:  # here, since threads share torch's generator
-        by_hand(name, _num_parts(name, LAYOUTS[layout]))
+    for name, layout in cells:  # before the threads start, because threads share torch's generator
+        train_by_hand(name, _count_parts(name, LAYOUTS[layout]))
 
     def one(cell: tuple[str, str]) -> Outcome:
         outcome = measure(*cell, LAYOUTS[cell[1]])
-        said = outcome.refusal or outcome.failure
-        print(f"{time.monotonic() - began:5.0f} s  {cell[0]}, {cell[1]}: {outcome}  {said}", flush=True)
+        message = outcome.refusal or outcome.failure
+        print(f"{time.monotonic() - began:5.0f} s  {cell[0]}, {cell[1]}: {outcome}  {message}", flush=True)
         return outcome
 
     with ThreadPoolExecutor(at_once) as pool:
         return dict(zip(cells, pool.map(one, cells)))
 
 
-def rows(found: dict[tuple[str, str], Outcome]) -> list[list[str]]:
-    """A row for each model, a column for each layout."""
+def format_rows(found: dict[tuple[str, str], Outcome]) -> list[list[str]]:
+    """Return the table as rows of text, with one row per model and one column per layout."""
     names, layouts = list(dict.fromkeys(name for name, _ in found)), list(dict.fromkeys(layout for _, layout in found))
     heads = [f"{layout} x{LAYOUTS[layout]}" for layout in layouts]
     return [["", *heads], *([name, *(str(found[name, layout]) for layout in layouts)] for name in names)]
 
 
-def write(found: dict[tuple[str, str], Outcome]) -> None:
-    """The table and the refusals, between the marks of docs/parity.md."""
-    head, *body = rows(found)
+def write_page(found: dict[tuple[str, str], Outcome]) -> None:
+    """Write the table and the refusals between the markers of docs/parity.md."""
+    head, *body = format_rows(found)
     lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
     counts = [sum(str(cell) == word for cell in found.values()) for word in ("equal", "refused")]
     reasons: dict[str, dict[str, list[str]]] = {}
     for (name, layout), cell in found.items():
         if cell.refusal:
-            reasons.setdefault(_reason(name, cell.refusal), {}).setdefault(name, []).append(layout)
-    said = [f"| {reason} | {'; '.join(names)} |" for reason, names in sorted(reasons.items())]
-    said = ["| start of the error message | models |", "| --- | --- |", *said]
+            reasons.setdefault(_shorten_refusal(name, cell.refusal), {}).setdefault(name, []).append(layout)
+    message = [f"| {reason} | {'; '.join(names)} |" for reason, names in sorted(reasons.items())]
+    message = ["| start of the error message | models |", "| --- | --- |", *message]
     text = PAGE.read_text()
     before, after = text.split("<!-- table -->\n")[0], text.split("<!-- /table -->\n")[1]
     total = (
@@ -193,11 +200,13 @@ def write(found: dict[tuple[str, str], Outcome]) -> None:
         "another result. "
         "The next table lists the error messages of the refused cells, and the models that cause them."
     )
-    PAGE.write_text("\n".join([f"{before}<!-- table -->", *lines, "", total, "", *said, f"<!-- /table -->\n{after}"]))
+    PAGE.write_text(
+        "\n".join([f"{before}<!-- table -->", *lines, "", total, "", *message, f"<!-- /table -->\n{after}"])
+    )
 
 
-def _reason(name: str, refusal: str) -> str:
-    """A refusal's first clause, the model's class left out."""
+def _shorten_refusal(name: str, refusal: str) -> str:
+    """Return the first clause of a refusal, with the model's class replaced by "the model"."""
     kind = type(CASES[name].make()).__name__
     text = re.sub(rf"\b(FSDP)?{kind}\b", "the model", refusal.partition(": ")[2])
     return re.split(r"[:;] |\. |, but |, too few", text)[0].replace("*", r"\*")

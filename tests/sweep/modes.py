@@ -1,29 +1,29 @@
-"""The modes that the sweep trains in: what is read, how, and what an update consists of."""
+"""The training modes of the sweep: which data a run reads, and how it makes its updates."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to train.
+    """A training mode.
 
     Attributes:
-        reading: "one" loader, two side by side ("zip"), or two loops in one epoch ("in turn"); "trainer": the Trainer's own;
-            "accelerate": a script for Accelerate, which skips what it has done.
-        rows: of the data set; the last batch is a short one.
-        is_stream: read an iterable data set.
-        is_mixture: read a mixture of three data sets, whose sources drop out one after the other.
-        is_packed: pack the samples of the mixture into sequences.
-        num_workers: of each loader.
-        accumulation: micro-batches per update.
-        precision: the mixed precision.
-        is_blocking: False: checkpoints are written behind the loop.
-        is_split: batches are those of all ranks together.
-        layout: how the model is spread.
-        learning: "loop"; "function": `forward_backward`; "local": local SGD; "models": two models, in windows in turn.
-        is_short: memory runs out for a while on rank 0, and batches are cut into pieces.
-        is_uneven: each rank takes longer than the one before.
-        num_ranks: processes of its runs; several: in turn.
+        reading: "one" loader, two loaders at the same time ("zip"), two loops per epoch ("in turn"), "trainer" for a Trainer, or
+            "accelerate" for a script for Accelerate that skips batches itself.
+        rows: Number of rows of the dataset. In most modes the last batch is shorter than the others.
+        is_stream: Whether to read an iterable dataset.
+        is_mixture: Whether to read a mixture of three datasets, which end one after the other.
+        is_packed: Whether to pack the samples of the mixture into sequences.
+        num_workers: Number of workers of each loader.
+        accumulation: Micro-batches per update.
+        precision: Value of `mixed_precision`.
+        is_blocking: Whether the loop waits for its saves. If False, checkpoints are written in the background.
+        is_split: Whether a batch of the loader is split between the ranks.
+        layout: Value of `strategy`.
+        learning: "loop", "function" (`forward_backward`), "local" (local SGD) or "models" (two models with alternating windows).
+        is_short: Whether memory runs out for a while on rank 0, so that batches are split into pieces.
+        is_uneven: Whether each rank takes longer than the previous one.
+        num_ranks: Numbers of processes. Successive runs use them in turn.
     """
 
     reading: str = "one"
@@ -76,4 +76,4 @@ SHARDED = {
     "pp+fsdp": Mode(layout="pp=2+fsdp", learning="function", num_ranks=(4,), rows=48),
     "pp+fsdp behind": Mode(layout="pp=2+fsdp", learning="function", num_ranks=(4,), rows=48, is_blocking=False),
 }
-"""Each rank writes its part of the model, in step or behind the loop."""
+"""Modes in which each rank writes its part of the model, in the loop or in the background."""

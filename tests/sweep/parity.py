@@ -1,8 +1,11 @@
-"""One loop under every layout beside plain PyTorch on one process: how far losses and gradient norms of the updates lie apart.
+"""One loop in every layout, compared with plain PyTorch on one process: the largest differences of losses and gradient norms.
 
-`python -m tests.sweep.parity` prints the table of docs/layouts.md: a row for each layout, a column for each kind of model or
-setting. Each cell trains for six updates: windows of ragged micro-batches, weighed by their tokens and clipped, AdamW in two groups.
-`--models` prints thirty models under each layout instead (`model_table.py`), and `--write` writes that table to docs/parity.md.
+`python -m tests.sweep.parity` prints the table of docs/layouts.md, with one row per layout and one column per model or
+setting. Each cell trains for six updates (three if compiled). Windows have ragged micro-batches that are weighted by
+their tokens, gradients are clipped, and AdamW has two parameter groups.
+
+`--models` prints thirty models in each layout instead (`model_table.py`), and `--write` writes that table to
+docs/parity.md.
 """
 
 import argparse
@@ -21,23 +24,23 @@ from tests.distributed.cut_models import GPT_PLAN
 from tests.distributed.layouts import Curve, Task, train_by_hand, train_prepared
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.sweep import model_table
-from tests.sweep.tables import laid_out
+from tests.sweep.tables import format_columns
 
 CLOSE, CLOSE_IN_BF16 = 5e-6, 3e-2
-"""Relative to the largest loss or norm; sums in another order differ by so much."""
+"""Largest allowed differences, relative to the largest loss or norm. Sums in another order cause differences of this size."""
 
 UPDATES = 6
 
 
 @dataclass(frozen=True)
 class Row:
-    """A layout on a number of ranks.
+    """A layout on a given number of ranks.
 
     Attributes:
-        layout: as it is written.
-        num_ranks: in all.
-        tensor: how matrices are cut; None: they are not.
-        without: columns that this layout refuses, each for a reason that its page gives.
+        layout: Value of `strategy`.
+        num_ranks: Total number of ranks.
+        tensor: Options that split matrices, or None.
+        without: Columns that this layout refuses. Its documentation page gives the reasons.
     """
 
     layout: str
@@ -50,28 +53,28 @@ class Row:
         return f"{self.layout}{sequences}, {self.num_ranks} ranks"
 
 
-CUT = TensorParallelOptions()
-IN_SEQUENCE = TensorParallelOptions(sequence_parallel=True)
+SPLIT = TensorParallelOptions()
+SEQUENCE_PARALLEL = TensorParallelOptions(sequence_parallel=True)
 NOT_COMPILED = frozenset({"compiled"})
 ROWS = (
     Row("ddp", 2),
     Row("fsdp", 2),
     Row("fsdp", 4),
     Row("hsdp=2", 4),
-    Row("tp", 2, CUT),
-    Row("tp", 2, IN_SEQUENCE),
-    Row("fsdp+tp=2", 4, CUT),
+    Row("tp", 2, SPLIT),
+    Row("tp", 2, SEQUENCE_PARALLEL),
+    Row("fsdp+tp=2", 4, SPLIT),
     Row("cp", 2, None, NOT_COMPILED),
     Row("fsdp+cp=2", 4, None, NOT_COMPILED),
     Row("pp", 2, None, NOT_COMPILED),
     Row("ddp=2+pp=2", 4, None, NOT_COMPILED),
     Row("pp=2+fsdp", 4, None, NOT_COMPILED),
-    Row("pp=2+tp", 4, CUT, NOT_COMPILED),
+    Row("pp=2+tp", 4, SPLIT, NOT_COMPILED),
     Row("pp=2+cp", 4, None, NOT_COMPILED),
-    Row("pp=2+fsdp=2+tp=2", 8, CUT, NOT_COMPILED),
+    Row("pp=2+fsdp=2+tp=2", 8, SPLIT, NOT_COMPILED),
 )
 ENGINES = tuple(Row(f"zero{stage}", 2, None, NOT_COMPILED) for stage in (1, 2, 3))
-"""DeepSpeed's, where that is installed."""
+"""Layouts of DeepSpeed, if it is installed."""
 
 COLUMNS: dict[str, Task] = {
     "GPT, tied": Task("gpt, whole", updates=UPDATES),
@@ -85,7 +88,7 @@ COLUMNS: dict[str, Task] = {
 }
 
 
-def _frozen() -> torch.nn.Module:
+def _build_part_frozen_gpt() -> torch.nn.Module:
     model = cut_models.GPT(layouts.VOCABULARY, num_blocks=3)
     model.blocks[0].requires_grad_(False)
     model.blocks[1].up.requires_grad_(False)  # type: ignore[union-attr]
@@ -94,12 +97,12 @@ def _frozen() -> torch.nn.Module:
 
 MODELS: dict[str, Any] = {
     "gpt, whole": lambda: cut_models.GPT(layouts.VOCABULARY),
-    "gpt, part frozen": _frozen,
+    "gpt, part frozen": _build_part_frozen_gpt,
     "llama, cut": lambda: cut_models.llama(vocab_size=layouts.VOCABULARY, use_cache=False, num_key_value_heads=4),
 }
 
 
-def _task(name: str, row: Row) -> Task:
+def _make_task(name: str, row: Row) -> Task:
     task = COLUMNS[name]
     if row.tensor is None:
         return task
@@ -107,67 +110,65 @@ def _task(name: str, row: Row) -> Task:
     return replace(task, handlers=(*task.handlers, tensor))
 
 
-def _all(tasks: dict[str, Task], layout: str) -> dict[str, Curve | str]:
+def _train_all(tasks: dict[str, Task], layout: str) -> dict[str, Curve | str]:
     layouts.MODELS.update(MODELS)
     found: dict[str, Curve | str] = {}
     for name, task in tasks.items():
         try:
             curve = train_prepared(task, layout)
             found[name] = {kind: curve[kind] for kind in ("losses", "norms")}
-        except Exception as error:  # ranks may have parted: nothing comes after
+        except Exception as error:  # ranks may be out of step now, so the remaining tasks cannot run
             found[name] = f"{error!r}\n{traceback.format_exc(limit=-4)}"
             break
     return found
 
 
 def measure(row: Row, columns: Sequence[str], timeout: float = 300) -> dict[str, float | str]:
-    """By column, how far losses and norms of all ranks lie from plain PyTorch's at most; a text: what went wrong."""
+    """Return, for each column, the largest relative difference over all ranks, or a description of the failure."""
     layouts.MODELS.update(MODELS)
-    tasks = {name: _task(name, row) for name in columns if name not in row.without}
-    # DeepSpeed keeps its first group of processes for good, so each of its runs gets processes of its own.
+    tasks = {name: _make_task(name, row) for name in columns if name not in row.without}
+    # DeepSpeed keeps its first process group permanently, so each of its runs needs new processes.
     groups = [{name: task} for name, task in tasks.items()] if row in ENGINES else [tasks]
     found: dict[str, float | str] = {}
     for group in groups:
         try:
-            by_rank = run_ranks(_all, row.num_ranks, group, row.layout, timeout=timeout)
+            by_rank = run_ranks(_train_all, row.num_ranks, group, row.layout, timeout=timeout)
         except RankFailed as error:
             found |= dict.fromkeys(group, str(error))
             continue
         for name in group:
-            found[name] = _compared(COLUMNS[name], [curves.get(name, "not reached") for curves in by_rank])
+            found[name] = _compare(COLUMNS[name], [curves.get(name, "not reached") for curves in by_rank])
     return found
 
 
-def _compared(task: Task, curves: Sequence[Curve | str]) -> float | str:
+def _compare(task: Task, curves: Sequence[Curve | str]) -> float | str:
     expected, largest = train_by_hand(task), 0.0
     for curve in curves:
         if isinstance(curve, str):
             return curve
         for kind in ("losses", "norms"):
-            apart = max(abs(a - b) for a, b in zip(expected[kind], curve[kind], strict=True))
-            largest = max(largest, apart / max(map(abs, expected[kind])))
+            difference = max(abs(a - b) for a, b in zip(expected[kind], curve[kind], strict=True))
+            largest = max(largest, difference / max(map(abs, expected[kind])))
     return largest
 
 
 def is_good(name: str, found: float | str) -> bool:
-    """Is it as close as promised?"""
+    """Whether the difference is within the tolerance of the column."""
     return not isinstance(found, str) and found < (CLOSE_IN_BF16 if name == "bf16" else CLOSE)
 
 
 def main() -> int:
-    """Print the table; 1 where a cell is not as promised."""
-    reader = argparse.ArgumentParser(description=__doc__)
-    reader.add_argument("--zero", action="store_true", help="DeepSpeed's stages too")
-    reader.add_argument("--only", nargs="*", help="layouts such as fsdp and tp")
-    reader.add_argument(
-        "--models", nargs="*", help="thirty models under each layout, or these of them, instead of the settings"
-    )
-    reader.add_argument("--at_once", type=int, default=2, help="cells of models at a time")
-    reader.add_argument("--write", action="store_true", help="with --models: write docs/parity.md")
-    asked = reader.parse_args()
-    if asked.models is not None:
-        return models(asked)
-    rows = [row for row in (*ROWS, *(ENGINES if asked.zero else ())) if not asked.only or row.layout in asked.only]
+    """Print the table, and return 1 if any cell is outside its tolerance."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--zero", action="store_true", help="include DeepSpeed's stages")
+    parser.add_argument("--only", nargs="*", help="layouts such as fsdp and tp")
+    parser.add_argument("--models", nargs="*", help="compare thirty models, or only these, instead of the settings")
+    parser.add_argument("--at_once", type=int, default=2, help="number of model cells to run in parallel")
+    parser.add_argument("--write", action="store_true", help="with --models: write docs/parity.md")
+    args = parser.parse_args()
+    if args.models is not None:
+        return print_models(args)
+    rows = [row for row in (*ROWS, *(ENGINES if args.zero else ())) if not args.only or row.layout in args.only]
     began, bad = time.monotonic(), []
     table = [["largest difference", *COLUMNS]]
     for row in rows:
@@ -181,19 +182,22 @@ def main() -> int:
             ]
         )
         print(f"{row}: {time.monotonic() - began:.0f} s", flush=True)
-    print(f"\n{laid_out(table)}\n{len(bad)} not as promised; {time.monotonic() - began:.0f} s")
+    print(f"\n{format_columns(table)}\n{len(bad)} not as promised; {time.monotonic() - began:.0f} s")
     for each in bad:
         print(each)
     return bool(bad)
 
 
-def models(asked: argparse.Namespace) -> int:
-    """Print the table of models, and write it to docs/parity.md if asked to; 1 where a cell is neither equal nor refused."""
+def print_models(args: argparse.Namespace) -> int:
+    """Print the table of models, and write it to docs/parity.md if requested.
+
+    Returns 1 if a cell is neither equal nor refused.
+    """
     torch.set_num_threads(1)
-    found = model_table.table(asked.models or (), asked.only or (), asked.at_once)
-    print(f"\n{laid_out(model_table.rows(found))}")
-    if asked.write:
-        model_table.write(found)
+    found = model_table.measure_all(args.models or (), args.only or (), args.at_once)
+    print(f"\n{format_columns(model_table.format_rows(found))}")
+    if args.write_page:
+        model_table.write_page(found)
     bad = [f"{name}, {layout}: {cell}" for (name, layout), cell in found.items() if not cell.is_good]
     print(*bad, f"{len(bad)} of {len(found)} neither equal nor refused", sep="\n")
     return bool(bad)

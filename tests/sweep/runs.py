@@ -1,7 +1,8 @@
-"""Trainings that are ended at random moments and started again until they end: each must be the undisturbed one, bit for bit.
+"""Training runs that are interrupted at random times and restarted until they end must equal uninterrupted runs bit for bit.
 
-`python -m tests.sweep.runs --seed 7 --count 200` runs them, `--only 31` one of them; the moments follow from the seed and the number.
-`--sharded` runs models that are spread over two and four ranks, each of which saves its part.
+`python -m tests.sweep.runs --seed 7 --count 200` makes 200 runs; `--only 31` makes one of them. The seed and the run's
+number determine the times of the interruptions. `--sharded` uses models that are sharded over two and four ranks, each
+of which saves its part.
 """
 
 import argparse
@@ -20,13 +21,13 @@ from pathlib import Path
 from tests.sweep import jobs
 from tests.sweep.jobs import Ended, Mark, Strike
 from tests.sweep.modes import MODES, SHARDED, Mode
-from tests.sweep.tables import laid_out
+from tests.sweep.tables import format_columns
 
 PREEMPTED = 75
 PHASES = ("import", "set-up", "resume", "first batch", "batch", "batch", "last batch", "between epochs", "evaluation",
           "saving", "saving", "the end")  # fmt: skip
-AFRESH = ("import", "set-up", "resume", "first batch")
-"""Phases of every start; the others' marks come once in a run."""
+PHASES_OF_EVERY_START = ("import", "set-up", "resume", "first batch")
+"""Phases that occur in every start. Marks of other phases occur once in a run."""
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 WEIGHTS = (4, 3, 2, 2)
@@ -35,13 +36,13 @@ PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class Plan:
-    """A run of the sweep.
+    """Plan of one run.
 
     Attributes:
-        number: in the sweep.
-        mode: its name.
-        num_ranks: processes.
-        strikes: one for each start but the last.
+        number: Number of the run in the sweep.
+        mode: Name of the mode.
+        num_ranks: Number of processes.
+        strikes: One interruption for each start except the last.
     """
 
     number: int
@@ -52,13 +53,13 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What came of one.
+    """Result of one run.
 
     Attributes:
-        plan: the run.
-        problems: what was not as promised; none: it was equal.
-        codes: of all starts.
-        struck: where it was.
+        plan: Plan of the run.
+        problems: Violated promises; empty if the run was equal.
+        codes: Exit codes of all starts.
+        struck: Mark of the interruption of each start, or None.
     """
 
     plan: Plan
@@ -67,8 +68,11 @@ class Outcome:
     struck: list[Mark | None] = field(default_factory=list)
 
 
-def plan(seed: int, number: int, modes: Mapping[str, Mode] = MODES) -> Plan:
-    """The run of that number: modes in turn, each on its numbers of processes in turn."""
+def make_plan(seed: int, number: int, modes: Mapping[str, Mode] = MODES) -> Plan:
+    """Return the plan of the run with this number.
+
+    Successive runs use all modes in turn, each with its numbers of processes in turn.
+    """
     draw = random.Random(f"{seed}/{number}")
     mode = list(modes)[number % len(modes)]
     counts = modes[mode].num_ranks
@@ -83,10 +87,10 @@ def plan(seed: int, number: int, modes: Mapping[str, Mode] = MODES) -> Plan:
 
 
 class Sweep:
-    """Runs plans, and compares each with the undisturbed run of its kind, which is made once.
+    """Makes runs, and compares each with the uninterrupted run of its kind, which is made once.
 
     Args:
-        folder: for all runs; those that were equal are removed.
+        folder: Folder for all runs. Folders of equal runs are removed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -94,7 +98,7 @@ class Sweep:
         self._whole: dict[tuple[str, int], Ended] = {}
 
     def whole(self, mode: str, num_ranks: int) -> Ended:
-        """The undisturbed run."""
+        """Return the uninterrupted run of this kind, which is made on first use."""
         if (mode, num_ranks) not in self._whole:
             folder = self.folder / f"whole {mode} {num_ranks}"
             folder.mkdir()
@@ -106,17 +110,19 @@ class Sweep:
         return self._whole[mode, num_ranks]
 
     def run(self, plan: Plan) -> Outcome:
-        """One run, started again until it ends."""
+        """Make one run: start it again until it ends, and return its outcome."""
         whole, outcome = self.whole(plan.mode, plan.num_ranks), Outcome(plan)
         folder = self.folder / f"run {plan.number}"
         folder.mkdir()
         reached = [0] * plan.num_ranks
         former = None
         for attempt, strike in enumerate((*plan.strikes, None)):
-            ended = jobs.run(folder, plan.mode, plan.num_ranks, attempt, strike, partial(_moment, whole, max(reached)))
+            ended = jobs.run(
+                folder, plan.mode, plan.num_ranks, attempt, strike, partial(_choose_moment, whole, max(reached))
+            )
             outcome.codes.append(ended.code)
             outcome.struck.append(ended.struck)
-            problems = _problems(ended, whole, reached, former, strike and strike.number)
+            problems = _find_problems(ended, whole, reached, former, strike and strike.number)
             outcome.problems += [f"start {attempt}: {each}" for each in problems]
             if problems:
                 return outcome
@@ -127,33 +133,33 @@ class Sweep:
             outcome.problems.append(
                 f"the last start, which nothing struck, ended with {ended.code}: {ended.errors[-1500:]}"
             )
-        if any(mark[0] == "saving" for mark, _ in ended.marks):  # what a kill has left is swept by the next save
-            outcome.problems += _litter(folder)
+        if any(mark[0] == "saving" for mark, _ in ended.marks):  # the next save removes the files that a kill has left
+            outcome.problems += _find_stray_files(folder)
         if not outcome.problems:
             shutil.rmtree(folder)
         return outcome
 
 
-def _moment(whole: Ended, reached: int, strike: Strike) -> tuple[Mark, float] | None:
-    """The mark at which a strike falls, and the seconds after it, by the marks of the undisturbed run."""
+def _choose_moment(whole: Ended, reached: int, strike: Strike) -> tuple[Mark, float] | None:
+    """Return the mark at which a strike happens and the delay in seconds, based on the uninterrupted run's marks."""
     marks = whole.marks
-    last = _first_after(whole, reached)
+    last = _find_first_mark(whole, reached)
     known = [at for at, (mark, _) in enumerate(marks[:-1])
-             if mark[0] == strike.phase and (at >= last or strike.phase in AFRESH)]  # fmt: skip
+             if mark[0] == strike.phase and (at >= last or strike.phase in PHASES_OF_EVERY_START)]  # fmt: skip
     if not known:
         return None
     at = known[int(strike.which * len(known))]
     return marks[at][0], strike.delay * (marks[at + 1][1] - marks[at][1])
 
 
-def _first_after(whole: Ended, reached: int) -> int:
-    """Which of the marks comes after so many lines."""
+def _find_first_mark(whole: Ended, reached: int) -> int:
+    """Return the index of the first mark after this number of log lines."""
     num_lines = len(whole.lines[0])
     return int(len(whole.marks) * reached / num_lines)
 
 
 def _is_checked_after(struck: Mark | None, whole: Ended) -> bool:
-    """Is there a check for certain, after what a rank was about to do, at which the run can be asked to end?"""
+    """Whether the run certainly checks for preemption after the mark at which the signal was sent."""
     if struck is None or struck[0] in ("import", "set-up", "resume", "the end"):
         return False
     marks = [mark for mark, _ in whole.marks]
@@ -161,9 +167,9 @@ def _is_checked_after(struck: Mark | None, whole: Ended) -> bool:
     return struck[0] == "first batch" or marks.index(struck) < checks[-3]
 
 
-def _problems(ended: Ended, whole: Ended, reached: list[int], former: Ended | None,
+def _find_problems(ended: Ended, whole: Ended, reached: list[int], former: Ended | None,
               struck_by: signal.Signals | None = None) -> list[str]:  # fmt: skip
-    """What is not as promised in one start; `reached`, the lines that each rank has come to, is moved on."""
+    """Return the violated promises of one start, and update `reached`, the number of log lines that each rank has reached."""
     found = []
     if ended.has_hung:
         found.append(f"it did not end within {jobs.PATIENCE:g} s of {ended.struck}: {ended.errors}")
@@ -186,8 +192,8 @@ def _problems(ended: Ended, whole: Ended, reached: list[int], former: Ended | No
             found.append(
                 f"rank {rank} says {lines[differs]} instead of {wanted[begin + differs]} (line {begin + differs})"
             )
-        saved = _end_of(former, rank, wanted)
-        if _num_trained(wanted[begin:saved]):
+        saved = _find_preempted_line(former, rank, wanted)
+        if _count_updates(wanted[begin:saved]):
             found.append(f"rank {rank} trains {saved - begin} lines again, though the start before was preempted")
         reached[rank] = max(reached[rank], begin + len(lines))
     if ended.code == 0 and reached != [len(lines) for lines in whole.lines]:
@@ -201,15 +207,18 @@ def _problems(ended: Ended, whole: Ended, reached: list[int], former: Ended | No
     return found
 
 
-def _end_of(former: Ended | None, rank: int, wanted: list[dict]) -> int:
-    """After which line the start before was preempted; 0 where it was not. One killed earlier may have come further."""
+def _find_preempted_line(former: Ended | None, rank: int, wanted: list[dict]) -> int:
+    """Return the number of the line after which the previous start was preempted, or 0 if it was not preempted.
+
+    An earlier start that was killed may have reached a later line.
+    """
     if former is None or former.code != PREEMPTED or not former.lines[rank]:
         return 0
     return next((at + 1 for at, line in enumerate(wanted) if line == former.lines[rank][-1]), 0)
 
 
-def _litter(folder: Path) -> list[str]:
-    """What lies beside the two checkpoints that are to stay."""
+def _find_stray_files(folder: Path) -> list[str]:
+    """Return a description of files that should not exist next to the two newest checkpoints."""
     for checkpoints in folder.glob("*/checkpoints"):
         left = sorted(path.name for path in checkpoints.iterdir())
         if len(left) != 3 or any(name.startswith(".") for name in left):
@@ -217,12 +226,12 @@ def _litter(folder: Path) -> list[str]:
     return []
 
 
-def _num_trained(lines: list[dict]) -> int:
+def _count_updates(lines: list[dict]) -> int:
     return sum("loss" in line for line in lines)
 
 
-def table(outcomes: list[Outcome]) -> str:
-    """Mode by kind of disturbance: strikes that fell; then runs, resumes, and how many were equal."""
+def format_table(outcomes: list[Outcome]) -> str:
+    """Return the results per mode: strikes by signal, runs, resumes, and equal runs."""
     rows = [["", *(number.name for number in SIGNALS), "runs", "resumes", "equal"]]
     for mode in (*dict.fromkeys(each.plan.mode for each in outcomes), "all"):
         own = [each for each in outcomes if mode in (each.plan.mode, "all")]
@@ -232,38 +241,43 @@ def table(outcomes: list[Outcome]) -> str:
         equal = sum(not each.problems for each in own)
         resumes = sum(len(each.codes) - 1 for each in own)
         rows.append([mode, *(str(fell[number]) for number in SIGNALS), str(len(own)), str(resumes), str(equal)])
-    return laid_out(rows)
+    return format_columns(rows)
 
 
 def main() -> int:
-    reader = argparse.ArgumentParser(description=__doc__)
-    reader.add_argument("--seed", type=int, default=7)
-    reader.add_argument("--count", type=int, default=200, help="how many runs")
-    reader.add_argument("--begin", type=int, default=0, help="the first one's number")
-    reader.add_argument("--only", type=int, nargs="*", help="these numbers alone")
-    reader.add_argument("--sharded", action="store_true", help="models that are spread over the ranks")
-    reader.add_argument("--minutes", type=float, default=60, help="begin no run after that")
-    reader.add_argument("--folder", type=Path, help="keeps what was not equal")
-    asked = reader.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the processes of the case in hand
-    numbers = asked.only or range(asked.begin, asked.begin + asked.count)
-    folder = Path(tempfile.mkdtemp(prefix="headway-sweep-", dir=asked.folder))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--count", type=int, default=200, help="number of runs")
+    parser.add_argument("--begin", type=int, default=0, help="number of the first run")
+    parser.add_argument("--only", type=int, nargs="*", help="make only the runs with these numbers")
+    parser.add_argument("--sharded", action="store_true", help="use sharded models")
+    parser.add_argument("--minutes", type=float, default=60, help="start no more runs after this time")
+    parser.add_argument("--folder", type=Path, help="parent folder for runs that were not equal")
+    args = parser.parse_args()
+    # sys.exit runs the `finally` blocks, which end the processes of the current case.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    numbers = args.only or range(args.begin, args.begin + args.count)
+    folder = Path(tempfile.mkdtemp(prefix="headway-sweep-", dir=args.folder))
     sweep, outcomes, began = Sweep(folder), [], time.monotonic()
     for number in numbers:
-        if time.monotonic() - began > 60 * asked.minutes:
-            print(f"{asked.minutes:g} minutes are over", flush=True)
+        if time.monotonic() - began > 60 * args.minutes:
+            print(f"{args.minutes:g} minutes are over", flush=True)
             break
-        planned = plan(asked.seed, number, SHARDED if asked.sharded else MODES)
+        planned = make_plan(args.seed, number, SHARDED if args.sharded else MODES)
         outcome = sweep.run(planned)
         outcomes.append(outcome)
-        said = "; ".join(
+        strikes = "; ".join(
             f"{strike} at {' '.join(at)}" if at else "-" for strike, at in zip(planned.strikes, outcome.struck)
         )
         verdict = "NOT EQUAL" if outcome.problems else "equal"
-        print(f"{number:4} {planned.mode}, {planned.num_ranks}: {said}; codes {outcome.codes}: {verdict}", flush=True)
+        print(
+            f"{number:4} {planned.mode}, {planned.num_ranks}: {strikes}; codes {outcome.codes}: {verdict}", flush=True
+        )
         for problem in outcome.problems:
             print(f"     {problem}", flush=True)
-    print(f"\nseed {asked.seed}, {time.monotonic() - began:.0f} s; strikes that fell, by signal:\n{table(outcomes)}")
+    print(
+        f"\nseed {args.seed}, {time.monotonic() - began:.0f} s; strikes that fell, by signal:\n{format_table(outcomes)}"
+    )
     failed = [each.plan.number for each in outcomes if each.problems]
     if failed:
         print(f"not equal: {failed}; their folders are in {folder}")

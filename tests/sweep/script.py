@@ -1,7 +1,7 @@
-"""The training that is ended again and again: `script.py MODE`, in the folder of its run; says in files where it is.
+"""Training script that the sweep interrupts and restarts: `script.py MODE`, in the folder of its run.
 
-Every rank appends what each micro-batch, each evaluation and the end came to, to `log.ATTEMPT.RANK`, and says into a FIFO
-what it is about to do, so that who ends it can choose the moment.
+Every rank appends the results of each micro-batch, each evaluation and the end to `log.ATTEMPT.RANK`. It also writes
+marks to a FIFO before each phase, so that the sweep can choose the time of an interruption.
 """
 
 import faulthandler
@@ -16,29 +16,29 @@ from pathlib import Path
 
 ATTEMPT, RANK = os.environ["SWEEP_ATTEMPT"], os.environ.get("RANK", "0")
 LATE = 100.0
-"""Seconds after which a process that is still there says where it is; who started it waits for 120."""
+"""Seconds after which a process writes its stacks. The sweep kills the run after 120 seconds."""
 _log = os.open(f"log.{ATTEMPT}.{RANK}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-_marks = os.open("marks", os.O_RDWR)  # waits for no reader
+_marks = os.open("marks", os.O_RDWR)  # opening for reading and writing does not block
 
 
 def mark(phase: str, number: object = 0) -> None:
     os.write(_marks, f"{RANK}|{phase}|{number}\n".encode())
 
 
-def say_where_if_late(name: str) -> None:
-    """The stacks of this process's threads, for who ends a run that hangs.
+def dump_stacks_if_late(name: str) -> None:
+    """Write the stacks of all threads to a file after `LATE` seconds, for diagnosing a hang.
 
-    By a thread of Python's: dump_traceback_later of a rank, called again in a worker that was forked, waits for ever for
-    the rank's own thread, which the worker does not have.
+    This uses a Python thread. `dump_traceback_later` does not work in forked workers if the rank has called it: it
+    waits forever for the rank's thread, which does not exist in the worker.
     """
-    stacks = open(f"stacks.{ATTEMPT}.{name}", "w")  # noqa: SIM115  (until it is written)
+    stacks = open(f"stacks.{ATTEMPT}.{name}", "w")  # noqa: SIM115  (open until written)
     late = threading.Timer(LATE, faulthandler.dump_traceback, [stacks])
     late.daemon = True
     late.start()
 
 
 mark("set-up")
-say_where_if_late(RANK)
+dump_stacks_if_late(RANK)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -62,15 +62,15 @@ from tests.sweep.modes import MODES, SHARDED, Mode  # noqa: E402
 EPOCHS = 3
 BATCH = 4
 PAUSE = 0.004
-"""Seconds that a micro-batch takes at least, so that a signal can fall into it."""
+"""Minimum seconds of a micro-batch, so that signals can arrive during it."""
 
 
-def tell(**line: object) -> None:
+def write_line(**line: object) -> None:
     os.write(_log, (json.dumps(line) + "\n").encode())
 
 
-def noise() -> torch.Tensor:
-    """From each stream that a worker, or this process, has."""
+def make_noise() -> torch.Tensor:
+    """Return noise from the RNG states of this process or worker."""
     return 0.1 * torch.randn(6) + 0.01 * random.random() + 0.01 * float(np.random.rand())
 
 
@@ -83,11 +83,14 @@ class Rows(Dataset):
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
         index += self.first
-        return index, torch.linspace(-1, 1, 6) * (index % 7) / 7 + (noise() if self.draws else 0)
+        return index, torch.linspace(-1, 1, 6) * (index % 7) / 7 + (make_noise() if self.draws else 0)
 
 
 class Stream(IterableDataset):
-    """Shuffled by a generator of its own, alike on all ranks; noise is drawn in workers alone, which have their own streams."""
+    """An iterable dataset that its own generator shuffles, equally on all ranks.
+
+    Only workers add noise, because they have their own RNG states.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -97,27 +100,27 @@ class Stream(IterableDataset):
         order = torch.randperm(self.num_rows, generator=self.generator).tolist()
         worker = get_worker_info()
         if worker is not None:
-            say_where_if_late(f"{RANK}.worker{worker.id}.{os.getpid()}")
+            dump_stacks_if_late(f"{RANK}.worker{worker.id}.{os.getpid()}")
         for index in order if worker is None else order[worker.id :: worker.num_workers]:
-            shift = torch.zeros(6) if worker is None else noise()
+            shift = torch.zeros(6) if worker is None else make_noise()
             yield index, torch.linspace(-1, 1, 6) * (index % 7) / 7 + shift
 
 
 class Documents(Rows):
-    """Samples of one to five tokens."""
+    """Samples with one to five tokens."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": torch.full((1 + index % 5,), self.first + index)}
 
 
 def collate_packed(sequences: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens and sources of each sequence, numbers of them), with noise."""
+    """Return (tokens and sources of each sequence, noisy inputs of the model)."""
     batch = PackingCollator()(sequences)
     x = batch["input_ids"][:, :6] / 200 + 0.1 * batch["position_ids"][:, :6]
-    return torch.cat([batch["input_ids"], batch["source"]], dim=1), x + torch.stack([noise() for _ in x])
+    return torch.cat([batch["input_ids"], batch["source"]], dim=1), x + torch.stack([make_noise() for _ in x])
 
 
-def loader_of(mode: Mode, num_rows: int) -> DataLoader:
+def build_loader(mode: Mode, num_rows: int) -> DataLoader:
     more = {"multiprocessing_context": "fork"} if mode.num_workers else {}
     if mode.is_stream:
         return DataLoader(Stream(num_rows), batch_size=BATCH, num_workers=mode.num_workers, **more)
@@ -134,7 +137,10 @@ def loader_of(mode: Mode, num_rows: int) -> DataLoader:
 
 
 class Block(torch.nn.Module):
-    """What is gathered as a whole, and what tensor parallelism cuts; dropout falls on cut activations then."""
+    """A residual block that FSDP gathers as a unit and that tensor parallelism splits.
+
+    Under tensor parallelism, dropout applies to split activations.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +152,7 @@ class Block(torch.nn.Module):
 
 
 class Short(torch.nn.Module):
-    """Runs out of memory with more than two rows, while that is said to be short."""
+    """A model that runs out of memory with more than two rows, while `is_short()` is true."""
 
     def __init__(self, body: torch.nn.Module) -> None:
         super().__init__()
@@ -161,13 +167,14 @@ class Short(torch.nn.Module):
 PLAN = {"*.up": "colwise", "*.down": "rowwise"}
 
 
-def options_of(layout: str) -> list[object]:
+def make_options(layout: str) -> list[object]:
     if "pp" in layout:
-        return [PipelineOptions(num_microbatches=3)]  # of four rows: two, one and one; and an epoch ends with one row
+        # A batch of four rows is split into two, one and one. The last batch of an epoch has one row.
+        return [PipelineOptions(num_microbatches=3)]
     return [TensorParallelOptions(plan=PLAN)] if "tp" in layout else []
 
 
-def network(layout: str = "ddp") -> torch.nn.Module:
+def build_network(layout: str = "ddp") -> torch.nn.Module:
     if layout != "ddp":
         return torch.nn.Sequential(torch.nn.Linear(6, 12), Block(), Block(), torch.nn.Linear(12, 1))
     return torch.nn.Sequential(
@@ -180,8 +187,8 @@ def digest(*trees: object) -> str:
 
     def add(tree: object) -> None:
         if isinstance(tree, torch.Tensor):
-            tree = getattr(tree, "to_local", lambda: tree)()  # this rank's part
-            if tree.is_meta:  # of another stage
+            tree = getattr(tree, "to_local", lambda: tree)()  # this rank's shard
+            if tree.is_meta:  # a parameter of another stage
                 return
             found.update(tree.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(tree, np.ndarray):
@@ -201,12 +208,12 @@ def digest(*trees: object) -> str:
     return found.hexdigest()[:16]
 
 
-def streams() -> dict[str, object]:
+def read_rng_states() -> dict[str, object]:
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
 class Run:
-    """A loop of one's own."""
+    """A custom training loop."""
 
     def __init__(self, mode: Mode) -> None:
         set_seed(11)
@@ -215,17 +222,17 @@ class Run:
         self.accelerator = accelerator = Accelerator(
             cpu=True, project_config=project, mixed_precision=mode.precision, gradient_accumulation_steps=mode.accumulation,
             split_batches=mode.is_split, strategy=mode.layout, microbatching="auto" if mode.is_short else None,
-            kwargs_handlers=options_of(mode.layout),
+            kwargs_handlers=make_options(mode.layout),
         )  # fmt: skip
-        model = Short(network()) if mode.is_short else network(mode.layout)
+        model = Short(build_network()) if mode.is_short else build_network(mode.layout)
         if mode.is_short and RANK == "0":
             model.is_short = lambda: 4 <= accelerator.num_updates < 8
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.8)
-        second = [loader_of(mode, mode.rows)] if mode.reading in ("zip", "in turn") else []
+        second = [build_loader(mode, mode.rows)] if mode.reading in ("zip", "in turn") else []
         evaluated = DataLoader(Rows(11), batch_size=BATCH)
         self.model, self.optimizer, self.schedule, self.loader, self.evaluated, *self.second = accelerator.prepare(
-            model, optimizer, schedule, loader_of(mode, mode.rows), evaluated, *second
+            model, optimizer, schedule, build_loader(mode, mode.rows), evaluated, *second
         )
         self.others: list[object] = []
         if mode.learning == "models":
@@ -237,8 +244,8 @@ class Run:
         accelerator.resume("latest")
         self.is_first = True
 
-    def batches(self):
-        """(loader, batch) of one epoch."""
+    def iterate_batches(self):
+        """Yield (loader, batch) for one epoch."""
         if self.mode.reading == "zip":
             for (samples, x), (others, y) in zip(self.loader, self.second[0]):
                 yield self.loader, (torch.cat([samples, others]), torch.cat([x, y]))
@@ -252,10 +259,11 @@ class Run:
             self.train_in_block()
         mark("the end")
         self.accelerator.wait_for_save()
-        tell(
+        write_line(
             updates=self.accelerator.num_updates, weights=digest(self.model.state_dict(), *self.others),
-            streams=digest(streams()), optimizer=digest(self.optimizer.state_dict()), schedule=digest(self.schedule.state_dict()),
-            # Not their states: what `zip` has left is over for the run, and where it was left for the loader.
+            streams=digest(read_rng_states()), optimizer=digest(self.optimizer.state_dict()),
+            schedule=digest(self.schedule.state_dict()),
+            # Not the loaders' whole states: after `zip`, the second loader's position depends on where the run was interrupted.
             loaders=[each.next_epoch for each in (self.loader, self.evaluated, *self.second)],
         )  # fmt: skip
         self.accelerator.end_training()
@@ -263,7 +271,7 @@ class Run:
     def train_in_block(self) -> None:
         for epoch in self.accelerator.epochs(EPOCHS):
             self.model.train()
-            for number, (loader, batch) in enumerate(self.batches()):
+            for number, (loader, batch) in enumerate(self.iterate_batches()):
                 self.step(epoch, loader, *batch)
             mark("between epochs", epoch)
             time.sleep(PAUSE)
@@ -279,7 +287,7 @@ class Run:
         time.sleep(PAUSE * (1 + int(RANK) * self.mode.is_uneven))
         learn = {"function": self.learn_by_function, "models": self.learn_in_turn}.get(self.mode.learning, self.learn)
         loss = learn(x)
-        tell(place=place, update=accelerator.num_updates, loss=loss.item().hex(), lr=self.schedule.get_last_lr()[0].hex(),
+        write_line(place=place, update=accelerator.num_updates, loss=loss.item().hex(), lr=self.schedule.get_last_lr()[0].hex(),
              samples=samples.tolist())  # fmt: skip
         if self.is_saved_at(loader):
             mark("saving", place)
@@ -303,18 +311,18 @@ class Run:
         return loss
 
     def learn_in_turn(self, x: torch.Tensor) -> torch.Tensor:
-        """The model tells rows from those that another one makes, which learns to deceive it."""
+        """Train the model to distinguish rows from generated ones, and a generator to deceive it."""
         accelerator, seeds = self.accelerator, torch.randn(len(x), 6)
         with accelerator.accumulate(self.model):
-            told = (self.model(x) - 1).square().mean() + self.model(self.maker(seeds).detach()).square().mean()
-            accelerator.backward(told)
+            critic_loss = (self.model(x) - 1).square().mean() + self.model(self.maker(seeds).detach()).square().mean()
+            accelerator.backward(critic_loss)
             self.update()
         with accelerator.accumulate(self.maker):
-            taken = (self.model(self.maker(seeds)) - 1).square().mean()
-            accelerator.backward(taken)
+            generator_loss = (self.model(self.maker(seeds)) - 1).square().mean()
+            accelerator.backward(generator_loss)
             self.makers.step()
             self.makers.zero_grad()
-        return told.detach() + taken.detach()
+        return critic_loss.detach() + generator_loss.detach()
 
     def update(self) -> None:
         if self.accelerator.sync_gradients:
@@ -327,7 +335,7 @@ class Run:
         return [self.loader, *self.second].index(loader)
 
     def is_saved_at(self, loader) -> bool:
-        """The same answer on every rank and after every resume; in the middle of windows too."""
+        """Whether to save after this batch: the same on every rank and after every resume, also inside windows."""
         per_step = BATCH * (1 if self.mode.is_split else self.accelerator.strategy.data_shard.count)
         return loader.is_last or loader.num_consumed // per_step % 3 == 2
 
@@ -339,24 +347,24 @@ class Run:
             mark("evaluation", f"{epoch}.{number}")
             time.sleep(PAUSE)
             total += self.accelerator.gather_for_metrics(self.model(x).abs()).sum()
-        tell(epoch=epoch, evaluation=total.item().hex())
+        write_line(epoch=epoch, evaluation=total.item().hex())
 
 
-def with_trainer(mode: Mode) -> None:
+def train_with_trainer(mode: Mode) -> None:
     from headway import Trainer, TrainerCallback, TrainingArguments
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = network()
+            self.body = build_network()
 
         def forward(self, x, labels, number):
             if self.training:
-                tell(samples=number.tolist())
+                write_line(samples=number.tolist())
             logits = self.body(x)
             return {"loss": (logits.squeeze(1) - labels).square().mean(), "logits": logits}
 
-    class Teller(TrainerCallback):
+    class Recorder(TrainerCallback):
         is_first = True
         optimizer = ""
 
@@ -389,7 +397,7 @@ def with_trainer(mode: Mode) -> None:
                 if name in ("loss", "learning_rate", "grad_norm", "eval_loss")
             }
             if kept:
-                tell(update=state.global_step, place=state.global_step, **kept)
+                write_line(update=state.global_step, place=state.global_step, **kept)
 
     set_seed(11)
     points = torch.randn(mode.rows, 6, generator=torch.Generator().manual_seed(2))
@@ -398,16 +406,16 @@ def with_trainer(mode: Mode) -> None:
         "out", per_device_train_batch_size=BATCH, num_train_epochs=EPOCHS, save_steps=3, save_total_limit=2, logging_steps=1,
         eval_strategy="epoch", learning_rate=0.01, use_cpu=True, disable_tqdm=True, report_to="none",
     )  # fmt: skip
-    teller = Teller()
+    teller = Recorder()
     trainer = Trainer(Net(), settings, train_dataset=rows, eval_dataset=rows[:11], callbacks=[teller])
     trainer.train(resume_from_checkpoint=True)
     mark("the end")
-    tell(updates=trainer.state.global_step, weights=digest(trainer.model.state_dict()), streams=digest(streams()),
+    write_line(updates=trainer.state.global_step, weights=digest(trainer.model.state_dict()), streams=digest(read_rng_states()),
          optimizer=teller.optimizer)  # fmt: skip
 
 
 class Progress:
-    """How far a script is, by its own count."""
+    """Position of a script that counts its epochs and batches itself."""
 
     def __init__(self) -> None:
         self.epoch = self.batch = 0
@@ -419,7 +427,7 @@ class Progress:
         self.epoch, self.batch = state["epoch"], state["batch"]
 
 
-def under_accelerates_name(mode: Mode) -> None:
+def train_as_accelerate(mode: Mode) -> None:
     from headway.compat import install_as_accelerate
 
     install_as_accelerate()
@@ -429,7 +437,7 @@ def under_accelerates_name(mode: Mode) -> None:
     os.environ["HEADWAY_PREEMPTION"] = "1"
     set_seed(11)
     project = ProjectConfiguration("run", automatic_checkpoint_naming=True, total_limit=2)
-    accelerator, model = Accelerator(cpu=True, project_config=project), network()
+    accelerator, model = Accelerator(cpu=True, project_config=project), build_network()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.8)
     loaders = DataLoader(Rows(mode.rows, False), BATCH, shuffle=True), DataLoader(Rows(11, False), BATCH)
@@ -458,7 +466,9 @@ def under_accelerates_name(mode: Mode) -> None:
                 schedule.step()
                 optimizer.zero_grad()
             at.batch += 1
-            tell(place=place, loss=loss.item().hex(), lr=schedule.get_last_lr()[0].hex(), samples=samples.tolist())
+            write_line(
+                place=place, loss=loss.item().hex(), lr=schedule.get_last_lr()[0].hex(), samples=samples.tolist()
+            )
             if is_last or at.batch % 3 == 2:
                 mark("saving", place)
                 accelerator.save_state()
@@ -471,21 +481,23 @@ def under_accelerates_name(mode: Mode) -> None:
             time.sleep(PAUSE)
             with torch.no_grad():
                 total += accelerator.gather_for_metrics(model(x).abs()).sum()
-        tell(epoch=at.epoch, evaluation=total.item().hex())
+        write_line(epoch=at.epoch, evaluation=total.item().hex())
         at.epoch, at.batch = at.epoch + 1, 0
         mark("saving", f"after {at.epoch}")
         accelerator.save_state()
     mark("the end")
-    tell(weights=digest(model.state_dict()), streams=digest(streams()), optimizer=digest(optimizer.state_dict()))
+    write_line(
+        weights=digest(model.state_dict()), streams=digest(read_rng_states()), optimizer=digest(optimizer.state_dict())
+    )
     accelerator.end_training()
 
 
 if __name__ == "__main__":
     chosen = {**MODES, **SHARDED}[sys.argv[1]]
     if chosen.reading == "trainer":
-        with_trainer(chosen)
+        train_with_trainer(chosen)
     elif chosen.reading == "accelerate":
-        under_accelerates_name(chosen)
+        train_as_accelerate(chosen)
     else:
         Run(chosen).train()
     mark("over")

@@ -1,8 +1,9 @@
-"""Saves to an object store that are killed, or whose requests fail: every commit loads, and what is said is true.
+"""Saves to an object store that are killed, or whose requests fail: every commit can be loaded, and reported results are true.
 
-`python -m tests.sweep.store_faults kills --count 200` and `... errors --count 500`; `--seed` draws others. Each kill is of a process
-at one of its requests: before it is forwarded, in the middle of its body, or before its answer. Each error is met by one request of
-a save or a load, or by several in a row. Parts are of 256 KiB here, and the states have five of them.
+`python -m tests.sweep.store_faults kills --count 200` and `... errors --count 500` run the sweeps; `--seed` selects
+other cases. Each kill ends a process at one of its requests: before it is forwarded, in the middle of its body, or
+before its response. Each error affects one request of a save or a load, or several in a row. Parts have 256 KiB here,
+so the states have five parts.
 """
 
 import argparse
@@ -39,18 +40,18 @@ from tests.stores.proxy import FAULTS, KILLS, Proxy, Request
 from tests.stores.small_parts import make_small
 
 MOST_REQUESTS = 40
-"""A save has about thirty requests; a fault at one that does not come is drawn again."""
+"""A save makes about thirty requests. If the chosen request does not occur, another one is drawn."""
 SECONDS = 60.0
 
 
-def state(value: int) -> CollectedState:
+def make_state(value: int) -> CollectedState:
     tensors = {f"model/0/{i}": torch.full((100_000,), float(value)) for i in range(3)}
     tensors["optimizer/0/0/exp_avg"] = torch.full((3000,), float(value))
     return CollectedState(tensors, {}, {"value": value})
 
 
 def save(root: str, value: int, is_blocking: bool, is_same_name: bool = False) -> str:
-    """What came of a save by this rank: "saved", or why not."""
+    """Save on this rank, and return "saved" or the reason why the save was refused."""
     runtime = process.start(cpu=True)
     saver = Saver(runtime, Collectives(runtime))
     parent = to_path(root)
@@ -59,7 +60,7 @@ def save(root: str, value: int, is_blocking: bool, is_same_name: bool = False) -
         final = parent / ("checkpoint_1" if is_same_name else f"checkpoint_{value}")
         saver.save(
             final,
-            state(value),
+            make_state(value),
             {"value": value, "name": final.name, "run": "run"},
             SavePolicy(1, (), True, is_blocking, 20),
         )
@@ -69,8 +70,8 @@ def save(root: str, value: int, is_blocking: bool, is_same_name: bool = False) -
     return "saved"
 
 
-def found_value(root: str) -> int:
-    """The value of the newest checkpoint, every byte of which is read and compared; 0: there is none."""
+def load_value(root: str) -> int:
+    """Read and verify the newest checkpoint completely, and return its value; 0 if there is none."""
     there = folders.list_committed(to_path(root))
     if not there:
         return 0
@@ -81,8 +82,8 @@ def found_value(root: str) -> int:
     return value
 
 
-def left_over(port: int, root: str) -> list[str]:
-    """Keys that belong to no checkpoint."""
+def list_stray_keys(port: int, root: str) -> list[str]:
+    """Return the keys that belong to no checkpoint."""
     parent = to_path(root)
     named = {f"{parent.key}/latest"}
     for folder in folders.list_committed(parent):
@@ -94,11 +95,11 @@ def left_over(port: int, root: str) -> list[str]:
 
 
 @dataclass
-class Told:
-    """What came of the cases.
+class Results:
+    """Results of the cases.
 
     Attributes:
-        until: when no more are begun, by the monotonic clock.
+        until: Time after which no more cases start, on the monotonic clock.
     """
 
     until: float
@@ -115,7 +116,7 @@ class Told:
 # ---------------------------------------------------------------- kills
 
 
-def _victim(rank: int, world: int, port: int, proxies: list[int], gate: Any, root: str, value: int, is_blocking: bool,
+def _save_as_victim(rank: int, world: int, port: int, proxies: list[int], gate: Any, root: str, value: int, is_blocking: bool,
             is_same_name: bool) -> None:  # fmt: skip
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")  # fmt: skip
@@ -127,21 +128,22 @@ def _victim(rank: int, world: int, port: int, proxies: list[int], gate: Any, roo
     torch.set_num_threads(1)
     process.start(cpu=True)
     gate.wait(SECONDS)
-    told = save(root, value, is_blocking, is_same_name)
-    os._exit(0 if told == "saved" else 7)
+    answer = save(root, value, is_blocking, is_same_name)
+    os._exit(0 if answer == "saved" else 7)
 
 
-def _killed_save(
+def _save_with_kill(
     proxies: list[Proxy], world: int, kind: str, number: int, root: str, is_blocking: bool, is_same: bool
 ) -> bool:
-    """Save, killed there; whether the kill came."""
+    """Save with a kill at the given request, and return whether the kill happened."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.preloaded"])
     gate = context.Barrier(world)
     port = free_port()
     ranks = [
         context.Process(
-            target=_victim, args=(r, world, port, [each.port for each in proxies], gate, root, 2, is_blocking, is_same)
+            target=_save_as_victim,
+            args=(r, world, port, [each.port for each in proxies], gate, root, 2, is_blocking, is_same),
         )
         for r in range(world)
     ]
@@ -155,7 +157,7 @@ def _killed_save(
             proxies[victim].victim = each.pid
     ranks[victim].join(SECONDS)
     has_come = bool(proxies[victim].met)
-    for each in ranks:  # as a launcher ends those that are left
+    for each in ranks:  # like a launcher, which ends the remaining ranks
         if has_come:
             each.kill()
         each.join(SECONDS)
@@ -165,67 +167,70 @@ def _killed_save(
     return has_come
 
 
-def kills(port: int, count: int, seed: int, told: Told) -> None:
-    """So many kills, each of a save that follows a first one; the next save must find everything in order, and leave nothing."""
+def sweep_kills(port: int, count: int, seed: int, results: Results) -> None:
+    """Kill `count` saves, each after a complete first save.
+
+    The next save must succeed and leave no stray keys.
+    """
     draw = random.Random(seed)
     with Proxy(port) as first, Proxy(port) as second:
         case = 0
-        while sum(told.came.values()) < count and time.monotonic() < told.until:
+        while sum(results.came.values()) < count and time.monotonic() < results.until:
             case += 1
             world, kind = draw.choice((1, 2)), draw.choice(KILLS)
             number, is_blocking, is_same = draw.randint(1, MOST_REQUESTS), draw.random() < 0.5, draw.random() < 0.5
             root = f"s3://{server.BUCKET}/kill_{case}"
             assert save(root, 1, True) == "saved"
-            let_go()
-            while not _killed_save([first, second][:world], world, kind, number, root, is_blocking, is_same):
+            release_locks()
+            while not _save_with_kill([first, second][:world], world, kind, number, root, is_blocking, is_same):
                 number = max(1, number // 2)  # the save survived
                 save(root, 1, True, True)
-                let_go()
+                release_locks()
             problems, value = [], -1
             try:
-                value = found_value(root)
+                value = load_value(root)
                 if value not in (1, 2):
                     problems.append(f"{value} is loaded")
                 if (answer := save(root, 3, True)) != "saved":
                     problems.append(f"the next save: {answer}")
-                let_go()
-                if found_value(root) != 3:
+                release_locks()
+                if load_value(root) != 3:
                     problems.append("the next save is not what is loaded")
-                if left := left_over(port, root):
+                if left := list_stray_keys(port, root):
                     problems.append(f"left over: {left}")
             except Exception as error:
                 problems.append(f"{type(error).__name__}: {error}")
-            told.note(
+            results.note(
                 f"{kind}, {'old' if value == 1 else 'new'}",
                 [f"{each} (case {case}, request {number}, {world} ranks)" for each in problems],
             )
 
 
-def let_go() -> None:
-    """Leave the place to the next process."""
+def release_locks() -> None:
+    """Release this process's locks, so that the next process can save."""
     scope.own(Locks).release()
 
 
 # ---------------------------------------------------------------- errors
 
 
-def errors(port: int, count: int, seed: int, told: Told) -> None:
-    """So many faulty requests, in saves and in loads of one process."""
+def sweep_errors(port: int, count: int, seed: int, results: Results) -> None:
+    """Inject `count` faults into saves and loads of one process."""
     draw = random.Random(seed)
     with Proxy(port, hang=3.0) as proxy:
         os.environ.update(server.environment(proxy.port, patience=6, timeout=2))
         scope.clear()
         root, value, injected = f"s3://{server.BUCKET}/errors", 1, 0
         assert save(root, value, True) == "saved"
-        while sum(told.came.values()) < count and time.monotonic() < told.until:
+        while sum(results.came.values()) < count and time.monotonic() < results.until:
             kind, number = draw.choice(FAULTS), draw.randint(1, MOST_REQUESTS)
-            several = draw.choice((1, 1, 1, 1, 1, 2, 2, 3, 3, 1000))  # the last: until it is given up
+            several = draw.choice((1, 1, 1, 1, 1, 2, 2, 3, 3, 1000))  # 1000 means until Headway gives up
             if kind == "lost listing":
                 number = 1
             is_load, is_blocking = draw.random() < 0.25, draw.random() < 0.5
             proxy.reset()
             proxy.judge = _judge(kind, number, several)
-            answer = _load(root, value) if is_load else save(root, value + 1, is_blocking)
+            answer = _load_expected(root, value) if is_load else save(root, value + 1, is_blocking)
             met = len(proxy.met)
             proxy.reset()
             injected += met
@@ -234,26 +239,26 @@ def errors(port: int, count: int, seed: int, told: Told) -> None:
                 continue
             problems = []
             try:
-                found = found_value(root)
-                problems += _judged(answer, is_load, found, value)
+                found = load_value(root)
+                problems += _check_answer(answer, is_load, found, value)
                 value = found
                 if answer != "saved" and not is_load:
                     value += 1
                     if (again := save(root, value, True)) != "saved":
                         problems.append(f"the next save: {again}")
-                left = [key for key in left_over(port, root) if not is_load]
-                # Of a commit whose removals were not let through, until the next save.
-                if left and save(root, value := value + 1, True) == "saved" and (left := left_over(port, root)):
+                left = [key for key in list_stray_keys(port, root) if not is_load]
+                # A commit whose deletions failed leaves stray keys until the next save.
+                if left and save(root, value := value + 1, True) == "saved" and (left := list_stray_keys(port, root)):
                     problems.append(f"left over: {left}")
             except Exception as error:
                 problems.append(f"{type(error).__name__}: {error}")
             outcome = "load" if is_load else "save"
-            told.note(
+            results.note(
                 f"{kind}, {outcome} {answer.split(':')[0]}",
                 [f"{each} (request {number}, {several} in a row)" for each in problems],
             )
         print(f"{injected} requests were faulty")
-        let_go()
+        release_locks()
 
 
 def _judge(kind: str, number: int, several: int) -> Any:
@@ -270,14 +275,14 @@ def _judge(kind: str, number: int, several: int) -> Any:
     return judge
 
 
-def _load(root: str, value: int) -> str:
+def _load_expected(root: str, value: int) -> str:
     try:
-        return "saved" if found_value(root) == value else "another value"
+        return "saved" if load_value(root) == value else "another value"
     except CheckpointError as error:
         return f"refused: {error}"
 
 
-def _judged(answer: str, is_load: bool, found: int, value: int) -> list[str]:
+def _check_answer(answer: str, is_load: bool, found: int, value: int) -> list[str]:
     if is_load:
         return (
             []
@@ -286,7 +291,7 @@ def _judged(answer: str, is_load: bool, found: int, value: int) -> list[str]:
         )
     if answer == "saved" and found != value + 1:
         return [f"said to be saved, and {found} is loaded"]
-    # The store may have taken the manifest where its answer was never heard: then the checkpoint is there, whole.
+    # If the response to the manifest was lost, the store may still have it. Then the checkpoint exists and is complete.
     return [] if found in (value, value + 1) else [f"{found} is loaded"]
 
 
@@ -295,27 +300,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("what", choices=("kills", "errors"))
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no more cases after that time")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no more cases after this time")
+    args = parser.parse_args(arguments)
     began = time.monotonic()
-    told = Told(began + asked.seconds)
+    results = Results(began + args.seconds)
     make_small()
     with server.running() as port:
         os.environ.update(server.environment(port))
         scope.clear()
         with contextlib.suppress(KeyboardInterrupt):
-            (kills if asked.what == "kills" else errors)(port, asked.count, asked.seed, told)
+            (sweep_kills if args.what == "kills" else sweep_errors)(port, args.count, args.seed, results)
     print(
         json.dumps(
             {
-                "what": asked.what,
-                "came": told.came,
-                "problems": told.problems,
+                "what": args.what,
+                "came": results.came,
+                "problems": results.problems,
                 "seconds": round(time.monotonic() - began),
             }
         )
     )
-    return bool(told.problems)
+    return bool(results.problems)
 
 
 if __name__ == "__main__":

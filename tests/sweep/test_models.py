@@ -1,4 +1,4 @@
-"""A few cells of the table of models; `python -m tests.sweep.parity --models` has all of them."""
+"""A few cells of the table of models. `python -m tests.sweep.parity --models` runs all of them."""
 
 import pytest
 
@@ -27,13 +27,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("model", "layout"), EQUAL)
-def test_a_model_is_equal_to_the_loop_by_hand(model, layout):
+def test_model_matches_the_loop_by_hand(model, layout):
     found = measure(model, layout, LAYOUTS[layout], timeout=300)
     assert str(found) == "equal", found
 
 
-@pytest.mark.parametrize(("model", "layout", "said"), REFUSED)
-def test_a_model_is_refused_with_advice(model, layout, said):
+@pytest.mark.parametrize(("model", "layout", "message"), REFUSED)
+def test_model_is_refused_with_an_explanation(model, layout, message):
     found = measure(model, layout, LAYOUTS[layout], timeout=300)
-    assert said in found.refusal
+    assert message in found.refusal
     assert not found.failure

@@ -1,4 +1,4 @@
-"""A minute of the sweeps, always the same one; `make sweep` is the hour."""
+"""One minute of the sweeps, with fixed cases. `make sweep` takes an hour."""
 
 import signal
 import subprocess
@@ -12,8 +12,8 @@ from tests.sweep import failed_calls, jobs, modes, runs
 SEED = 7
 
 CHOSEN = {
-    "two loaders in turn": runs.plan(SEED, 30),
-    # Struck at the marks: seconds after them, counted in an undisturbed run, may be more than is left of this one.
+    "two loaders in turn": runs.make_plan(SEED, 30),
+    # Strikes directly at marks: a delay that was measured in an uninterrupted run may be longer than the rest of this run.
     "workers on two processes": runs.Plan(
         1001,
         "workers",
@@ -23,7 +23,7 @@ CHOSEN = {
             jobs.Strike("between epochs", 0.28, 0.0, signal.SIGUSR1, "rank 1"),
         ),
     ),
-    # Killed while each rank writes its part behind the loop, and once more.
+    # Killed twice while each rank writes its part in the background.
     "a sharded model, saved behind the loop": runs.Plan(
         1002,
         "fsdp behind",
@@ -33,7 +33,7 @@ CHOSEN = {
             jobs.Strike("saving", 0.7, 0.2, signal.SIGTERM, "launcher"),
         ),
     ),
-    # The same in a pipeline, on the last stage.
+    # The same in a pipeline, with the first kill on the last stage.
     "stages with shards, saved behind the loop": runs.Plan(
         1003,
         "pp+fsdp behind",
@@ -43,7 +43,7 @@ CHOSEN = {
             jobs.Strike("saving", 0.7, 0.2, signal.SIGTERM, "launcher"),
         ),
     ),
-    # Its evaluation is run again before the loop, which has no epoch left.
+    # The evaluation runs again before the loop, which has no epoch left.
     "a Trainer in its last evaluation": runs.Plan(
         1000, "trainer", 1, (jobs.Strike("evaluation", 0.99, 0.0, signal.SIGTERM, "launcher"),)
     ),
@@ -57,7 +57,7 @@ def sweep(tmp_path_factory):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes of a job are found by /proc")
 @pytest.mark.parametrize("chosen", CHOSEN)
-def test_a_run_that_is_ended_again_and_again_is_the_undisturbed_one(chosen, sweep):
+def test_repeatedly_interrupted_run_matches_uninterrupted_run(chosen, sweep):
     outcome = sweep.run(CHOSEN[chosen])
     assert outcome.problems == []
     assert len(outcome.codes) > 1
@@ -65,8 +65,8 @@ def test_a_run_that_is_ended_again_and_again_is_the_undisturbed_one(chosen, swee
 
 
 @pytest.mark.skipif(bool(_find_skip_reason()), reason=_find_skip_reason())
-def test_a_call_that_fails_loses_nothing(tmp_path):
-    """In a process of its own, as each case is a fork of it."""
+def test_failed_call_loses_nothing(tmp_path):
+    """Run the sweep in a new process, because each of its cases is a fork of it."""
     ran = subprocess.run(
         [sys.executable, "-m", "tests.sweep.failed_calls", "--seed", str(SEED), "--count", "25"],
         capture_output=True, text=True, timeout=280,
@@ -75,10 +75,10 @@ def test_a_call_that_fails_loses_nothing(tmp_path):
     assert int(ran.stdout.split()[-2]) > 15
 
 
-def test_a_run_follows_from_its_number():
-    assert runs.plan(SEED, 31) == runs.plan(SEED, 31)
-    assert runs.plan(SEED, 31) != runs.plan(SEED + 1, 31)
-    planned = [runs.plan(SEED, number) for number in range(200)]
+def test_plan_of_a_run_depends_only_on_seed_and_number():
+    assert runs.make_plan(SEED, 31) == runs.make_plan(SEED, 31)
+    assert runs.make_plan(SEED, 31) != runs.make_plan(SEED + 1, 31)
+    planned = [runs.make_plan(SEED, number) for number in range(200)]
     assert {(each.mode, each.num_ranks) for each in planned} == {
         (name, n) for name, mode in modes.MODES.items() for n in mode.num_ranks
     }
@@ -86,7 +86,7 @@ def test_a_run_follows_from_its_number():
     assert {strike.number for strike in strikes} == set(runs.SIGNALS)
     assert {strike.phase for strike in strikes} == set(runs.PHASES)
     assert {strike.target for strike in strikes} == {"rank 0", "rank 1", "rank 2", "launcher", "all"}
-    spread = [runs.plan(SEED, number, modes.SHARDED) for number in range(60)]
+    spread = [runs.make_plan(SEED, number, modes.SHARDED) for number in range(60)]
     assert {(each.mode, each.num_ranks) for each in spread} == {
         (name, mode.num_ranks[0]) for name, mode in modes.SHARDED.items()
     }
@@ -111,16 +111,16 @@ WHOLE = [line(0), line(1), line(2), {"evaluation": "0x1p0"}]
         ([*WHOLE, line(9)], 0, None, -9, "more lines"),
     ],
 )  # fmt: skip
-def test_what_is_not_as_promised_is_seen(lines, reached, former, code, wanted):
+def test_violated_promises_are_found(lines, reached, former, code, wanted):
     def ended(lines, code):
         return jobs.Ended(code, 1.0, [], [lines], "")
 
     before = None if former is None else ended(WHOLE[: former[1]], former[0])
-    found = runs._problems(ended(lines, code), ended(WHOLE, 0), [reached], before)
+    found = runs._find_problems(ended(lines, code), ended(WHOLE, 0), [reached], before)
     assert (wanted in found[0]) if wanted else found == []
 
 
-def test_what_a_failed_save_says_is_compared_with_what_is_there(tmp_path):
+def test_answer_of_a_failed_save_is_compared_with_the_checkpoint(tmp_path):
     variant = failed_calls.VARIANTS["blocking"]
     failed_calls.save(tmp_path, 1, variant)
     assert failed_calls._judge(tmp_path, variant, ["refused: the disk is full"]) == []

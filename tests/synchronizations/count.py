@@ -1,6 +1,6 @@
-"""Counts the synchronizations of each loop on the device that is none; prints them as JSON. A process of its own, see fake_device.
+"""Count the synchronizations of each loop on the fake device, and print them as JSON.
 
-`python -m tests.synchronizations.count [name ...]`
+Run this in its own process (see fake_device): `python -m tests.synchronizations.count [name ...]`
 """
 
 import json
@@ -14,11 +14,16 @@ from tests.synchronizations.fake_device import KIND, FakeDevice, register
 from tests.synchronizations.loops import LOOPS
 
 NUM_FIRST = 2
-"""Updates that come before the count: optimizers make their state in the first one."""
+"""Number of first updates that are counted separately, because optimizers create their state in the first one."""
 
 
-def count(name: str) -> dict[str, object]:
-    """{"first": waits of the first updates, "later": the most of any update after them, "where": by place, "passes": ...}."""
+def count_waits_of_loop(name: str) -> dict[str, object]:
+    """Run one training loop and return its counts as a dict.
+
+    "first": waits in the first updates. "later": largest number of waits in any later update. "where": {operation and
+    place: largest number}. "passes": {operation: calls in the last update}. "recorded": number of tensors passed to
+    `record_stream`.
+    """
     process.reset()
     scope.drop(log.OnceFilter)
     updates: list[int] = []
@@ -46,21 +51,21 @@ def count(name: str) -> dict[str, object]:
     }
 
 
-def be_an_accelerator() -> None:
-    """From here on this process has the device that is none."""
+def register_accelerator() -> None:
+    """Register the fake device in this process, so that Headway uses it as the accelerator."""
     register()
     assert device.detect_hardware().kind == KIND
 
 
 def main() -> None:
-    """Count those named, or all."""
-    be_an_accelerator()
+    """Count the loops named on the command line, or all of them, and print the results as JSON."""
+    register_accelerator()
     names = sys.argv[1:] or list(LOOPS)
     found: dict[str, object] = {}
     for name in names:
         try:
-            found[name] = count(name)
-        except Exception as error:  # the others are told all the same
+            found[name] = count_waits_of_loop(name)
+        except Exception as error:  # the other loops are still counted
             traceback.print_exc()
             found[name] = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(found))

@@ -1,10 +1,13 @@
-"""A device that is none: tensors say that they lie on "fake:0", compute on the CPU, and every wait of the host for them is counted.
+"""A fake device: tensors claim to be on "fake:0", operations run on the CPU, and every wait of the host for the device is counted.
 
-It stands for a CUDA device where there is none. torch's registration of Python backends makes "fake" a kind of device that
-autograd, optimizers and DataLoaders take for an accelerator; a dispatch mode does what its kernels would. What is counted
-is what makes the host wait on CUDA (ATen/native/cuda: `_local_scalar_dense`, `nonzero` and what is made of them, copies
-that are not both non-blocking and from or to pinned memory). Time, streams and memory are not imitated: a side stream is a
-label here, and `tests/gpu` has what only a card can show.
+It replaces a CUDA device on machines without one. torch's registration of Python backends makes "fake" a device type
+that autograd, optimizers and DataLoaders treat as an accelerator. A dispatch mode replaces its kernels.
+
+Operations count as waits if they make the host wait on CUDA (see ATen/native/cuda): `_local_scalar_dense`, `nonzero`
+and operations built on it, and copies. Copies do not wait if they are non-blocking and use pinned host memory.
+
+Time, streams and memory are not simulated: a side stream is only a label. `tests/gpu` tests what only a real device can
+show.
 """
 
 import traceback
@@ -21,9 +24,9 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 aten = torch.ops.aten
 KIND = "fake"
 DEVICE = torch.device("privateuseone", 0)
-"""Reads `fake:0` when the backend is registered."""
+"""Its string is "fake:0" after the backend is registered."""
 
-_WAITING = {
+_WAITING_OPERATIONS = {
     aten._local_scalar_dense.default,
     aten.nonzero.default,
     aten.masked_select.default,
@@ -32,14 +35,14 @@ _WAITING = {
     aten.unique_dim.default,
     aten.is_nonzero.default,
 }
-"""Operations whose result is a number on the host, or has a size that the host must know."""
+"""Operations that wait for the device, because they return a number on the host or a tensor whose size depends on values."""
 
 
 _LIBRARIES: list[torch.library.Library] = []
 
 
-class _FromNumbers(TorchFunctionMode):
-    """torch.tensor and new_tensor, which dispatch nothing that the other mode could see: copies of pageable memory."""
+class _FactoryFunctions(TorchFunctionMode):
+    """Function mode for `torch.tensor`, `new_tensor` and `tolist`, which bypass dispatch modes. They count as copies."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -55,7 +58,7 @@ class _FromNumbers(TorchFunctionMode):
 
 
 class FakeTensor(torch.Tensor):
-    """A tensor on the device that is none; `held` is its memory."""
+    """A tensor on the fake device. `held` is the CPU tensor with its values."""
 
     held: torch.Tensor
 
@@ -73,14 +76,14 @@ class FakeTensor(torch.Tensor):
 
 
 class FakeDevice(TorchDispatchMode):
-    """While it is entered, "fake:0" computes, and waits are counted.
+    """Dispatch mode that runs operations of the device "fake:0" and counts the host's waits for it.
 
     Attributes:
-        waits: (what waited, the innermost line of the library or the script that led to it), counted.
-        passes: calls by the name of the operation.
-        recorded: tensors that were told which stream uses them.
-        pins: tensors copied into pinned memory.
-        knows_record_stream: set it to False, and the device is one without.
+        waits: {(operation, innermost "file:line" outside torch): number of waits}.
+        passes: {name of the operation: number of calls}.
+        recorded: Tensors that were passed to `record_stream`.
+        pins: Number of tensors that were copied into pinned memory.
+        knows_record_stream: Whether the device supports `record_stream`. Tests may set it to False.
     """
 
     current: "FakeDevice"
@@ -94,7 +97,7 @@ class FakeDevice(TorchDispatchMode):
         self.pins = 0
         self.knows_record_stream = True
         self._pinned: dict[int, torch.UntypedStorage] = {}
-        self._numbers = _FromNumbers()
+        self._numbers = _FactoryFunctions()
 
     def __enter__(self) -> "FakeDevice":
         self._numbers.__enter__()
@@ -107,16 +110,16 @@ class FakeDevice(TorchDispatchMode):
 
     @property
     def num_waits(self) -> int:
-        """All of them."""
+        """Total number of waits since the last `start_over`."""
         return sum(self.waits.values())
 
     def start_over(self) -> None:
-        """Count from here on."""
+        """Reset the counters."""
         self.waits.clear()
         self.passes.clear()
 
     def wait(self, what: str) -> None:
-        """The host would stand here until the device has done its work."""
+        """Count a wait of the host for the device, with the innermost line outside torch that caused it."""
         frames = [
             f for f in traceback.extract_stack() if "torch/" not in f.filename and not f.filename.endswith(__file__)
         ]
@@ -129,7 +132,7 @@ class FakeDevice(TorchDispatchMode):
     # ---------------------------------------------------------------- one operation
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Compute it on the CPU; wrap what it returns where it ran on the device."""
+        """Run the operation on the CPU, and wrap its results if the operation belongs to the fake device."""
         special = self._special(func)
         if special is not None:
             return special(*args, **kwargs)
@@ -140,15 +143,15 @@ class FakeDevice(TorchDispatchMode):
         if not is_here:
             return func(*args, **kwargs)
         self.passes[func.overloadpacket.__name__] += 1
-        if func in _WAITING or _is_indexed_by_truth(func, args):
+        if func in _WAITING_OPERATIONS or _is_indexed_by_mask(func, args):
             self.wait(func.overloadpacket.__name__)
-        return self._computed(func, args, kwargs)
+        return self._run_on_cpu(func, args, kwargs)
 
-    def _computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run_on_cpu(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         wrapped = {id(each.held): each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, FakeTensor)}
-        out = func(*pytree.tree_map(_bare, args), **pytree.tree_map(_bare, kwargs))
+        out = func(*pytree.tree_map(_unwrap, args), **pytree.tree_map(_unwrap, kwargs))
 
-        # In-place operations return what they were given.
+        # In-place operations return their input, which must stay the same FakeTensor.
         def wrap(each: Any) -> Any:
             if not isinstance(each, torch.Tensor):
                 return each
@@ -176,8 +179,10 @@ class FakeDevice(TorchDispatchMode):
     def _to_copy(self, tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         target = kwargs.get("device") or tensor.device
         is_async = kwargs.pop("non_blocking", False)
-        source = _bare(tensor)
-        if tensor.device.type != target.type and not (is_async and (target.type == "cpu" or self._holds(source))):
+        source = _unwrap(tensor)
+        if tensor.device.type != target.type and not (
+            is_async and (target.type == "cpu" or self._is_in_pinned_memory(source))
+        ):
             self.wait("copy to the host" if target.type == "cpu" else "copy from the host")
         made = aten._to_copy.default(source, **{**kwargs, "device": torch.device("cpu"), "pin_memory": False})
         return FakeTensor(made) if target.type == KIND else made
@@ -185,28 +190,28 @@ class FakeDevice(TorchDispatchMode):
     def _copy_(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         if target.device.type != source.device.type:
             host = source if target.device.type == KIND else target
-            if not (non_blocking and self._holds(host)):
+            if not (non_blocking and self._is_in_pinned_memory(host)):
                 self.wait("copy_ to the host" if host is target else "copy_ from the host")
-        _bare(target).copy_(_bare(source))
+        _unwrap(target).copy_(_unwrap(source))
         return target
 
     # ---------------------------------------------------------------- pinned memory
 
-    def _holds(self, tensor: torch.Tensor) -> bool:
+    def _is_in_pinned_memory(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._pinned
 
     def _is_pinned(self, tensor: torch.Tensor, device: Any = None) -> bool:
-        return not isinstance(tensor, FakeTensor) and self._holds(tensor)
+        return not isinstance(tensor, FakeTensor) and self._is_in_pinned_memory(tensor)
 
     def _pin_memory(self, tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
         self.pins += 1
         made = tensor.clone()
         storage = made.untyped_storage()
-        self._pinned[storage.data_ptr()] = storage  # kept: an address may not be given out again
+        self._pinned[storage.data_ptr()] = storage  # the reference prevents that the address is reused
         return made
 
 
-def _bare(each: Any) -> Any:
+def _unwrap(each: Any) -> Any:
     return each.held if isinstance(each, FakeTensor) else torch.device("cpu") if _is_fake(each) else each
 
 
@@ -214,14 +219,14 @@ def _is_fake(each: Any) -> bool:
     return isinstance(each, torch.device) and each.type == KIND
 
 
-def _is_indexed_by_truth(func: Any, args: Any) -> bool:
+def _is_indexed_by_mask(func: Any, args: Any) -> bool:
     return func in (aten.index.Tensor, aten.index_put_.default) and any(
         index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
     )
 
 
 class _Module(_DummyBackendModule):
-    """torch.fake: what the library asks of a kind of device."""
+    """The module `torch.fake`, with the functions that Headway calls on a device's module."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
@@ -233,22 +238,25 @@ class _Module(_DummyBackendModule):
         torch.set_rng_state(state)
 
     def set_device(self, device: Any) -> None:
-        """There is one."""
+        """Do nothing: there is only one device."""
 
     def synchronize(self, device: Any = None) -> None:
         FakeDevice.current.wait("synchronize")
 
     def empty_cache(self) -> None:
-        """There is none."""
+        """Do nothing: the fake device has no cache."""
 
     def manual_seed(self, seed: int) -> None:
-        """The CPU's stream serves."""
+        """Do nothing: the fake device uses the CPU's generator."""
 
 
 def register() -> None:
-    """Make "fake" a kind of device in this process; once, and not beside another backend of PrivateUse1."""
+    """Register the device type "fake" with torch.
+
+    This is possible once per process, and only if no other PrivateUse1 backend is registered.
+    """
     _setup_privateuseone_for_python_backend(KIND, _Module())
-    # Autocast changes no dtype here: what waits does not depend on them.
+    # Autocast changes no dtypes on this device, because waits do not depend on dtypes.
     library = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     library.fallback(torch.library.fallthrough_kernel)
     _LIBRARIES.append(library)

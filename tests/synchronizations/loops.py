@@ -1,6 +1,6 @@
-"""Training loops with one feature each, whose synchronizations are counted: on the device that is none, and on a card.
+"""Training loops with one feature each, for counts of synchronizations on the fake device and on real devices.
 
-Each loop calls `at_update()` after each of its updates; `NUM_UPDATES` of them.
+Each loop makes `NUM_UPDATES` updates and calls `at_update()` after each of them.
 """
 
 import tempfile
@@ -20,41 +20,41 @@ LOOPS: dict[str, Loop] = {}
 mse = torch.nn.functional.mse_loss
 
 
-def loop(name: str) -> Callable[[Loop], Loop]:
-    """Enter a loop under the name of its feature."""
+def register_loop(name: str) -> Callable[[Loop], Loop]:
+    """Register a training loop in `LOOPS` under the name of its feature."""
 
-    def enter(function: Loop) -> Loop:
+    def register(function: Loop) -> Loop:
         LOOPS[name] = function
         return function
 
-    return enter
+    return register
 
 
-def there(module: torch.nn.Module) -> torch.nn.Module:
-    """The module on the device, before optimizers are made: tensors of the device that is none cannot move into it."""
+def move_to_device(module: torch.nn.Module) -> torch.nn.Module:
+    """Move the module to the device before optimizers are created, because the fake device cannot move parameters in place."""
     return module.to(torch.accelerator.current_accelerator())
 
 
-def net() -> torch.nn.Module:
+def build_model() -> torch.nn.Module:
     torch.manual_seed(0)
-    return there(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)))
+    return move_to_device(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)))
 
 
-def data(num_batches: int = NUM_UPDATES, pin_memory: bool = False) -> DataLoader[Any]:
+def make_loader(num_batches: int = NUM_UPDATES, pin_memory: bool = False) -> DataLoader[Any]:
     inputs = torch.randn(num_batches * ROWS, 8, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=ROWS, pin_memory=pin_memory)
 
 
-def prepared(num_batches: int = NUM_UPDATES, fused: bool = False, **options: Any) -> tuple[Any, ...]:
+def prepare_training(num_batches: int = NUM_UPDATES, fused: bool = False, **options: Any) -> tuple[Any, ...]:
     accelerator = Accelerator(**options)
-    model = net()
+    model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
-    return accelerator, *accelerator.prepare(model, optimizer, data(num_batches), scheduler)
+    return accelerator, *accelerator.prepare(model, optimizer, make_loader(num_batches), scheduler)
 
 
 def train(at_update: AtUpdate, clip: bool = False, num_steps: int = 1, **options: Any) -> None:
-    accelerator, model, optimizer, loader, scheduler = prepared(
+    accelerator, model, optimizer, loader, scheduler = prepare_training(
         NUM_UPDATES * num_steps, gradient_accumulation_steps=num_steps, **options
     )
     for inputs, targets in loader:
@@ -71,12 +71,12 @@ def train(at_update: AtUpdate, clip: bool = False, num_steps: int = 1, **options
             at_update()
 
 
-@loop("a loop by hand, pinned and non-blocking")
-def by_hand(at_update: AtUpdate) -> None:
+@register_loop("a loop by hand, pinned and non-blocking")
+def train_by_hand(at_update: AtUpdate) -> None:
     device = Accelerator().device
-    model = net()
+    model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for batch in data(pin_memory=True):
+    for batch in make_loader(pin_memory=True):
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
         mse(model(inputs), targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -85,61 +85,61 @@ def by_hand(at_update: AtUpdate) -> None:
         at_update()
 
 
-@loop("a prepared loop")
+@register_loop("a prepared loop")
 def plain(at_update: AtUpdate) -> None:
     train(at_update)
 
 
-@loop("a prepared loop, non_blocking=False")
+@register_loop("a prepared loop, non_blocking=False")
 def blocking(at_update: AtUpdate) -> None:
     train(at_update, dataloader_config=DataLoaderConfiguration(non_blocking=False))
 
 
-@loop("accumulation over 2 batches, clipping")
+@register_loop("accumulation over 2 batches, clipping")
 def accumulation(at_update: AtUpdate) -> None:
     train(at_update, clip=True, num_steps=2)
 
 
-@loop("the guard")
+@register_loop("the guard")
 def guard(at_update: AtUpdate) -> None:
     train(at_update, on_non_finite="skip")
 
 
-@loop("the guard and clipping")
+@register_loop("the guard and clipping")
 def guard_and_clip(at_update: AtUpdate) -> None:
     train(at_update, clip=True, on_non_finite="skip")
 
 
-@loop("bf16")
+@register_loop("bf16")
 def bf16(at_update: AtUpdate) -> None:
     train(at_update, mixed_precision="bf16")
 
 
-@loop("fp16")
+@register_loop("fp16")
 def fp16(at_update: AtUpdate) -> None:
     train(at_update, mixed_precision="fp16")
 
 
-@loop("fp16 with a fused optimizer")
+@register_loop("fp16 with a fused optimizer")
 def fp16_fused(at_update: AtUpdate) -> None:
     train(at_update, mixed_precision="fp16", fused=True)
 
 
-@loop("fp16, clipping at each of 2 batches")
+@register_loop("fp16, clipping at each of 2 batches")
 def fp16_clip(at_update: AtUpdate) -> None:
     train(at_update, clip=True, num_steps=2, mixed_precision="fp16")
 
 
-@loop("fp16 and the guard")
+@register_loop("fp16 and the guard")
 def fp16_guard(at_update: AtUpdate) -> None:
-    # No overflow, which would be a wait of its own: the guard then reads the losses.
+    # A small scale avoids overflows. After an overflow, the guard reads the losses, which is another wait.
     scaler = GradScalerKwargs(init_scale=256.0)
     train(at_update, mixed_precision="fp16", on_non_finite="skip", kwargs_handlers=[scaler])
 
 
-@loop("a weight that is a tensor on the device")
+@register_loop("a weight that is a tensor on the device")
 def tensor_weight(at_update: AtUpdate) -> None:
-    accelerator, model, optimizer, loader, _ = prepared()
+    accelerator, model, optimizer, loader, _ = prepare_training()
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             accelerator.backward(mse(model(inputs), targets), weight=(targets < 1e9).sum())
@@ -148,9 +148,9 @@ def tensor_weight(at_update: AtUpdate) -> None:
         at_update()
 
 
-@loop("a weight counted on the host")
+@register_loop("a weight counted on the host")
 def host_weight(at_update: AtUpdate) -> None:
-    accelerator, model, optimizer, loader, _ = prepared()
+    accelerator, model, optimizer, loader, _ = prepare_training()
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             accelerator.backward(mse(model(inputs), targets), weight=targets.numel())
@@ -159,16 +159,16 @@ def host_weight(at_update: AtUpdate) -> None:
         at_update()
 
 
-def tokens(num_batches: int) -> DataLoader[Any]:
+def make_token_loader(num_batches: int) -> DataLoader[Any]:
     ids = torch.randint(0, 50, (num_batches * ROWS, 6), generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(ids, ids), batch_size=ROWS)
 
 
-def micro_batched() -> tuple[Any, ...]:
+def prepare_micro_batched_training() -> tuple[Any, ...]:
     accelerator = Accelerator(microbatching="auto")
-    model = there(torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50)))
+    model = move_to_device(torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return accelerator, *accelerator.prepare(model, optimizer, tokens(NUM_UPDATES))
+    return accelerator, *accelerator.prepare(model, optimizer, make_token_loader(NUM_UPDATES))
 
 
 def cross_entropy(model: torch.nn.Module, piece: Any) -> torch.Tensor:
@@ -176,9 +176,9 @@ def cross_entropy(model: torch.nn.Module, piece: Any) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
 
 
-@loop('microbatching="auto"')
+@register_loop('microbatching="auto"')
 def microbatches(at_update: AtUpdate) -> None:
-    accelerator, model, optimizer, loader = micro_batched()
+    accelerator, model, optimizer, loader = prepare_micro_batched_training()
     for batch in loader:
         for piece in accelerator.microbatches(batch):
             with accelerator.accumulate(model):
@@ -188,9 +188,9 @@ def microbatches(at_update: AtUpdate) -> None:
         at_update()
 
 
-@loop("forward_backward")
+@register_loop("forward_backward")
 def forward_backward(at_update: AtUpdate) -> None:
-    accelerator, model, optimizer, loader = micro_batched()
+    accelerator, model, optimizer, loader = prepare_micro_batched_training()
     for batch in loader:
         accelerator.forward_backward(batch, lambda piece: cross_entropy(model, piece))
         optimizer.step()
@@ -198,9 +198,9 @@ def forward_backward(at_update: AtUpdate) -> None:
         at_update()
 
 
-@loop("forward_backward with weight= on the device")
+@register_loop("forward_backward with weight= on the device")
 def weigher(at_update: AtUpdate) -> None:
-    accelerator, model, optimizer, loader = micro_batched()
+    accelerator, model, optimizer, loader = prepare_micro_batched_training()
     for batch in loader:
         accelerator.forward_backward(
             batch, lambda piece: cross_entropy(model, piece), weight=lambda piece: (piece[1] >= 0).sum()
@@ -210,12 +210,12 @@ def weigher(at_update: AtUpdate) -> None:
         at_update()
 
 
-@loop("a bar that is drawn after each batch, with the throughput's figures and the loss")
+@register_loop("a bar that is drawn after each batch, with the throughput's figures and the loss")
 def bar(at_update: AtUpdate) -> None:
-    accelerator, model, optimizer, loader, _ = prepared()
+    accelerator, model, optimizer, loader, _ = prepare_training()
     throughput = accelerator.throughput
     throughput.show_in_bars()
-    shown = track(loader, interval=0.0, file=_Nowhere())
+    shown = track(loader, interval=0.0, file=_DiscardedOutput())
     for inputs, targets in shown:
         loss = mse(model(inputs), targets)
         accelerator.backward(loss)
@@ -226,10 +226,10 @@ def bar(at_update: AtUpdate) -> None:
         at_update()
 
 
-@loop("a run's log, the loss as a tensor at each update")
+@register_loop("a run's log, the loss as a tensor at each update")
 def logged(at_update: AtUpdate) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        accelerator, model, optimizer, loader, _ = prepared(project_dir=folder)
+        accelerator, model, optimizer, loader, _ = prepare_training(project_dir=folder)
         accelerator.init_trackers("run")
         for inputs, targets in loader:
             loss = mse(model(inputs), targets)
@@ -241,10 +241,10 @@ def logged(at_update: AtUpdate) -> None:
         accelerator.end_training()
 
 
-@loop("preemption, memory by phases and the throughput, watched")
+@register_loop("preemption, memory by phases and the throughput, watched")
 def watched(at_update: AtUpdate) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        accelerator, model, optimizer, loader, scheduler = prepared(
+        accelerator, model, optimizer, loader, scheduler = prepare_training(
             project_dir=folder, preemption=Preemption(exits=False)
         )
         assert accelerator.throughput.seconds == 0
@@ -260,8 +260,8 @@ def watched(at_update: AtUpdate) -> None:
         accelerator.end_training()
 
 
-class _Nowhere:
-    """A file that is not a terminal."""
+class _DiscardedOutput:
+    """A text file that discards its content and is not a terminal."""
 
     encoding = "utf-8"
 
@@ -269,24 +269,26 @@ class _Nowhere:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def isatty(self) -> bool:
         return False
 
 
 class Regression(torch.nn.Module):
-    """A model as the Trainer takes it."""
+    """A regression model with the interface that the Trainer expects."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = net()
+        self.inner = build_model()
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": mse(self.inner(inputs), labels)}
 
 
-def trained(at_update: AtUpdate, rows: list[dict[str, torch.Tensor]], model: torch.nn.Module, **options: Any) -> None:
+def run_trainer(
+    at_update: AtUpdate, rows: list[dict[str, torch.Tensor]], model: torch.nn.Module, **options: Any
+) -> None:
     from headway import Trainer, TrainerCallback, TrainingArguments
 
     class Mark(TrainerCallback):
@@ -301,23 +303,25 @@ def trained(at_update: AtUpdate, rows: list[dict[str, torch.Tensor]], model: tor
         Trainer(model=model, args=args, train_dataset=rows, callbacks=[Mark()]).train()
 
 
-def rows_of_numbers() -> Iterator[dict[str, torch.Tensor]]:
-    for inputs, targets in data():
+def make_regression_rows() -> Iterator[dict[str, torch.Tensor]]:
+    for inputs, targets in make_loader():
         yield from ({"inputs": one, "labels": other} for one, other in zip(inputs, targets))
 
 
-@loop("the Trainer")
+@register_loop("the Trainer")
 def trainer(at_update: AtUpdate) -> None:
-    trained(at_update, list(rows_of_numbers()), there(Regression()))
+    run_trainer(at_update, list(make_regression_rows()), move_to_device(Regression()))
 
 
-@loop("the Trainer, logging at each update")
+@register_loop("the Trainer, logging at each update")
 def trainer_logging(at_update: AtUpdate) -> None:
-    trained(at_update, list(rows_of_numbers()), there(Regression()), logging_strategy="steps", logging_steps=1)
+    run_trainer(
+        at_update, list(make_regression_rows()), move_to_device(Regression()), logging_strategy="steps", logging_steps=1
+    )
 
 
 class LanguageModel(torch.nn.Module):
-    """A model whose loss is a mean over labels."""
+    """A language model whose loss is a mean over labels. It runs out of memory with more than half a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,7 +334,7 @@ class LanguageModel(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
-@loop("the Trainer, labels counted, batches in pieces")
+@register_loop("the Trainer, labels counted, batches in pieces")
 def trainer_in_pieces(at_update: AtUpdate) -> None:
-    rows = [{"input_ids": one, "labels": one} for ids, _ in tokens(NUM_UPDATES) for one in ids]
-    trained(at_update, rows, there(LanguageModel()), auto_find_batch_size=True)
+    rows = [{"input_ids": one, "labels": one} for ids, _ in make_token_loader(NUM_UPDATES) for one in ids]
+    run_trainer(at_update, rows, move_to_device(LanguageModel()), auto_find_batch_size=True)

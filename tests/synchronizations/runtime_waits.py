@@ -1,4 +1,4 @@
-"""Calls of the CUDA runtime in which the host waits for the device, to count the waits of an update."""
+"""Counts the calls of the CUDA runtime in which the host waits for the device."""
 
 from collections.abc import Mapping
 

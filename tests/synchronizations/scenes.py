@@ -1,6 +1,6 @@
-"""Small scenes on the device that is none; prints what each found, as JSON. A process of its own, see fake_device.
+"""Run small scenarios on the fake device, and print their results as JSON.
 
-`python -m tests.synchronizations.scenes`
+Run this in its own process (see fake_device): `python -m tests.synchronizations.scenes`
 """
 
 import io
@@ -25,12 +25,12 @@ from headway.extras.replay import transaction
 from headway.extras.throughput import Throughput
 from headway.trainer.callbacks import TrainerControl
 from headway.trainer.loop import Training
-from tests.synchronizations.count import be_an_accelerator
+from tests.synchronizations.count import register_accelerator
 from tests.synchronizations.fake_device import DEVICE, FakeDevice
 
 
 class Graph:
-    """An object that nobody looks into, as graph libraries have them."""
+    """A custom object with `pin_memory` and `to`, like those of graph libraries."""
 
     def __init__(self, nodes: torch.Tensor) -> None:
         self.nodes = nodes
@@ -43,7 +43,7 @@ class Graph:
 
 
 class Plain:
-    """One that only knows `to`, and moves itself."""
+    """A custom object whose `to` moves it in place and has no `non_blocking` argument."""
 
     def __init__(self, nodes: torch.Tensor) -> None:
         self.nodes = nodes
@@ -66,7 +66,7 @@ class Box:
         self.made = torch.ones(1)
 
 
-def batch() -> dict[str, Any]:
+def make_batch() -> dict[str, Any]:
     return {
         "tensor": torch.ones(2),
         "pair": [Pair(torch.ones(2), "text")],
@@ -79,8 +79,8 @@ def batch() -> dict[str, Any]:
     }
 
 
-def kinds(found: dict[str, Any]) -> dict[str, str]:
-    """Where each part lies."""
+def get_device_types(found: dict[str, Any]) -> dict[str, str]:
+    """Return the device type of each part of a batch."""
     packed: PackedSequence = found["packed"]
     return {
         "tensor": found["tensor"].device.type,
@@ -94,23 +94,28 @@ def kinds(found: dict[str, Any]) -> dict[str, str]:
 
 
 def transfers(fake: FakeDevice) -> dict[str, Any]:
-    """A batch of everything, the side stream's way and the waiting one."""
+    """Move a batch with every kind of object, with a side stream and with blocking copies."""
     found: dict[str, Any] = {}
     for name, non_blocking in (("side", None), ("waiting", False)):
         transfer = make_transfer(DEVICE, non_blocking)
         assert transfer is not None
-        given = batch()
-        del given["sparse"]  # the device that is none has no sparse tensors
+        given = make_batch()
+        del given["sparse"]  # the fake device has no sparse tensors
         fake.start_over()
         fake.recorded.clear()
         moved = transfer(given)
         waits = [place for _, place in fake.waits]
-        found[name] = {"kinds": kinds(moved), "waits": fake.num_waits, "recorded": len(fake.recorded), "where": waits}
+        found[name] = {
+            "kinds": get_device_types(moved),
+            "waits": fake.num_waits,
+            "recorded": len(fake.recorded),
+            "where": waits,
+        }
     return found
 
 
-class Watched(SideStreamTransfer):
-    """Notes that copies were waited for."""
+class CountingTransfer(SideStreamTransfer):
+    """A transfer that counts how often it waits for its copies."""
 
     num_waits = 0
 
@@ -120,18 +125,21 @@ class Watched(SideStreamTransfer):
 
 
 def pinned_source(fake: FakeDevice) -> list[int]:
-    """What is pinned already is copied from where it lies, and waited for where it may be somebody's buffer."""
+    """Copy pinned and pageable tensors, and return counts of pinned copies and waits.
+
+    Pinned tensors are copied directly. The transfer waits for them if they may be a buffer that is reused.
+    """
     found = []
     for tensor in (torch.ones(2).pin_memory(), torch.ones(2)):
         for are_fresh in (True, False):
-            transfer, before = Watched(DEVICE, are_fresh), fake.pins
+            transfer, before = CountingTransfer(DEVICE, are_fresh), fake.pins
             transfer([tensor])
             found += [fake.pins - before, transfer.num_waits]
     return found
 
 
 def without_record_stream(fake: FakeDevice) -> str:
-    """A device that cannot keep a batch's memory for another stream gets batches the plain way."""
+    """Return the transfer class for a device without `record_stream`."""
     fake.knows_record_stream = False
     found = make_transfer(DEVICE, None)
     fake.knows_record_stream = True
@@ -139,7 +147,7 @@ def without_record_stream(fake: FakeDevice) -> str:
 
 
 def padding(fake: FakeDevice) -> list[str]:
-    """Labels with padding are noticed, and nobody waits."""
+    """Check batches with padded labels; return the warnings and the numbers of waits."""
     lines: list[str] = []
     transaction.log.warning_once = lambda text, *args: lines.append(text)  # type: ignore[method-assign]
     accelerator = Accelerator(microbatching="auto")
@@ -156,7 +164,7 @@ def padding(fake: FakeDevice) -> list[str]:
 
 
 def figures(fake: FakeDevice) -> list[str]:
-    """A bar's tokens a second are as of the drawing before."""
+    """Return the throughput figures that a progress bar shows. They have the state of the previous drawing."""
     accelerator = Accelerator()
     seconds, found = [0.0], []
     meter = Throughput(
@@ -172,8 +180,8 @@ def figures(fake: FakeDevice) -> list[str]:
     return [*found, f"{meter.total()['tokens_per_second']:.0f}"]
 
 
-class OfTwo:
-    """Stands for the exchange of two ranks, of which the other has the same: only the host's numbers may pass."""
+class CollectivesOfTwoRanks:
+    """Collectives of two ranks with equal values, which accept only numbers on the host."""
 
     world_size = 2
 
@@ -186,28 +194,28 @@ class OfTwo:
 
 
 def two_ranks(fake: FakeDevice) -> list[Any]:
-    """What ranks tell each other about callbacks and losses."""
+    """Exchange a loss and the Trainer's control flags between two ranks."""
     task = BatchTask(None, lambda piece: piece, None, "mean")
     task.add(torch.ones(()).to(DEVICE), 4.0)
     control = TrainerControl(should_save=True)
     training = object.__new__(Training)
-    exchange = SimpleNamespace(num_processes=2, collectives=OfTwo(), device=DEVICE)
+    exchange = SimpleNamespace(num_processes=2, collectives=CollectivesOfTwoRanks(), device=DEVICE)
     training.__dict__.update(_accelerator=exchange, _events=SimpleNamespace(has_foreign=True, control=control))
     fake.start_over()
-    loss = task.loss(OfTwo())  # type: ignore[arg-type]
+    loss = task.loss(CollectivesOfTwoRanks())  # type: ignore[arg-type]
     training._synchronize_control()
     return [fake.num_waits, control.flags(), loss.item()]
 
 
 def workers_pin(fake: FakeDevice) -> list[bool]:
-    """With workers, torch's own thread pins."""
+    """Return whether the DataLoader pins memory, without and with workers."""
     accelerator = Accelerator()
     loaders = [DataLoader(list(range(4))), DataLoader(list(range(4)), num_workers=1)]
     return [accelerator.prepare(loader)._feed.inner.pin_memory for loader in loaders]
 
 
 def readback(fake: FakeDevice) -> list[float]:
-    """The value is that of the moment it was asked for."""
+    """Read values back. The result is the value at the time of the request."""
     tensor = torch.ones(()).to(DEVICE)
     asked = Readback(tensor)
     tensor.add_(1)
@@ -216,7 +224,7 @@ def readback(fake: FakeDevice) -> list[float]:
 
 
 def bar(fake: FakeDevice) -> list[str]:
-    """What a bar shows of a tensor on the device."""
+    """Return what a progress bar shows for a tensor on the device."""
     out = io.StringIO()
     shown = track(range(3), interval=0.0, file=out)
     for number in shown:
@@ -225,7 +233,7 @@ def bar(fake: FakeDevice) -> list[str]:
 
 
 def weigher(fake: FakeDevice) -> list[float]:
-    """A forward that changes the piece is noticed, and its items are counted again."""
+    """Train with a weight function while forward changes its input. Headway notices this and counts the items again."""
     losses = []
     for changes in (False, True):
         accelerator = Accelerator(microbatching="auto")
@@ -247,7 +255,10 @@ def weigher(fake: FakeDevice) -> list[float]:
 
 
 def notice(fake: FakeDevice) -> list[Any]:
-    """A loss that is not finite is told with its update, an update late or when the process ends, and nobody waits."""
+    """Train with a loss that is not finite, and return the warnings and the updates at which they appear.
+
+    The warning comes one update later, or at the end of the process.
+    """
     found: list[Any] = []
     notices.log.warning = lambda text, *args, **more: found.append((text % args).partition(".")[0])  # type: ignore[method-assign]
     for bad in (2, 4):
@@ -268,8 +279,8 @@ def notice(fake: FakeDevice) -> list[Any]:
 
 
 def main() -> None:
-    """Play all of them."""
-    be_an_accelerator()
+    """Run all scenes and print their results."""
+    register_accelerator()
     with FakeDevice() as fake:
         assert Accelerator().device.type == DEVICE.type != CPU.kind
         scenes = (

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from headway import errors
-from tests.house.tree_of_source import ROOT, modules, nodes
+from tests.house.tree_of_source import ROOT, list_modules, list_nodes
 
 DOCUMENTS = "language_models.md#document-boundaries-in-attention"
 ONE_RUN = "checkpoint_reference.md#one-run-at-a-time"
@@ -104,8 +104,8 @@ def test_every_link_leads_to_a_heading():
 def test_every_row_of_the_table_of_links_fits_a_message():
     texts = [
         node.value
-        for file in modules("src") if file.name != "errors.py"
-        for node in nodes(file) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for file in list_modules("src") if file.name != "errors.py"
+        for node in list_nodes(file) if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]  # fmt: skip
     rows = errors.read_links()
     assert [part for _, _, part in rows if not any(part in text for text in texts)] == []

@@ -1,4 +1,4 @@
-"""One pair of servers for the tests of a worker."""
+"""Share one pair of servers between the tests of `headway verify`."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,6 @@ from tests.verify.sessions import Verifier, open_verifier
 
 @pytest.fixture(scope="session")
 def verifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
-    """A verifier whose servers live as long as the tests."""
-    with open_verifier(tmp_path_factory.mktemp("verify")) as made:
-        yield made
+    """Yield a verifier whose servers run until the end of the test session."""
+    with open_verifier(tmp_path_factory.mktemp("verify")) as shared_verifier:
+        yield shared_verifier

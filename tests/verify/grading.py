@@ -1,4 +1,4 @@
-"""Grade of the cause that a report of `headway verify` names, by the planted cause of the script."""
+"""Grade the cause that a report of `headway verify` names, compared with the fault planted in the script."""
 
 import re
 from collections.abc import Sequence

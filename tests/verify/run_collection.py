@@ -1,11 +1,11 @@
-"""Run `headway verify` over the collection of scripts, and compare what it finds with what each script plants.
+"""Run `headway verify` on the collection of scripts, and compare its reports with the planted faults.
 
     python tests/verify/run_collection.py                       # all scripts, about 40 minutes on two cores
     python tests/verify/run_collection.py faulty/no_seed.py     # some of them
     python tests/verify/run_collection.py --full correct        # with all proofs, not only the expected one
     python tests/verify/run_collection.py /some/folder/train.py # a script from elsewhere
 
-The cause that a report names is graded, too, by `scripts/causes.py`: "right" if the report contains the words of the planted
+`scripts/causes.py` also grades the cause that a report names: "right" if the report contains the words of the planted
 cause and names no other line, "wrong" if it names another line or another cause with a line, else "generic".
 
 Faulty scripts run only the proofs that can find their fault; correct ones run all. Two server processes fork all runs.
@@ -49,15 +49,15 @@ WORDS = {
 
 
 def verify_script(path: Path, words: str | None, flags: str, servers: list[ForkServer]) -> list[Verdict]:
-    """The verdicts of some proofs on one script, or one failed verdict if it could not be verified."""
-    given = dict.fromkeys((str(each.name) for each in make_setting_options()), None)
+    """Return the verdicts of some proofs on one script, or one failed verdict if it could not be verified."""
+    settings = dict.fromkeys((str(each.name) for each in make_setting_options()), None)
     tokens = shlex.split(flags)
     names = {"-n": "num_processes", "--strategy": "strategy", "--as": "run_as"}
-    given.update({names[flag]: value for flag, value in zip(tokens[::2], tokens[1::2], strict=True)})
-    known = [word for word in (words or "").split(",") if word in PROOFS]
-    if words and not known:
+    settings.update({names[flag]: value for flag, value in zip(tokens[::2], tokens[1::2], strict=True)})
+    proofs = [word for word in (words or "").split(",") if word in PROOFS]
+    if words and not proofs:
         return []
-    options = read_options(make_options(str(path), (), only=",".join(known) or None, **given))
+    options = read_options(make_options(str(path), (), only=",".join(proofs) or None, **settings))
     try:
         with VerifySession(options, lambda name: None, servers) as session:
             runs = session.run()
@@ -67,7 +67,7 @@ def verify_script(path: Path, words: str | None, flags: str, servers: list[ForkS
 
 
 def judge(script: Script, verdicts: list[Verdict]) -> str:
-    """ "ok", "alarm" (a correct script failed), "missed" or "other" (another proof failed than expected)."""
+    """Return "ok", "alarm" (a correct script failed), "missed" or "other" (another proof than expected failed)."""
     failed = [each.key for each in verdicts if each.status == "FAIL"]
     if not script.proof:
         return "alarm" if failed else "ok"

@@ -1,4 +1,4 @@
-"""`headway verify` in this process, with servers that several tests share: a second instead of ten for each script."""
+"""Run `headway verify` in this process with servers shared by several tests: a second per script instead of ten."""
 
 import os
 import shlex
@@ -30,7 +30,7 @@ class Verifier:
     servers: list[ForkServer]
 
     def verify(self, script: Path, *args: str, flags: str = "", **options: Any) -> dict[str, Verdict]:
-        """Return the verdicts by word.
+        """Return the verdict of each proof by its name on the command line.
 
         Args:
             script: Path of the script.
@@ -38,13 +38,15 @@ class Verifier:
             flags: Flags of the command line: `-n`, `--strategy` and `--as`.
             options: Other options of the command by name, such as `only`.
         """
-        given: dict[str, Any] = dict.fromkeys(str(each.name) for each in make_setting_options())
+        settings: dict[str, Any] = dict.fromkeys(str(each.name) for each in make_setting_options())
         tokens = shlex.split(flags)
-        given |= {_NAMES[flag]: value for flag, value in zip(tokens[::2], tokens[1::2], strict=True)}
-        found = read_options(make_options(str(script), args, **{"time_limit": 240.0, **given, "cpu": True, **options}))
-        with VerifySession(found, lambda name: None, self.servers) as session:
+        settings |= {_NAMES[flag]: value for flag, value in zip(tokens[::2], tokens[1::2], strict=True)}
+        verify_options = read_options(
+            make_options(str(script), args, **{"time_limit": 240.0, **settings, "cpu": True, **options})
+        )
+        with VerifySession(verify_options, lambda name: None, self.servers) as session:
             runs = session.run()
-            return {word: PROOFS[word](runs) for word in PROOFS if word in found.proofs}
+            return {word: PROOFS[word](runs) for word in PROOFS if word in verify_options.proofs}
 
 
 @contextmanager
@@ -52,7 +54,7 @@ def open_verifier(folder: Path) -> Iterator[Verifier]:
     """Yield a verifier whose scripts work in copies of a folder.
 
     Args:
-        folder: Empty folder, which becomes the current one meanwhile.
+        folder: Empty folder, which is the current folder until the context ends.
     """
     before = os.getcwd()
     os.chdir(folder)

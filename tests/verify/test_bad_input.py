@@ -1,4 +1,4 @@
-"""Scripts that cannot be verified: the message says why, where and what to do."""
+"""Tests of scripts that cannot be verified: the message says why, where, and what to do."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,8 @@ for number, (rows,) in enumerate(loader):
 HANG = "if number == 2 and accelerator.process_index == {rank}: time.sleep(600)"
 
 
-def write(folder: Path, text: str) -> Path:
+def write_script(folder: Path, text: str) -> Path:
+    """Write the text to `train.py` in the folder and return its path."""
     path = folder / "train.py"
     path.write_text(text)
     return path
@@ -47,19 +48,17 @@ def write(folder: Path, text: str) -> Path:
     ],
     ids=["crash", "hang", "hang_before_the_accelerator", "no_update", "no_loop_of_ours"],
 )
-def test_the_message_says_what_to_do(
-    verifier: Verifier, tmp_path: Path, text: str, time_limit: int, pattern: str
-) -> None:
-    script = write(tmp_path, text)
+def test_error_says_what_to_do(verifier: Verifier, tmp_path: Path, text: str, time_limit: int, pattern: str) -> None:
+    script = write_script(tmp_path, text)
     with pytest.raises(VerifyError) as caught:
         verifier.verify(script, only="learning", time_limit=time_limit)
     assert re.search(pattern, str(caught.value)), str(caught.value)
 
 
 @pytest.mark.slow
-def test_a_hang_on_two_processes_names_the_rank_and_its_line(verifier: Verifier, tmp_path: Path) -> None:
+def test_hang_on_two_processes_names_the_rank_and_its_line(verifier: Verifier, tmp_path: Path) -> None:
     verdicts = verifier.verify(
-        write(tmp_path, LOOP.format(inside=HANG.format(rank=1))), only="processes", time_limit=20
+        write_script(tmp_path, LOOP.format(inside=HANG.format(rank=1))), only="processes", time_limit=20
     )
     verdict = verdicts["processes"]
     assert verdict.status == "FAIL"
@@ -69,6 +68,6 @@ def test_a_hang_on_two_processes_names_the_rank_and_its_line(verifier: Verifier,
 
 @pytest.mark.slow
 def test_more_processes_than_devices_run_on_the_cpu(verifier: Verifier, tmp_path: Path) -> None:
-    verdicts = verifier.verify(write(tmp_path, LOOP.format(inside="pass")), flags="-n 4", only="processes")
+    verdicts = verifier.verify(write_script(tmp_path, LOOP.format(inside="pass")), flags="-n 4", only="processes")
     assert verdicts["processes"].status == "PASS", verdicts
     assert "on 4 processes" in verdicts["processes"].title

@@ -1,4 +1,4 @@
-"""The command line of `headway verify` with real processes: its exit codes, its JSON, and Ctrl-C."""
+"""Tests of the command `headway verify` with real processes: exit codes, JSON, and Ctrl-C."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.verify.test_bad_input import LOOP, write
+from tests.verify.test_bad_input import LOOP, write_script
 
 SLEEPING = "import time, pathlib\npathlib.Path({mark!r}).write_text('')\ntime.sleep(600)\n"
 
 
-def start(folder: Path, *args: str) -> "subprocess.Popen[str]":
+def start_verify(folder: Path, *args: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-m", "headway.cli.main", "verify", "--cpu", *args],
         cwd=folder,
@@ -27,8 +27,8 @@ def start(folder: Path, *args: str) -> "subprocess.Popen[str]":
 
 
 def list_processes(folder: Path) -> list[int]:
-    """IDs of the processes whose environment names a folder, which are the command and all processes that it started."""
-    found = []
+    """Return the IDs of the command's processes, which are those whose TMPDIR is the folder."""
+    ids = []
     for each in Path("/proc").iterdir():
         if each.name.isdigit() and int(each.name) != os.getpid():
             try:
@@ -37,8 +37,8 @@ def list_processes(folder: Path) -> list[int]:
             except OSError:
                 continue
             if is_ours and state != "Z":
-                found.append(int(each.name))
-    return found
+                ids.append(int(each.name))
+    return ids
 
 
 @pytest.mark.slow
@@ -47,8 +47,8 @@ def list_processes(folder: Path) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_all_processes(tmp_path: Path, is_running: bool, number: signal.Signals) -> None:
     mark = tmp_path / "mark"
-    write(tmp_path, SLEEPING.format(mark=str(mark)))
-    process = start(tmp_path, "train.py")
+    write_script(tmp_path, SLEEPING.format(mark=str(mark)))
+    process = start_verify(tmp_path, "train.py")
     while not (mark.exists() if is_running else list(tmp_path.glob("headway_verify_*"))):
         assert process.poll() is None
         time.sleep(0.05)
@@ -69,9 +69,9 @@ def test_ctrl_c_ends_all_processes(tmp_path: Path, is_running: bool, number: sig
         ("pass", "repeat", 0, None),
     ],
 )
-def test_json_has_the_error(tmp_path: Path, inside: str, only: str, code: int, message: str | None) -> None:
-    write(tmp_path, LOOP.format(inside=inside))
-    process = start(tmp_path, "--json", "--time_limit", "120", "--only", only, "train.py")
+def test_json_contains_the_error(tmp_path: Path, inside: str, only: str, code: int, message: str | None) -> None:
+    write_script(tmp_path, LOOP.format(inside=inside))
+    process = start_verify(tmp_path, "--json", "--time_limit", "120", "--only", only, "train.py")
     output, errors = process.communicate()
     assert process.returncode == code, errors
     result = json.loads(output)

@@ -1,4 +1,4 @@
-"""A transformers model under layouts of all axes: the correct script passes, and a planted fault fails."""
+"""Tests of verify with a transformers model under layouts of all axes: the correct script passes, each planted fault fails."""
 
 from pathlib import Path
 
@@ -24,10 +24,10 @@ MIXTRAL = ("--model", "mixtral")
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_correct_script_passes_and_a_fault_fails(
+def test_correct_script_passes_and_faulty_script_fails(
     verifier: Verifier, flags: str, fault: str, args: tuple[str, ...]
 ) -> None:
-    found = verifier.verify(SCRIPT, *args, flags=flags, only="layout")["layout"]
-    assert found.status == "PASS", found
-    found = verifier.verify(SCRIPT, *args, "--fault", fault, flags=flags, only="layout")["layout"]
-    assert found.status == "FAIL", found
+    verdict = verifier.verify(SCRIPT, *args, flags=flags, only="layout")["layout"]
+    assert verdict.status == "PASS", verdict
+    verdict = verifier.verify(SCRIPT, *args, "--fault", fault, flags=flags, only="layout")["layout"]
+    assert verdict.status == "FAIL", verdict

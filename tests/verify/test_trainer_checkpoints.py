@@ -1,4 +1,4 @@
-"""The resume proof on checkpoints that transformers' own Trainer writes, and on those of a script for Accelerate."""
+"""Tests of the resume proof with checkpoints of transformers' Trainer and of a script for Accelerate."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ LAST = "get_last_checkpoint(arguments.output_dir) if __import__('os').path.isdir
 @pytest.mark.parametrize(
     ("scale", "status"), [("1", "PASS"), ("(1 + 1 / self.num_calls)", "FAIL")], ids=["correct", "counter_not_saved"]
 )
-def test_the_trainer_saves_when_verify_asks_for_it(verifier: Verifier, tmp_path: Path, scale: str, status: str) -> None:
+def test_trainer_saves_on_request_of_verify(verifier: Verifier, tmp_path: Path, scale: str, status: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINER.format(folder="out/bert", scale=scale, resume=LAST))
     verdict = verifier.verify(script, flags="--as accelerate", only="resume")["resume"]
@@ -42,7 +42,7 @@ def test_the_trainer_saves_when_verify_asks_for_it(verifier: Verifier, tmp_path:
     assert ("resumed after update 3" in verdict.reason) == (status == "PASS"), verdict
 
 
-ASKED = """import argparse, torch
+RESUMABLE = """import argparse, torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, TensorDataset
@@ -72,22 +72,22 @@ for number, (rows,) in enumerate(batches, start + 1):
 @pytest.mark.matrix
 @pytest.mark.parametrize(("skip", "status"), [("start", "PASS"), ("0", "FAIL")])
 @pytest.mark.parametrize("is_absolute", [False, True])
-def test_a_script_that_resumes_when_it_is_asked_to(
+def test_script_with_an_argument_for_resuming(
     verifier: Verifier, tmp_path: Path, skip: str, status: str, is_absolute: bool
 ) -> None:
     folder = str(tmp_path / "states") if is_absolute else "states"
     script = tmp_path / "train.py"
-    script.write_text(ASKED.format(skip=skip, folder=folder))
-    asked = f"--resume_from_checkpoint {folder}/step_2"
-    verdict = verifier.verify(script, flags="--as accelerate", only="resume", resume_args=asked)["resume"]
+    script.write_text(RESUMABLE.format(skip=skip, folder=folder))
+    resume_args = f"--resume_from_checkpoint {folder}/step_2"
+    verdict = verifier.verify(script, flags="--as accelerate", only="resume", resume_args=resume_args)["resume"]
     assert verdict.status == status, verdict
     assert not (tmp_path / "states").exists()
 
 
 @pytest.mark.matrix
-def test_without_the_arguments_the_proof_says_how_to_give_them(verifier: Verifier, tmp_path: Path) -> None:
+def test_missing_resume_arguments_are_explained(verifier: Verifier, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(ASKED.format(skip="start", folder="states"))
+    script.write_text(RESUMABLE.format(skip="start", folder="states"))
     verdict = verifier.verify(script, flags="--as accelerate", only="resume")["resume"]
     assert verdict.status == "NOT CHECKED"
     assert "--resume_args" in verdict.reason + verdict.advice

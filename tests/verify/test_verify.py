@@ -1,4 +1,4 @@
-"""`headway verify` on whole scripts, as a user starts it. `run_collection.py` has the whole collection."""
+"""Tests of the command `headway verify` on whole scripts. `run_collection.py` runs the whole collection."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headway.verify.verdict import Verdict
-from tests.docs.pages import blocks
+from tests.docs.pages import parse_blocks
 from tests.verify.grading import grade
 from tests.verify.scripts.causes import PLANTED
 from tests.verify.scripts.table import read_script
@@ -22,59 +22,59 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def verify(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a folder."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
+    """Run the command in a folder and return its result."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
     return subprocess.run(
         [sys.executable, "-m", "headway", "verify", "--cpu", *args],
         cwd=folder,
-        env=kept,
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
 
 
-def read_proofs(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    """The proofs in the JSON output."""
-    return json.loads(done.stdout)["proofs"]  # type: ignore[no-any-return]
+def read_proofs(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    """Return the proofs in the JSON output."""
+    return json.loads(result.stdout)["proofs"]  # type: ignore[no-any-return]
 
 
-def read_statuses(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    """The status of each proof in the JSON output."""
-    return {each["proof"]: each["status"] for each in read_proofs(done)}
+def read_statuses(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """Return the status of each proof in the JSON output."""
+    return {each["proof"]: each["status"] for each in read_proofs(result)}
 
 
 @pytest.mark.slow
-def test_a_correct_script_passes_and_leaves_no_files(tmp_path: Path) -> None:
-    done = verify(tmp_path, "--json", "--skip", "data,memory", str(SCRIPTS / "correct" / "plain_loop.py"))
-    statuses = read_statuses(done)
-    assert done.returncode == 0, done.stdout
+def test_correct_script_passes_and_leaves_no_files(tmp_path: Path) -> None:
+    result = verify(tmp_path, "--json", "--skip", "data,memory", str(SCRIPTS / "correct" / "plain_loop.py"))
+    statuses = read_statuses(result)
+    assert result.returncode == 0, result.stdout
     assert statuses.pop("out_of_memory") == statuses.pop("layout") == "NOT CHECKED"
-    assert set(statuses.values()) == {"PASS"}, done.stdout
+    assert set(statuses.values()) == {"PASS"}, result.stdout
     assert not list(tmp_path.iterdir())
 
 
 def read_words(text: str) -> list[str]:
-    """The lines of an output without figures, and with single spaces."""
-    joined = re.sub(r"\n {20,}", " ", text)  # a long result goes on in the next line
-    lines = [re.sub(r"\d[\d.e+-]*", "#", " ".join(line.split())) for line in joined.splitlines()]
+    """Return the lines of an output with single spaces, and with "#" for each number."""
+    text_without_breaks = re.sub(r"\n {20,}", " ", text)  # join the lines of a long result
+    lines = [re.sub(r"\d[\d.e+-]*", "#", " ".join(line.split())) for line in text_without_breaks.splitlines()]
     return [line for line in lines if line and "passed, " not in line and not line.startswith("$")]
 
 
 @pytest.mark.slow
-def test_the_page_shows_what_its_script_prints(tmp_path: Path) -> None:
-    """The words of the two outputs in docs/verify.md are those of real runs. Figures may differ."""
-    found = [block for block in blocks(ROOT / "docs" / "verify.md") if block.kind in ("python", "text")]
-    script = next(block.text for block in found if block.file == "train.py")
-    table, failure = (block.text for block in found if block.kind == "text")
+def test_page_shows_the_output_of_its_script(tmp_path: Path) -> None:
+    """The words of both outputs in docs/verify.md match real runs. Numbers may differ."""
+    code_blocks = [block for block in parse_blocks(ROOT / "docs" / "verify.md") if block.kind in ("python", "text")]
+    script = next(block.text for block in code_blocks if block.file == "train.py")
+    table, failure = (block.text for block in code_blocks if block.kind == "text")
     (tmp_path / "train.py").write_text(script)
-    done = verify(tmp_path, "train.py")
-    shown, printed = (read_words(text) for text in (table, done.stdout))
-    # How long updates wait for data depends on what else the machine does.
-    assert [line for line in printed if "data keeps up" not in line][: len(shown) - 1] == shown[:-1], done.stdout
+    result = verify(tmp_path, "train.py")
+    shown, printed = (read_words(text) for text in (table, result.stdout))
+    # The time that updates wait for data depends on the machine's load.
+    assert [line for line in printed if "data keeps up" not in line][: len(shown) - 1] == shown[:-1], result.stdout
     (tmp_path / "train.py").write_text(script.replace("targets)", "targets, reduction='sum')"))
-    done = verify(tmp_path, "--only", "processes", "train.py")
-    assert read_words(done.stdout)[1:] == read_words(failure), done.stdout
+    result = verify(tmp_path, "--only", "processes", "train.py")
+    assert read_words(result.stdout)[1:] == read_words(failure), result.stdout
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_the_page_shows_what_its_script_prints(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.slow
-def test_a_script_that_makes_no_update_is_refused(tmp_path: Path, body: str, message: str) -> None:
+def test_script_without_an_update_is_refused(tmp_path: Path, body: str, message: str) -> None:
     (tmp_path / "train.py").write_text(body)
-    done = verify(tmp_path, "--only", "learning", "train.py")
-    assert done.returncode == 2
-    assert message in done.stderr
+    result = verify(tmp_path, "--only", "learning", "train.py")
+    assert result.returncode == 2
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_a_script_that_makes_no_update_is_refused(tmp_path: Path, body: str, mes
 )
 def test_wrong_flags_are_refused(tmp_path: Path, args: tuple[str, ...], message: str) -> None:
     (tmp_path / "train.py").write_text("")
-    done = verify(tmp_path, *args)
-    assert done.returncode == 2
-    assert message in done.stderr
+    result = verify(tmp_path, *args)
+    assert result.returncode == 2
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -138,18 +138,18 @@ def test_wrong_flags_are_refused(tmp_path: Path, args: tuple[str, ...], message:
     ],
 )
 @pytest.mark.matrix
-def test_a_planted_fault_is_found_with_its_cause(tmp_path: Path, name: str, word: str) -> None:
+def test_planted_fault_is_found_with_its_cause(tmp_path: Path, name: str, word: str) -> None:
     path = SCRIPTS / "faulty" / f"{name}.py"
     flags = shlex.split(read_script(path).flags)
-    done = verify(tmp_path, "--json", "--only", word, *flags, str(path))
-    assert read_statuses(done) == {word: "FAIL"}
-    assert done.returncode == 1
-    verdicts = [Verdict(word, "", "FAIL", each["reason"], tuple(each["details"])) for each in read_proofs(done)]
-    assert "cause right" in grade(path, verdicts), done.stdout
-    assert "line wrong" not in grade(path, verdicts), done.stdout
+    result = verify(tmp_path, "--json", "--only", word, *flags, str(path))
+    assert read_statuses(result) == {word: "FAIL"}
+    assert result.returncode == 1
+    verdicts = [Verdict(word, "", "FAIL", each["reason"], tuple(each["details"])) for each in read_proofs(result)]
+    assert "cause right" in grade(path, verdicts), result.stdout
+    assert "line wrong" not in grade(path, verdicts), result.stdout
 
 
-def test_every_faulty_script_has_a_cause_to_grade_by() -> None:
+def test_every_faulty_script_has_a_planted_cause() -> None:
     scripts = {path.stem: path.read_text() for path in (SCRIPTS / "faulty").glob("*.py")}
     assert set(PLANTED) == set(scripts)
     missing = [(name, code) for name, planted in PLANTED.items() for code in planted.code if code not in scripts[name]]
@@ -158,6 +158,6 @@ def test_every_faulty_script_has_a_cause_to_grade_by() -> None:
 
 @pytest.mark.parametrize("name", ["dropout_seeded", "gan", "stream_with_state", "teacher_on_all_ranks"])
 @pytest.mark.matrix
-def test_a_correct_script_raises_no_alarm(tmp_path: Path, name: str) -> None:
-    done = verify(tmp_path, "--json", "--skip", "data", str(SCRIPTS / "correct" / f"{name}.py"))
-    assert "FAIL" not in read_statuses(done).values(), done.stdout
+def test_correct_script_raises_no_alarm(tmp_path: Path, name: str) -> None:
+    result = verify(tmp_path, "--json", "--skip", "data", str(SCRIPTS / "correct" / f"{name}.py"))
+    assert "FAIL" not in read_statuses(result).values(), result.stdout

@@ -1,4 +1,4 @@
-"""Mistakes in reading data, and in what is gathered from it."""
+"""Mistakes in reading data and in computing metrics."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,20 +10,20 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Su
 
 from headway import set_seed
 from tests.wrong_use.row import EQUAL, Section, error, warning
-from tests.wrong_use.script import ROWS, Script, data, net, sgd, train, windows
+from tests.wrong_use.script import ROWS, Script, make_data, net, sgd, train, windows
 
 section = Section("Data and metrics")
 row = section.row
 
 
-# -------------------------------------------------------------------- split twice, or not at all
+# -------------------------------------------------------------------- data that is split twice or not at all
 
 
 @row("the script's own `DistributedSampler`, in a loader that is not prepared", EQUAL, tp=None)
 def own_sampler(s: Script) -> None:
     accelerator = s.start()
-    model, optimizer, _ = s.parts(accelerator)
-    whole = TensorDataset(*data())
+    model, optimizer, _ = s.build(accelerator)
+    whole = TensorDataset(*make_data())
     sampler = DistributedSampler(whole, s.shards, accelerator.process_index, shuffle=False)
     loader = DataLoader(whole, batch_size=4 // s.shards, sampler=sampler)
     train(accelerator, *accelerator.prepare(model, optimizer), loader)
@@ -32,8 +32,8 @@ def own_sampler(s: Script) -> None:
 @row("the script's own `DistributedSampler`, in a prepared loader", error("DistributedSampler"), single=EQUAL, tp=None)
 def own_sampler_prepared(s: Script) -> None:
     accelerator = s.start()
-    model, optimizer, _ = s.parts(accelerator)
-    whole = TensorDataset(*data())
+    model, optimizer, _ = s.build(accelerator)
+    whole = TensorDataset(*make_data())
     sampler = DistributedSampler(whole, s.shards, accelerator.process_index, shuffle=False)
     loader = DataLoader(whole, batch_size=4 // s.shards, sampler=sampler)
     train(accelerator, *accelerator.prepare(model, optimizer, loader))
@@ -45,8 +45,8 @@ OWN = error("ranks gave prepare() different data")
 @row("each rank's own part of the data, in a prepared loader", OWN, single=EQUAL, tp=None)
 def split_by_hand(s: Script) -> None:
     accelerator = s.start()
-    model, optimizer, _ = s.parts(accelerator)
-    part = Subset(TensorDataset(*data()), range(accelerator.process_index, ROWS, s.shards))
+    model, optimizer, _ = s.build(accelerator)
+    part = Subset(TensorDataset(*make_data()), range(accelerator.process_index, ROWS, s.shards))
     loader = DataLoader(part, batch_size=4 // s.shards)
     train(accelerator, *accelerator.prepare(model, optimizer, loader))
 
@@ -54,8 +54,8 @@ def split_by_hand(s: Script) -> None:
 @row("different data on each rank, in a prepared loader", OWN, single=EQUAL, tp=None)
 def own_data(s: Script) -> None:
     accelerator = s.start()
-    model, optimizer, _ = s.parts(accelerator)
-    inputs, targets = data()
+    model, optimizer, _ = s.build(accelerator)
+    inputs, targets = make_data()
     loader = DataLoader(TensorDataset(inputs + accelerator.process_index, targets), batch_size=4 // s.shards)
     train(accelerator, *accelerator.prepare(model, optimizer, loader))
 
@@ -68,26 +68,26 @@ def own_data(s: Script) -> None:
 )
 def strided_sampler(s: Script) -> None:
     accelerator = s.start()
-    model, optimizer, _ = s.parts(accelerator)
+    model, optimizer, _ = s.build(accelerator)
     own: list[int] = list(range(accelerator.process_index, ROWS, s.shards))
-    loader = DataLoader(TensorDataset(*data()), batch_size=4 // s.shards, sampler=own)
+    loader = DataLoader(TensorDataset(*make_data()), batch_size=4 // s.shards, sampler=own)
     train(accelerator, *accelerator.prepare(model, optimizer, loader))
 
 
 class Stream(IterableDataset[Any]):
-    """Splits itself by rank."""
+    """An iterable dataset that returns only the rows of its rank."""
 
     def __init__(self, rank: int, count: int) -> None:
         self.rank, self.count = rank, count
 
     def __iter__(self) -> Iterator[Any]:
-        yield from list(zip(*data()))[self.rank :: self.count]
+        yield from list(zip(*make_data()))[self.rank :: self.count]
 
 
 @row("a stream that splits itself by rank, in a loader that is not prepared", EQUAL, tp=None)
 def own_stream(s: Script) -> None:
     accelerator = s.start()
-    model, optimizer, _ = s.parts(accelerator)
+    model, optimizer, _ = s.build(accelerator)
     loader = DataLoader(Stream(accelerator.process_index, s.shards), batch_size=4 // s.shards)
     train(accelerator, *accelerator.prepare(model, optimizer), loader)
 
@@ -100,16 +100,16 @@ def own_stream(s: Script) -> None:
 )
 def own_stream_prepared(s: Script) -> None:
     accelerator = s.start()
-    model, optimizer, _ = s.parts(accelerator)
+    model, optimizer, _ = s.build(accelerator)
     loader = DataLoader(Stream(accelerator.process_index, s.shards), batch_size=4 // s.shards)
     train(accelerator, *accelerator.prepare(model, optimizer, loader))
 
 
-def _all_rows(_: Script) -> torch.Tensor:
-    return data()[0].sum(1).sort().values
+def sum_all_rows(_: Script) -> torch.Tensor:
+    return make_data()[0].sum(1).sort().values
 
 
-@row("a different seed on each rank, with shuffled data", EQUAL, tp=None, by_hand=_all_rows)
+@row("a different seed on each rank, with shuffled data", EQUAL, tp=None, by_hand=sum_all_rows)
 def seeds_by_rank(s: Script) -> Any:
     accelerator = s.start()
     torch.manual_seed(accelerator.process_index)
@@ -133,11 +133,14 @@ def seeds_of_models(s: Script) -> None:
 # -------------------------------------------------------------------- lengths
 
 
-def _uneven(s: Script) -> nn.Module:
-    """The first row is in the last batch again, which counts as the samples that it has of its own."""
+def train_on_27_rows(s: Script) -> nn.Module:
+    """Train on 27 rows in plain PyTorch.
+
+    The last batch is padded with the first row, and its weight is its number of real samples.
+    """
     model = net()
     optimizer = sgd(model)
-    inputs, targets = data(27)
+    inputs, targets = make_data(27)
     for start in range(0, 24, 8):
         mse_loss(model(inputs[start : start + 8]), targets[start : start + 8]).backward()
         optimizer.step()
@@ -152,43 +155,43 @@ def _uneven(s: Script) -> nn.Module:
 @row(
     "a dataset that does not divide evenly, so that the last batch is padded",
     EQUAL,
-    by_hand=_uneven,
+    by_hand=train_on_27_rows,
 )
 def uneven(s: Script) -> None:
     accelerator = s.start()
-    model, optimizer, _ = s.parts(accelerator)
+    model, optimizer, _ = s.build(accelerator)
     train(accelerator, *accelerator.prepare(model, optimizer, s.loader(accelerator, 27)))
 
 
-def _one_row(_: Script) -> nn.Module:
+def train_on_one_row(_: Script) -> nn.Module:
     model = net()
     optimizer = sgd(model)
-    inputs, targets = data(1)
+    inputs, targets = make_data(1)
     mse_loss(model(inputs), targets).backward()
     optimizer.step()
     return model
 
 
-@row("fewer samples than ranks", EQUAL, by_hand=_one_row)
+@row("fewer samples than ranks", EQUAL, by_hand=train_on_one_row)
 def one_row(s: Script) -> None:
     accelerator = s.start()
-    model, optimizer, _ = s.parts(accelerator)
+    model, optimizer, _ = s.build(accelerator)
     train(accelerator, *accelerator.prepare(model, optimizer, s.loader(accelerator, 1)))
 
 
-def _nothing(_: Script) -> nn.Module:
+def build_untrained(_: Script) -> nn.Module:
     return net()
 
 
-@row("a loader without batches (`drop_last=True`, too few samples)", warning("gave no batch"), by_hand=_nothing)
+@row("a loader without batches (`drop_last=True`, too few samples)", warning("gave no batch"), by_hand=build_untrained)
 def empty(s: Script) -> None:
     accelerator = s.start()
-    model, optimizer, _ = s.parts(accelerator)
+    model, optimizer, _ = s.build(accelerator)
     loader = s.loader(accelerator, 1, drop_last=True)
     train(accelerator, *accelerator.prepare(model, optimizer, loader))
 
 
-def _first_batch_only(_: Script) -> nn.Module:
+def train_on_first_batch(_: Script) -> nn.Module:
     model = net()
     optimizer = sgd(model)
     inputs, targets = next(windows(4))
@@ -199,9 +202,9 @@ def _first_batch_only(_: Script) -> nn.Module:
     return model
 
 
-@row("`next(iter(loader))` in each step, which always returns the first batch", EQUAL, by_hand=_first_batch_only)
+@row("`next(iter(loader))` in each step, which always returns the first batch", EQUAL, by_hand=train_on_first_batch)
 def first_batch_only(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     for _ in range(4):
         inputs, targets = next(iter(loader))
         with accelerator.accumulate(model):
@@ -212,7 +215,7 @@ def first_batch_only(s: Script) -> None:
 
 @row("a prepared loader that only one rank reads", EQUAL)
 def read_by_one(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     if accelerator.is_main_process:
         next(iter(loader))
     train(accelerator, model, optimizer, loader)
@@ -223,7 +226,7 @@ def read_by_one(s: Script) -> None:
     error("do not fit together"),
     single=EQUAL,
     tp=error("not every rank made this call"),
-    by_hand=_all_rows,
+    by_hand=sum_all_rows,
 )
 def read_by_one_shuffled(s: Script) -> Any:
     accelerator = s.start()
@@ -234,7 +237,7 @@ def read_by_one_shuffled(s: Script) -> Any:
     return seen.sum(1).sort().values
 
 
-def _unequal(_: Script) -> nn.Module:
+def train_per_window(_: Script) -> nn.Module:
     model = net()
     optimizer = sgd(model)
     for inputs, targets in windows():
@@ -249,11 +252,11 @@ def _unequal(_: Script) -> nn.Module:
     warning("Give backward(loss, weight=n)"),
     single=None,
     tp=None,
-    by_hand=_unequal,
+    by_hand=train_per_window,
 )
 def unequal_batches(s: Script) -> None:
     accelerator = s.start(steps=1)
-    model, optimizer, _ = s.parts(accelerator)
+    model, optimizer, _ = s.build(accelerator)
     model, optimizer = accelerator.prepare(model, optimizer)
     for inputs, targets in windows():
         mine = slice(0, 2) if accelerator.process_index == 0 else slice(2, None)
@@ -268,7 +271,7 @@ def unequal_batches(s: Script) -> None:
 
 @row("an evaluation without `torch.no_grad()`, in the middle of training", EQUAL)
 def evaluates_with_gradients(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     held_out = accelerator.prepare(s.loader(accelerator, 9))
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -281,26 +284,26 @@ def evaluates_with_gradients(s: Script) -> None:
         model.train()
 
 
-def _predictions(_: Script) -> torch.Tensor:
-    return net()(data(9)[0])
+def predict_held_out(_: Script) -> torch.Tensor:
+    return net()(make_data(9)[0])
 
 
 @row(
     "`gather` instead of `gather_for_metrics`, on a padded batch",
     warning("gather_for_metrics"),
     single=EQUAL,
-    by_hand=_predictions,
+    by_hand=predict_held_out,
 )
 def gathers_padding(s: Script) -> Any:
-    accelerator, model, *_ = s.prepared()
+    accelerator, model, *_ = s.prepare_all()
     held_out = accelerator.prepare(s.loader(accelerator, 9))
     with torch.no_grad():
         return torch.cat([accelerator.gather(model(x)) for x, _ in held_out])
 
 
-@row("`gather_for_metrics` on a padded batch", EQUAL, by_hand=_predictions)
+@row("`gather_for_metrics` on a padded batch", EQUAL, by_hand=predict_held_out)
 def gathers_for_metrics(s: Script) -> Any:
-    accelerator, model, *_ = s.prepared()
+    accelerator, model, *_ = s.prepare_all()
     held_out = accelerator.prepare(s.loader(accelerator, 9))
     with torch.no_grad():
         return torch.cat([accelerator.gather_for_metrics(model(x)) for x, _ in held_out])
@@ -308,7 +311,7 @@ def gathers_for_metrics(s: Script) -> Any:
 
 @row("`gather_for_metrics` of one value for the whole batch", error("one value for the whole batch"))
 def gathers_one_value(s: Script) -> Any:
-    accelerator, model, *_ = s.prepared()
+    accelerator, model, *_ = s.prepare_all()
     held_out = accelerator.prepare(s.loader(accelerator, 9))
     with torch.no_grad():
         return [accelerator.gather_for_metrics(mse_loss(model(x), y)) for x, y in held_out]
@@ -319,10 +322,10 @@ def gathers_one_value(s: Script) -> Any:
     EQUAL,
     ddp=warning("not prepared"),
     fsdp=warning("not prepared"),
-    by_hand=_predictions,
+    by_hand=predict_held_out,
 )
 def evaluates_unprepared(s: Script) -> Any:
-    accelerator, model, *_ = s.prepared()
+    accelerator, model, *_ = s.prepare_all()
     with torch.no_grad():
         return torch.cat([accelerator.gather_for_metrics(model(x)) for x, _ in s.loader(accelerator, 9)])
 
@@ -334,7 +337,7 @@ def evaluates_unprepared(s: Script) -> Any:
     tp=error("on rank 0 only"),
 )
 def evaluates_on_one(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(inputs), targets))
@@ -342,11 +345,11 @@ def evaluates_on_one(s: Script) -> None:
             optimizer.zero_grad()
         if accelerator.is_main_process:
             with torch.no_grad():
-                model(data(9)[0])
+                model(make_data(9)[0])
 
 
 @row("`set_seed` on each rank with its rank, before prepare", EQUAL)
 def set_seed_by_rank(s: Script) -> None:
     accelerator = s.start()
     set_seed(accelerator.process_index)
-    train(accelerator, *accelerator.prepare(*s.parts(accelerator)))
+    train(accelerator, *accelerator.prepare(*s.build(accelerator)))

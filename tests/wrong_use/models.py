@@ -8,15 +8,15 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from tests.wrong_use.losses import steps_on
+from tests.wrong_use.losses import train_with_loss
 from tests.wrong_use.row import EQUAL, Section, error, plain_error, warning
-from tests.wrong_use.script import Script, loop, net, sgd, train, windows
+from tests.wrong_use.script import Script, by_hand_loop, net, sgd, train, windows
 
 section = Section("The model")
 row = section.row
 
 
-# -------------------------------------------------------------------- how it is called
+# -------------------------------------------------------------------- how the model is called
 
 
 OUTSIDE = plain_error("Call the model itself, not model.forward() or a part of it")
@@ -24,18 +24,18 @@ OUTSIDE = plain_error("Call the model itself, not model.forward() or a part of i
 
 @row("`model.forward(x)` instead of `model(x)`", EQUAL, fsdp=OUTSIDE)
 def forward(s: Script) -> None:
-    steps_on(s, lambda a, model, x, y: mse_loss(model.forward(x), y))
+    train_with_loss(s, lambda a, model, x, y: mse_loss(model.forward(x), y))
 
 
 @row("the model's submodules called one by one", EQUAL, fsdp=OUTSIDE)
 def submodules(s: Script) -> None:
-    steps_on(s, lambda a, model, x, y: mse_loss(model.down(torch.tanh(model.up(x))), y))
+    train_with_loss(s, lambda a, model, x, y: mse_loss(model.down(torch.tanh(model.up(x))), y))
 
 
 @row("the object that was passed to `prepare` called", EQUAL)
 def the_original(s: Script) -> None:
     accelerator = s.start()
-    original, optimizer, loader = s.parts(accelerator)
+    original, optimizer, loader = s.build(accelerator)
     model, optimizer, loader = accelerator.prepare(original, optimizer, loader)
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -46,12 +46,12 @@ def the_original(s: Script) -> None:
 
 @row("`accelerator.unwrap_model(model)` called in training", EQUAL)
 def unwrapped(s: Script) -> None:
-    steps_on(s, lambda a, model, x, y: mse_loss(a.unwrap_model(model)(x), y))
+    train_with_loss(s, lambda a, model, x, y: mse_loss(a.unwrap_model(model)(x), y))
 
 
 @row("`torch.compile(model)` after prepare", EQUAL)
 def compiled_after(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     compiled = torch.compile(model, backend="eager")
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -63,8 +63,8 @@ def compiled_after(s: Script) -> None:
 @row("`torch.compile(model)` before prepare", EQUAL)
 def compiled_before(s: Script) -> None:
     accelerator = s.start()
-    model, optimizer, loader = s.parts(accelerator)
-    if s.layout == "tp":  # a plan's names are those of the model
+    model, optimizer, loader = s.build(accelerator)
+    if s.layout == "tp":  # torch.compile(model) would change the module names in the plan
         model.compile(backend="eager")
     else:
         model = torch.compile(model, backend="eager")
@@ -73,19 +73,19 @@ def compiled_before(s: Script) -> None:
 
 @row("`torch.utils.checkpoint` within the loop", EQUAL)
 def checkpointed(s: Script) -> None:
-    steps_on(s, lambda a, model, x, y: mse_loss(checkpoint(model, x, use_reentrant=False), y))
+    train_with_loss(s, lambda a, model, x, y: mse_loss(checkpoint(model, x, use_reentrant=False), y))
 
 
-# -------------------------------------------------------------------- what is done to it after prepare
+# -------------------------------------------------------------------- changes after prepare
 
 
 @row("`model.to(device)` after prepare", EQUAL)
 def moved(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     train(accelerator, model.to(accelerator.device), optimizer, loader)
 
 
-def _in_double(s: Script) -> nn.Module:
+def train_in_double(s: Script) -> nn.Module:
     model = net().double()
     optimizer = sgd(model)
     for inputs, targets in windows():
@@ -95,9 +95,9 @@ def _in_double(s: Script) -> nn.Module:
     return model
 
 
-@row("`model.double()` after prepare", error("dtype"), single=EQUAL, tp=EQUAL, by_hand=_in_double)
+@row("`model.double()` after prepare", error("dtype"), single=EQUAL, tp=EQUAL, by_hand=train_in_double)
 def other_dtype(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     model.double()
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -108,18 +108,18 @@ def other_dtype(s: Script) -> None:
 
 @row("no `model.train()` after `model.eval()`", EQUAL)
 def left_in_eval(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     model.eval()
     train(accelerator, model, optimizer, loader)
 
 
-def _frozen(s: Script) -> nn.Module:
+def train_part_frozen(s: Script) -> nn.Module:
     model = net()
     model.up.requires_grad_(False)
-    return _trained(model)
+    return train_per_window(model)
 
 
-def _trained(model: nn.Module) -> nn.Module:
+def train_per_window(model: nn.Module) -> nn.Module:
     optimizer = sgd(model)
     for inputs, targets in windows():
         mse_loss(model(inputs), targets).backward()
@@ -128,9 +128,9 @@ def _trained(model: nn.Module) -> nn.Module:
     return model
 
 
-@row("parameters frozen after `prepare`", EQUAL, ddp=error("frozen after prepare()"), by_hand=_frozen)
+@row("parameters frozen after `prepare`", EQUAL, ddp=error("frozen after prepare()"), by_hand=train_part_frozen)
 def frozen_after(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     model.up.requires_grad_(False)
     train(accelerator, model, optimizer, loader)
 
@@ -138,22 +138,22 @@ def frozen_after(s: Script) -> None:
 @row("parameters unfrozen after `prepare`", EQUAL, ddp=error("unfrozen after prepare()"))
 def unfrozen_after(s: Script) -> None:
     accelerator = s.start()
-    model, optimizer, loader = s.parts(accelerator)
+    model, optimizer, loader = s.build(accelerator)
     model.up.requires_grad_(False)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.up.requires_grad_(True)
     train(accelerator, model, optimizer, loader)
 
 
-def _from_zero(s: Script) -> nn.Module:
+def train_from_constant(s: Script) -> nn.Module:
     model = net()
     nn.init.constant_(model.up.weight, 0.1)
-    return _trained(model)
+    return train_per_window(model)
 
 
-@row("weights set with `torch.nn.init` after `prepare`, equal on all ranks", EQUAL, by_hand=_from_zero)
+@row("weights set with `torch.nn.init` after `prepare`, equal on all ranks", EQUAL, by_hand=train_from_constant)
 def initialized_after(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     nn.init.constant_(model.up.weight, 0.1)
     train(accelerator, model, optimizer, loader)
 
@@ -169,7 +169,7 @@ RANDOM = warning("DTensor random operators")
     tp=RANDOM,
 )
 def drawn_after(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     torch.manual_seed(accelerator.process_index)
     nn.init.normal_(model.up.weight)
     train(accelerator, model, optimizer, loader)
@@ -180,7 +180,7 @@ SHARD_CHANGED = error("changed in place on some ranks alone")
 
 @row("a parameter changed on one rank", single=None, ddp=error("rank"), fsdp=SHARD_CHANGED, tp=SHARD_CHANGED)
 def changed_on_one(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     if accelerator.process_index == 1:
         with torch.no_grad():
             model.up.weight.mul_(2)
@@ -190,15 +190,15 @@ def changed_on_one(s: Script) -> None:
 REPLACED = error("which changes nothing in a sharded parameter")
 
 
-@row("`p.data = tensor` after prepare", EQUAL, fsdp=REPLACED, tp=REPLACED, by_hand=_from_zero)
+@row("`p.data = tensor` after prepare", EQUAL, fsdp=REPLACED, tp=REPLACED, by_hand=train_from_constant)
 def data_replaced(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     model.up.weight.data = torch.full_like(model.up.weight, 0.1)
     train(accelerator, model, optimizer, loader)
 
 
-@loop
-def _clamped(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+@by_hand_loop
+def train_clamped(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
     mse_loss(model(inputs), targets).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -206,9 +206,9 @@ def _clamped(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: to
         p.data.clamp_(-0.2, 0.2)
 
 
-@row("weights clamped in place after each update", EQUAL, by_hand=_clamped)
+@row("weights clamped in place after each update", EQUAL, by_hand=train_clamped)
 def clamped(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(inputs), targets))
@@ -219,26 +219,37 @@ def clamped(s: Script) -> None:
                     p.data.clamp_(-0.2, 0.2)
 
 
-def _halved(s: Script) -> nn.Module:
+def train_with_halved_gradient(s: Script) -> nn.Module:
     model = net()
     model.up.weight.register_hook(lambda grad: grad / 2)
-    return _trained(model)
+    return train_per_window(model)
 
 
 HOOKED = error("register_post_accumulate_grad_hook")
 
 
-@row("a hook on a parameter's gradient, registered before `prepare`", EQUAL, fsdp=HOOKED, tp=HOOKED, by_hand=_halved)
+@row(
+    "a hook on a parameter's gradient, registered before `prepare`",
+    EQUAL,
+    fsdp=HOOKED,
+    tp=HOOKED,
+    by_hand=train_with_halved_gradient,
+)
 def hook_before(s: Script) -> None:
     accelerator = s.start()
-    model, optimizer, loader = s.parts(accelerator)
+    model, optimizer, loader = s.build(accelerator)
     model.up.weight.register_hook(lambda grad: grad / 2)
     train(accelerator, *accelerator.prepare(model, optimizer, loader))
 
 
-@row("a hook on a parameter's gradient, registered after `prepare`", EQUAL, fsdp=HOOKED, by_hand=_halved)
+@row(
+    "a hook on a parameter's gradient, registered after `prepare`",
+    EQUAL,
+    fsdp=HOOKED,
+    by_hand=train_with_halved_gradient,
+)
 def hook_after(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     model.up.weight.register_hook(lambda grad: grad / 2)
     train(accelerator, model, optimizer, loader)
 
@@ -246,7 +257,7 @@ def hook_after(s: Script) -> None:
 # -------------------------------------------------------------------- gradients read by hand
 
 
-def _norms(_: Script) -> list[torch.Tensor]:
+def compute_norms(_: Script) -> list[torch.Tensor]:
     model = net()
     optimizer = sgd(model)
     found = []
@@ -258,9 +269,9 @@ def _norms(_: Script) -> list[torch.Tensor]:
     return found
 
 
-@row("a norm that the script computes from `p.grad` at the window's end", EQUAL, by_hand=_norms)
+@row("a norm that the script computes from `p.grad` at the window's end", EQUAL, by_hand=compute_norms)
 def norm_by_hand(s: Script) -> Any:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     found = []
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -272,7 +283,7 @@ def norm_by_hand(s: Script) -> Any:
     return found
 
 
-# -------------------------------------------------------------------- what is in it
+# -------------------------------------------------------------------- parts of the model
 
 
 class WithNorm(nn.Module):
@@ -284,8 +295,12 @@ class WithNorm(nn.Module):
         return self.down(torch.tanh(self.norm(self.up(x))))  # type: ignore[no-any-return]
 
 
-def _with_norm(s: Script) -> list[torch.Tensor]:
-    """Each rank's micro-batch by its own statistics, as DistributedDataParallel has it."""
+def train_with_batch_norm(s: Script) -> list[torch.Tensor]:
+    """Train with BatchNorm in plain PyTorch.
+
+    Each rank's part of a micro-batch is normalized by its own statistics, as in DistributedDataParallel. Rank 0's
+    buffers are kept.
+    """
     model = net(WithNorm)
     optimizer = sgd(model)
     for inputs, targets in windows():
@@ -308,7 +323,7 @@ def _with_norm(s: Script) -> list[torch.Tensor]:
     "BatchNorm with each rank's own statistics, as in `DistributedDataParallel`",
     EQUAL,
     tp=None,
-    by_hand=_with_norm,
+    by_hand=train_with_batch_norm,
 )
 def batch_norm(s: Script) -> Any:
     accelerator = s.start()
@@ -328,7 +343,7 @@ class Tied(nn.Module):
         return self.last(self.down(torch.tanh(self.up(x))))  # type: ignore[no-any-return]
 
 
-@row("tied weights", EQUAL, tp=None, by_hand=lambda s: _trained(net(Tied)))
+@row("tied weights", EQUAL, tp=None, by_hand=lambda s: train_per_window(net(Tied)))
 def tied(s: Script) -> None:
     accelerator = s.start()
     s.model = model = net(Tied)
@@ -346,7 +361,7 @@ class Unused(nn.Module):
         return last(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
 
 
-@row("a layer that no loss uses", EQUAL, ddp=error("spare.weight"), by_hand=lambda s: _trained(net(Unused)))
+@row("a layer that no loss uses", EQUAL, ddp=error("spare.weight"), by_hand=lambda s: train_per_window(net(Unused)))
 def unused(s: Script) -> None:
     accelerator = s.start()
     loader = s.loader(accelerator)
@@ -354,12 +369,12 @@ def unused(s: Script) -> None:
     train(accelerator, *accelerator.prepare(model, sgd(model), loader))
 
 
-def _by_turns(_: Script) -> nn.Module:
+def train_alternating_layers(_: Script) -> nn.Module:
     model = net(Unused)
     optimizer = sgd(model)
     for inputs, targets in windows():
         for number, (x, y) in enumerate(zip(inputs.split(2), targets.split(2))):
-            is_spared = number % 2 == 1  # the other rank's rows
+            is_spared = number % 2 == 1  # rows of rank 1
             (mse_loss(model(x, is_spared), y) / 4).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -372,7 +387,7 @@ def _by_turns(_: Script) -> nn.Module:
     single=None,
     fsdp=EQUAL,
     tp=None,
-    by_hand=_by_turns,
+    by_hand=train_alternating_layers,
 )
 def unused_on_one(s: Script) -> None:
     accelerator = s.start()
@@ -389,7 +404,7 @@ def unused_on_one(s: Script) -> None:
 @row("models of different shapes on the ranks", error("ranks have built different models"), single=None)
 def different_shapes(s: Script) -> None:
     accelerator = s.start()
-    _, _, loader = s.parts(accelerator)
+    _, _, loader = s.build(accelerator)
     model = net()
     if accelerator.process_index:
         model.up, model.down = nn.Linear(4, 16), nn.Linear(16, 2)
@@ -399,7 +414,7 @@ def different_shapes(s: Script) -> None:
 # -------------------------------------------------------------------- copies and averages
 
 
-def _average(_: Script) -> nn.Module:
+def compute_average(_: Script) -> nn.Module:
     model, shadow = net(), net()
     optimizer = sgd(model)
     for inputs, targets in windows():
@@ -415,9 +430,9 @@ def _average(_: Script) -> nn.Module:
 COPIED = error("cannot be copied or pickled")
 
 
-@row("averaged weights in a deepcopy of the prepared model", EQUAL, fsdp=COPIED, tp=COPIED, by_hand=_average)
+@row("averaged weights in a deepcopy of the prepared model", EQUAL, fsdp=COPIED, tp=COPIED, by_hand=compute_average)
 def average(s: Script) -> Any:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     shadow = copy.deepcopy(model)
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -434,10 +449,10 @@ def average(s: Script) -> Any:
 SHARDED = plain_error("take p.full_tensor() on all ranks")
 
 
-@row("averaged weights in a deepcopy made before `prepare`", EQUAL, fsdp=SHARDED, tp=SHARDED, by_hand=_average)
+@row("averaged weights in a deepcopy made before `prepare`", EQUAL, fsdp=SHARDED, tp=SHARDED, by_hand=compute_average)
 def average_of_a_plain_copy(s: Script) -> Any:
     accelerator = s.start()
-    parts = s.parts(accelerator)
+    parts = s.build(accelerator)
     shadow = copy.deepcopy(parts[0])
     model, optimizer, loader = accelerator.prepare(*parts)
     for inputs, targets in loader:

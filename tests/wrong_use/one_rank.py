@@ -1,4 +1,4 @@
-"""What one rank does and the others do not."""
+"""Actions of one rank that the other ranks do not take."""
 
 import torch
 from torch.nn.functional import mse_loss
@@ -16,8 +16,8 @@ LEFT = plain_error("had finished the script by then")
 
 @row("`accelerator.gather` under `if accelerator.is_main_process:`", HANGS, single=EQUAL, fsdp=CRASHES)
 def gathers_alone(s: Script) -> None:
-    s.hurry()
-    accelerator, model, optimizer, loader = s.prepared()
+    s.shorten_timeout()
+    accelerator, model, optimizer, loader = s.prepare_all()
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             loss = mse_loss(model(inputs), targets)
@@ -34,7 +34,7 @@ def gathers_alone(s: Script) -> None:
     single=EQUAL,
 )
 def gathers_alone_at_the_end(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     train(accelerator, model, optimizer, loader)
     if accelerator.is_main_process:
         accelerator.gather(torch.zeros(1))
@@ -46,7 +46,7 @@ def gathers_alone_at_the_end(s: Script) -> None:
     single=EQUAL,
 )
 def waits_alone(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     train(accelerator, model, optimizer, loader)
     if accelerator.is_main_process:
         accelerator.wait_for_everyone()
@@ -54,8 +54,8 @@ def waits_alone(s: Script) -> None:
 
 @row("a `break` on one rank only", LEFT, single=None)
 def breaks_alone(s: Script) -> None:
-    s.hurry()
-    accelerator, model, optimizer, loader = s.prepared()
+    s.shorten_timeout()
+    accelerator, model, optimizer, loader = s.prepare_all()
     for index, (inputs, targets) in enumerate(loader):
         if accelerator.process_index == 1 and index == 4:
             break
@@ -73,8 +73,8 @@ def breaks_alone(s: Script) -> None:
     tp=error("read different batches"),
 )
 def continues_alone(s: Script) -> None:
-    s.hurry()
-    accelerator, model, optimizer, loader = s.prepared()
+    s.shorten_timeout()
+    accelerator, model, optimizer, loader = s.prepare_all()
     for index, (inputs, targets) in enumerate(loader):
         if accelerator.process_index == 1 and index == 0:
             continue
@@ -86,7 +86,7 @@ def continues_alone(s: Script) -> None:
 
 @row("an exception on one rank only", plain_error("ValueError: bad row"), single=None)
 def fails_alone(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     for index, (inputs, targets) in enumerate(loader):
         if accelerator.process_index == 1 and index == 4:
             raise ValueError("bad row")
@@ -99,7 +99,7 @@ def fails_alone(s: Script) -> None:
 @row("`prepare` under `if accelerator.is_main_process:`", error("not every rank made this call"), single=EQUAL)
 def prepares_alone(s: Script) -> None:
     accelerator = s.start()
-    parts = s.parts(accelerator)
+    parts = s.build(accelerator)
     if accelerator.is_main_process:
         parts = accelerator.prepare(*parts)
     train(accelerator, *parts)
@@ -109,9 +109,9 @@ def prepares_alone(s: Script) -> None:
     "an additional object prepared on one rank", error("on rank 1 only: rank 0 has gone on to"), single=None, ddp=HANGS
 )
 def prepares_more(s: Script) -> None:
-    s.hurry()
+    s.shorten_timeout()
     accelerator = s.start()
-    model, optimizer, loader = s.parts(accelerator)
+    model, optimizer, loader = s.build(accelerator)
     other = s.loader(accelerator)
     if accelerator.is_main_process:
         model, optimizer, loader, other = accelerator.prepare(model, optimizer, loader, other)
@@ -122,7 +122,7 @@ def prepares_more(s: Script) -> None:
 
 @row("tensors of different shapes gathered", error("do not fit together"), single=EQUAL)
 def gathers_shapes(s: Script) -> None:
-    accelerator, *parts = s.prepared()
+    accelerator, *parts = s.prepare_all()
     accelerator.gather(torch.zeros(2, 3 + accelerator.process_index))
     train(accelerator, *parts)
 
@@ -130,12 +130,12 @@ def gathers_shapes(s: Script) -> None:
 @row("a different `gradient_accumulation_steps` on one rank", error("ranks have different settings"), single=None)
 def steps_by_rank(s: Script) -> None:
     accelerator = s.start(steps=1 if s.rank else 2)
-    train(accelerator, *accelerator.prepare(*s.parts(accelerator)))
+    train(accelerator, *accelerator.prepare(*s.build(accelerator)))
 
 
 @row("a different learning rate on one rank", error("rank"), single=None, fsdp=None, tp=None)
 def lr_by_rank(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     optimizer.param_groups[0]["lr"] = 0.1 * (1 + accelerator.process_index)
     train(accelerator, model, optimizer, loader)
 
@@ -143,4 +143,4 @@ def lr_by_rank(s: Script) -> None:
 @row("a different `mixed_precision` on one rank", error("ranks have different settings"), single=None)
 def precision_by_rank(s: Script) -> None:
     accelerator = s.start(mixed_precision="bf16" if s.rank else "no")
-    train(accelerator, *accelerator.prepare(*s.parts(accelerator)))
+    train(accelerator, *accelerator.prepare(*s.build(accelerator)))

@@ -1,4 +1,4 @@
-"""What follows from a mistake: it is made on real ranks, and compared with what the table says."""
+"""Makes a mistake of the table on real ranks, and compares the result with the table."""
 
 import logging
 import os
@@ -23,24 +23,24 @@ from headway.launch.agent.endings import FailureReport
 from headway.launch.agent.records import ExceptionRecord, RankExit
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.wrong_use.row import LAYOUTS, Cell
-from tests.wrong_use.script import Script, numbers
+from tests.wrong_use.script import Script, collect_tensors
 from tests.wrong_use.table import ROWS
 
 TIMEOUT = 60
-"""Seconds after which a cell has hung. None takes two, except the first to import TorchDynamo on a busy machine."""
+"""Timeout of a cell in seconds. Cells take less than two, except the first one that imports TorchDynamo on a busy machine."""
 
 TOLERANCE = 1e-5
 
 
 @dataclass
-class Followed:
-    """What followed on one rank.
+class Outcome:
+    """Result of a mistake on one rank.
 
     Attributes:
-        error: what a launcher would have of it.
-        is_ours: it is one of Headway's.
-        said: warnings, each with the number of updates before it.
-        unequal: the largest difference from the hand-written loop's numbers.
+        error: The error as a launcher would report it, or None.
+        is_ours: Whether it is one of Headway's errors.
+        warnings: Warnings, each with the number of updates before it.
+        unequal: Largest difference from the results of the loop by hand.
     """
 
     error: ExceptionRecord | None = None
@@ -50,69 +50,78 @@ class Followed:
 
 
 @contextmanager
-def listening() -> Iterator[list[tuple[int, str]]]:
-    """Warnings, each with the number of updates that were made before it."""
+def record_warnings() -> Iterator[list[tuple[int, str]]]:
+    """Record warnings, each with the number of updates that were made before it."""
     steps: dict[int, int] = {}
-    said: list[tuple[int, str]] = []
+    recorded: list[tuple[int, str]] = []
 
-    def hear(text: str) -> None:
-        said.append((max(steps.values(), default=0), text))
+    def record(text: str) -> None:
+        recorded.append((max(steps.values(), default=0), text))
 
     def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
 
     listener = logging.Handler(logging.WARNING)
-    listener.emit = lambda record: hear(record.getMessage())  # type: ignore[method-assign]
+    listener.emit = lambda entry: record(entry.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("headway")
     logger.addHandler(listener)
     counting = register_optimizer_step_post_hook(count)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default")
-            warnings.showwarning = lambda message, *_, **__: hear(str(message))
-            yield said
+            warnings.showwarning = lambda message, *_, **__: record(str(message))
+            yield recorded
     finally:
         counting.remove()
         logger.removeHandler(listener)
 
 
-def play(name: str, layout: str, folder: str) -> Followed:
+def make_mistake(name: str, layout: str, folder: str) -> Outcome:
     """Make the mistake on this rank."""
-    row, followed = ROWS[name], Followed()
+    row, outcome = ROWS[name], Outcome()
     script = Script(layout, folder)
     os.dup2(os.open(f"{folder}/said{script.rank}", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
-    with listening() as followed.said:
+    with record_warnings() as outcome.warnings:
         try:
             result = row.make(script)
         except Exception as error:
             trace = f"{format_short_traceback(error)[0]}{scope.own(ExceptionHook).format_notes(error)}"
-            followed.error = ExceptionRecord(
+            outcome.error = ExceptionRecord(
                 type(error).__name__, str(error), find_users_line(error.__traceback__), trace, time.time()
             )
-            followed.is_ours = isinstance(error, HeadwayError)
-    if row.cells[layout].kind == "equal" and followed.error is None:
-        pairs = zip(numbers(script.model if result is None else result), numbers(row.by_hand(script)), strict=True)
-        followed.unequal = max(float((a - b).abs().max()) for a, b in pairs)
-    return followed
+            outcome.is_ours = isinstance(error, HeadwayError)
+    if row.cells[layout].kind == "equal" and outcome.error is None:
+        pairs = zip(
+            collect_tensors(script.model if result is None else result),
+            collect_tensors(row.by_hand(script)),
+            strict=True,
+        )
+        outcome.unequal = max(float((a - b).abs().max()) for a, b in pairs)
+    return outcome
 
 
 def judge(name: str, layout: str) -> str:
-    """Make the mistake on all ranks of the layout; what is not as the table says, empty where all is."""
+    """Make the mistake on all ranks of the layout.
+
+    Returns a description of the results that differ from the table, or an empty string.
+    """
     cell, num_ranks = ROWS[name].cells[layout], LAYOUTS[layout]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            ranks = run_ranks(play, num_ranks, name, layout, folder, timeout=TIMEOUT)
+            ranks = run_ranks(make_mistake, num_ranks, name, layout, folder, timeout=TIMEOUT)
         except RankFailed as failed:
             told = "".join(path.read_text() for path in Path(folder).glob("said*"))
             # The hang watch or gloo has ended the processes.
             has_ended = "ended the run" in told or "terminate called" in told
             is_right = cell.kind == "error" and has_ended and cell.text in told
             return "" if is_right else f"{failed}\n{told}"
-    return "" if is_as_told(cell, ranks) else "\n".join(f"rank {n}: {_shown(each)}" for n, each in enumerate(ranks))
+    if matches_cell(cell, ranks):
+        return ""
+    return "\n".join(f"rank {n}: {_describe(each)}" for n, each in enumerate(ranks))
 
 
-def is_as_told(cell: Cell, ranks: list[Followed]) -> bool:
-    """Is it what the cell says?"""
+def matches_cell(cell: Cell, ranks: list[Outcome]) -> bool:
+    """Whether the results on the ranks match the cell of the table."""
     deaths = [RankExit(n, "here", 0, 1, each.error) for n, each in enumerate(ranks) if each.error]
     if cell.kind == "error" and deaths:
         finished = tuple(n for n, each in enumerate(ranks) if each.error is None)
@@ -120,15 +129,15 @@ def is_as_told(cell: Cell, ranks: list[Followed]) -> bool:
         return cell.text in report.format_text() and ranks[report.first.rank].is_ours == cell.is_ours
     if deaths or cell.kind == "error":
         return False
-    said = [line for each in ranks for line in each.said]
+    said = [line for each in ranks for line in each.warnings]
     if cell.kind == "warning":
         return any(cell.text in text for _, text in said) and all(before < 2 for before, _ in said)
     return not said and all(each.unequal <= TOLERANCE for each in ranks)
 
 
-def _shown(followed: Followed) -> str:
-    outcome = f"off by {followed.unequal:.1e}"
-    if followed.error:
-        whose = "Headway's" if followed.is_ours else "another's"
-        outcome = f"{whose} error: {followed.error.trace}"
-    return "\n".join([outcome, *(f"  said after {before} updates: {text}" for before, text in followed.said)])
+def _describe(outcome: Outcome) -> str:
+    result = f"off by {outcome.unequal:.1e}"
+    if outcome.error:
+        whose = "Headway's" if outcome.is_ours else "another's"
+        result = f"{whose} error: {outcome.error.trace}"
+    return "\n".join([result, *(f"  said after {before} updates: {text}" for before, text in outcome.warnings)])

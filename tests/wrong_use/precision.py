@@ -7,14 +7,14 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from tests.wrong_use.row import EQUAL, Section, error, plain_error
-from tests.wrong_use.script import Script, loop, sgd, train
+from tests.wrong_use.script import Script, by_hand_loop, sgd, train
 
 section = Section("Number formats")
 row = section.row
 
 
-@loop
-def _autocast(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+@by_hand_loop
+def train_under_autocast(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
     for x, y in zip(inputs.split(4), targets.split(4)):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             outputs = model(x)
@@ -29,10 +29,10 @@ def _autocast(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: t
     ddp=None,
     fsdp=None,
     tp=None,
-    by_hand=_autocast,
+    by_hand=train_under_autocast,
 )
 def autocast_twice(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared(mixed_precision="bf16")
+    accelerator, model, optimizer, loader = s.prepare_all(mixed_precision="bf16")
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -44,7 +44,7 @@ def autocast_twice(s: Script) -> None:
 
 @row("the script's own `GradScaler`, without mixed precision", error("a GradScaler steps SGD"))
 def own_scaler(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -56,7 +56,7 @@ def own_scaler(s: Script) -> None:
 
 @row("the script's own `GradScaler`, with `mixed_precision='fp16'`", error("a GradScaler steps SGD"))
 def own_scaler_twice(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared(mixed_precision="fp16")
+    accelerator, model, optimizer, loader = s.prepare_all(mixed_precision="fp16")
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -74,14 +74,14 @@ def own_scaler_twice(s: Script) -> None:
 )
 def unprepared_under_fp16(s: Script) -> None:
     accelerator = s.start(steps=1, mixed_precision="fp16")
-    model, optimizer, loader = s.parts(accelerator)
+    model, optimizer, loader = s.build(accelerator)
     model, loader = accelerator.prepare(model, loader)
     train(accelerator, model, optimizer, loader)
 
 
 @row("`loss.backward()` with `mixed_precision='fp16'`", error("accelerator.backward"))
 def backward_under_fp16(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared(mixed_precision="fp16")
+    accelerator, model, optimizer, loader = s.prepare_all(mixed_precision="fp16")
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             mse_loss(model(inputs).float(), targets).backward()
@@ -89,8 +89,10 @@ def backward_under_fp16(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@loop
-def _clipped_scaled(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+@by_hand_loop
+def train_with_clipped_scaled_gradients(
+    model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor
+) -> None:
     scaler = torch.amp.GradScaler("cpu")
     for x, y in zip(inputs.split(4), targets.split(4)):
         with torch.autocast("cpu", dtype=torch.float16):
@@ -105,10 +107,10 @@ def _clipped_scaled(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targ
 @row(
     "`torch.nn.utils.clip_grad_norm_` with `mixed_precision='fp16'`, which clips scaled gradients",
     EQUAL,
-    by_hand=_clipped_scaled,
+    by_hand=train_with_clipped_scaled_gradients,
 )
 def scaled_gradients(s: Script) -> Any:
-    accelerator, model, optimizer, loader = s.prepared(mixed_precision="fp16")
+    accelerator, model, optimizer, loader = s.prepare_all(mixed_precision="fp16")
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(inputs).float(), targets))
@@ -121,6 +123,6 @@ def scaled_gradients(s: Script) -> Any:
 @row("a model in half precision, with `mixed_precision='fp16'`", plain_error("Attempting to unscale FP16 gradients"))
 def half_model(s: Script) -> None:
     accelerator = s.start(mixed_precision="fp16")
-    model, _, loader = s.parts(accelerator)
+    model, _, loader = s.build(accelerator)
     model.half()
     train(accelerator, *accelerator.prepare(model, sgd(model), loader))

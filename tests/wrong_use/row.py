@@ -1,18 +1,18 @@
-"""A row of the table: a mistake, and what is allowed to follow from it in each layout."""
+"""A row of the table: a mistake, and its allowed results in each layout."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.wrong_use.script import Script, by_hand
+from tests.wrong_use.script import Script, train_by_hand
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2, "tp": 2}
-"""Layouts and their ranks."""
+"""{layout: number of ranks}."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What follows: "equal", or an "error" or "warning" with this part of what is said; not all errors are Headway's own."""
+    """Expected result: "equal", or an "error" or a "warning" whose message contains `text`."""
 
     kind: str
     text: str = ""
@@ -27,7 +27,7 @@ def error(text: str) -> Cell:
 
 
 def plain_error(text: str) -> Cell:
-    """One that is not Headway's, where it, or what the launcher says of it, is all that there is to say."""
+    """Return a cell for an error that is not Headway's own, but is sufficient, possibly with what the launcher adds to it."""
     return Cell("error", text, is_ours=False)
 
 
@@ -37,19 +37,19 @@ def warning(text: str) -> Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One mistake.
+    """A mistake and its expected results.
 
     Attributes:
-        about: the mistake, for readers.
-        make: makes it; returns what is compared, or None for the script's model.
-        cells: what follows, by layout; a layout that is missing has no such mistake.
-        by_hand: the same in plain PyTorch.
+        about: Description of the mistake, for the documentation.
+        make: Makes the mistake. Returns the values to compare, or None to compare the script's model.
+        cells: {layout: expected result}. A layout is missing if the mistake is impossible in it.
+        by_hand: The equivalent in plain PyTorch.
     """
 
     about: str
     make: Callable[[Script], Any]
     cells: dict[str, Cell]
-    by_hand: Callable[[Script], Any] = by_hand
+    by_hand: Callable[[Script], Any] = train_by_hand
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass
 class Section:
-    """Rows of one kind; its `row` is the decorator that adds one."""
+    """Rows of one kind. Its method `row` is a decorator that adds a row."""
 
     title: str
     rows: list[Row] = field(default_factory=list)
@@ -68,10 +68,10 @@ class Section:
         about: str,
         everywhere: Cell | None = None,
         /,
-        by_hand: Callable[[Script], Any] = by_hand,
+        by_hand: Callable[[Script], Any] = train_by_hand,
         **cells: Cell | None,
     ) -> Callable[[Callable[[Script], Any]], Callable[[Script], Any]]:
-        """A function that makes a mistake. `everywhere` holds for the layouts that are not named; None leaves one out."""
+        """Return a decorator that adds a mistake. `everywhere` applies to layouts without a cell; None excludes a layout."""
 
         def add(make: Callable[[Script], Any]) -> Callable[[Script], Any]:
             found = {layout: cells.get(layout, everywhere) for layout in LAYOUTS}

@@ -15,11 +15,11 @@ section = Section("Saving and loading")
 row = section.row
 
 LONE = error("on rank 0 only")
-"""Where each rank holds a part of the model."""
+"""Expected error if each rank holds a part of the model."""
 
 
-def read(s: Script, file: str) -> nn.Module:
-    """What a file of plain weights holds, on all ranks; each of them has its own look at it."""
+def load_weights(s: Script, file: str) -> nn.Module:
+    """Load a file of plain weights, on each rank by itself."""
     model = net()
     model.load_state_dict(torch.load(s.folder / file, weights_only=True))
     return model
@@ -27,7 +27,7 @@ def read(s: Script, file: str) -> nn.Module:
 
 @row("`accelerator.save_model` under `if accelerator.is_main_process:`", EQUAL, fsdp=LONE, tp=LONE)
 def save_model_alone(s: Script) -> Any:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     train(accelerator, model, optimizer, loader)
     if accelerator.is_main_process:
         accelerator.save_model(model, s.folder)
@@ -44,7 +44,7 @@ def save_model_alone(s: Script) -> Any:
     ddp=warning("RNG states of the other ranks"),
 )
 def save_state_alone(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     if accelerator.is_main_process:
         accelerator.save_state(s.folder / "state")
     accelerator.wait_for_everyone()
@@ -54,12 +54,12 @@ def save_state_alone(s: Script) -> None:
 
 @row("`torch.save(model.state_dict())` under `if accelerator.is_main_process:`", EQUAL, fsdp=LONE, tp=LONE)
 def torch_save_alone(s: Script) -> Any:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     train(accelerator, model, optimizer, loader)
     if accelerator.is_main_process:
         torch.save(model.state_dict(), s.folder / "model.pt")
     accelerator.wait_for_everyone()
-    return read(s, "model.pt")
+    return load_weights(s, "model.pt")
 
 
 PARTS = warning("holds this rank's part of each tensor")
@@ -67,7 +67,7 @@ PARTS = warning("holds this rank's part of each tensor")
 
 @row("`state = model.state_dict()` on all ranks, saved by one", EQUAL, fsdp=PARTS, tp=PARTS)
 def torch_save_of_parts(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     state = model.state_dict()
     if accelerator.is_main_process:
         torch.save(state, s.folder / "model.pt")
@@ -76,17 +76,17 @@ def torch_save_of_parts(s: Script) -> None:
 
 @row("`accelerator.get_state_dict` under `if accelerator.is_main_process:`", EQUAL, fsdp=LONE, tp=LONE)
 def get_state_dict_alone(s: Script) -> Any:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     train(accelerator, model, optimizer, loader)
     if accelerator.is_main_process:
         accelerator.save(accelerator.get_state_dict(model), s.folder / "model.pt")
     accelerator.wait_for_everyone()
-    return read(s, "model.pt")
+    return load_weights(s, "model.pt")
 
 
 @row("`torch.save(optimizer.state_dict())` under `if accelerator.is_main_process:`", EQUAL, fsdp=LONE, tp=LONE)
 def optimizer_saved_alone(s: Script) -> Any:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     train(accelerator, model, optimizer, loader)
     if accelerator.is_main_process:
         torch.save(optimizer.state_dict(), s.folder / "optimizer.pt")
@@ -96,7 +96,7 @@ def optimizer_saved_alone(s: Script) -> Any:
 
 @row("`model.load_state_dict` under `if accelerator.is_main_process:`", error("rank"), single=EQUAL, fsdp=LONE, tp=LONE)
 def load_alone(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     if accelerator.is_main_process:
         model.load_state_dict(net(seed=s.shards - 1).state_dict())
     train(accelerator, model, optimizer, loader)
@@ -105,7 +105,7 @@ def load_alone(s: Script) -> None:
 @row("plain weights loaded into the prepared model", EQUAL)
 def load_after_prepare(s: Script) -> None:
     accelerator = s.start()
-    parts = s.parts(accelerator)
+    parts = s.build(accelerator)
     nn.init.zeros_(parts[0].up.weight)
     model, optimizer, loader = accelerator.prepare(*parts)
     model.load_state_dict(net().state_dict())
@@ -114,16 +114,16 @@ def load_after_prepare(s: Script) -> None:
 
 @row("`load_state` before prepare", error("prepare"))
 def load_state_before_prepare(s: Script) -> None:
-    accelerator, *_ = s.prepared()
+    accelerator, *_ = s.prepare_all()
     accelerator.save_state(s.folder / "state")
     accelerator = s.start()
     accelerator.load_state(s.folder / "state")
-    train(accelerator, *accelerator.prepare(*s.parts(accelerator)))
+    train(accelerator, *accelerator.prepare(*s.build(accelerator)))
 
 
 @row("`load_state` under `if accelerator.is_main_process:`", error("load_state is called"), single=EQUAL)
 def load_state_alone(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     accelerator.save_state(s.folder / "state")
     if accelerator.is_main_process:
         accelerator.load_state(s.folder / "state")
@@ -132,7 +132,7 @@ def load_state_alone(s: Script) -> None:
 
 @row("`save_state` in the middle of a window", warning("in the middle of a window"))
 def save_in_a_window(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     for index, (inputs, targets) in enumerate(loader):
         with accelerator.accumulate(model):
             accelerator.backward((model(inputs) - targets).square().mean())
@@ -144,19 +144,19 @@ def save_in_a_window(s: Script) -> None:
 
 @row("`save_state()` without a folder, and without automatic naming", error("needs a folder"))
 def save_without_a_folder(s: Script) -> None:
-    accelerator, *_ = s.prepared()
+    accelerator, *_ = s.prepare_all()
     accelerator.save_state()
 
 
 @row("a folder without a checkpoint passed to `load_state`", error("no manifest.json"))
 def load_nothing(s: Script) -> None:
-    accelerator, *_ = s.prepared()
+    accelerator, *_ = s.prepare_all()
     accelerator.load_state(s.folder)
 
 
 @row("another model's checkpoint", error("does not fit"))
 def load_another(s: Script) -> None:
-    accelerator, *_ = s.prepared()
+    accelerator, *_ = s.prepare_all()
     accelerator.save_state(s.folder / "state")
     accelerator = s.start()
     model = net()
@@ -167,7 +167,7 @@ def load_another(s: Script) -> None:
 
 @row("an object without `state_dict` registered for checkpointing", error("state_dict"))
 def register_anything(s: Script) -> None:
-    accelerator, *_ = s.prepared()
+    accelerator, *_ = s.prepare_all()
     accelerator.register_for_checkpointing({"epoch": 1})
 
 
@@ -176,16 +176,16 @@ PART = error("cannot be copied or pickled")
 
 @row("`copy.deepcopy` of the prepared model, or `torch.save(model)`", EQUAL, fsdp=PART, tp=PART)
 def pickled(s: Script) -> Any:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     train(accelerator, model, optimizer, loader)
     torch.save(model, s.folder / f"model{accelerator.process_index}.pt")
     return torch.load(s.folder / f"model{accelerator.process_index}.pt", weights_only=False)
 
 
-def _resumed_with(s: Script, groups: Callable[[nn.Module], Any], **options: Any) -> None:
-    """Save after one epoch in two groups, resume with other groups, and train one more epoch."""
+def resume_with_groups(s: Script, groups: Callable[[nn.Module], Any], **options: Any) -> None:
+    """Save after one epoch with two parameter groups, resume with other groups, and train one more epoch."""
     accelerator = s.start()
-    for is_resumed, make in enumerate((_by_layer, groups)):
+    for is_resumed, make in enumerate((make_groups_by_layer, groups)):
         s.model = net()
         optimizer = torch.optim.SGD(make(s.model), lr=0.1, momentum=0.9)
         model, prepared, loader = accelerator.prepare(s.model, optimizer, s.loader(accelerator))
@@ -197,13 +197,13 @@ def _resumed_with(s: Script, groups: Callable[[nn.Module], Any], **options: Any)
             accelerator.free_memory()
 
 
-def _by_layer(model: nn.Module) -> list[dict[str, Any]]:
+def make_groups_by_layer(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": list(model.up.parameters()), "lr": 0.05}, {"params": list(model.down.parameters())}]
 
 
-def _in_two_epochs(s: Script) -> nn.Module:
+def train_for_two_epochs(s: Script) -> nn.Module:
     model = net()
-    optimizer = torch.optim.SGD(_by_layer(model), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(make_groups_by_layer(model), lr=0.1, momentum=0.9)
     for inputs, targets in [*windows(), *windows()]:
         mse_loss(model(inputs), targets).backward()
         optimizer.step()
@@ -211,11 +211,11 @@ def _in_two_epochs(s: Script) -> nn.Module:
     return model
 
 
-@row("a resume with the parameter groups in another order", EQUAL, by_hand=_in_two_epochs)
+@row("a resume with the parameter groups in another order", EQUAL, by_hand=train_for_two_epochs)
 def groups_in_another_order(s: Script) -> None:
-    _resumed_with(s, lambda model: _by_layer(model)[::-1])
+    resume_with_groups(s, lambda model: make_groups_by_layer(model)[::-1])
 
 
 @row("a resume with other parameter groups", error("other parameter groups than the saved one"))
 def other_groups(s: Script) -> None:
-    _resumed_with(s, lambda model: list(model.parameters()))
+    resume_with_groups(s, lambda model: list(model.parameters()))

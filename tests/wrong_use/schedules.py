@@ -1,4 +1,4 @@
-"""Mistakes with schedules."""
+"""Mistakes with learning rate schedules."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ section = Section("Schedules")
 row = section.row
 
 
-def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:
+def make_halving_schedule(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda tick: 0.5**tick)
 
 
-def _rates(_: Script) -> list[float]:
-    """One tick per update."""
+def compute_rates_by_hand(_: Script) -> list[float]:
+    """Return the learning rate of each update in plain PyTorch, with one schedule step per update."""
     model = net()
     optimizer = sgd(model)
-    schedule = halving(optimizer)
+    schedule = make_halving_schedule(optimizer)
     found = []
     for inputs, targets in windows():
         mse_loss(model(inputs), targets).backward()
@@ -32,10 +32,10 @@ def _rates(_: Script) -> list[float]:
     return found
 
 
-def rates(s: Script, make: Any, is_prepared: bool = True, tick: Any = None, **options: Any) -> list[float]:
-    """The learning rate of each update."""
+def record_rates(s: Script, make: Any, is_prepared: bool = True, tick: Any = None, **options: Any) -> list[float]:
+    """Return the learning rate of each update."""
     accelerator = s.start(**options)
-    model, optimizer, loader = s.parts(accelerator)
+    model, optimizer, loader = s.build(accelerator)
     schedule = make(optimizer)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if is_prepared:
@@ -58,40 +58,50 @@ def rates(s: Script, make: Any, is_prepared: bool = True, tick: Any = None, **op
 BY_UPDATES = {"scheduler_ticks": "updates"}
 
 
-@row("`scheduler.step()` in each micro-batch", EQUAL, by_hand=_rates)
+@row("`scheduler.step()` in each micro-batch", EQUAL, by_hand=compute_rates_by_hand)
 def each_micro_batch(s: Script) -> Any:
-    return rates(s, halving, **BY_UPDATES)
+    return record_rates(s, make_halving_schedule, **BY_UPDATES)
 
 
-@row("`scheduler.step()` under `if accelerator.sync_gradients:`", EQUAL, by_hand=_rates)
+@row("`scheduler.step()` under `if accelerator.sync_gradients:`", EQUAL, by_hand=compute_rates_by_hand)
 def if_sync(s: Script) -> Any:
-    return rates(s, halving, tick=lambda a, schedule: schedule.step() if a.sync_gradients else None, **BY_UPDATES)
+    return record_rates(
+        s, make_halving_schedule, tick=lambda a, schedule: schedule.step() if a.sync_gradients else None, **BY_UPDATES
+    )
 
 
-@row("`scheduler.step()` twice in each micro-batch, which counts once per update", EQUAL, by_hand=_rates)
+@row("`scheduler.step()` twice in each micro-batch, which counts once per update", EQUAL, by_hand=compute_rates_by_hand)
 def twice(s: Script) -> Any:
-    return rates(s, halving, tick=lambda a, schedule: (schedule.step(), schedule.step()), **BY_UPDATES)
+    return record_rates(
+        s, make_halving_schedule, tick=lambda a, schedule: (schedule.step(), schedule.step()), **BY_UPDATES
+    )
 
 
 @row(
     "a schedule that is not prepared, with a step in each micro-batch",
     warning("Detected call of `lr_scheduler.step()` before"),
-    by_hand=_rates,
+    by_hand=compute_rates_by_hand,
 )
 def not_prepared(s: Script) -> Any:
-    return rates(s, halving, is_prepared=False)
+    return record_rates(s, make_halving_schedule, is_prepared=False)
 
 
-@row("a schedule that is not prepared, with a step under `if accelerator.sync_gradients:`", EQUAL, by_hand=_rates)
+@row(
+    "a schedule that is not prepared, with a step under `if accelerator.sync_gradients:`",
+    EQUAL,
+    by_hand=compute_rates_by_hand,
+)
 def not_prepared_but_right(s: Script) -> Any:
-    return rates(s, halving, False, lambda a, schedule: schedule.step() if a.sync_gradients else None)
+    return record_rates(
+        s, make_halving_schedule, False, lambda a, schedule: schedule.step() if a.sync_gradients else None
+    )
 
 
-@row("a schedule built from the prepared optimizer", EQUAL, by_hand=_rates)
+@row("a schedule built from the prepared optimizer", EQUAL, by_hand=compute_rates_by_hand)
 def of_the_prepared(s: Script) -> Any:
     accelerator = s.start(**BY_UPDATES)
-    model, optimizer, loader = accelerator.prepare(*s.parts(accelerator))
-    schedule = accelerator.prepare(halving(optimizer))
+    model, optimizer, loader = accelerator.prepare(*s.build(accelerator))
+    schedule = accelerator.prepare(make_halving_schedule(optimizer))
     found = []
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -112,7 +122,7 @@ def of_the_prepared(s: Script) -> Any:
     fsdp=warning("multiply it by accelerator.num_processes"),
 )
 def of_the_prepared_loader(s: Script) -> Any:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     num_updates = 3 * len(loader) // accelerator.gradient_accumulation_steps
     schedule = accelerator.prepare(LinearLR(optimizer.optimizer, 1.0, 0.0, total_iters=num_updates))
     for _ in range(3):
@@ -127,15 +137,15 @@ def of_the_prepared_loader(s: Script) -> Any:
 @row("a schedule prepared without its optimizer", error("not prepared"))
 def without_its_optimizer(s: Script) -> Any:
     accelerator = s.start()
-    model, optimizer, loader = s.parts(accelerator)
-    accelerator.prepare(model, loader, halving(optimizer))
+    model, optimizer, loader = s.build(accelerator)
+    accelerator.prepare(model, loader, make_halving_schedule(optimizer))
 
 
-@row("`scheduler.step()` before `optimizer.step()`", EQUAL, by_hand=_rates)
+@row("`scheduler.step()` before `optimizer.step()`", EQUAL, by_hand=compute_rates_by_hand)
 def before_the_optimizer(s: Script) -> Any:
     accelerator = s.start(**BY_UPDATES)
-    model, optimizer, loader = s.parts(accelerator)
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, halving(optimizer))
+    model, optimizer, loader = s.build(accelerator)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, make_halving_schedule(optimizer))
     found = []
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -157,7 +167,7 @@ def before_the_optimizer(s: Script) -> Any:
 )
 def plateau(s: Script) -> Any:
     accelerator = s.start(**BY_UPDATES)
-    model, optimizer, loader = s.parts(accelerator)
+    model, optimizer, loader = s.build(accelerator)
     schedule = ReduceLROnPlateau(optimizer, patience=0)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     for inputs, targets in loader:

@@ -20,7 +20,7 @@ section = Section("Arguments")
 row = section.row
 
 ONE = {"ddp": None, "fsdp": None, "tp": None}
-"""The same on any number of ranks."""
+"""Cells of a mistake whose result does not depend on the layout, so that one process suffices."""
 
 
 @row("a misspelled keyword: `Accelerator(mixed_precison=...)`", error("did you mean mixed_precision?"), **ONE)
@@ -75,7 +75,7 @@ def no_options(s: Script) -> None:
 
 @row("options of another layout, which have no effect", EQUAL)
 def options_of_another(s: Script) -> None:
-    train(*s.prepared(handlers=(DistributedDataParallelKwargs(bucket_cap_mb=1),)))
+    train(*s.prepare_all(handlers=(DistributedDataParallelKwargs(bucket_cap_mb=1),)))
 
 
 @row("two Accelerators with different settings", EQUAL, by_hand=lambda s: 2.0, **ONE)
@@ -86,25 +86,25 @@ def two_settings(s: Script) -> Any:
 
 @row("`clip_grad_norm_(model, 1.0)` instead of `model.parameters()`", plain_error("not iterable"))
 def clips_the_model(s: Script) -> None:
-    accelerator, model, *_ = s.prepared()
+    accelerator, model, *_ = s.prepare_all()
     accelerator.clip_grad_norm_(model, 1.0)
 
 
 @row("`accelerator.backward()` without a loss", plain_error("missing 1 required positional argument: 'loss'"))
 def no_loss(s: Script) -> None:
-    accelerator, *_ = s.prepared()
+    accelerator, *_ = s.prepare_all()
     accelerator.backward()
 
 
 @row("`backward(loss, weight=-1)`", error("0 or more"))
 def negative_weight(s: Script) -> None:
-    accelerator, model, *_ = s.prepared()
+    accelerator, model, *_ = s.prepare_all()
     accelerator.backward(model(torch.ones(2, 4)).sum(), weight=-1)
 
 
 @row("`backward(loss, reduction='avg')`", error("allowed: 'mean'"))
 def unknown_reduction(s: Script) -> None:
-    accelerator, model, *_ = s.prepared()
+    accelerator, model, *_ = s.prepare_all()
     accelerator.backward(model(torch.ones(2, 4)).sum(), reduction="avg")
 
 

@@ -1,4 +1,4 @@
-"""Several models in one loop."""
+"""Mistakes with several models in one loop."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel
 
 from tests.wrong_use.row import EQUAL, Section, error, plain_error, warning
-from tests.wrong_use.script import Script, data, net, sgd, windows
+from tests.wrong_use.script import Script, make_data, net, sgd, windows
 
 section = Section("Several models")
 row = section.row
 
 
-def pair(s: Script, **options: Any) -> Any:
+def prepare_pair(s: Script, **options: Any) -> Any:
     accelerator = s.start(**options)
     loader = s.loader(accelerator)
     one, two = net(seed=0), net(seed=1)
@@ -24,7 +24,7 @@ def pair(s: Script, **options: Any) -> Any:
 # -------------------------------------------------------------------- a teacher and a student
 
 
-def _student(_: Script) -> nn.Module:
+def train_student(_: Script) -> nn.Module:
     teacher, student = net(seed=1), net()
     optimizer = sgd(student)
     for inputs, _targets in windows():
@@ -34,9 +34,9 @@ def _student(_: Script) -> nn.Module:
     return student
 
 
-@row("a teacher that is not prepared", EQUAL, by_hand=_student)
+@row("a teacher that is not prepared", EQUAL, by_hand=train_student)
 def teacher(s: Script) -> None:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     teacher = net(seed=1)
     for inputs, _ in loader:
         with accelerator.accumulate(model):
@@ -45,10 +45,10 @@ def teacher(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("a teacher that is prepared and not trained", EQUAL, by_hand=_student)
+@row("a teacher that is prepared and not trained", EQUAL, by_hand=train_student)
 def prepared_teacher(s: Script) -> Any:
     accelerator = s.start()
-    model, optimizer, loader = s.parts(accelerator)
+    model, optimizer, loader = s.build(accelerator)
     model, optimizer, loader, teacher = accelerator.prepare(model, optimizer, loader, net(seed=1).requires_grad_(False))
     for inputs, _ in loader:
         with accelerator.accumulate(model):
@@ -60,29 +60,33 @@ def prepared_teacher(s: Script) -> Any:
 # -------------------------------------------------------------------- a generator and a critic
 
 
-def _gan(_: Script) -> list[nn.Module]:
-    return _gan_by_hand(4)
+def train_gan(_: Script) -> list[nn.Module]:
+    return train_gan_by_hand(4)
 
 
-def _gan_of_whole_windows(_: Script) -> list[nn.Module]:
-    return _gan_by_hand(8)
+def train_gan_on_whole_windows(_: Script) -> list[nn.Module]:
+    return train_gan_by_hand(8)
 
 
-def _gan_by_hand(size: int) -> list[nn.Module]:
-    """D learns that data is 1 and what G makes is 0; G learns that D says 1. Each update from 8 rows, `size` at a time."""
+def train_gan_by_hand(size: int) -> list[nn.Module]:
+    """Train a GAN in plain PyTorch.
+
+    D learns that data is 1 and G's output is 0; G learns to make D output 1. Each update has 8 rows, in parts of `size`
+    rows.
+    """
     g, d = net(seed=0), net(seed=1)
     opt_g, opt_d = sgd(g), sgd(d)
     for inputs, _targets in windows():
         share = size / len(inputs)
         for part in inputs.split(size):
             ones = torch.ones(len(part), 2)
-            fake = fakes(g, part)
+            fake = generate_fakes(g, part)
             is_last = part.data_ptr() == inputs[-size:].data_ptr()
             ((mse_loss(d(part), ones) + d(fake.detach()).square().mean()) * share).backward()
             if is_last:
                 opt_d.step()
                 opt_d.zero_grad()
-            d.requires_grad_(False)  # G's loss leaves nothing in D
+            d.requires_grad_(False)  # G's loss must add no gradients to D
             (mse_loss(d(fake), ones) * share).backward()
             d.requires_grad_(True)
             if is_last:
@@ -91,16 +95,16 @@ def _gan_by_hand(size: int) -> list[nn.Module]:
     return [g, d]
 
 
-def fakes(g: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+def generate_fakes(g: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return torch.cat([g(inputs), inputs[:, :2]], 1)
 
 
-@row("a GAN with an `accumulate` block for each model", EQUAL, by_hand=_gan)
+@row("a GAN with an `accumulate` block for each model", EQUAL, by_hand=train_gan)
 def gan(s: Script) -> Any:
-    accelerator, g, d, opt_g, opt_d, loader = pair(s)
+    accelerator, g, d, opt_g, opt_d, loader = prepare_pair(s)
     for inputs, _ in loader:
         ones = torch.ones(len(inputs), 2)
-        fake = fakes(g, inputs)
+        fake = generate_fakes(g, inputs)
         with accelerator.accumulate(d):
             opt_d.zero_grad()
             accelerator.backward(mse_loss(d(inputs), ones) + d(fake.detach()).square().mean())
@@ -114,11 +118,11 @@ def gan(s: Script) -> Any:
 
 @row("a GAN in one block, D's backward and step before G's", error("block"))
 def gan_in_one_block(s: Script) -> Any:
-    accelerator, g, d, opt_g, opt_d, loader = pair(s)
+    accelerator, g, d, opt_g, opt_d, loader = prepare_pair(s)
     for inputs, _ in loader:
         ones = torch.ones(len(inputs), 2)
         with accelerator.accumulate(g, d):
-            fake = fakes(g, inputs)
+            fake = generate_fakes(g, inputs)
             opt_d.zero_grad()
             accelerator.backward(mse_loss(d(inputs), ones) + d(fake.detach()).square().mean())
             opt_d.step()
@@ -130,10 +134,10 @@ def gan_in_one_block(s: Script) -> Any:
 
 @row("a GAN in two blocks that name no model, or both models", warning("a block of its own"))
 def gan_in_blocks_for_both(s: Script) -> Any:
-    accelerator, g, d, opt_g, opt_d, loader = pair(s)
+    accelerator, g, d, opt_g, opt_d, loader = prepare_pair(s)
     for inputs, _ in loader:
         ones = torch.ones(len(inputs), 2)
-        fake = fakes(g, inputs)
+        fake = generate_fakes(g, inputs)
         with accelerator.accumulate():
             accelerator.backward(mse_loss(d(inputs), ones) + d(fake.detach()).square().mean())
             opt_d.step()
@@ -145,13 +149,13 @@ def gan_in_blocks_for_both(s: Script) -> Any:
     return [g, d]
 
 
-@row("a GAN in one block, one batch per update", EQUAL, by_hand=_gan_of_whole_windows)
+@row("a GAN in one block, one batch per update", EQUAL, by_hand=train_gan_on_whole_windows)
 def gan_in_one_block_without_windows(s: Script) -> Any:
-    accelerator, g, d, opt_g, opt_d, loader = pair(s, steps=1)
+    accelerator, g, d, opt_g, opt_d, loader = prepare_pair(s, steps=1)
     for inputs, _ in loader:
         ones = torch.ones(len(inputs), 2)
         with accelerator.accumulate(g, d):
-            fake = fakes(g, inputs)
+            fake = generate_fakes(g, inputs)
             opt_d.zero_grad()
             accelerator.backward(mse_loss(d(inputs), ones) + d(fake.detach()).square().mean())
             opt_d.step()
@@ -165,10 +169,10 @@ def gan_in_one_block_without_windows(s: Script) -> Any:
     "two models trained together, of which one is not prepared",
     warning("a model that is not prepared"),
     single=EQUAL,
-    by_hand=lambda s: _half(s),
+    by_hand=lambda s: train_both(s),
 )
 def one_left_out(s: Script) -> Any:
-    accelerator, model, optimizer, loader = s.prepared(steps=1)
+    accelerator, model, optimizer, loader = s.prepare_all(steps=1)
     critic = nn.Linear(2, 2)
     nn.init.ones_(critic.weight)
     nn.init.zeros_(critic.bias)
@@ -182,7 +186,7 @@ def one_left_out(s: Script) -> Any:
     return [model, critic]
 
 
-def _half(_: Script) -> list[nn.Module]:
+def train_both(_: Script) -> list[nn.Module]:
     model, critic = net(), nn.Linear(2, 2)
     nn.init.ones_(critic.weight)
     nn.init.zeros_(critic.bias)
@@ -198,7 +202,7 @@ def _half(_: Script) -> list[nn.Module]:
 # -------------------------------------------------------------------- averages
 
 
-def _swa(_: Script) -> nn.Module:
+def train_with_swa(_: Script) -> nn.Module:
     model = net()
     shadow = AveragedModel(model)
     optimizer = sgd(model)
@@ -215,10 +219,10 @@ def _swa(_: Script) -> nn.Module:
     error("use headway.ExponentialMovingAverage(model)"),
     single=EQUAL,
     ddp=EQUAL,
-    by_hand=_swa,
+    by_hand=train_with_swa,
 )
 def averaged(s: Script) -> Any:
-    accelerator, model, optimizer, loader = s.prepared()
+    accelerator, model, optimizer, loader = s.prepare_all()
     shadow = AveragedModel(model)
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -235,11 +239,11 @@ def averaged(s: Script) -> Any:
     plain_error("use headway.ExponentialMovingAverage(model)"),
     single=EQUAL,
     ddp=EQUAL,
-    by_hand=_swa,
+    by_hand=train_with_swa,
 )
 def averaged_before(s: Script) -> Any:
     accelerator = s.start()
-    parts = s.parts(accelerator)
+    parts = s.build(accelerator)
     shadow = AveragedModel(parts[0])
     model, optimizer, loader = accelerator.prepare(*parts)
     for inputs, targets in loader:
@@ -255,10 +259,10 @@ def averaged_before(s: Script) -> Any:
 # -------------------------------------------------------------------- second-order optimizers
 
 
-def _lbfgs(_: Script) -> nn.Module:
+def train_with_lbfgs(_: Script) -> nn.Module:
     model = net()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
-    inputs, targets = data()
+    inputs, targets = make_data()
 
     def compute() -> torch.Tensor:
         optimizer.zero_grad()
@@ -271,12 +275,12 @@ def _lbfgs(_: Script) -> nn.Module:
     return model
 
 
-@row("LBFGS with a closure", EQUAL, by_hand=_lbfgs)
+@row("LBFGS with a closure", EQUAL, by_hand=train_with_lbfgs)
 def lbfgs(s: Script) -> None:
     accelerator = s.start(steps=1)
     s.model = model = net()
     model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2))
-    inputs, targets = data()
+    inputs, targets = make_data()
 
     def compute() -> torch.Tensor:
         optimizer.zero_grad()

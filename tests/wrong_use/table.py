@@ -1,4 +1,4 @@
-"""The table: all mistakes, by the kind of thing that they are made with."""
+"""The table of all mistakes, grouped by topic."""
 
 from tests.wrong_use import (
     language_data,
@@ -33,10 +33,10 @@ SECTIONS = [file.section for file in FILES]
 ROWS = {row.name: row for section in SECTIONS for row in section.rows}
 
 
-def cells(name: str, *layouts: str) -> list[str]:
-    """The row's cells in these layouts, or in all."""
+def list_cells(name: str, *layouts: str) -> list[str]:
+    """Return the test IDs of the row's cells in these layouts, or in all layouts."""
     return [f"{name}-{layout}" for layout in layouts or ROWS[name].cells]
 
 
 PENDING: set[str] = set()
-"""Cells that are mended on another branch."""
+"""Cells that fail until a fix from another branch is merged."""

@@ -1,4 +1,4 @@
-"""Every mistake of the table in every layout: equal to the hand-written loop, an error, or one warning before the second update."""
+"""Every mistake of the table in every layout: equal to the loop by hand, an error, or one warning before the second update."""
 
 import pytest
 
@@ -10,7 +10,7 @@ CELLS = [
         name,
         layout,
         id=f"{name}-{layout}",
-        marks=[pytest.mark.xfail(reason="mended on another branch", strict=True)]
+        marks=[pytest.mark.xfail(reason="fixed on another branch", strict=True)]
         if f"{name}-{layout}" in PENDING
         else [],
     )

@@ -1,11 +1,11 @@
-"""An accelerator on the host: `register()` gives torch a device "toy" with two indices, memory, streams and generators.
+"""A toy accelerator that runs on the host: `register()` adds a device type "toy" with memory, streams and generators to torch.
 
-What torch calls a PrivateUse1 backend, as NPU, HPU, MUSA and MLU are. Its parts can be left out, as vendors leave them out:
+It is a PrivateUse1 backend, like NPU, HPU, MUSA and MLU. Environment variables remove parts that some vendors do not implement:
 
-    TOY_DEVICES: how many devices there are (2).
-    TOY_MEMORY: bytes on each (1 GiB); more raises torch.OutOfMemoryError.
-    TOY_PLAIN=1: an allocator that counts nothing.
-    TOY_WITHOUT: names of functions of `torch.toy` to leave out, such as "get_amp_supported_dtype", and "group" for the collectives.
+    TOY_DEVICES: number of devices (default 2).
+    TOY_MEMORY: bytes per device (default 1 GiB). Larger allocations raise torch.OutOfMemoryError.
+    TOY_PLAIN=1: use an allocator without statistics.
+    TOY_WITHOUT: comma-separated functions of `torch.toy` to remove, such as "get_amp_supported_dtype"; "group" removes collectives.
 """
 
 import importlib.util
@@ -19,13 +19,14 @@ import torch
 from tests.accelerator.toy import build
 
 WAITS = ("synchronize", "scalar", "to_host", "from_host", "shape")
-"""What makes the host wait for a device, as `torch.toy.waits()` counts it: a synchronization of a device, stream or event; a number
-that is read (`item`); a copy to the host or from it that blocks (not pinned, or not non_blocking); a shape that depends on values.
-`torch.toy.trap_waits()` raises where it happens."""
+"""Operations that make the host wait for a device, as counted by `torch.toy.waits()`, in this order: synchronizations of a
+device, stream or event; reads of a scalar (`item`); blocking copies to the host; blocking copies from the host; results whose
+shape depends on values. A copy blocks if its host memory is not pinned or `non_blocking` is not set.
+After `torch.toy.trap_waits()`, each of these operations raises an error."""
 
 
 def register() -> None:
-    """Build what is not built yet, and make the device known to torch; once in a process."""
+    """Build the toy libraries if needed, and register the device with torch. Call this once per process."""
     libraries = build.build()
     without = os.environ.get("TOY_WITHOUT", "").split(",")
     torch.ops.load_library(str(libraries["device"]))
@@ -41,7 +42,7 @@ def register() -> None:
 
 
 def _module() -> ModuleType:
-    """What `torch.toy` is."""
+    """Return the module that becomes `torch.toy`."""
     module, ops, accelerator = ModuleType("torch.toy"), torch.ops.toy, torch.accelerator
 
     def index(device: Any = None) -> int:
@@ -75,7 +76,7 @@ def _module() -> ModuleType:
         "reset_peak_memory_stats": lambda device=None: accelerator.reset_peak_memory_stats(index(device)),
         "memory_stats": lambda device=None: accelerator.memory_stats(index(device)),
         "mem_get_info": lambda device=None: accelerator.get_memory_info(index(device)),
-        # The toy's own: what would make a host wait for a real device.
+        # Not part of torch's interface: these count operations that would make the host wait for a real device.
         "waits": lambda: dict(zip(WAITS, ops.waits(), strict=True)),
         "forget_waits": lambda: ops.forget_waits(),
         "trap_waits": lambda is_on=True: ops.trap_waits(is_on),

@@ -1,4 +1,4 @@
-"""Builds the toy accelerator with the machine's C++ compiler: once for each version of torch and of its sources."""
+"""Build the toy accelerator with the machine's C++ compiler, once per version of torch and of its sources."""
 
 import fcntl
 import hashlib
@@ -15,9 +15,9 @@ _HERE = Path(__file__).parent
 _LIBRARIES = {"device": ("device.cpp", "operators.cpp"), "group": ("group.cpp",)}
 
 
-def missing() -> str | None:
-    """Why it cannot be built here; None where it can."""
-    if _compiler() is None:
+def find_missing_tool() -> str | None:
+    """Return what is missing to build the toy accelerator on this machine, or None if it can be built."""
+    if find_compiler_path() is None:
         return "no C++ compiler (apt-get install g++)"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         return "Python's headers are not installed (apt-get install python3-dev)"
@@ -25,14 +25,17 @@ def missing() -> str | None:
 
 
 def build() -> dict[str, Path]:
-    """The libraries by name; made on first use, about 20 seconds of one core, and kept in the folder for temporary files."""
-    folder = _folder()
+    """Return the paths of the libraries "device" and "group", and compile them on first use.
+
+    Compiling takes about 20 seconds on one core. The libraries stay in the system's temporary folder.
+    """
+    folder = get_build_folder()
     done = {"device": folder / "libtoy.so", "group": folder / "toy_group.so"}
     if all(path.exists() for path in done.values()):
         return done
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     with open(folder.parent / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks and test workers come here at once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks and test workers may build at the same time
         if not all(path.exists() for path in done.values()):
             with tempfile.TemporaryDirectory(dir=folder.parent) as name:
                 _compile(Path(name))
@@ -42,19 +45,19 @@ def build() -> dict[str, Path]:
     return done
 
 
-def _compiler() -> str | None:
+def find_compiler_path() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
-def _folder() -> Path:
+def get_build_folder() -> Path:
     text = b"".join(path.read_bytes() for path in sorted(_HERE.glob("*.[ch]*")))
     key = hashlib.sha256(text + torch.__version__.encode() + sysconfig.get_path("include").encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"headway-toy-{os.getuid()}" / key
 
 
 def _compile(folder: Path) -> None:
-    compiler, root = _compiler(), Path(torch.__file__).parent
-    assert compiler is not None, missing()
+    compiler, root = find_compiler_path(), Path(torch.__file__).parent
+    assert compiler is not None, find_missing_tool()
     includes = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_path("include")]
     flags = ["-std=c++20", "-O0", "-fPIC", "-fvisibility=hidden", "-w", "-DTORCH_EXTENSION_NAME=toy_group"]
     flags += [f"-I{path}" for path in includes]
@@ -64,7 +67,7 @@ def _compile(folder: Path) -> None:
         for source in sources
     ]
     if any(code != 0 for code in [process.wait() for process in running]):
-        raise RuntimeError("the toy accelerator does not compile; the compiler's words stand above")
+        raise RuntimeError("the toy accelerator does not compile; see the compiler's output above")
     for name, library in (("device", "libtoy.so"), ("group", "toy_group.so")):
         objects = [str(folder / f"{source}.o") for source in _LIBRARIES[name]]
         linked = ["-ltorch_cpu", "-lc10", *(["-ltorch_python"] if name == "group" else [])]

@@ -1,5 +1,6 @@
-"""Habits of scripts: a few lines each, with Accelerate's names, that return what a user would see.
+"""Habits: typical uses of Accelerate in a few lines, each returning what a user would see.
 
-`recorded.json` holds what Accelerate's own code returns, by habit and number of processes. Record it anew where Accelerate is
-installed: `python -m tests.ecosystem.habits.record`, followed by names to record only some. `... --compare` tells what differs.
+`recorded.json` contains the results with Accelerate's own code, for each habit and number of processes. To record them
+again where Accelerate is installed, run `python -m tests.ecosystem.habits.record`, followed by names to record only
+some. `... --compare` prints the habits whose results with Headway differ.
 """

@@ -1,4 +1,4 @@
-"""Windows: when gradients are synchronized, divided and stepped on."""
+"""Accumulation windows: when gradients are synchronized, divided and used for an update."""
 
 import torch
 from accelerate import Accelerator
@@ -21,29 +21,29 @@ def _trained(count=12, batch_size=2, epochs=1, **options):
 
 
 def of_two():
-    """The documented loop."""
+    """Run the documented loop with windows of two batches."""
     return _trained(gradient_accumulation_steps=2)
 
 
 def of_four_with_a_rest():
-    """A window that the epoch cuts short."""
+    """End an epoch in the middle of a window."""
     return _trained(14, gradient_accumulation_steps=4, epochs=2)
 
 
 def over_the_end_of_the_epoch():
-    """sync_with_dataloader=False."""
+    """Continue a window in the next epoch (sync_with_dataloader=False)."""
     plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
     return _trained(14, gradient_accumulation_plugin=plugin, epochs=2)
 
 
 def in_each_batch():
-    """sync_each_batch=True."""
+    """Synchronize gradients in each batch (sync_each_batch=True)."""
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
     return _trained(gradient_accumulation_plugin=plugin)
 
 
 def two_models_in_a_batch():
-    """accumulate(d), then accumulate(g): one counter."""
+    """Train two models, each in its own accumulate block. Both share one counter."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     first, second = model(), model()
     both = [torch.optim.SGD(each.parameters(), 0.1) for each in (first, second)]
@@ -62,7 +62,7 @@ def two_models_in_a_batch():
 
 
 def two_models_at_once():
-    """accumulate(d, g)."""
+    """Train two models in one block, with accumulate(d, g)."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     first, second = model(), model()
     both = [torch.optim.SGD(each.parameters(), 0.1) for each in (first, second)]
@@ -79,7 +79,7 @@ def two_models_at_once():
 
 
 def by_hand():
-    """no_sync, and a step by the loop's own count."""
+    """Use no_sync and step by the loop's own count."""
     accelerator, net, optimizer, data, _ = prepared()
     for index, batch in enumerate(data):
         if index % 2 == 0:
@@ -93,7 +93,7 @@ def by_hand():
 
 
 def told_to_synchronize():
-    """_set_sync_gradients(True) in a block that would wait."""
+    """Call _set_sync_gradients(True) inside a window."""
     accelerator, net, optimizer, data, _ = prepared(gradient_accumulation_steps=3)
     seen = []
     for batch in data:
@@ -108,7 +108,7 @@ def told_to_synchronize():
 
 
 def told_not_to_synchronize():
-    """_set_sync_gradients(False): the step waits."""
+    """Call _set_sync_gradients(False), which postpones the step."""
     accelerator, net, optimizer, data, _ = prepared()
     before = weights(net)
     batch = next(iter(data))
@@ -123,7 +123,7 @@ def told_not_to_synchronize():
 
 
 def setting_sync_gradients():
-    """accelerator.sync_gradients = ..."""
+    """Assign accelerator.sync_gradients."""
     accelerator, *_ = prepared()
     accelerator.sync_gradients = False
     first = accelerator.sync_gradients, accelerator.gradient_state.sync_gradients
@@ -132,7 +132,7 @@ def setting_sync_gradients():
 
 
 def the_step_counter():
-    """accelerator.step counts micro-batches."""
+    """Read accelerator.step, which counts micro-batches."""
     accelerator, net, optimizer, data, _ = prepared(gradient_accumulation_steps=2)
     seen = []
     for batch in data:
@@ -145,7 +145,7 @@ def the_step_counter():
 
 
 def without_a_loader():
-    """accumulate in a loop of the script's own."""
+    """Use accumulate in a loop without a prepared loader."""
     accelerator, net, optimizer, *_ = prepared(gradient_accumulation_steps=2)
     x = torch.ones(2, 3)
     seen = []
@@ -159,7 +159,7 @@ def without_a_loader():
 
 
 def changing_the_steps():
-    """accelerator.gradient_accumulation_steps = ..."""
+    """Assign accelerator.gradient_accumulation_steps."""
     accelerator, net, optimizer, data, _ = prepared(gradient_accumulation_steps=2)
     accelerator.gradient_accumulation_steps = 3
     seen = [accelerator.gradient_accumulation_steps]
@@ -173,7 +173,7 @@ def changing_the_steps():
 
 
 def clipping_inside():
-    """if accelerator.sync_gradients: clip."""
+    """Clip under `if accelerator.sync_gradients`."""
     accelerator, net, optimizer, data, _ = prepared(gradient_accumulation_steps=2)
     norms = []
     for batch in data:
@@ -187,7 +187,7 @@ def clipping_inside():
 
 
 def clipping_by_value():
-    """clip_grad_value_."""
+    """Clip with clip_grad_value_."""
     accelerator, net, optimizer, data, _ = prepared()
     for batch in data:
         accelerator.backward(loss_of(net, batch))
@@ -198,7 +198,7 @@ def clipping_by_value():
 
 
 def a_skipped_batch():
-    """continue before backward."""
+    """Skip a batch with `continue` before backward."""
     accelerator, net, optimizer, data, _ = prepared(gradient_accumulation_steps=2)
     for index, batch in enumerate(data):
         with accelerator.accumulate(net):
@@ -211,7 +211,7 @@ def a_skipped_batch():
 
 
 def gradients_between():
-    """What lies in .grad after each micro-batch."""
+    """Read .grad in each micro-batch that synchronizes."""
     accelerator, net, optimizer, data, _ = prepared(gradient_accumulation_steps=2)
     seen = []
     bare = accelerator.unwrap_model(net)
@@ -226,7 +226,7 @@ def gradients_between():
 
 
 def torch_keywords_of_backward():
-    """retain_graph, and gradient= for a vector."""
+    """Call backward with retain_graph=True."""
     accelerator, net, _optimizer, data, _ = prepared()
     batch = next(iter(data))
     loss = loss_of(net, batch)
@@ -236,7 +236,7 @@ def torch_keywords_of_backward():
 
 
 def gradient_of_a_vector():
-    """backward(vector, gradient=ones)."""
+    """Call backward on a vector, with gradient=ones."""
     accelerator, net, _optimizer, data, _ = prepared()
     batch = next(iter(data))
     each = (net(batch[0]) - batch[1]) ** 2
@@ -245,7 +245,7 @@ def gradient_of_a_vector():
 
 
 def gradient_of_a_scalar():
-    """backward(loss, gradient=2)."""
+    """Call backward on a scalar, with gradient=2."""
     accelerator, net, _optimizer, data, _ = prepared(gradient_accumulation_steps=2)
     batch = next(iter(data))
     with accelerator.accumulate(net):
@@ -254,7 +254,7 @@ def gradient_of_a_scalar():
 
 
 def inputs_of_backward():
-    """backward(loss, inputs=[bias])."""
+    """Call backward with inputs=[bias]."""
     accelerator = Accelerator(cpu=True)
     net = model()
     loss = net(torch.ones(2, 3)).sum()
@@ -263,7 +263,7 @@ def inputs_of_backward():
 
 
 def loss_backward_itself():
-    """loss.backward() where accelerator.backward would divide."""
+    """Call loss.backward() instead of accelerator.backward()."""
     _accelerator, net, optimizer, data, _ = prepared()
     for batch in data:
         loss_of(net, batch).backward()
@@ -273,7 +273,7 @@ def loss_backward_itself():
 
 
 def an_optimizer_of_something_else():
-    """A parameter that belongs to no prepared model."""
+    """Prepare an optimizer of a parameter that belongs to no prepared model."""
     accelerator = Accelerator(cpu=True)
     extra = torch.nn.Parameter(torch.ones(2))
     optimizer = accelerator.prepare(torch.optim.SGD([extra], 0.1))
@@ -284,7 +284,7 @@ def an_optimizer_of_something_else():
 
 
 def an_optimizer_with_more():
-    """A model's parameters and one more."""
+    """Prepare an optimizer of a model's parameters and one more parameter."""
     accelerator = Accelerator(cpu=True)
     net, extra = model(), torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([*net.parameters(), extra], 0.1)
@@ -295,7 +295,7 @@ def an_optimizer_with_more():
 
 
 def in_mixed_precision():
-    """bf16: outputs are float32."""
+    """Train in bf16. Outputs are float32."""
     accelerator, net, optimizer, data, _ = prepared(mixed_precision="bf16")
     kinds = []
     for batch in data:
@@ -308,7 +308,7 @@ def in_mixed_precision():
 
 
 def gradient_state_facts():
-    """What callbacks read."""
+    """Read the attributes of the gradient state that callbacks use."""
     accelerator, net, optimizer, data, _ = prepared(14, 2, gradient_accumulation_steps=2)
     state = accelerator.gradient_state
     seen = [
@@ -329,7 +329,7 @@ def gradient_state_facts():
 
 
 def local_sgd():
-    """LocalSGD every two steps."""
+    """Average parameters every two steps with LocalSGD."""
     from accelerate.local_sgd import LocalSGD
 
     accelerator, net, optimizer, data, _ = prepared(16)
@@ -344,7 +344,7 @@ def local_sgd():
 
 
 def tokens_weighed():
-    """Losses summed and divided by the tokens of the whole window, as the guide has it."""
+    """Divide summed losses by the number of rows in the whole window, as in Accelerate's guide."""
     accelerator, net, optimizer, data, _ = prepared(gradient_accumulation_steps=1)
     batches = iter(data)
     for _ in range(3):
@@ -365,7 +365,7 @@ def tokens_weighed():
 
 
 def trigger_sync():
-    """trigger_sync_in_backward after forwards in no_sync."""
+    """Use trigger_sync_in_backward after two forward passes in no_sync."""
     accelerator, net, optimizer, data, _ = prepared()
     batch = next(iter(data))
     with accelerator.no_sync(net):
@@ -378,7 +378,7 @@ def trigger_sync():
 
 
 def gradients_cleared_midway():
-    """model.zero_grad() in each micro-batch, as skorch does."""
+    """Call model.zero_grad() in each micro-batch, like skorch."""
     accelerator, net, optimizer, data, _ = prepared(gradient_accumulation_steps=2)
     for batch in data:
         with accelerator.accumulate(net):

@@ -1,4 +1,4 @@
-"""Device maps, hooks and loading by parts."""
+"""Device maps, hooks, and checkpoints that are loaded in parts."""
 
 import os
 
@@ -36,7 +36,7 @@ class _Blocks(torch.nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, x):
-        """One after the other."""
+        """Call the layers one after the other."""
         x = self.embed(x)
         for layer in self.layers:
             x = layer(x)
@@ -50,76 +50,76 @@ def _enter_own_folder():
 
 
 def a_map_that_fits():
-    """All of it."""
+    """Infer a map for a model that fits on one device."""
     return infer_auto_device_map(_Blocks(), max_memory={0: 10000, "cpu": 10000})
 
 
 def a_map_over_two():
-    """Two accelerators and the host."""
+    """Infer a map over two accelerators and the host."""
     return infer_auto_device_map(_Blocks(), max_memory={0: 900, 1: 900, "cpu": 10000})
 
 
 def a_map_to_the_disk():
-    """Little of everything."""
+    """Infer a map over an accelerator, the host and the disk."""
     return infer_auto_device_map(_Blocks(), max_memory={0: 600, "cpu": 600, "disk": 10**6})
 
 
 def a_map_without_splitting():
-    """no_split_module_classes."""
+    """Infer a map with no_split_module_classes."""
     return infer_auto_device_map(
         _Blocks(), max_memory={0: 700, 1: 700, "cpu": 10000}, no_split_module_classes=["Linear"]
     )
 
 
 def a_map_of_tied_weights():
-    """The head is the embedding."""
+    """Infer a map for a model whose head is tied to its embedding."""
     return infer_auto_device_map(_Blocks(tied=True), max_memory={0: 900, 1: 900, "cpu": 10000})
 
 
 def a_map_with_buffers():
-    """offload_buffers=True."""
+    """Infer a map with offload_buffers=True."""
     return infer_auto_device_map(_Blocks(), max_memory={0: 700, "cpu": 10000}, offload_buffers=True)
 
 
 def a_map_by_fallback():
-    """fallback_allocation=True."""
+    """Infer a map with fallback_allocation=True."""
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     return infer_auto_device_map(net, max_memory={0: 200, "cpu": 10**6}, fallback_allocation=True)
 
 
 def a_map_of_half_precision():
-    """dtype=float16."""
+    """Infer a map with dtype=float16."""
     return infer_auto_device_map(_Blocks(), max_memory={0: 900, "cpu": 10000}, dtype=torch.float16)
 
 
 def a_map_that_is_not_cleaned():
-    """clean_result=False."""
+    """Infer a map with clean_result=False."""
     return infer_auto_device_map(_Blocks(2), max_memory={0: 700, "cpu": 10000}, clean_result=False)
 
 
 def balanced_memory():
-    """get_balanced_memory without an accelerator."""
+    """Call get_balanced_memory on a machine without an accelerator."""
     return modeling.get_balanced_memory(_Blocks(), {0: 900, 1: 900, "cpu": 10000})
 
 
 def sizes_of_modules():
-    """compute_module_sizes."""
+    """Call compute_module_sizes."""
     return modeling.compute_module_sizes(_Blocks(2))
 
 
 def size_of_the_largest():
-    """get_max_layer_size."""
+    """Call get_max_layer_size."""
     net = _Blocks(2)
     return modeling.get_max_layer_size(list(net.named_children()), modeling.compute_module_sizes(net), [])
 
 
 def tied_parameters():
-    """find_tied_parameters."""
+    """Call find_tied_parameters."""
     return [sorted(each) for each in modeling.find_tied_parameters(_Blocks(tied=True))]
 
 
 def checking_a_map():
-    """check_device_map tells what is missing."""
+    """Call check_device_map with an incomplete map, and read the names in the error."""
     try:
         modeling.check_device_map(_Blocks(), {"embed": 0})
     except ValueError as error:
@@ -127,12 +127,12 @@ def checking_a_map():
 
 
 def cleaning_a_map():
-    """clean_device_map."""
+    """Call clean_device_map."""
     return modeling.clean_device_map({"a.0": 0, "a.1": 0, "b": 1})
 
 
 def setting_a_tensor():
-    """set_module_tensor_to_device."""
+    """Call set_module_tensor_to_device."""
     net = _Blocks(1)
     modeling.set_module_tensor_to_device(net, "embed.weight", "cpu", value=torch.zeros(8, 8))
     modeling.set_module_tensor_to_device(net, "head.weight", "meta")
@@ -140,14 +140,14 @@ def setting_a_tensor():
 
 
 def tensors_by_name():
-    """named_module_tensors."""
+    """Call named_module_tensors with and without buffers."""
     return [name for name, _ in modeling.named_module_tensors(_Blocks(1), recurse=True)], [
         name for name, _ in modeling.named_module_tensors(_Blocks(1), include_buffers=False, recurse=True)
     ]
 
 
 def empty():
-    """init_empty_weights."""
+    """Build modules in init_empty_weights, with and without buffers."""
     with init_empty_weights():
         net = torch.nn.BatchNorm1d(3)
     with init_empty_weights(include_buffers=True):
@@ -156,13 +156,13 @@ def empty():
 
 
 def on_a_device():
-    """init_on_device."""
+    """Build a module in init_on_device."""
     with init_on_device(torch.device("meta")):
         return str(torch.nn.Linear(2, 2).weight.device)
 
 
 def loading_a_file():
-    """load_checkpoint_in_model from one file."""
+    """Load a single file with load_checkpoint_in_model."""
     _enter_own_folder()
     net = _Blocks()
     torch.save(net.state_dict(), "weights.bin")
@@ -173,7 +173,7 @@ def loading_a_file():
 
 
 def loading_an_index():
-    """From the index of a sharded save."""
+    """Load a sharded checkpoint by its index."""
     _enter_own_folder()
     import json
 
@@ -197,7 +197,7 @@ def loading_an_index():
 
 
 def loading_and_dispatching():
-    """Partly to the disk."""
+    """Load and dispatch a checkpoint, partly to the disk."""
     _enter_own_folder()
     net = _Blocks(2).eval()
     torch.save(net.state_dict(), "pytorch_model.bin")
@@ -211,7 +211,7 @@ def loading_and_dispatching():
 
 
 def dispatched():
-    """dispatch_model with a layer on the disk."""
+    """Dispatch a model with one layer on the disk."""
     _enter_own_folder()
     net = _Blocks(2).eval()
     x = torch.ones(2, 8)
@@ -223,7 +223,7 @@ def dispatched():
 
 
 def counting_what_is_on_meta():
-    """Scripts count offloaded weights so."""
+    """Count the offloaded weights on the meta device, like some scripts."""
     _enter_own_folder()
     net = _Blocks(2)
     made = dispatch_model(net, {"embed": "cpu", "layers": "disk", "norm": "cpu", "head": "cpu"}, offload_dir="off")
@@ -231,7 +231,7 @@ def counting_what_is_on_meta():
 
 
 def offloaded():
-    """cpu_offload."""
+    """Offload a model with cpu_offload."""
     net = _Blocks(1).eval()
     x = torch.ones(2, 8)
     before = net(x)
@@ -240,7 +240,7 @@ def offloaded():
 
 
 def offloaded_with_a_hook():
-    """cpu_offload_with_hook."""
+    """Offload a model with cpu_offload_with_hook."""
     net, hook = cpu_offload_with_hook(_Blocks(1).eval(), torch.device("cpu"))
     net(torch.ones(2, 8))
     hook.offload()
@@ -249,7 +249,7 @@ def offloaded_with_a_hook():
 
 
 def hooked():
-    """add_hook_to_module, append, and remove."""
+    """Add, append and remove hooks of a module."""
     seen = []
 
     class Noting(ModelHook):
@@ -271,21 +271,21 @@ def hooked():
 
 
 def hooks_in_sequence():
-    """SequentialHook and AlignDevicesHook."""
+    """Combine an AlignDevicesHook with another hook in a SequentialHook."""
     net = torch.nn.Linear(2, 2)
     add_hook_to_module(net, SequentialHook(AlignDevicesHook(execution_device="cpu"), ModelHook()))
     return list(net(torch.ones(1, 2)).shape), len(net._hf_hook.hooks)
 
 
 def tied_sizes():
-    """get_module_size_with_ties and compute_module_total_buffer_size."""
+    """Call compute_module_total_buffer_size."""
     from accelerate.utils.modeling import compute_module_total_buffer_size
 
     return compute_module_total_buffer_size(_Blocks(1))
 
 
 def state_of_offloaded():
-    """get_state_dict_offloaded_model."""
+    """Call get_state_dict_offloaded_model."""
     _enter_own_folder()
     from accelerate.utils.modeling import get_state_dict_offloaded_model
 
@@ -296,7 +296,7 @@ def state_of_offloaded():
 
 
 def offloading_a_state_dict():
-    """offload_state_dict and OffloadedWeightsLoader."""
+    """Use offload_state_dict and OffloadedWeightsLoader."""
     _enter_own_folder()
     from accelerate.utils import OffloadedWeightsLoader, offload_state_dict
 
@@ -306,12 +306,12 @@ def offloading_a_state_dict():
 
 
 def maximum_memory():
-    """get_max_memory converts words."""
+    """Convert sizes in words with get_max_memory."""
     return modeling.get_max_memory({0: "1MB", "cpu": "2MiB"})
 
 
 def loading_by_words():
-    """device_map="auto" and its like, with more than the host may take."""
+    """Load with device_map="auto" and the other words, and a host that is too small."""
     _enter_own_folder()
     torch.save(_Blocks().state_dict(), "pytorch_model.bin")
     maps = []
@@ -326,13 +326,13 @@ def loading_by_words():
 
 
 def a_map_with_a_name_too_many():
-    """Of a layer that the model does not have."""
+    """Dispatch with a map that names a layer which the model does not have."""
     net = dispatch_model(_Blocks(1), {"embed": "cpu", "layers": "cpu", "norm": "cpu", "head": "cpu", "tail": "cpu"})
     return list(net(torch.ones(2, 8)).shape), list(net.hf_device_map)
 
 
 def balanced_budgets():
-    """get_balanced_memory, whose devices need not be here."""
+    """Call get_balanced_memory for devices that this machine does not have."""
     return [
         modeling.get_balanced_memory(_Blocks(tied=True), {0: 3000, 1: 3000, 2: 3000, "cpu": 10000}, whole, low_zero=low)
         for whole in (None, ["Linear"])
@@ -341,7 +341,7 @@ def balanced_budgets():
 
 
 def sizes_of_masks():
-    """A truth value counts an eighth of a byte."""
+    """Compute the size of a boolean buffer, which counts one eighth of a byte per element."""
     net = _Blocks(1)
     net.register_buffer("mask", torch.ones(12, dtype=torch.bool))
     return modeling.compute_module_sizes(net)["mask"], modeling.compute_module_sizes(net)[""]

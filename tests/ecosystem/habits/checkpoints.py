@@ -1,4 +1,4 @@
-"""save_state, load_state and what scripts find in folders."""
+"""save_state, load_state, and the files that scripts find in checkpoint folders."""
 
 import os
 
@@ -18,7 +18,7 @@ def _step(accelerator, net, optimizer, batch, ticks=None):
 
 
 def there_and_back():
-    """Save, train on, load."""
+    """Save, train on, and load."""
     accelerator, net, optimizer, data, ticks = prepared(schedule=decaying)
     batches = iter(data)
     _step(accelerator, net, optimizer, next(batches), ticks)
@@ -30,7 +30,7 @@ def there_and_back():
 
 
 def names_of_files():
-    """What lies in the folder."""
+    """List the files in a checkpoint folder."""
     accelerator, _net, _optimizer, _data, _ticks = prepared(schedule=decaying)
     accelerator.save_state("state")
     accelerator.wait_for_everyone()
@@ -39,7 +39,7 @@ def names_of_files():
 
 
 def named_automatically():
-    """checkpoint_0, checkpoint_1, and the iteration."""
+    """Save three times with automatic naming, and read the folders and the iteration."""
     config = ProjectConfiguration(project_dir="there", automatic_checkpoint_naming=True, total_limit=2)
     accelerator, _net, _optimizer, _data, _ = prepared(project_config=config)
     seen = [accelerator.save_iteration]
@@ -55,7 +55,7 @@ def named_automatically():
 
 
 def iteration_set_by_hand():
-    """As scripts do after a resume."""
+    """Assign the iteration, as scripts do after a resume, and save."""
     config = ProjectConfiguration(project_dir="there", automatic_checkpoint_naming=True)
     accelerator, *_ = prepared(project_config=config)
     accelerator.project_configuration.iteration = 5
@@ -67,13 +67,13 @@ def iteration_set_by_hand():
 
 
 def what_save_state_returns():
-    """The folder."""
+    """Read the folder that save_state returns."""
     accelerator, *_ = prepared()
     return os.path.basename(str(accelerator.save_state("state")))
 
 
 def hooks():
-    """Pre-hooks of both."""
+    """Register hooks that run before a save and before a load."""
     accelerator, _net, *_ = prepared()
     seen = []
     saving = accelerator.register_save_state_pre_hook(
@@ -89,7 +89,7 @@ def hooks():
 
 
 def objects_of_the_scripts_own():
-    """register_for_checkpointing."""
+    """Save and load a registered object."""
 
     class Counter:
         def __init__(self):
@@ -113,7 +113,7 @@ def objects_of_the_scripts_own():
 
 
 def an_object_that_does_not_fit():
-    """ValueError."""
+    """Register an object without a state dict, which raises ValueError."""
     try:
         Accelerator(cpu=True).register_for_checkpointing(3)
     except ValueError:
@@ -121,7 +121,7 @@ def an_object_that_does_not_fit():
 
 
 def saving_a_model():
-    """save_model."""
+    """Save a model with save_model."""
     accelerator, net, *_ = prepared()
     accelerator.save_model(net, "weights")
     accelerator.wait_for_everyone()
@@ -129,7 +129,7 @@ def saving_a_model():
 
 
 def saving_a_model_in_shards():
-    """max_shard_size."""
+    """Save a model with max_shard_size."""
     accelerator = Accelerator(cpu=True)
     net = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(15, 15), torch.nn.Linear(15, 15)))
     accelerator.save_model(net, "weights", max_shard_size="1KB")
@@ -138,7 +138,7 @@ def saving_a_model_in_shards():
 
 
 def saving_a_model_unsafely():
-    """safe_serialization=False."""
+    """Save a model with safe_serialization=False."""
     accelerator, net, *_ = prepared()
     accelerator.save_model(net, "weights", safe_serialization=False)
     accelerator.wait_for_everyone()
@@ -146,13 +146,13 @@ def saving_a_model_unsafely():
 
 
 def weights_by_name():
-    """get_state_dict."""
+    """Read the names that get_state_dict returns."""
     accelerator, net, *_ = prepared()
     return sorted(accelerator.get_state_dict(net))
 
 
 def loading_the_newest():
-    """load_state() with automatic naming."""
+    """Load the newest checkpoint with load_state() and automatic naming."""
     config = ProjectConfiguration(project_dir="there", automatic_checkpoint_naming=True)
     accelerator, net, optimizer, data, _ = prepared(project_config=config)
     accelerator.save_state()
@@ -163,7 +163,7 @@ def loading_the_newest():
 
 
 def loading_what_is_not_there():
-    """An error."""
+    """Load a folder that does not exist, and return whether the error is a ValueError."""
     accelerator, *_ = prepared()
     try:
         accelerator.load_state("nowhere")
@@ -172,7 +172,7 @@ def loading_what_is_not_there():
 
 
 def the_step_is_kept():
-    """accelerator.step after a resume."""
+    """Read accelerator.step after a resume."""
     accelerator, net, optimizer, data, _ = prepared(gradient_accumulation_steps=4)
     for _, batch in zip(range(2), data):
         with accelerator.accumulate(net):
@@ -188,7 +188,7 @@ def the_step_is_kept():
 
 
 def without_a_folder():
-    """save_state() without automatic naming."""
+    """Call save_state() without a folder and without automatic naming."""
     accelerator, *_ = prepared()
     try:
         accelerator.save_state()
@@ -197,7 +197,7 @@ def without_a_folder():
 
 
 def random_numbers():
-    """They go on where they were."""
+    """Compare random numbers after a save with those after a load."""
     accelerator, *_ = prepared()
     torch.manual_seed(4 + accelerator.process_index)
     accelerator.save_state("state")
@@ -207,7 +207,7 @@ def random_numbers():
 
 
 def an_evaluation_model():
-    """A second model saved beside the first."""
+    """Save two prepared models."""
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(model(), model(2))
     accelerator.save_state("state")

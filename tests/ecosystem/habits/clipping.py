@@ -1,4 +1,4 @@
-"""Clipping of gradients that are above the limit, in every micro-batch: each call clips what is in the gradients then."""
+"""Clipping gradients above the limit in every micro-batch: each call clips the gradients as they are at that time."""
 
 import math
 
@@ -12,14 +12,17 @@ LIMIT = 0.5
 
 
 def _clip_each(clip, count=14, after_the_block=False, epochs=2, **options):
-    """A loop that never asks `sync_gradients`: what each call returned, what it left in `.grad`, and the weights."""
+    """Clip in every micro-batch, without checking `sync_gradients`.
+
+    Returns the results of the calls, the gradients after each call, and the weights.
+    """
     options = options or {"gradient_accumulation_steps": 3}
     accelerator, net, optimizer, data, schedule = prepared(count, schedule=decaying, **options)
-    told, left = [], []
+    results, left = [], []
     bare = accelerator.unwrap_model(net)
 
     def act():
-        told.append(clip(accelerator, net))
+        results.append(clip(accelerator, net))
         left.append([None if each.grad is None else each.grad.tolist() for each in bare.parameters()])
 
     for _ in range(epochs):
@@ -33,7 +36,7 @@ def _clip_each(clip, count=14, after_the_block=False, epochs=2, **options):
                 optimizer.zero_grad()
             if after_the_block:
                 act()
-    return told, left, weights(net)
+    return results, left, weights(net)
 
 
 def _by_norm(limit=LIMIT, **options):
@@ -45,52 +48,52 @@ def _by_value(accelerator, net):
 
 
 def by_norm():
-    """clip_grad_norm_ in each micro-batch."""
+    """Clip by the norm in each micro-batch."""
     return _clip_each(_by_norm())
 
 
 def by_value():
-    """clip_grad_value_ in each micro-batch."""
+    """Clip by value in each micro-batch."""
     return _clip_each(_by_value)
 
 
 def by_norm_and_value():
-    """One after the other."""
+    """Clip by the norm, then by value."""
     return _clip_each(lambda *given: (_by_norm()(*given), _by_value(*given)))
 
 
 def by_the_largest():
-    """norm_type=inf."""
+    """Clip with norm_type=inf."""
     return _clip_each(_by_norm(norm_type=math.inf))
 
 
 def by_the_largest_as_text():
-    """norm_type="inf"."""
+    """Clip with norm_type="inf"."""
     return _clip_each(_by_norm(norm_type="inf"))
 
 
 def by_the_sum():
-    """norm_type=1."""
+    """Clip with norm_type=1."""
     return _clip_each(_by_norm(norm_type=1))
 
 
 def without_a_limit():
-    """max_norm=inf, to read the norm."""
+    """Read the norm with max_norm=inf."""
     return _clip_each(_by_norm(math.inf))
 
 
 def to_nothing():
-    """max_norm=0."""
+    """Clip with max_norm=0."""
     return _clip_each(_by_norm(0.0))
 
 
 def by_torch():
-    """torch.nn.utils.clip_grad_norm_ in each micro-batch."""
+    """Clip with torch.nn.utils.clip_grad_norm_ in each micro-batch."""
     return _clip_each(lambda _, net: float(torch.nn.utils.clip_grad_norm_(net.parameters(), LIMIT)))
 
 
 def by_torch_then_accelerate():
-    """Both."""
+    """Clip with torch's function, then with Accelerate's."""
     return _clip_each(
         lambda accelerator, net: (
             float(torch.nn.utils.clip_grad_norm_(net.parameters(), 2 * LIMIT)),
@@ -100,52 +103,52 @@ def by_torch_then_accelerate():
 
 
 def behind_the_block():
-    """After the accumulate block, whether an update came of it or not."""
+    """Clip after the accumulate block, whether or not it made an update."""
     return _clip_each(_by_norm(), after_the_block=True)
 
 
 def value_behind_the_block():
-    """clip_grad_value_ there."""
+    """Clip by value after the accumulate block."""
     return _clip_each(_by_value, after_the_block=True)
 
 
 def in_brain_floats():
-    """mixed_precision="bf16"."""
+    """Clip with mixed_precision="bf16"."""
     return _clip_each(_by_norm(), mixed_precision="bf16", gradient_accumulation_steps=2)
 
 
 def value_in_half_floats():
-    """clip_grad_value_ with mixed_precision="fp16", at a scale that these gradients fit into."""
+    """Clip by value with mixed_precision="fp16", at a scale at which these gradients do not overflow."""
     options = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=64.0)]}
     return _clip_each(_by_value, gradient_accumulation_steps=2, **options)[2]
 
 
 def when_each_is_sent():
-    """sync_each_batch=True: partial gradients are averages over the processes."""
+    """Clip with sync_each_batch=True, so that partial gradients are averages over the processes."""
     plugin = GradientAccumulationPlugin(num_steps=3, sync_each_batch=True)
     return _clip_each(_by_norm(), gradient_accumulation_plugin=plugin)
 
 
 def over_the_end_of_the_epoch():
-    """sync_with_dataloader=False."""
+    """Clip with sync_with_dataloader=False."""
     plugin = GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False)
     return _clip_each(_by_norm(), gradient_accumulation_plugin=plugin)
 
 
 def one_parameter():
-    """A list with the bias."""
+    """Clip a list that contains only the bias."""
     return _clip_each(
         lambda accelerator, net: float(accelerator.clip_grad_norm_([accelerator.unwrap_model(net).bias], LIMIT))
     )
 
 
 def one_tensor():
-    """The bias itself, by value."""
+    """Clip the bias itself by value."""
     return _clip_each(lambda accelerator, net: accelerator.clip_grad_value_(accelerator.unwrap_model(net).bias, LIMIT))
 
 
 def a_generator_of_parameters():
-    """What filter() gives."""
+    """Clip an iterator of parameters from filter()."""
     return _clip_each(
         lambda accelerator, net: float(
             accelerator.clip_grad_norm_(filter(lambda each: each.requires_grad, net.parameters()), LIMIT)
@@ -154,7 +157,7 @@ def a_generator_of_parameters():
 
 
 def without_gradients():
-    """Before the first backward, and after zero_grad."""
+    """Clip before the first backward pass, outside and inside an accumulate block."""
     accelerator, net, *_ = prepared(gradient_accumulation_steps=2)
     first = accelerator.clip_grad_norm_(net.parameters(), LIMIT)
     with accelerator.accumulate(net):
@@ -163,7 +166,7 @@ def without_gradients():
 
 
 def of_a_part_that_is_not_finite():
-    """A nan in the first micro-batch of a window."""
+    """Clip when the first micro-batch of a window has a nan."""
     accelerator, net, optimizer, data, _ = prepared(8, gradient_accumulation_steps=2)
     norms = []
     for index, batch in enumerate(data):
@@ -176,20 +179,20 @@ def of_a_part_that_is_not_finite():
 
 
 def with_a_missing_argument():
-    """No limit."""
+    """Clip without a limit argument."""
     accelerator, net, *_ = prepared()
     return accelerator.clip_grad_norm_(net.parameters())
 
 
 def by_keyword():
-    """parameters=, max_norm=, norm_type=."""
+    """Pass parameters=, max_norm= and norm_type= by keyword."""
     accelerator, net, *_ = prepared()
     net(torch.ones(2, 3)).sum().mul(9).backward()
     return float(accelerator.clip_grad_norm_(parameters=net.parameters(), max_norm=LIMIT, norm_type=2))
 
 
 def what_comes_back():
-    """Shape, dtype and history of the norm inside a window."""
+    """Read the type, shape, dtype and requires_grad of the norm inside a window."""
     accelerator, net, _, data, _ = prepared(gradient_accumulation_steps=2)
     with accelerator.accumulate(net):
         accelerator.backward(loss_of(net, next(iter(data))))
@@ -198,7 +201,7 @@ def what_comes_back():
 
 
 def two_models():
-    """Each clipped by its own norm, in one block."""
+    """Clip two models in one block, each by its own norm."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     first, second = model(), model()
     both = [torch.optim.SGD(each.parameters(), 0.1) for each in (first, second)]
@@ -215,7 +218,7 @@ def two_models():
 
 
 def two_models_together():
-    """One norm over both."""
+    """Clip two models by their common norm."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     first, second = model(), model()
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
@@ -232,7 +235,7 @@ def two_models_together():
 
 
 def models_in_turn():
-    """accumulate(d), then accumulate(g), each with its clipping."""
+    """Clip two models, each in its own accumulate block."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     first, second = model(), model()
     both = [torch.optim.SGD(each.parameters(), 0.1) for each in (first, second)]
@@ -249,7 +252,7 @@ def models_in_turn():
 
 
 def told_not_to_synchronize():
-    """Under _set_sync_gradients(False), without accumulate."""
+    """Clip after _set_sync_gradients(False), without accumulate."""
     accelerator, net, optimizer, data, _ = prepared(8)
     norms = []
     for index, batch in enumerate(data):
@@ -262,7 +265,7 @@ def told_not_to_synchronize():
 
 
 def without_synchronizing():
-    """Under no_sync, with steps by the loop's own count."""
+    """Clip under no_sync, with steps by the loop's own count."""
     accelerator, net, optimizer, data, _ = prepared(16)
     norms = []
     for index, batch in enumerate(data):
@@ -279,7 +282,7 @@ def without_synchronizing():
 
 
 def in_a_loop_of_its_own():
-    """accumulate without a prepared loader."""
+    """Clip in a loop without a prepared loader."""
     accelerator, net, optimizer, *_ = prepared(gradient_accumulation_steps=3)
     norms = []
     for index in range(7):
@@ -292,7 +295,7 @@ def in_a_loop_of_its_own():
 
 
 def with_clipping_by_the_optimizer():
-    """An optimizer of Adam's kind, whose update hides a constant factor but not one that changes by micro-batch."""
+    """Clip with AdamW, whose update hides a constant factor, but not one that changes between micro-batches."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     net = model()
     net, optimizer, data = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), 0.1), loader(14))

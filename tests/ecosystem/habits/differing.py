@@ -1,4 +1,4 @@
-"""What docs/accelerate_name_reference.md lists as different, and what it listed until it agreed."""
+"""Habits that docs/accelerate_name_reference.md lists as different, and former differences that now agree."""
 
 import logging
 import os
@@ -47,14 +47,14 @@ def _layers():
 
 
 def dispatched_draws():
-    """Random numbers behind a shuffled loader that dispatches."""
+    """Draw a random number after a shuffled loader that dispatches."""
     torch.manual_seed(3)
     data = _loaded(DataLoader(_numbers(8), batch_size=2, shuffle=True), dispatch_batches=True)
     return _seen(data), torch.rand(1).item()
 
 
 def own_order_by_seed():
-    """A subclass of RandomSampler, with use_seedable_sampler."""
+    """Use a subclass of RandomSampler with use_seedable_sampler."""
 
     class Backwards(RandomSampler):
         def __iter__(self):
@@ -65,55 +65,55 @@ def own_order_by_seed():
 
 
 def uneven_lengths():
-    """even_batches=False where ranks get different numbers of batches."""
+    """Use even_batches=False when ranks get different numbers of batches."""
     return _seen(_loaded(DataLoader(_numbers(10), batch_size=2), even_batches=False))
 
 
 def joined_unevenly():
-    """join_uneven_inputs(even_batches=False) on CPUs."""
+    """Use join_uneven_inputs(even_batches=False) on CPUs."""
     accelerator, net, _, data, _ = prepared(10, 2)
     with accelerator.join_uneven_inputs([net], even_batches=False):
         return [batch[1].flatten().tolist() for batch in data], len(data)
 
 
 def skipping_what_is_dispatched():
-    """skip_first_batches."""
+    """Call skip_first_batches for a loader that dispatches."""
     return _seen(skip_first_batches(_loaded(DataLoader(_numbers(16), batch_size=2), dispatch_batches=True), 1))
 
 
 def metrics_of_a_stream():
-    """Each rank reads its part."""
+    """Call gather_for_metrics for a stream of which each rank reads its part."""
     _, data, gather = _gathered(DataLoader(Stream(7), batch_size=2), dispatch_batches=False)
     return [gather(batch) for batch in data]
 
 
 def metrics_of_a_dispatched_stream():
-    """One process reads for all."""
+    """Call gather_for_metrics for a stream that one process reads for all."""
     _, data, gather = _gathered(DataLoader(Stream(7), batch_size=2))
     return [gather(batch) for batch in data]
 
 
 def metrics_after_skipping():
-    """gather_for_metrics behind skip_first_batches."""
+    """Call gather_for_metrics after skip_first_batches."""
     accelerator, data, gather = _gathered(DataLoader(_numbers(7), batch_size=2))
     return [gather(batch[0]) for batch in accelerator.skip_first_batches(data, 1)]
 
 
 def metrics_after_dropping():
-    """gather_for_metrics behind a batch sampler with drop_last."""
+    """Call gather_for_metrics with a batch sampler that has drop_last."""
     data = _numbers(11)
     _, data, gather = _gathered(DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 2, True)))
     return [gather(batch[0]) for batch in data]
 
 
 def wrapped():
-    """The class of a prepared model."""
+    """Read the class of a prepared model."""
     accelerator, net, *_ = prepared()
     return type(net).__name__, type(accelerator.unwrap_model(net)).__name__
 
 
 def buffers():
-    """Running means after the last update."""
+    """Read running means after the last update."""
     accelerator = Accelerator(cpu=True)
     net = torch.nn.BatchNorm1d(3)
     net, optimizer, data = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1), loader(8, 2))
@@ -125,7 +125,7 @@ def buffers():
 
 
 def entries_of_checkpoints():
-    """Automatic naming."""
+    """List the folder of checkpoints with automatic naming."""
     accelerator, *_ = prepared(project_config=ProjectConfiguration(project_dir="run", automatic_checkpoint_naming=True))
     accelerator.save_state()
     accelerator.wait_for_everyone()
@@ -133,18 +133,18 @@ def entries_of_checkpoints():
 
 
 def half_on_a_cpu():
-    """fp16's scaler."""
+    """Read whether fp16's scaler is enabled on a CPU."""
     return Accelerator(cpu=True, mixed_precision="fp16").scaler.is_enabled()
 
 
 def overlapping_map():
-    """A module and one of its submodules, the module on disk."""
+    """Dispatch with a map that has a module on disk and one of its submodules elsewhere."""
     made = dispatch_model(_layers(), {"0": "disk", "0.0": "cpu", "1": "cpu"}, offload_dir=f"off{os.getpid()}")
     return list(made(torch.ones(1, 2)).shape)
 
 
 def moving_a_dispatched_model():
-    """to()."""
+    """Call to() on a dispatched model."""
     return list(
         dispatch_model(_layers(), {"0": "cpu", "1": "disk"}, offload_dir=f"off{os.getpid()}")
         .to("cpu")(torch.ones(1, 2))
@@ -153,12 +153,12 @@ def moving_a_dispatched_model():
 
 
 def offloading_to_the_cpu():
-    """cpu_offload where the CPU computes."""
+    """Call cpu_offload with the CPU as the execution device."""
     return list(cpu_offload(_layers(), "cpu")(torch.ones(1, 2)).shape)
 
 
 def casting_by_layers():
-    """Gradients of weights that a layerwise casting hook keeps in bfloat16."""
+    """Read the dtypes of gradients with layerwise casting to bfloat16."""
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     attach_layerwise_casting_hooks(net, torch.bfloat16, torch.float32)
     net(torch.ones(1, 2)).sum().backward()
@@ -166,19 +166,19 @@ def casting_by_layers():
 
 
 def where_it_is():
-    """accelerator.device."""
+    """Read accelerator.device."""
     return str(Accelerator(cpu=True).device)
 
 
 def after_a_reset():
-    """The process group behind _reset_state(reset_partial_state=True)."""
+    """Read whether the process group exists after _reset_state(reset_partial_state=True)."""
     Accelerator(cpu=True)
     AcceleratorState._reset_state(reset_partial_state=True)
     return torch.distributed.is_initialized()
 
 
 def a_missing_tracker():
-    """log_with names a package that is not installed."""
+    """Name a tracker in log_with whose package is not installed."""
     accelerator = Accelerator(cpu=True, log_with=["clearml"])
     accelerator.init_trackers("run")
     accelerator.log({"loss": 1.0})
@@ -203,7 +203,7 @@ def _tracked(log):
 
 
 def a_tracker_that_fails():
-    """In log."""
+    """Use a tracker that raises an error in log."""
 
     def fail(self, values, step=None):
         raise OSError("no space")
@@ -212,24 +212,24 @@ def a_tracker_that_fails():
 
 
 def a_step_that_was_not_given():
-    """What accelerator.log(values) gives to a tracker."""
+    """Read the step that a tracker receives from accelerator.log(values)."""
     seen = []
     _tracked(lambda self, values, step=None: seen.append(step)).log({"loss": 1.0}, step=5)
     return seen
 
 
 def scaled():
-    """reduce(scale=)."""
+    """Call reduce with scale=."""
     return Accelerator(cpu=True).reduce(torch.ones(2), "sum", scale=0.5).tolist()
 
 
 def epoch_of_a_shard():
-    """IterableDatasetShard.epoch."""
+    """Read IterableDatasetShard.epoch."""
     return IterableDatasetShard(Stream(4), 2).epoch
 
 
 def lines_of_a_log():
-    """logger.info."""
+    """Read the message of logger.info."""
     Accelerator(cpu=True)
     seen = []
     log = get_logger("lines", log_level="INFO")
@@ -240,7 +240,7 @@ def lines_of_a_log():
 
 
 def files_of_a_profile():
-    """output_trace_dir."""
+    """List the files in output_trace_dir."""
     accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir="traces")])
     with accelerator.profile():
         torch.ones(2).add(1)
@@ -249,14 +249,14 @@ def files_of_a_profile():
 
 
 def state_of_a_stateful_loader():
-    """Its keys."""
+    """Read the keys of a stateful loader's state dict."""
     data = _loaded(DataLoader(_numbers(8), batch_size=2), use_stateful_dataloader=True)
     next(iter(data))
     return "consumed" in data.state_dict()
 
 
 def a_ragged_last_round():
-    """LocalSGD over accumulation, five batches for two ranks."""
+    """Use LocalSGD with accumulation and five batches for two ranks."""
     accelerator, net, optimizer, data, _ = prepared(10, 2, gradient_accumulation_steps=2)
     with LocalSGD(accelerator=accelerator, model=net, local_sgd_steps=2, enabled=True) as local:
         for batch in data:
@@ -269,7 +269,7 @@ def a_ragged_last_round():
 
 
 def fetched_ahead():
-    """A dataset that draws from the global stream, and a loop that does."""
+    """Use a dataset that draws from the global generator in a loop that also draws."""
 
     class Drawing(torch.utils.data.Dataset):
         def __len__(self):

@@ -1,4 +1,4 @@
-"""Which rows go where, in which order, and what loaders say of themselves."""
+"""Data loading: which rows each rank gets, in which order, and the attributes of prepared loaders."""
 
 import random
 
@@ -33,65 +33,65 @@ def _loaded(data, accelerator=None, **config):
 
 
 def ragged():
-    """Seven rows by two."""
+    """Load seven rows in batches of two."""
     return _seen(_loaded(DataLoader(_numbers(7), batch_size=2)))
 
 
 def ragged_by_three():
-    """Eleven rows by three."""
+    """Load eleven rows in batches of three."""
     data = _loaded(DataLoader(_numbers(11), batch_size=3))
     return len(data), _seen(data)
 
 
 def uneven():
-    """even_batches=False."""
+    """Load with even_batches=False."""
     data = _loaded(DataLoader(_numbers(7), batch_size=2), even_batches=False)
     return len(data), _seen(data)
 
 
 def dropping_the_last():
-    """drop_last=True."""
+    """Load with drop_last=True."""
     data = _loaded(DataLoader(_numbers(7), batch_size=2, drop_last=True))
     return len(data), _seen(data)
 
 
 def split():
-    """split_batches=True."""
+    """Load with split_batches=True."""
     data = _loaded(DataLoader(_numbers(10), batch_size=4), split_batches=True)
     return len(data), _seen(data)
 
 
 def dispatched():
-    """dispatch_batches=True."""
+    """Load with dispatch_batches=True."""
     return _seen(_loaded(DataLoader(_numbers(10), batch_size=2), dispatch_batches=True))
 
 
 def shuffled():
-    """shuffle=True for three epochs."""
+    """Load with shuffle=True for three epochs."""
     torch.manual_seed(3)
     return _seen(_loaded(DataLoader(_numbers(10), batch_size=2, shuffle=True)), 3)
 
 
 def shuffled_with_a_generator():
-    """A generator of the script's own."""
+    """Shuffle with the script's own generator."""
     generator = torch.Generator().manual_seed(5)
     return _seen(_loaded(DataLoader(_numbers(10), batch_size=2, shuffle=True, generator=generator)), 3)
 
 
 def shuffled_by_seed():
-    """use_seedable_sampler=True."""
+    """Shuffle with use_seedable_sampler=True."""
     torch.manual_seed(3)
     return _seen(_loaded(DataLoader(_numbers(10), batch_size=2, shuffle=True), use_seedable_sampler=True), 3)
 
 
 def shuffled_by_data_seed():
-    """data_seed=7."""
+    """Shuffle with data_seed=7."""
     data = DataLoader(_numbers(10), batch_size=2, shuffle=True)
     return _seen(_loaded(data, use_seedable_sampler=True, data_seed=7), 2)
 
 
 def shuffled_for_an_epoch():
-    """set_epoch(4)."""
+    """Shuffle after set_epoch(4)."""
     torch.manual_seed(3)
     data = _loaded(DataLoader(_numbers(10), batch_size=2, shuffle=True), use_seedable_sampler=True)
     data.set_epoch(4)
@@ -99,7 +99,7 @@ def shuffled_for_an_epoch():
 
 
 def shuffled_and_left(count=20):
-    """A break in each epoch."""
+    """Break out of the loop in each epoch."""
     torch.manual_seed(3)
     data = _loaded(DataLoader(_numbers(count), batch_size=2, shuffle=True))
     seen = []
@@ -112,12 +112,12 @@ def shuffled_and_left(count=20):
 
 
 def shuffled_and_left_before_its_last_batch():
-    """A break when there is only one more."""
+    """Break in each epoch; on two processes, only one more batch would follow."""
     return shuffled_and_left(12)
 
 
 def shuffled_and_left_with_accumulation():
-    """The same, and a window of three."""
+    """Break in each epoch, with windows of three batches."""
     torch.manual_seed(3)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     net = model()
@@ -136,7 +136,7 @@ def shuffled_and_left_with_accumulation():
 
 
 def shuffled_by_seed_and_left():
-    """The same with a seedable sampler."""
+    """Break in each epoch, with a seedable sampler."""
     torch.manual_seed(3)
     data = _loaded(DataLoader(_numbers(12), batch_size=2, shuffle=True), use_seedable_sampler=True)
     seen = []
@@ -149,70 +149,70 @@ def shuffled_by_seed_and_left():
 
 
 def weighted():
-    """WeightedRandomSampler."""
+    """Load with a WeightedRandomSampler."""
     torch.manual_seed(3)
     sampler = WeightedRandomSampler([1.0, 2.0, 3.0, 4.0, 1.0, 1.0], 8)
     return _seen(_loaded(DataLoader(_numbers(6), batch_size=2, sampler=sampler)), 2)
 
 
 def by_a_batch_sampler():
-    """A batch sampler of torch's."""
+    """Load with torch's BatchSampler."""
     sampler = BatchSampler(SequentialSampler(range(9)), 2, False)
     return _seen(_loaded(DataLoader(_numbers(9), batch_sampler=sampler)))
 
 
 def by_batches_of_the_scripts_own():
-    """A list of lists."""
+    """Load with a list of lists as the batch sampler."""
     return _seen(_loaded(DataLoader(_numbers(9), batch_sampler=[[0, 1], [2, 3], [4, 5], [6, 7], [8]])))
 
 
 def with_replacement():
-    """RandomSampler(replacement=True)."""
+    """Load with RandomSampler(replacement=True)."""
     torch.manual_seed(3)
     sampler = RandomSampler(range(6), replacement=True, num_samples=8)
     return _seen(_loaded(DataLoader(_numbers(6), batch_size=2, sampler=sampler)))
 
 
 def one_by_one():
-    """batch_size=None."""
+    """Load with batch_size=None."""
     return _seen(_loaded(DataLoader(_numbers(6), batch_size=None), even_batches=False))
 
 
 def streamed():
-    """An IterableDataset."""
+    """Load an IterableDataset."""
     return _seen(_loaded(DataLoader(Stream(7), batch_size=2)), 2)
 
 
 def streamed_and_read_by_all():
-    """dispatch_batches=False."""
+    """Load an IterableDataset with dispatch_batches=False."""
     return _seen(_loaded(DataLoader(Stream(7), batch_size=2), dispatch_batches=False), 2)
 
 
 def streamed_by_workers():
-    """Two workers, which share the stream."""
+    """Load a stream that two workers share."""
     return _seen(_loaded(DataLoader(ShardedByWorker(13), batch_size=2, num_workers=2)))
 
 
 def streamed_by_workers_and_read_by_all():
-    """The same, with dispatch_batches=False."""
+    """Load a stream that two workers share, with dispatch_batches=False."""
     data = DataLoader(ShardedByWorker(13), batch_size=2, num_workers=2)
     return _seen(_loaded(data, dispatch_batches=False))
 
 
 def streamed_by_workers_evenly():
-    """16 rows, two workers."""
+    """Load 16 rows from a stream that two workers share."""
     return _seen(_loaded(DataLoader(ShardedByWorker(16), batch_size=2, num_workers=2), dispatch_batches=False))
 
 
 def skipping():
-    """skip_first_batches."""
+    """Call skip_first_batches."""
     data = _loaded(DataLoader(_numbers(12), batch_size=2))
     rest = skip_first_batches(data, 1)
     return _seen(rest), len(rest), _seen(data)
 
 
 def skipping_by_the_accelerator():
-    """accelerator.skip_first_batches of a shuffled loader."""
+    """Call accelerator.skip_first_batches for a shuffled loader."""
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(3)
     data = accelerator.prepare(DataLoader(_numbers(12), batch_size=2, shuffle=True))
@@ -220,17 +220,17 @@ def skipping_by_the_accelerator():
 
 
 def skipping_in_a_plain_loader():
-    """Of torch's own."""
+    """Call skip_first_batches for an unprepared DataLoader."""
     return _seen(skip_first_batches(DataLoader(_numbers(6), batch_size=2), 1))
 
 
 def skipping_in_a_stream():
-    """Of an IterableDataset."""
+    """Call skip_first_batches for an IterableDataset."""
     return _seen(skip_first_batches(_loaded(DataLoader(Stream(12), batch_size=2)), 1))
 
 
 def sizes():
-    """What scripts read to count steps."""
+    """Read the attributes with which scripts count steps."""
     data = _loaded(DataLoader(_numbers(10), batch_size=2))
     return (
         len(data),
@@ -241,7 +241,7 @@ def sizes():
 
 
 def end_and_remainder():
-    """end_of_dataloader and remainder, before, within and after."""
+    """Read end_of_dataloader and remainder before, during and after an epoch."""
     data = _loaded(DataLoader(_numbers(7), batch_size=2))
     seen = [data.end_of_dataloader, data.remainder]
     for _ in data:
@@ -250,7 +250,7 @@ def end_and_remainder():
 
 
 def attributes():
-    """What libraries read of a prepared loader."""
+    """Read the attributes of a prepared loader that libraries use."""
     data = _loaded(DataLoader(_numbers(8), batch_size=2))
     return [
         data.base_dataloader.batch_size,
@@ -266,7 +266,7 @@ def attributes():
 
 
 def iterations():
-    """loader.iteration counts passes."""
+    """Read loader.iteration, which counts epochs."""
     data = _loaded(DataLoader(_numbers(8), batch_size=2))
     seen = [data.iteration]
     for _ in range(2):
@@ -277,7 +277,7 @@ def iterations():
 
 
 def nested():
-    """An evaluation within training."""
+    """Run an evaluation inside a training loop."""
     accelerator = Accelerator(cpu=True)
     one, other = accelerator.prepare(loader(8, 2), loader(4, 2))
     state = accelerator.gradient_state
@@ -290,55 +290,55 @@ def nested():
 
 
 def metrics():
-    """gather_for_metrics on a ragged end."""
+    """Call gather_for_metrics with a short last batch."""
     accelerator = Accelerator(cpu=True)
     data = accelerator.prepare(DataLoader(_numbers(7), batch_size=2))
     return [accelerator.gather_for_metrics(batch[0]).tolist() for batch in data]
 
 
 def metrics_of_pairs():
-    """gather_for_metrics of a tuple."""
+    """Call gather_for_metrics with a tuple."""
     accelerator = Accelerator(cpu=True)
     data = accelerator.prepare(DataLoader(_numbers(7), batch_size=2))
     return [accelerator.gather_for_metrics((batch[0], batch[0] * 2)) for batch in data]
 
 
 def metrics_of_objects():
-    """gather_for_metrics of strings."""
+    """Call gather_for_metrics with strings."""
     accelerator = Accelerator(cpu=True)
     data = accelerator.prepare(DataLoader(_numbers(7), batch_size=2))
     return [accelerator.gather_for_metrics([str(each) for each in batch[0].tolist()]) for batch in data]
 
 
 def metrics_of_a_loss():
-    """A 0-d tensor."""
+    """Call gather_for_metrics with a 0-d tensor."""
     accelerator = Accelerator(cpu=True)
     data = accelerator.prepare(DataLoader(_numbers(8), batch_size=2))
     return [accelerator.gather_for_metrics(batch[0].mean()).tolist() for batch in data]
 
 
 def repeated_losses():
-    """loss.repeat(batch_size), as public scripts do."""
+    """Call gather_for_metrics with loss.repeat(batch_size), like public scripts."""
     accelerator = Accelerator(cpu=True)
     data = accelerator.prepare(DataLoader(_numbers(7), batch_size=2))
     return [accelerator.gather_for_metrics(batch[0].mean().repeat(2)).tolist() for batch in data]
 
 
 def metrics_outside_a_loop():
-    """Without a loader."""
+    """Call gather_for_metrics without a loader."""
     accelerator = Accelerator(cpu=True)
     return accelerator.gather_for_metrics(torch.arange(3))
 
 
 def metrics_of_a_stream():
-    """Data without a length."""
+    """Call gather_for_metrics for data without a length."""
     accelerator = Accelerator(cpu=True)
     data = accelerator.prepare(DataLoader(Stream(7), batch_size=2))
     return [accelerator.gather_for_metrics(batch).tolist() for batch in data]
 
 
 def joined():
-    """join_uneven_inputs with what is prepared."""
+    """Use join_uneven_inputs with prepared objects."""
     accelerator, net, _optimizer, data, _ = prepared(7)
     seen = 0
     with accelerator.join_uneven_inputs([net]):
@@ -348,28 +348,28 @@ def joined():
 
 
 def joined_unprepared():
-    """join_uneven_inputs with a model that nobody prepared."""
+    """Use join_uneven_inputs with a model that is not prepared."""
     accelerator = Accelerator(cpu=True)
     with accelerator.join_uneven_inputs([model()]):
         return "done"
 
 
 def placed():
-    """prepare(loader, device_placement=[False])."""
+    """Prepare a loader with device_placement=[False]."""
     accelerator = Accelerator(cpu=True)
     data = accelerator.prepare(loader(), device_placement=[False])
     return str(data.device)
 
 
 def dictionaries():
-    """Batches that are dicts of tensors and texts."""
+    """Load batches that are dicts of tensors and strings."""
     rows = [{"x": torch.tensor([float(each)]), "name": str(each)} for each in range(5)]
     data = _loaded(DataLoader(rows, batch_size=2))
     return [{"x": batch["x"].flatten().tolist(), "name": batch["name"]} for batch in data]
 
 
 def random_numbers_in_the_dataset():
-    """A dataset that draws from the global generator."""
+    """Load a dataset that draws from the global generator."""
     torch.manual_seed(3)
 
     class Noise(torch.utils.data.Dataset):
@@ -383,7 +383,7 @@ def random_numbers_in_the_dataset():
 
 
 def python_random_afterwards():
-    """The streams after an epoch."""
+    """Draw random numbers after an epoch."""
     torch.manual_seed(3)
     random.seed(3)
     for _ in _loaded(DataLoader(_numbers(6), batch_size=2, shuffle=True)):
@@ -392,7 +392,7 @@ def python_random_afterwards():
 
 
 def stateful():
-    """use_stateful_dataloader, saved in the middle."""
+    """Save and restore a stateful loader in the middle of an epoch."""
     data = _loaded(DataLoader(_numbers(8), batch_size=2), use_stateful_dataloader=True)
     for _ in data:
         state = data.state_dict()
@@ -403,21 +403,21 @@ def stateful():
 
 
 def zipped():
-    """Two loaders side by side."""
+    """Read two loaders at the same time."""
     accelerator = Accelerator(cpu=True)
     one, other = accelerator.prepare(DataLoader(_numbers(6), batch_size=2), DataLoader(_numbers(8), batch_size=2))
     return [[a[0].tolist(), b[0].tolist()] for a, b in zip(one, other)]
 
 
 def prepared_twice():
-    """The same object comes back."""
+    """Prepare a loader twice; the second call returns the same object."""
     accelerator = Accelerator(cpu=True)
     data = accelerator.prepare(loader())
     return accelerator.prepare(data) is data, data._is_accelerate_prepared
 
 
 def class_names():
-    """isinstance with Accelerate's classes."""
+    """Check isinstance of prepared loaders with Accelerate's classes."""
     from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
     one, other = _loaded(loader()), _loaded(DataLoader(Stream(4), batch_size=2))

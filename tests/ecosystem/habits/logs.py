@@ -18,17 +18,17 @@ class _Keeping(GeneralTracker):
 
     @property
     def tracker(self):
-        """What holds the rows."""
+        """Return the list of logged rows."""
         return self.rows
 
     @on_main_process
     def store_init_configuration(self, values):
-        """Keep the configuration."""
+        """Store the configuration."""
         self.rows.append(["config", values])
 
     @on_main_process
     def log(self, values, step=None, **kwargs):
-        """Keep the values."""
+        """Store the types of the values, and the step."""
         self.rows.append([{name: type(value).__name__ for name, value in values.items()}, step])
 
 
@@ -44,40 +44,40 @@ def _logged(*values, **options):
 
 
 def numbers():
-    """Floats, ints and a step."""
+    """Log a float and an int with a step."""
     return _logged({"loss": 1.5, "n": 2}, step=3)
 
 
 def objects():
-    """What only a tracker knows."""
+    """Log objects that only a tracker can interpret."""
     return _logged({"image": object(), "list": [1, 2], "array": np.ones(3), "vector": torch.ones(2)}, step=1)
 
 
 def texts_and_none():
-    """Strings, None, and a mapping in a mapping."""
+    """Log a string, None and a nested dict."""
     return _logged({"text": "a", "none": None, "inner": {"a": 1}}, step=1)
 
 
 def without_trackers():
-    """Anything at all, where nobody listens."""
+    """Log arbitrary values without trackers."""
     made = Accelerator(cpu=True)
     return [made.log({"a": object()}), made.log({"a": [1]}, step=2), made.log(3), made.log([1, 2]), made.log(None)]
 
 
 def before_the_trackers_begin():
-    """log() before init_trackers()."""
+    """Call log() before init_trackers()."""
     return Accelerator(cpu=True).log({"a": 1.0})
 
 
 def without_any():
-    """init_trackers and get_tracker without log_with."""
+    """Call init_trackers without log_with."""
     made = Accelerator(cpu=True)
     made.init_trackers("run")
     return made.trackers
 
 
 def a_blank_tracker():
-    """get_tracker of one that is not there, on the main process."""
+    """Get trackers by name, also one that does not exist."""
     made = Accelerator(cpu=True, log_with=_Keeping())
     made.init_trackers("run")
     tracker = made.get_tracker("keeping")
@@ -93,7 +93,7 @@ def a_blank_tracker():
 
 
 def a_logger():
-    """get_logger with all its keywords."""
+    """Use get_logger with all of its keywords."""
     PartialState(cpu=True)
     logger = get_logger("habits", log_level="INFO")
     logger.info("one", main_process_only=True)
@@ -105,7 +105,7 @@ def a_logger():
 
 
 def a_logger_before_the_state():
-    """RuntimeError."""
+    """Log before a state exists, which raises RuntimeError."""
     try:
         get_logger("habits").info("too early")
     except RuntimeError:
@@ -114,7 +114,7 @@ def a_logger_before_the_state():
 
 
 def a_progress_bar():
-    """accelerate.utils.tqdm."""
+    """Use accelerate.utils.tqdm."""
     Accelerator(cpu=True)
     from accelerate.utils import tqdm
 

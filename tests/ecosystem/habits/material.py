@@ -1,4 +1,4 @@
-"""What habits train: a small model, its data, and loops as scripts write them."""
+"""Material of the habits: a small model, its data, and common parts of loops."""
 
 import torch
 from accelerate import Accelerator
@@ -6,23 +6,23 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def model(inputs=3, outputs=1):
-    """The same on all ranks."""
+    """Build a linear model with the same weights on all ranks."""
     torch.manual_seed(1)
     return torch.nn.Linear(inputs, outputs)
 
 
 def rows(count=12):
-    """Distinct rows [count, 3] and their targets."""
+    """Return `count` distinct rows with shape [count, 3], and their targets with shape [count, 1]."""
     return torch.arange(count * 3.0).reshape(count, 3) / 10, torch.arange(count * 1.0).reshape(count, 1)
 
 
 def loader(count=12, batch_size=2, **options):
-    """Over `rows`."""
+    """Return a DataLoader over `rows`."""
     return DataLoader(TensorDataset(*rows(count)), batch_size=batch_size, **options)
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Numbers one after the other."""
+    """An iterable dataset of consecutive numbers."""
 
     def __init__(self, count):
         self.count = count
@@ -32,7 +32,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class ShardedByWorker(Stream):
-    """The same, each worker its part, as torch's documentation has it."""
+    """A stream that its workers share, as in torch's documentation."""
 
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()
@@ -41,7 +41,7 @@ class ShardedByWorker(Stream):
 
 
 def prepared(count=12, batch_size=2, schedule=None, **options):
-    """(accelerator, model, optimizer, loader, schedule or None), prepared."""
+    """Return (accelerator, model, optimizer, loader, schedule or None), all prepared."""
     accelerator = Accelerator(cpu=True, **options)
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -53,20 +53,20 @@ def prepared(count=12, batch_size=2, schedule=None, **options):
 
 
 def rate(optimizer):
-    """Of the first group."""
+    """Return the learning rate of the first parameter group."""
     return optimizer.param_groups[0]["lr"]
 
 
 def decaying(optimizer):
-    """A schedule: nine tenths each tick."""
+    """Return a schedule that multiplies the rate by 0.9 at each step."""
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
 
 
 def loss_of(net, batch):
-    """The mean square."""
+    """Return the mean squared error of a batch."""
     return torch.nn.functional.mse_loss(net(batch[0]), batch[1])
 
 
 def weights(net):
-    """All of them."""
+    """Return all parameters as flat lists."""
     return [each.detach().flatten().tolist() for each in net.parameters()]

@@ -1,4 +1,4 @@
-"""What scripts and libraries read from an Accelerator, its states, models and optimizers, and what they set there."""
+"""Attributes that scripts and libraries read and set on an Accelerator, its states, models and optimizers."""
 
 import torch
 from accelerate import Accelerator
@@ -8,7 +8,7 @@ from tests.ecosystem.habits.material import loss_of, model, prepared
 
 
 def flags():
-    """Settings."""
+    """Read settings of an Accelerator."""
     made = Accelerator(cpu=True)
     return [
         made.device_placement,
@@ -22,7 +22,7 @@ def flags():
 
 
 def more_flags():
-    """More of them."""
+    """Read more settings of an Accelerator."""
     made = Accelerator(cpu=True)
     return [
         made.step_scheduler_with_optimizer,
@@ -40,14 +40,14 @@ def more_flags():
 
 
 def handlers():
-    """None where none was passed."""
+    """Read the handlers, which are None if none was passed."""
     made = Accelerator(cpu=True)
     names = "autocast ddp scaler init profile fp8_recipe te_recipe msamp_recipe ao_recipe"
     return {name: getattr(made, f"{name}_handler") for name in names.split()}
 
 
 def handlers_that_were_passed():
-    """The object itself."""
+    """Check that the handlers are the objects that were passed."""
     from accelerate.utils import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, ProfileKwargs
 
     passed = [AutocastKwargs(), DistributedDataParallelKwargs(), GradScalerKwargs(), ProfileKwargs()]
@@ -61,7 +61,7 @@ def handlers_that_were_passed():
 
 
 def writable():
-    """What scripts set."""
+    """Set the attributes that scripts set."""
     made = Accelerator(cpu=True)
     made.device_placement = False
     made.step = 5
@@ -73,7 +73,7 @@ def writable():
 
 
 def the_scaler():
-    """None without fp16; settable on optimizers."""
+    """Read the scaler, which is None without fp16, and set it on an optimizer."""
     accelerator, _net, optimizer, *_ = prepared()
     first = accelerator.scaler, optimizer.scaler
     optimizer.scaler = None
@@ -81,7 +81,7 @@ def the_scaler():
 
 
 def settings_of_loaders():
-    """dataloader_config can be set."""
+    """Assign dataloader_config."""
     from accelerate import DataLoaderConfiguration
 
     made = Accelerator(cpu=True)
@@ -90,7 +90,7 @@ def settings_of_loaders():
 
 
 def of_an_optimizer():
-    """What libraries read of it."""
+    """Read the attributes of an optimizer that libraries use."""
     _accelerator, _net, optimizer, *_ = prepared()
     return [
         optimizer.gradient_state.sync_gradients,
@@ -103,7 +103,7 @@ def of_an_optimizer():
 
 
 def setting_groups_of_an_optimizer():
-    """param_groups, state and defaults can be set."""
+    """Assign param_groups, state and defaults."""
     _accelerator, _net, optimizer, *_ = prepared()
     optimizer.param_groups = optimizer.param_groups
     optimizer.state = optimizer.state
@@ -113,13 +113,13 @@ def setting_groups_of_an_optimizer():
 
 
 def prepared_flags():
-    """_is_accelerate_prepared."""
+    """Read _is_accelerate_prepared."""
     _accelerator, net, optimizer, data, _ = prepared()
     return [getattr(each, "_is_accelerate_prepared", None) for each in (net, optimizer, data)]
 
 
 def lists_of_what_is_prepared():
-    """_models and the like."""
+    """Read the lengths of _models and similar lists."""
     accelerator, *_ = prepared()
     return [
         len(getattr(accelerator, f"_{name}"))
@@ -128,7 +128,7 @@ def lists_of_what_is_prepared():
 
 
 def process_facts():
-    """Ranks."""
+    """Read the attributes that describe ranks."""
     made = Accelerator(cpu=True)
     return [
         made.process_index,
@@ -143,13 +143,13 @@ def process_facts():
 
 
 def the_kind_of_distribution():
-    """distributed_type by name and value."""
+    """Read the name and value of distributed_type."""
     made = Accelerator(cpu=True)
     return made.distributed_type.name, made.distributed_type.value, made.state.distributed_type == made.distributed_type
 
 
 def plugins_that_are_none():
-    """Of the state."""
+    """Read the plugins of the state."""
     state = Accelerator(cpu=True).state
     return [
         state.deepspeed_plugin,
@@ -161,7 +161,7 @@ def plugins_that_are_none():
 
 
 def states_share():
-    """Every instance sees the same."""
+    """Read states from several instances, which share their values."""
     made = Accelerator(cpu=True)
     return [
         AcceleratorState().num_processes == made.num_processes,
@@ -174,7 +174,7 @@ def states_share():
 
 
 def states_after_a_reset():
-    """AttributeError."""
+    """Read a state after a reset, which raises AttributeError."""
     made = Accelerator(cpu=True)
     state = made.state
     AcceleratorState._reset_state()
@@ -189,7 +189,7 @@ def states_after_a_reset():
 
 
 def partial_state_after_a_reset():
-    """AttributeError too."""
+    """Read a PartialState after a reset, which raises AttributeError."""
     state = PartialState(cpu=True)
     PartialState._reset_state()
     try:
@@ -199,7 +199,7 @@ def partial_state_after_a_reset():
 
 
 def setting_a_field_of_a_state():
-    """Fields are plain attributes."""
+    """Assign attributes of a state."""
     state = PartialState(cpu=True)
     state.debug = True
     state.my_own = 3
@@ -207,7 +207,7 @@ def setting_a_field_of_a_state():
 
 
 def unknown_attribute():
-    """AttributeError."""
+    """Read an unknown attribute, which raises AttributeError."""
     try:
         return str(Accelerator(cpu=True).nothing_of_the_kind)
     except AttributeError:
@@ -215,7 +215,7 @@ def unknown_attribute():
 
 
 def module_of_a_model():
-    """model.module where it is wrapped."""
+    """Read model.module if the model is wrapped."""
     accelerator, net, *_ = prepared()
     bare = net.module if hasattr(net, "module") else net
     return (
@@ -226,14 +226,14 @@ def module_of_a_model():
 
 
 def unwrapping_a_compiled_model():
-    """keep_torch_compile=False."""
+    """Unwrap a compiled model with and without keep_torch_compile."""
     net = torch.compile(model(), backend="eager")
     made = Accelerator(cpu=True)
     return type(made.unwrap_model(net, keep_torch_compile=False)).__name__, type(made.unwrap_model(net)).__name__
 
 
 def unwrapping_data_parallel():
-    """DataParallel and extract_model_from_parallel."""
+    """Unwrap a DataParallel model."""
     from accelerate.utils import extract_model_from_parallel
 
     net = torch.nn.DataParallel(model())
@@ -241,7 +241,7 @@ def unwrapping_data_parallel():
 
 
 def unwrapping_compiled_data_parallel():
-    """Both at once."""
+    """Unwrap a compiled DataParallel model."""
     from accelerate.utils import extract_model_from_parallel
 
     net = torch.compile(torch.nn.DataParallel(model()), backend="eager")
@@ -249,7 +249,7 @@ def unwrapping_compiled_data_parallel():
 
 
 def a_module_with_a_list_of_parameters():
-    """parameters() returns a list."""
+    """Prepare a model whose parameters() returns a list."""
 
     class Listed(torch.nn.Linear):
         def parameters(self, recurse=True):
@@ -260,17 +260,17 @@ def a_module_with_a_list_of_parameters():
 
 
 def a_model_without_parameters():
-    """prepare(nn.Identity())."""
+    """Prepare a model without parameters."""
     return type(Accelerator(cpu=True).unwrap_model(Accelerator(cpu=True).prepare(torch.nn.Identity()))).__name__
 
 
 def printing():
-    """accelerator.print returns None."""
+    """Call accelerator.print, which returns None."""
     return Accelerator(cpu=True).print("hello")
 
 
 def only_on_some_ranks():
-    """The decorators."""
+    """Use the decorators that run a function on some ranks."""
     made = Accelerator(cpu=True)
     found = []
     made.on_main_process(lambda: found.append("main"))()
@@ -282,14 +282,14 @@ def only_on_some_ranks():
 
 
 def in_turn():
-    """main_process_first."""
+    """Use main_process_first and local_main_process_first."""
     made = Accelerator(cpu=True)
     with made.main_process_first(), made.local_main_process_first():
         return "done"
 
 
 def triggers():
-    """set_trigger and check_trigger."""
+    """Use set_trigger and check_trigger."""
     made = Accelerator(cpu=True)
     if made.is_main_process:
         made.set_trigger()
@@ -297,7 +297,7 @@ def triggers():
 
 
 def parts_for_processes():
-    """split_between_processes."""
+    """Use split_between_processes."""
     made = Accelerator(cpu=True)
     found = []
     made_by = (lambda: list(range(5)), lambda: {"a": [1, 2, 3]}, lambda: torch.arange(3), lambda: (1, 2, 3, 4, 5))
@@ -312,14 +312,14 @@ def parts_for_processes():
 
 
 def freeing():
-    """free_memory returns Nones, and forgets."""
+    """Call free_memory, which returns Nones and forgets the objects."""
     accelerator, net, optimizer, *_ = prepared()
     net, optimizer = accelerator.free_memory(net, optimizer)
     return net, optimizer, len(accelerator._models), accelerator.step
 
 
 def autocast_after_freeing():
-    """A model that is forgotten goes on in the run's precision, a reference model say."""
+    """Call a model after free_memory. It still uses the run's precision, like a reference model."""
     made = Accelerator(cpu=True, mixed_precision="bf16")
     net = made.prepare_model(torch.nn.Linear(3, 1), evaluation_mode=True)
     torch.nn.init.constant_(net.weight, 0.1)
@@ -331,12 +331,12 @@ def autocast_after_freeing():
 
 
 def clearing():
-    """clear() of nothing."""
+    """Call clear() without objects."""
     return Accelerator(cpu=True).clear()
 
 
 def twice():
-    """A second Accelerator, and one of another precision."""
+    """Create a second Accelerator, and one with another precision."""
     Accelerator(cpu=True)
     Accelerator(cpu=True)
     try:
@@ -347,7 +347,7 @@ def twice():
 
 
 def steps_in_two_ways():
-    """Steps and a plugin."""
+    """Pass both gradient_accumulation_steps and a plugin."""
     from accelerate.utils import GradientAccumulationPlugin
 
     try:
@@ -362,7 +362,7 @@ def steps_in_two_ways():
 
 
 def an_unknown_precision():
-    """ValueError."""
+    """Pass an unknown precision, which raises ValueError."""
     try:
         Accelerator(cpu=True, mixed_precision="fp7")
     except ValueError:
@@ -370,7 +370,7 @@ def an_unknown_precision():
 
 
 def autocasting():
-    """accelerator.autocast() under bf16."""
+    """Use accelerator.autocast() with bf16."""
     made = Accelerator(cpu=True, mixed_precision="bf16")
     with made.autocast():
         inside = torch.is_autocast_enabled("cpu")
@@ -378,7 +378,7 @@ def autocasting():
 
 
 def autocast_switched_off():
-    """AutocastKwargs(enabled=False)."""
+    """Use AutocastKwargs(enabled=False)."""
     from accelerate.utils import AutocastKwargs
 
     made = Accelerator(cpu=True, mixed_precision="bf16")
@@ -387,14 +387,14 @@ def autocast_switched_off():
 
 
 def evaluating():
-    """prepare_model(evaluation_mode=True)."""
+    """Prepare a model with evaluation_mode=True."""
     made = Accelerator(cpu=True)
     net = made.prepare_model(model(), evaluation_mode=True)
     return type(net).__name__, len(made._models)
 
 
 def methods_of_a_wrapped_model():
-    """A method of the model's own, through module."""
+    """Call a model's own method after unwrapping."""
 
     class Own(torch.nn.Linear):
         def twice(self):
@@ -406,7 +406,7 @@ def methods_of_a_wrapped_model():
 
 
 def norm_of_gradients():
-    """clip_grad_norm_ returns it."""
+    """Read the norm that clip_grad_norm_ returns."""
     accelerator, net, _optimizer, data, _ = prepared()
     accelerator.backward(loss_of(net, next(iter(data))))
     return float(accelerator.clip_grad_norm_(net.parameters(), 1.0)), float(
@@ -415,13 +415,13 @@ def norm_of_gradients():
 
 
 def empty_prepare():
-    """prepare(None) and other objects."""
+    """Prepare None and other objects."""
     made = Accelerator(cpu=True)
     return made.prepare(None), made.prepare(1, "a"), made.prepare({"a": 1})
 
 
 def placement_that_does_not_fit():
-    """device_placement for another number of objects."""
+    """Pass a device_placement for a different number of objects."""
     try:
         Accelerator(cpu=True).prepare(model(), device_placement=[True, False])
     except ValueError:
@@ -429,13 +429,13 @@ def placement_that_does_not_fit():
 
 
 def placement_off():
-    """Accelerator(device_placement=False)."""
+    """Create an Accelerator with device_placement=False."""
     made = Accelerator(cpu=True, device_placement=False)
     return made.device_placement
 
 
 def ranks_of_axes():
-    """Of parallel layouts."""
+    """Read the attributes of parallel layouts."""
     made = Accelerator(cpu=True)
     return (
         made.should_save_model,
@@ -447,7 +447,7 @@ def ranks_of_axes():
 
 
 def project_folders():
-    """project_dir and logging_dir."""
+    """Read project_dir and logging_dir."""
     from accelerate.utils import ProjectConfiguration
 
     one = Accelerator(cpu=True, project_dir="there")
@@ -457,12 +457,12 @@ def project_folders():
 
 
 def verifying_a_device_map():
-    """False for a plain model."""
+    """Call verify_device_map with a plain model, which returns False."""
     return Accelerator(cpu=True).verify_device_map(model())
 
 
 def repr_of_states():
-    """They are printed at the start of scripts."""
+    """Read the repr of states, which scripts print at the start."""
     made = Accelerator(cpu=True)
     return [
         "Mixed precision type: no" in repr(made.state),
@@ -472,7 +472,7 @@ def repr_of_states():
 
 
 def environment_of_accumulation():
-    """ACCELERATE_GRADIENT_ACCUMULATION_STEPS."""
+    """Set ACCELERATE_GRADIENT_ACCUMULATION_STEPS."""
     import os
 
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "4"
@@ -480,7 +480,7 @@ def environment_of_accumulation():
 
 
 def environment_of_precision():
-    """ACCELERATE_MIXED_PRECISION."""
+    """Set ACCELERATE_MIXED_PRECISION."""
     import os
 
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
@@ -488,7 +488,7 @@ def environment_of_precision():
 
 
 def ending():
-    """end_training, and what can be asked then."""
+    """Call end_training."""
     made = Accelerator(cpu=True)
     made.end_training()
     return "done"

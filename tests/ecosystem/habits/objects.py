@@ -1,4 +1,4 @@
-"""What libraries build, copy and pickle themselves."""
+"""Objects that libraries build, copy and pickle themselves."""
 
 import copy
 import pickle
@@ -23,42 +23,42 @@ def _numbers(count):
 
 
 def a_loader_shard():
-    """DataLoaderShard(...)."""
+    """Build a DataLoaderShard."""
     Accelerator(cpu=True)
     data = DataLoaderShard(_numbers(5), batch_size=2)
     return [batch[0].tolist() for batch in data], len(data), data.end_of_dataloader
 
 
 def a_loader_shard_with_a_device():
-    """With device and synchronized streams."""
+    """Build a DataLoaderShard with a device and skipped batches."""
     made = Accelerator(cpu=True)
     data = DataLoaderShard(_numbers(5), device=made.device, rng_types=None, skip_batches=1, batch_size=2)
     return [batch[0].tolist() for batch in data], str(data.device.type)
 
 
 def a_dispatcher():
-    """DataLoaderDispatcher(...)."""
+    """Build a DataLoaderDispatcher."""
     Accelerator(cpu=True)
     data = DataLoaderDispatcher(_numbers(8), batch_size=2)
     return [batch[0].tolist() for batch in data]
 
 
 def a_skipping_loader():
-    """SkipDataLoader(...)."""
+    """Build a SkipDataLoader."""
     Accelerator(cpu=True)
     data = SkipDataLoader(_numbers(6), skip_batches=1, batch_size=2)
     return [batch[0].tolist() for batch in data], len(data), data.skip_batches
 
 
 def a_stateful_skipping_loader():
-    """SkipDataLoader(use_stateful_dataloader=True)."""
+    """Build a SkipDataLoader with use_stateful_dataloader=True."""
     Accelerator(cpu=True)
     data = SkipDataLoader(_numbers(6), skip_batches=1, batch_size=2, use_stateful_dataloader=True)
     return [batch[0].tolist() for batch in data]
 
 
 def a_batch_sampler_shard():
-    """Its shares and attributes."""
+    """Build BatchSamplerShards and read their attributes."""
     sampler = BatchSampler(SequentialSampler(range(7)), 2, False)
     shares = [BatchSamplerShard(sampler, 2, index) for index in range(2)]
     one = shares[0]
@@ -76,53 +76,53 @@ def a_batch_sampler_shard():
 
 
 def a_batch_sampler_shard_set_afterwards():
-    """even_batches is set by libraries."""
+    """Assign even_batches of a BatchSamplerShard, like libraries."""
     shard = BatchSamplerShard(BatchSampler(SequentialSampler(range(7)), 2, False), 2, 1)
     shard.even_batches = False
     return list(shard), len(shard)
 
 
 def a_stream_shard():
-    """IterableDatasetShard."""
+    """Build IterableDatasetShards."""
     shares = [IterableDatasetShard(Stream(7), 2, num_processes=2, process_index=index) for index in range(2)]
     return [list(each) for each in shares]
 
 
 def a_skipping_batch_sampler():
-    """SkipBatchSampler."""
+    """Build a SkipBatchSampler."""
     sampler = SkipBatchSampler(BatchSampler(SequentialSampler(range(7)), 2, False), 2)
     return list(sampler), len(sampler), sampler.total_length
 
 
 def pickling_an_accelerator():
-    """As ray and joblib do."""
+    """Pickle an Accelerator, like ray and joblib."""
     made = Accelerator(cpu=True)
     again = pickle.loads(pickle.dumps(made))
     return again.num_processes == made.num_processes, str(again.device.type)
 
 
 def copying_an_accelerator():
-    """copy.deepcopy."""
+    """Copy an Accelerator with copy.deepcopy."""
     made = Accelerator(cpu=True, gradient_accumulation_steps=2)
     again = copy.deepcopy(made)
     return again.gradient_accumulation_steps, again.is_main_process == made.is_main_process
 
 
 def pickling_a_loader():
-    """A prepared one."""
+    """Pickle a prepared loader."""
     data = Accelerator(cpu=True).prepare(loader(4))
     again = pickle.loads(pickle.dumps(data))
     return [batch[1].flatten().tolist() for batch in again]
 
 
 def copying_a_loader():
-    """copy.deepcopy."""
+    """Copy a prepared loader with copy.deepcopy."""
     data = Accelerator(cpu=True).prepare(loader(4))
     return [batch[1].flatten().tolist() for batch in copy.deepcopy(data)]
 
 
 def copying_a_scheduler():
-    """copy.deepcopy, without the optimizer moving."""
+    """Copy a prepared scheduler. A step of the copy does not change the optimizer."""
     _accelerator, _net, optimizer, _data, ticks = prepared(schedule=decaying)
     again = copy.deepcopy(ticks)
     again.step()
@@ -130,31 +130,31 @@ def copying_a_scheduler():
 
 
 def pickling_a_scheduler():
-    """pickle."""
+    """Pickle a prepared scheduler."""
     _accelerator, _net, _optimizer, _data, ticks = prepared(schedule=decaying)
     return pickle.loads(pickle.dumps(ticks)).get_last_lr()
 
 
 def pickling_an_optimizer():
-    """pickle."""
+    """Pickle a prepared optimizer."""
     _accelerator, _net, optimizer, _data, _ticks = prepared(schedule=decaying)
     return pickle.loads(pickle.dumps(optimizer)).param_groups[0]["lr"]
 
 
 def copying_a_model():
-    """An EMA of the unwrapped model."""
+    """Copy the unwrapped model, like an EMA."""
     accelerator, net, *_ = prepared()
     return copy.deepcopy(accelerator.unwrap_model(net)).weight.tolist()
 
 
 def pickling_a_state():
-    """AcceleratorState and PartialState."""
+    """Pickle an AcceleratorState."""
     made = Accelerator(cpu=True)
     return pickle.loads(pickle.dumps(made.state)).num_processes == made.num_processes
 
 
 def an_optimizer_by_hand():
-    """AcceleratedOptimizer(optimizer)."""
+    """Build an AcceleratedOptimizer."""
     from accelerate.optimizer import AcceleratedOptimizer
 
     Accelerator(cpu=True)
@@ -166,7 +166,7 @@ def an_optimizer_by_hand():
 
 
 def a_scheduler_by_hand():
-    """AcceleratedScheduler(scheduler, optimizers)."""
+    """Build an AcceleratedScheduler."""
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
 
@@ -178,7 +178,7 @@ def a_scheduler_by_hand():
 
 
 def kinds_of_what_is_prepared():
-    """isinstance with Accelerate's classes, and torch's."""
+    """Check isinstance of prepared objects with Accelerate's and torch's classes."""
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
 
@@ -192,7 +192,7 @@ def kinds_of_what_is_prepared():
 
 
 def settings_that_change():
-    """Handlers' fields are plain attributes."""
+    """Assign fields of handlers."""
     from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, GradScalerKwargs
 
     one, other, third = DataLoaderConfiguration(), DistributedDataParallelKwargs(), GradScalerKwargs()

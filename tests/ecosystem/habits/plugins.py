@@ -8,7 +8,7 @@ from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, Pa
 
 
 def sharding_by_default():
-    """FullyShardedDataParallelPlugin()."""
+    """Read the defaults of FullyShardedDataParallelPlugin."""
     made = FullyShardedDataParallelPlugin()
     names = """
         fsdp_version sharding_strategy backward_prefetch cpu_offload state_dict_type limit_all_gathers use_orig_params
@@ -19,7 +19,7 @@ def sharding_by_default():
 
 
 def sharding_of_version_two():
-    """fsdp_version=2."""
+    """Read the defaults with fsdp_version=2."""
     made = FullyShardedDataParallelPlugin(fsdp_version=2)
     return {
         name: str(getattr(made, name))
@@ -28,7 +28,7 @@ def sharding_of_version_two():
 
 
 def sharding_by_words():
-    """Words become torch's members."""
+    """Pass strings, which become torch's enum members."""
     made = FullyShardedDataParallelPlugin(
         sharding_strategy="SHARD_GRAD_OP",
         backward_prefetch="BACKWARD_PRE",
@@ -42,7 +42,7 @@ def sharding_by_words():
 
 
 def sharding_by_the_environment():
-    """FSDP_*."""
+    """Set FSDP_* variables."""
     os.environ.update(
         FSDP_VERSION="2",
         FSDP_OFFLOAD_PARAMS="true",
@@ -57,7 +57,7 @@ def sharding_by_the_environment():
 
 
 def sharding_set_afterwards():
-    """set_state_dict_type, set_mixed_precision."""
+    """Call set_state_dict_type and set_mixed_precision."""
     made = FullyShardedDataParallelPlugin()
     made.set_state_dict_type("FULL_STATE_DICT")
     made.set_mixed_precision("bf16")
@@ -65,14 +65,14 @@ def sharding_set_afterwards():
 
 
 def axes_by_the_environment():
-    """PARALLELISM_CONFIG_*."""
+    """Set PARALLELISM_CONFIG_* variables."""
     os.environ.update(PARALLELISM_CONFIG_DP_SHARD_SIZE="2", PARALLELISM_CONFIG_TP_SIZE="2")
     made = ParallelismConfig()
     return made.dp_shard_size, made.tp_size, made.cp_size, made.dp_replicate_size, made.total_size
 
 
 def axes():
-    """Properties of a layout."""
+    """Read the properties of a ParallelismConfig."""
     made = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2)
     return [
         made.total_size,
@@ -90,32 +90,32 @@ def axes():
 
 
 def no_axes():
-    """ParallelismConfig()."""
+    """Read the properties of an empty ParallelismConfig."""
     made = ParallelismConfig()
     return [made.total_size, made.dp_shard_enabled, made.cp_backend, made.sp_backend, made.active_mesh_dims]
 
 
 def building_a_mesh():
-    """build_device_mesh and get_mesh."""
+    """Read the methods of ParallelismConfig that build a mesh."""
     made = ParallelismConfig(dp_shard_size=1)
     return callable(made.build_device_mesh), callable(made.get_device_mesh), made._get_mesh()
 
 
 def compiling():
-    """TorchDynamoPlugin."""
+    """Build a TorchDynamoPlugin."""
     made = TorchDynamoPlugin(backend="eager", mode="default")
     return made.to_kwargs(), str(made.backend), TorchDynamoPlugin().disable
 
 
 def compiling_at_prepare():
-    """dynamo_backend."""
+    """Prepare a model with dynamo_backend."""
     accelerator = Accelerator(cpu=True, dynamo_backend="eager")
     net = accelerator.prepare(torch.nn.Linear(2, 1))
     return list(net(torch.ones(1, 2)).shape), type(accelerator.unwrap_model(net, keep_torch_compile=False)).__name__
 
 
 def deepspeed_settings():
-    """A plugin can be made where the engine is not."""
+    """Build a DeepSpeedPlugin, which does not need DeepSpeed."""
     try:
         made = DeepSpeedPlugin(zero_stage=2)
     except Exception as error:
@@ -124,7 +124,7 @@ def deepspeed_settings():
 
 
 def megatron_settings():
-    """MegatronLMPlugin."""
+    """Build a MegatronLMPlugin."""
     from accelerate.utils import MegatronLMPlugin
 
     made = MegatronLMPlugin(tp_degree=1)
@@ -132,7 +132,7 @@ def megatron_settings():
 
 
 def commands():
-    """Config classes."""
+    """Build a ClusterConfig of accelerate.commands."""
     from accelerate.commands.config.config_args import ClusterConfig
 
     made = ClusterConfig(
@@ -142,7 +142,7 @@ def commands():
 
 
 def a_config_file():
-    """What `trl env` reads and `trl sft` hands on."""
+    """Read a config file like `trl env` and `trl sft`."""
     from accelerate.commands.config import default_config_file, load_config_from_file
     from accelerate.commands.launch import launch_command, launch_command_parser
 
@@ -160,14 +160,14 @@ def a_config_file():
 
 
 def launcher_names():
-    """They can be imported."""
+    """Import functions of accelerate.utils.launch."""
     from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
     return prepare_simple_launcher_cmd_env.__name__, prepare_multi_gpu_env.__name__
 
 
 def to_fsdp2():
-    """accelerate.commands.to_fsdp2."""
+    """Convert a config with accelerate.commands.to_fsdp2."""
     from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 
     return convert_config_to_fsdp2(
@@ -183,7 +183,7 @@ def to_fsdp2():
 
 
 def megatron_names():
-    """Dummies can be imported."""
+    """Import the dummy classes for Megatron-LM."""
     from accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 
     return MegatronLMDummyDataLoader.__name__, MegatronLMDummyScheduler.__name__

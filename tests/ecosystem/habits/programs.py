@@ -1,4 +1,4 @@
-"""Whole programs of the kind that public reports hold: several parts together, with gradients above the limit of clipping."""
+"""Complete programs like those in public bug reports: several features together, with gradients above the clipping limit."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from tests.ecosystem.habits.material import Stream, loader, loss_of, model, prep
 
 
 class _Lengths(Dataset):
-    """Sequences of different lengths, padded by the collator."""
+    """Sequences of different lengths, which the collate function pads."""
 
     def __init__(self, count):
         self.count = count
@@ -41,7 +41,7 @@ def _pad(batch):
 
 
 class _Net(torch.nn.Module):
-    """Layers with dropout and a running mean."""
+    """Two linear layers with dropout between them."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ def _warm(optimizer):
 
 
 def fine_tuning_with_dropout():
-    """Shuffled, dropout, AdamW, warm-up, clipping in each micro-batch, evaluation after each epoch."""
+    """Train with shuffling, dropout, AdamW, warm-up, clipping in each micro-batch, and evaluation after each epoch."""
     set_seed(3)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     net = _Net()
@@ -91,7 +91,7 @@ def fine_tuning_with_dropout():
 
 
 def zeroing_before_the_step():
-    """optimizer.zero_grad() first in the block, as in the first reports of clipping."""
+    """Call optimizer.zero_grad() at the start of the block, as in the first reports about clipping."""
     accelerator, net, optimizer, data, schedule = prepared(14, 2, schedule=_cosine, gradient_accumulation_steps=3)
     norms = []
     for batch in data:
@@ -105,7 +105,7 @@ def zeroing_before_the_step():
 
 
 def skipping_steps_by_their_norm():
-    """No step where the norm is too large."""
+    """Skip the step if the norm is too large."""
     accelerator, net, optimizer, data, _ = prepared(16, 2, gradient_accumulation_steps=2)
     told = []
     for batch in data:
@@ -120,7 +120,7 @@ def skipping_steps_by_their_norm():
 
 
 def windows_counted_by_the_loop():
-    """No accumulate: division, clipping and steps by the loop."""
+    """Divide, clip and step by the loop's own count, without accumulate."""
     accelerator, net, optimizer, data, _ = prepared(14, 2)
     norms = []
     for index, batch in enumerate(data, start=1):
@@ -133,7 +133,7 @@ def windows_counted_by_the_loop():
 
 
 def a_stream_with_uneven_ends():
-    """Accumulation over a stream whose last round is not full."""
+    """Accumulate over a stream whose last round is not full."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     net = torch.nn.Linear(1, 1)
     torch.nn.init.constant_(net.weight, 0.5)
@@ -155,7 +155,7 @@ def a_stream_with_uneven_ends():
 
 
 def padded_batches():
-    """A collator that pads, and predictions of different widths brought together."""
+    """Gather predictions of different widths from a collate function that pads."""
     accelerator = Accelerator(cpu=True)
     data = accelerator.prepare(DataLoader(_Lengths(10), batch_size=2, collate_fn=_pad))
     found = []
@@ -165,7 +165,7 @@ def padded_batches():
 
 
 def metrics_as_objects():
-    """gather_object of texts, and gather_for_metrics with use_gather_object."""
+    """Call gather_object with strings, and gather_for_metrics with use_gather_object."""
     accelerator = Accelerator(cpu=True)
     data = accelerator.prepare(DataLoader(list(range(7)), batch_size=2))
     texts, cut = [], []
@@ -177,7 +177,7 @@ def metrics_as_objects():
 
 
 def two_optimizers_for_one_model():
-    """Body and head with rates of their own; both clipped at once."""
+    """Train body and head with different optimizers, and clip both together."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     net = _Net().eval()
     first, second = torch.optim.SGD(net.body.parameters(), 0.1), torch.optim.Adam(net.head.parameters(), 0.1)
@@ -195,7 +195,7 @@ def two_optimizers_for_one_model():
 
 
 def generator_and_discriminator():
-    """A GAN: two models, two optimizers, each clipped by its own norm, no accumulation."""
+    """Train a GAN with two models and two optimizers, each clipped by its own norm."""
     accelerator = Accelerator(cpu=True)
     maker, judge = model(2, 3), model(3, 1)
     both = [torch.optim.Adam(each.parameters(), 0.05) for each in (maker, judge)]
@@ -216,7 +216,7 @@ def generator_and_discriminator():
 
 
 def a_frozen_part():
-    """Only the head learns; the optimizer holds all parameters."""
+    """Train only the head, with an optimizer that has all parameters."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     net = _Net().eval()
     net.body.requires_grad_(False)
@@ -232,7 +232,7 @@ def a_frozen_part():
 
 
 def unused_parameters():
-    """find_unused_parameters, with a branch that half of the batches take."""
+    """Use find_unused_parameters with a branch that half of the batches use."""
 
     class Branched(torch.nn.Module):
         def __init__(self):
@@ -259,7 +259,7 @@ def unused_parameters():
 
 
 def saving_with_hooks():
-    """register_save_state_pre_hook that writes by itself and pops the weights; the load hook pops the models."""
+    """Use a save hook that writes the weights itself and pops them, and a load hook that pops the models."""
     accelerator, net, optimizer, data, _ = prepared(8)
     told = []
 
@@ -292,7 +292,7 @@ def saving_with_hooks():
 
 
 def saved_and_resumed_in_mid_epoch():
-    """A step's checkpoint, loaded by a second loop that skips what was done."""
+    """Load a checkpoint from the middle of an epoch, and skip the batches that were already used."""
     set_seed(5)
     config = ProjectConfiguration(project_dir="run", automatic_checkpoint_naming=True, total_limit=2)
     accelerator, net, optimizer, data, schedule = prepared(16, 2, schedule=_cosine, project_config=config)
@@ -316,7 +316,7 @@ def saved_and_resumed_in_mid_epoch():
 
 
 def registered_objects():
-    """An EMA and a counter of the script's own, saved and loaded."""
+    """Save and load a registered EMA with a counter."""
 
     class Average:
         def __init__(self, net):
@@ -352,7 +352,7 @@ def registered_objects():
 
 
 def a_tracker_of_its_own():
-    """What a tracker is told in a run with accumulation."""
+    """Return the rows that a custom tracker receives in a run with accumulation."""
 
     class Lines(GeneralTracker):
         name = "lines"
@@ -394,7 +394,7 @@ def a_tracker_of_its_own():
 
 
 def local_sgd_with_clipping():
-    """LocalSGD, clipping each rank's own gradients."""
+    """Use LocalSGD and clip each rank's own gradients."""
     accelerator, net, optimizer, data, _ = prepared(16)
     norms = []
     with LocalSGD(accelerator=accelerator, model=net, local_sgd_steps=3, enabled=True) as local:
@@ -409,7 +409,7 @@ def local_sgd_with_clipping():
 
 
 def local_sgd_with_accumulation():
-    """LocalSGD with windows of two."""
+    """Use LocalSGD with windows of two batches."""
     accelerator, net, optimizer, data, _ = prepared(24, gradient_accumulation_steps=2)
     norms = []
     with LocalSGD(accelerator=accelerator, model=net, local_sgd_steps=2, enabled=True) as local:
@@ -424,7 +424,7 @@ def local_sgd_with_accumulation():
 
 
 def early_stopping_by_a_trigger():
-    """set_trigger on one rank, check_trigger on all."""
+    """Call set_trigger on one rank and check_trigger on all ranks."""
     accelerator, net, optimizer, data, _ = prepared(24)
     stopped = None
     for index, batch in enumerate(data):
@@ -441,7 +441,7 @@ def early_stopping_by_a_trigger():
 
 
 def best_of_the_evaluations():
-    """The reduced evaluation loss decides, and the best weights are unwrapped and kept."""
+    """Keep the unwrapped weights of the epoch with the lowest gathered evaluation loss."""
     accelerator, net, optimizer, data, _ = prepared(12)
     held_out = accelerator.prepare(loader(7, 2))
     best, kept, told = math.inf, None, []
@@ -464,7 +464,7 @@ def best_of_the_evaluations():
 
 
 def a_schedule_on_a_plateau():
-    """ReduceLROnPlateau, prepared, told of the loss."""
+    """Prepare ReduceLROnPlateau and pass it the loss."""
     accelerator = Accelerator(cpu=True)
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -483,7 +483,7 @@ def a_schedule_on_a_plateau():
 
 
 def a_cyclic_schedule():
-    """OneCycleLR over the updates of the run, stepped in each micro-batch."""
+    """Use OneCycleLR over the updates of the run, with a step in each micro-batch."""
     accelerator, net, optimizer, data, schedule = prepared(
         16, 2, schedule=lambda it: torch.optim.lr_scheduler.OneCycleLR(it, 0.2, total_steps=8), gradient_accumulation_steps=2
     )  # fmt: skip
@@ -500,7 +500,7 @@ def a_cyclic_schedule():
 
 
 def steps_of_schedules_by_hand():
-    """step_scheduler_with_optimizer=False."""
+    """Use step_scheduler_with_optimizer=False."""
     accelerator, net, optimizer, data, schedule = prepared(
         14, 2, schedule=_cosine, gradient_accumulation_steps=3, step_scheduler_with_optimizer=False
     )
@@ -517,7 +517,7 @@ def steps_of_schedules_by_hand():
 
 
 def rewards_with_baselines():
-    """A policy gradient loop: advantages normalized over all processes, several epochs over one batch."""
+    """Train a policy gradient loop: advantages normalized over all processes, and two updates per batch."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     net = model(3, 2)
     net, optimizer, data = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), 0.05), loader(8, 2))
@@ -539,7 +539,7 @@ def rewards_with_baselines():
 
 
 def distillation():
-    """A prepared teacher in evaluation, a student that learns from it."""
+    """Train a student with a prepared teacher in evaluation mode."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     teacher, student = _Net(), model()
     teacher, student, optimizer, data = accelerator.prepare(
@@ -558,7 +558,7 @@ def distillation():
 
 
 def batches_split_and_dispatched():
-    """dispatch_batches and split_batches, accumulated and clipped."""
+    """Use dispatch_batches and split_batches with accumulation and clipping."""
     config = DataLoaderConfiguration(dispatch_batches=True, split_batches=True)
     accelerator, net, optimizer, data, schedule = prepared(
         18, 4, schedule=_cosine, gradient_accumulation_steps=2, dataloader_config=config
@@ -576,7 +576,7 @@ def batches_split_and_dispatched():
 
 
 def changing_steps_between_epochs():
-    """A plugin with sync_with_dataloader=False, and another number of steps in the second epoch."""
+    """Use sync_with_dataloader=False and change the number of steps in the second epoch."""
     plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
     accelerator, net, optimizer, data, _ = prepared(14, 2, gradient_accumulation_plugin=plugin)
     told = []
@@ -593,7 +593,7 @@ def changing_steps_between_epochs():
 
 
 def a_second_run_in_one_process():
-    """free_memory, and another model with the same Accelerator."""
+    """Call free_memory, and train another model with the same Accelerator."""
     accelerator, net, optimizer, data, _ = prepared(gradient_accumulation_steps=2)
     found = []
     for _ in range(2):
@@ -611,7 +611,7 @@ def a_second_run_in_one_process():
 
 
 def weights_of_tokens():
-    """A loss summed over tokens, divided by the count over the window and all processes."""
+    """Divide a loss that is summed over tokens by their number in the window on all processes."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     net = torch.nn.Linear(1, 1)
     torch.nn.init.constant_(net.weight, 0.5)
@@ -633,7 +633,7 @@ def weights_of_tokens():
 
 
 def broadcast_choices():
-    """Rank 0 chooses, all follow: broadcast, and main_process_first with a file."""
+    """Broadcast a choice of rank 0, and create a file in main_process_first."""
     accelerator = Accelerator(cpu=True)
     with accelerator.main_process_first():
         if accelerator.is_main_process:
@@ -647,7 +647,7 @@ def broadcast_choices():
 
 
 def rows_of_a_dataset():
-    """Which rows each process sees in two shuffled epochs, and what set_epoch changes."""
+    """Return the rows of each process in two shuffled epochs with set_epoch."""
     set_seed(11)
     accelerator = Accelerator(cpu=True)
     data = accelerator.prepare(DataLoader(TensorDataset(rows(11)[1]), batch_size=2, shuffle=True))

@@ -1,4 +1,4 @@
-"""Runs habits on Accelerate and on Headway, and keeps what Accelerate's returned."""
+"""Runs habits with Accelerate and with Headway, and records Accelerate's results."""
 
 import json
 import os
@@ -19,7 +19,7 @@ WORLDS = (1, 2)
 
 
 def names():
-    """All habits, as `group.function`."""
+    """Yield the names of all habits as `group.function`."""
     for group in GROUPS:
         module = import_module(f"tests.ecosystem.habits.{group}")
         for name, value in vars(module).items():
@@ -36,9 +36,12 @@ def _stage(library):
 
 
 def run(library, name, world_size):
-    """What each rank returned; "no end" for one that did not. Once more where another process took the port."""
-    told = _run(library, name, world_size)
-    return _run(library, name, world_size) if "DistNetworkError" in str(told) else told
+    """Run a habit and return the result of each rank; "no end" replaces the result of a rank that did not finish.
+
+    The run is repeated once if another process took its port.
+    """
+    results = _run(library, name, world_size)
+    return _run(library, name, world_size) if "DistNetworkError" in str(results) else results
 
 
 def _run(library, name, world_size):
@@ -50,7 +53,7 @@ def _run(library, name, world_size):
 
 
 def same(one, other):
-    """Equal, but for the last digits of floats."""
+    """Whether two results are equal, up to the last digits of floats."""
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
@@ -61,7 +64,7 @@ def same(one, other):
 
 
 def main(chosen, compares):
-    """Record, or compare with what is recorded."""
+    """Record the habits, or compare them with the recorded results."""
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
     if not compares and not chosen:
         recorded = {}

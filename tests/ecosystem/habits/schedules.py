@@ -1,4 +1,4 @@
-"""Learning rates, call by call."""
+"""Learning rates after each call of batch, schedule and optimizer."""
 
 import torch
 
@@ -6,7 +6,7 @@ from tests.ecosystem.habits.material import decaying, loss_of, prepared, rate
 
 
 def _rates(calls, schedule=decaying, **options):
-    """The rate after each call of: b (batch), s (schedule), o (optimizer)."""
+    """Return the learning rate after each call: b (train on a batch), s (schedule.step), o (optimizer.step)."""
     accelerator, net, optimizer, data, ticks = prepared(schedule=schedule, **options)
     batches = iter(data)
     found = []
@@ -26,37 +26,37 @@ def _rates(calls, schedule=decaying, **options):
 
 
 def without_updates():
-    """A loop that only looks at the schedule."""
+    """Call only the schedule."""
     return _rates("sssss")
 
 
 def ticks_after_updates():
-    """More calls than updates."""
+    """Call the schedule more often than there are updates."""
     return _rates("bsbss")
 
 
 def two_calls_an_update():
-    """As where a callback ticks too."""
+    """Call the schedule twice per update, as if a callback called it too."""
     return _rates("bsbsbs")
 
 
 def with_accumulation():
-    """Calls in each micro-batch."""
+    """Call the schedule in each micro-batch of a window."""
     return _rates("bbb", gradient_accumulation_steps=2)
 
 
 def called_between_micro_batches():
-    """Outside the block."""
+    """Call the schedule also outside the accumulate block."""
     return _rates("bsbs", gradient_accumulation_steps=2)
 
 
 def apart_from_the_optimizer():
-    """step_scheduler_with_optimizer=False."""
+    """Use step_scheduler_with_optimizer=False."""
     return _rates("sbsbs", step_scheduler_with_optimizer=False)
 
 
 def before_the_optimizer():
-    """scheduler.step() above optimizer.step()."""
+    """Call scheduler.step() before optimizer.step()."""
     accelerator, net, optimizer, data, ticks = prepared(schedule=decaying)
     found = []
     for batch in data:
@@ -69,7 +69,7 @@ def before_the_optimizer():
 
 
 def once_an_epoch():
-    """A tick behind the loop."""
+    """Call the schedule once per epoch."""
     accelerator, net, optimizer, data, ticks = prepared(schedule=decaying)
     found = []
     for _ in range(3):
@@ -83,7 +83,7 @@ def once_an_epoch():
 
 
 def plateau():
-    """ReduceLROnPlateau with patience 1."""
+    """Use ReduceLROnPlateau with patience 2."""
     _accelerator, _net, optimizer, _data, ticks = prepared(
         schedule=lambda each: torch.optim.lr_scheduler.ReduceLROnPlateau(each, patience=2, factor=0.5)
     )
@@ -95,7 +95,7 @@ def plateau():
 
 
 def plateau_apart():
-    """The same with step_scheduler_with_optimizer=False."""
+    """Use ReduceLROnPlateau with step_scheduler_with_optimizer=False."""
     *_, optimizer, _data, ticks = prepared(
         schedule=lambda each: torch.optim.lr_scheduler.ReduceLROnPlateau(each, patience=2, factor=0.5),
         step_scheduler_with_optimizer=False,
@@ -108,22 +108,22 @@ def plateau_apart():
 
 
 def one_cycle_past_its_end():
-    """More updates than total_steps."""
+    """Make more steps than OneCycleLR's total_steps."""
     return _rates("bbbsss", lambda each: torch.optim.lr_scheduler.OneCycleLR(each, 0.5, total_steps=4))
 
 
 def one_cycle_to_its_end():
-    """As many ticks as it has."""
+    """Make four of OneCycleLR's eight steps."""
     return _rates("ssss", lambda each: torch.optim.lr_scheduler.OneCycleLR(each, 0.5, total_steps=8))
 
 
 def cosine():
-    """CosineAnnealingLR."""
+    """Use CosineAnnealingLR."""
     return _rates("bbs", lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 6))
 
 
 def sequential():
-    """SequentialLR with a warm-up."""
+    """Use SequentialLR with a warm-up."""
     lr = torch.optim.lr_scheduler
 
     def schedule(optimizer):
@@ -134,7 +134,7 @@ def sequential():
 
 
 def state_dict():
-    """What a script saves of it."""
+    """Save and load the state dict of a schedule."""
     *_, ticks = prepared(schedule=decaying)
     ticks.step()
     state = ticks.state_dict()
@@ -143,7 +143,7 @@ def state_dict():
 
 
 def adjusting():
-    """GradientAccumulationPlugin(adjust_scheduler=True) moves a counter."""
+    """Use GradientAccumulationPlugin(adjust_scheduler=True), which advances a counter."""
     from accelerate.utils import GradientAccumulationPlugin
 
     plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=True)
@@ -160,14 +160,14 @@ def adjusting():
 
 
 def split_batches():
-    """A tick per update."""
+    """Use split_batches=True, so that an update is one step of the schedule."""
     from accelerate import DataLoaderConfiguration
 
     return _rates("bbs", dataloader_config=DataLoaderConfiguration(split_batches=True))
 
 
 def attributes():
-    """What scripts read of a schedule."""
+    """Read the attributes of a schedule that scripts use."""
     _accelerator, _net, optimizer, _data, ticks = prepared(schedule=decaying)
     return [
         type(ticks.scheduler).__name__,
@@ -181,7 +181,7 @@ def attributes():
 
 
 def two_optimizers():
-    """A schedule for each."""
+    """Use a schedule for each of two optimizers."""
     from accelerate import Accelerator
 
     from tests.ecosystem.habits.material import model
@@ -198,7 +198,7 @@ def two_optimizers():
 
 
 def while_not_synchronizing():
-    """gradient_state says no."""
+    """Call the schedule while the gradient state does not synchronize."""
     accelerator, _net, optimizer, _data, ticks = prepared(schedule=decaying)
     accelerator.gradient_state._set_sync_gradients(False)
     ticks.step()
@@ -209,19 +209,19 @@ def while_not_synchronizing():
 
 
 def lambda_schedule():
-    """LambdaLR with a warm-up, as transformers has it."""
+    """Use LambdaLR with a warm-up, like transformers."""
     return _rates("bbb", lambda each: torch.optim.lr_scheduler.LambdaLR(each, lambda tick: min(1.0, (tick + 1) / 8)))
 
 
 def preparing_a_class():
-    """skorch does: it comes back as it is."""
+    """Prepare a scheduler class, like skorch; prepare returns it unchanged."""
     from accelerate import Accelerator
 
     return Accelerator(cpu=True).prepare(torch.optim.lr_scheduler.StepLR).__name__
 
 
 def a_schedule_of_the_scripts_own():
-    """No LRScheduler of torch's: it comes back as it is, and ticks once a call."""
+    """Prepare a schedule that is no LRScheduler; prepare returns it unchanged, and it steps once per call."""
     from accelerate import Accelerator
 
     class Own:
@@ -234,7 +234,7 @@ def a_schedule_of_the_scripts_own():
             return {}
 
         def load_state_dict(self, state):
-            """Nothing."""
+            """Do nothing."""
 
     ticks = Accelerator(cpu=True).prepare(Own())
     ticks.step()

@@ -1,4 +1,4 @@
-"""accelerate.utils, as scripts call it."""
+"""Functions of accelerate.utils, used like in scripts."""
 
 import os
 
@@ -11,7 +11,7 @@ def _rank():
 
 
 def gathering():
-    """Tensors, dicts, lists and 0-d tensors."""
+    """Gather tensors and dicts."""
     rank = _rank()
     return (
         utils.gather(torch.tensor([rank, 5])),
@@ -21,27 +21,27 @@ def gathering():
 
 
 def gathering_by_the_accelerator():
-    """accelerator.gather of a scalar."""
+    """Gather a scalar with accelerator.gather."""
     made = Accelerator(cpu=True)
     found = made.gather(torch.tensor(1.0 + made.process_index))
     return found.tolist(), found.ndim
 
 
 def gathering_objects():
-    """gather_object."""
+    """Call gather_object."""
     rank = _rank()
     return utils.gather_object([rank, "a"]), utils.gather_object([{"rank": rank}])
 
 
 def reducing():
-    """reduce with sum and mean."""
+    """Reduce with sum and mean."""
     rank = _rank()
     value = torch.tensor([1.0, 2.0]) + rank
     return utils.reduce(value, "sum"), utils.reduce(value.clone(), "mean"), Accelerator(cpu=True).reduce(value.clone())
 
 
 def broadcasting():
-    """broadcast and broadcast_object_list."""
+    """Call broadcast and broadcast_object_list."""
     rank = _rank()
     objects = [rank, "x"]
     utils.broadcast_object_list(objects)
@@ -49,7 +49,7 @@ def broadcasting():
 
 
 def padding():
-    """pad_across_processes."""
+    """Call pad_across_processes."""
     rank = _rank()
     made = Accelerator(cpu=True)
     return made.pad_across_processes(torch.ones(1 + rank, 2), dim=0, pad_index=-1), made.pad_across_processes(
@@ -58,7 +58,7 @@ def padding():
 
 
 def moving():
-    """send_to_device keeps containers."""
+    """Call send_to_device, which preserves containers."""
     from collections import namedtuple
 
     pair = namedtuple("pair", "a b")
@@ -67,7 +67,7 @@ def moving():
 
 
 def sizes_of_batches():
-    """find_batch_size and others."""
+    """Call find_batch_size and listify."""
     return (
         utils.find_batch_size({"a": torch.ones(3, 2)}),
         utils.find_batch_size([torch.ones(4)]),
@@ -76,24 +76,24 @@ def sizes_of_batches():
 
 
 def concatenating():
-    """concatenate."""
+    """Call concatenate."""
     return utils.concatenate([{"a": torch.ones(1)}, {"a": torch.zeros(2)}])["a"], utils.concatenate(
         [torch.ones(1, 2), torch.zeros(1, 2)], dim=1
     )
 
 
 def converting():
-    """convert_to_fp32."""
+    """Call convert_to_fp32."""
     return str(utils.convert_to_fp32({"a": torch.ones(1, dtype=torch.bfloat16)})["a"].dtype)
 
 
 def applying():
-    """recursively_apply."""
+    """Call recursively_apply."""
     return utils.recursively_apply(lambda each: each * 2, {"a": torch.ones(1), "b": (torch.ones(1), 3)})
 
 
 def seeding():
-    """set_seed, also device_specific."""
+    """Call set_seed, also with device_specific=True."""
     import random
 
     import numpy as np
@@ -106,7 +106,7 @@ def seeding():
 
 
 def finding_a_batch_size():
-    """find_executable_batch_size."""
+    """Call find_executable_batch_size."""
     tried = []
 
     @utils.find_executable_batch_size(starting_batch_size=16)
@@ -120,7 +120,7 @@ def finding_a_batch_size():
 
 
 def finding_a_batch_size_on_a_cpu():
-    """The text "CPU out of memory."."""
+    """Call find_executable_batch_size with the error "CPU out of memory."."""
     tried = []
 
     @utils.find_executable_batch_size(starting_batch_size=4)
@@ -134,7 +134,7 @@ def finding_a_batch_size_on_a_cpu():
 
 
 def no_batch_size():
-    """RuntimeError at zero."""
+    """Find no batch size, which raises RuntimeError."""
 
     @utils.find_executable_batch_size(starting_batch_size=2)
     def train(batch_size):
@@ -147,7 +147,7 @@ def no_batch_size():
 
 
 def too_many_arguments_to_find():
-    """TypeError that names the rule."""
+    """Pass the batch size as an argument, which raises TypeError."""
 
     @utils.find_executable_batch_size(starting_batch_size=2)
     def train(batch_size, more):
@@ -160,7 +160,7 @@ def too_many_arguments_to_find():
 
 
 def another_error_while_finding():
-    """It goes through."""
+    """Raise another error in find_executable_batch_size, which propagates."""
 
     @utils.find_executable_batch_size(starting_batch_size=2)
     def train(batch_size):
@@ -173,12 +173,12 @@ def another_error_while_finding():
 
 
 def releasing():
-    """release_memory gives Nones."""
+    """Call release_memory, which returns Nones."""
     return utils.release_memory(torch.ones(1), 2)
 
 
 def environments():
-    """patch_environment and the parsers."""
+    """Call patch_environment and functions that parse environment variables."""
     with utils.patch_environment(MY_WORD="1", other=True):
         inside = (
             os.environ["MY_WORD"],
@@ -190,7 +190,7 @@ def environments():
 
 
 def merging():
-    """merge_dicts and others."""
+    """Call merge_dicts, convert_bytes and get_pretty_name."""
     return (
         utils.merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}}),
         utils.convert_bytes(2048),
@@ -200,7 +200,7 @@ def merging():
 
 
 def versions():
-    """compare_versions."""
+    """Call is_torch_version and compare_versions."""
     return (
         utils.is_torch_version(">=", "2.0"),
         utils.compare_versions("torch", "<", "1.0"),
@@ -209,7 +209,7 @@ def versions():
 
 
 def saving(tmp="object.bin"):
-    """save and load."""
+    """Call accelerator.save, then utils.load."""
     made = Accelerator(cpu=True)
     made.save({"a": torch.ones(2)}, tmp)
     made.wait_for_everyone()
@@ -217,7 +217,7 @@ def saving(tmp="object.bin"):
 
 
 def saving_safely():
-    """safe_serialization=True."""
+    """Call accelerator.save with safe_serialization=True."""
     made = Accelerator(cpu=True)
     made.save({"a": torch.ones(2)}, "it.safetensors", safe_serialization=True)
     made.wait_for_everyone()
@@ -227,7 +227,7 @@ def saving_safely():
 
 
 def synchronizing_streams():
-    """synchronize_rng_states."""
+    """Call synchronize_rng_states."""
     rank = _rank()
     torch.manual_seed(rank)
     utils.synchronize_rng_states(["torch"])
@@ -235,7 +235,7 @@ def synchronizing_streams():
 
 
 def enums():
-    """Words and members."""
+    """Read enums by name and value."""
     return [
         str(utils.DistributedType.MULTI_GPU),
         utils.DistributedType("NO").name,
@@ -247,7 +247,7 @@ def enums():
 
 
 def which_are_there():
-    """is_..._available."""
+    """Call functions that check which packages and devices are available."""
     return [
         utils.is_cuda_available() if hasattr(utils, "is_cuda_available") else None,
         utils.is_bf16_available(),
@@ -262,7 +262,7 @@ def which_are_there():
 
 
 def out_of_memory_texts():
-    """should_reduce_batch_size."""
+    """Call should_reduce_batch_size with several messages."""
     texts = [
         "CUDA out of memory.",
         "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",
@@ -278,21 +278,21 @@ def out_of_memory_texts():
 
 
 def sizes_of_files():
-    """convert_file_size_to_int."""
+    """Call convert_file_size_to_int."""
     from accelerate.utils.modeling import convert_file_size_to_int
 
     return [convert_file_size_to_int(each) for each in ("1MB", "1MiB", "2GB", "3kb", 7)]
 
 
 def sizes_of_types():
-    """dtype_byte_size."""
+    """Call dtype_byte_size."""
     from accelerate.utils.modeling import dtype_byte_size
 
     return [dtype_byte_size(each) for each in (torch.float32, torch.bfloat16, torch.int8, torch.bool)]
 
 
 def padded_inputs():
-    """pad_input_tensors."""
+    """Call pad_input_tensors."""
     from accelerate.utils import pad_input_tensors
 
     return list(pad_input_tensors(torch.arange(4.0).reshape(2, 2), 2, 4).shape), list(
@@ -301,28 +301,28 @@ def padded_inputs():
 
 
 def a_recursive_attribute():
-    """recursive_getattr."""
+    """Call recursive_getattr."""
     from accelerate.utils.other import recursive_getattr
 
     return recursive_getattr(torch.nn.Sequential(torch.nn.Linear(2, 3)), "0.out_features")
 
 
 def free_ports():
-    """is_port_in_use."""
+    """Call is_port_in_use."""
     from accelerate.utils import is_port_in_use
 
     return is_port_in_use(1)
 
 
 def of_a_kernel():
-    """check_os_kernel returns nothing."""
+    """Call check_os_kernel, which returns None."""
     from accelerate.utils import check_os_kernel
 
     return check_os_kernel()
 
 
 def shapes_and_structures():
-    """get_data_structure and initialize_tensors."""
+    """Call get_data_structure and initialize_tensors."""
     from accelerate.utils.operations import get_data_structure, initialize_tensors
 
     made = initialize_tensors(get_data_structure({"a": torch.ones(2, 3)}))
@@ -330,7 +330,7 @@ def shapes_and_structures():
 
 
 def launching():
-    """debug_launcher is importable, notebook_launcher says what it needs."""
+    """Import debug_launcher and notebook_launcher."""
     from accelerate import debug_launcher, notebook_launcher
 
     return callable(debug_launcher), callable(notebook_launcher)

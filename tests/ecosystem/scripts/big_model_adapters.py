@@ -1,6 +1,7 @@
-"""PEFT on a placed model: LoRA trained, saved, loaded onto the placed model, merged.
+"""PEFT with a dispatched model: LoRA is trained, saved, loaded into a dispatched model, and merged.
 
-Argument: where two of its three blocks lie, cpu or disk. Accelerate and PEFT together do not get through the latter.
+Argument: the place of two of the model's three blocks, cpu or disk. With disk, this combination fails in Accelerate and
+PEFT.
 """
 
 import sys
@@ -31,8 +32,8 @@ device_map = {
 memory = {"cpu": "60kB" if way == "disk" else "1GB"}
 
 
-def placed() -> torch.nn.Module:
-    """The model, with two of its blocks on disk."""
+def load_dispatched() -> torch.nn.Module:
+    """Load the model with two of its blocks at `way`."""
     return AutoModelForCausalLM.from_pretrained("checkpoint--llama", device_map=device_map, offload_folder="offload")
 
 
@@ -40,7 +41,7 @@ lora = LoraConfig(
     r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False
 )
 torch.manual_seed(1)
-model = get_peft_model(placed(), lora)
+model = get_peft_model(load_dispatched(), lora)
 optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
 tokens = torch.randint(3, 60, (4, 8))
 for _ in range(3):
@@ -55,7 +56,9 @@ with torch.no_grad():
     evidence.add("trained", model(input_ids=tokens).logits)
 model.save_pretrained("adapter")
 
-again = PeftModel.from_pretrained(placed(), "adapter", offload_folder="offload again", max_memory=memory).eval()
+again = PeftModel.from_pretrained(
+    load_dispatched(), "adapter", offload_folder="offload again", max_memory=memory
+).eval()
 with torch.no_grad():
     evidence.add("loaded", again(input_ids=tokens).logits)
     evidence.add("tokens", again.generate(input_ids=tokens, max_new_tokens=5, do_sample=False))
@@ -63,7 +66,7 @@ hooks = {name: type(each._hf_hook).__name__ for name, each in again.named_module
 evidence.add("hooks", *(float(zlib.crc32(str(each).encode())) for each in hooks.items()))
 
 merged = PeftModel.from_pretrained(
-    placed(), "adapter", offload_folder="offload again", max_memory=memory
+    load_dispatched(), "adapter", offload_folder="offload again", max_memory=memory
 ).merge_and_unload()
 with torch.no_grad():
     evidence.add("merged", merged(input_ids=tokens).logits)

@@ -1,7 +1,7 @@
-"""transformers loads a checkpoint of several shards by a device map, generates, and writes it again.
+"""transformers loads a sharded checkpoint with a device map, generates text, and saves the model again.
 
-Arguments: the family (llama, gpt2, t5), and where its parts lie (cpu, disk, auto, word, toy: also on an accelerator of the
-tests).
+Arguments: the model family (llama, gpt2, t5), and the device map (cpu, disk, auto, word, or toy for the toy
+accelerator).
 """
 
 import sys
@@ -70,23 +70,25 @@ arguments = {
 model = loader.from_pretrained("checkpoint", **arguments).eval()
 
 
-def number(words: object) -> float:
-    """One that stands for the words."""
+def hash_text(words: object) -> float:
+    """Return a number that stands for the text."""
     return float(zlib.crc32(str(words).encode()))
 
 
 def note_hooks(root: torch.nn.Module) -> None:
-    """Which modules have hooks, and of which kind."""
+    """Record which modules have hooks, and of which kind."""
     for name, module in root.named_modules():
         hook = getattr(module, "_hf_hook", None)
         if hook is not None:
-            evidence.add("hooks", number((name, type(hook).__name__)))
+            evidence.add("hooks", hash_text((name, type(hook).__name__)))
             hook = hook.hooks[-1] if hasattr(hook, "hooks") else hook
-            told = (hook.execution_device, hook.offload, hook.io_same_device, hook.place_submodules)
-            evidence.add("hooks say", number(told), number(hook.weights_map is None))
+            settings = (hook.execution_device, hook.offload, hook.io_same_device, hook.place_submodules)
+            evidence.add("hooks say", hash_text(settings), hash_text(hook.weights_map is None))
 
 
-evidence.add("map", number(sorted((name, str(device)) for name, device in getattr(model, "hf_device_map", {}).items())))
+evidence.add(
+    "map", hash_text(sorted((name, str(device)) for name, device in getattr(model, "hf_device_map", {}).items()))
+)
 note_hooks(model)
 tokens = torch.randint(3, 60, (2, 6))
 inputs = {"input_ids": tokens, **({"labels": tokens} if family == "t5" else {})}
@@ -97,13 +99,13 @@ for choice in ({"do_sample": False}, {"do_sample": True, "top_k": 5}, {"num_beam
     torch.manual_seed(1)
     evidence.add("tokens", model.generate(tokens, max_new_tokens=6, **choice))
 note_hooks(model)
-evidence.add("devices", *(number(each) for each in (model.device, model.dtype)))
+evidence.add("devices", *(hash_text(each) for each in (model.device, model.dtype)))
 model.save_pretrained("again", max_shard_size="20kB")
 again = loader.from_pretrained("again").eval()
 evidence.parameters(again, name="saved again")
 evidence.add("of the reference", *(torch.equal(a, b) for a, b in zip(again.parameters(), reference.parameters())))
 if places == "disk":
-    # As for models with parameters that shall have no place: the head is left out of the map.
+    # The map leaves out the head, like maps of models with parameters that must not be placed.
     covered = {name: place for name, place in arguments["device_map"].items() if name != "lm_head"}
     with skip_device_map_check():
         dispatch_model(reference, covered, offload_dir="offload again")

@@ -1,4 +1,4 @@
-"""What transformers reads of the singletons, in the order in which it does: notes numbers, and no number is the same by chance."""
+"""Reads Accelerate's singletons in the same order as transformers, and records their values."""
 
 import argparse
 import io
@@ -38,7 +38,7 @@ def windows(evidence, accelerator, loader):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--configured", action="store_true", help="the state is there before TrainingArguments is")
+    parser.add_argument("--configured", action="store_true", help="create the state before TrainingArguments")
     flags = parser.parse_args()
     known = [is_known()]
     if flags.configured:
@@ -48,7 +48,7 @@ def main():
         given = arguments()
     known.append([given.world_size, given.process_index, given.local_process_index, *is_known()])
     evidence = Evidence("evidence", given.process_index)
-    again = arguments(seed=7)  # a script that makes two, as one that tunes does
+    again = arguments(seed=7)  # some scripts create two, for example for hyperparameter tuning
     known.append([again.world_size, again.process_index, float(given.distributed_state == again.distributed_state)])
     plugin = GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False)
     loading = DataLoaderConfiguration(even_batches=True)
@@ -74,7 +74,7 @@ def main():
     for each in known:
         evidence.add("known", *map(float, each))
     evidence.write()
-    trainer.accelerator.wait_for_everyone()  # the process that hosts the store does not leave before the others have begun
+    trainer.accelerator.wait_for_everyone()  # the process that hosts the store must not exit before the others have started
 
 
 main()

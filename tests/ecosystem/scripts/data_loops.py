@@ -1,4 +1,4 @@
-"""A regression on numbered rows: which rows each rank sees in which batch, and what comes of it, for many ways to load them."""
+"""A regression on numbered rows: the rows of each rank and batch, and the results, for many ways to load the data."""
 
 import argparse
 import sys
@@ -49,12 +49,14 @@ def parse(line):
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--kind", default="map", help="map, stream, sampler, batch_sampler")
     parser.add_argument("--bar", action="store_true")
-    parser.add_argument("--by_hand", action="store_true", help="no accumulate: step at every k-th backward")
+    parser.add_argument("--by_hand", action="store_true", help="step at every k-th backward pass, without accumulate")
     parser.add_argument("--no_sync_with_loader", action="store_true")
     parser.add_argument("--adjust", action="store_true")
     parser.add_argument("--uneven", action="store_true", help="join_uneven_inputs(even_batches=False)")
     parser.add_argument("--precision", default="no")
-    parser.add_argument("--loading", default="", help="split dispatch uneven seedable data_seed, by commas")
+    parser.add_argument(
+        "--loading", default="", help="split, dispatch, uneven, seedable, data_seed, separated by commas"
+    )
     return parser.parse_args(line.split())
 
 

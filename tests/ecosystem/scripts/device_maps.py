@@ -1,4 +1,4 @@
-"""Maps for several models and budgets, as transformers, PEFT and diffusers ask for them: what lies where, and is it allowed."""
+"""Device maps for several models and memory budgets, as transformers, PEFT and diffusers request them."""
 
 from math import inf
 
@@ -51,8 +51,8 @@ BUDGETS = [
 ]  # fmt: skip
 
 
-def device_of(device_map: dict, name: str) -> object:
-    """The device of the longest entry that holds it; None where no entry does."""
+def find_device(device_map: dict, name: str) -> object:
+    """Return the device of the longest entry that contains the name, or None."""
     while name not in device_map and name:
         name = name.rpartition(".")[0]
     return device_map.get(name)
@@ -69,7 +69,7 @@ for model, no_split in MODELS:
             used: dict[object, int] = dict.fromkeys([*limits, "disk"], 0)
             for name in names.values():
                 parameter = model.get_parameter(name)
-                used[device_of(device_map, name)] += parameter.numel() * parameter.element_size()
+                used[find_device(device_map, name)] += parameter.numel() * parameter.element_size()
             split = [name for name, each in model.named_modules() if type(each).__name__ in (no_split or ())]
             inside = [
                 {device for entry, device in device_map.items() if entry.startswith(f"{name}.")} for name in split

@@ -1,6 +1,6 @@
-"""A small Stable Diffusion pipeline, offloaded in each of the ways that diffusers has.
+"""A small Stable Diffusion pipeline, offloaded in each way that diffusers supports.
 
-Arguments: the way (none, model, sequential, group, mapped), and the device that computes.
+Arguments: the way (none, model, sequential, group, mapped), and the execution device.
 """
 
 import json
@@ -23,7 +23,7 @@ if device.startswith("toy"):
     register()
 
     def convolve(image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: object) -> torch.Tensor:
-        """The toy has none of its own."""
+        """Compute the convolution on the CPU, because the toy accelerator has no kernel for it."""
         moved = (image.cpu(), weight.cpu(), None if bias is None else bias.cpu())
         return torch.convolution(*moved, *how).to(image.device)
 
@@ -32,13 +32,13 @@ if device.startswith("toy"):
 evidence = Evidence("evidence", PartialState(cpu=True).process_index)
 
 
-def number(words: object) -> float:
-    """One that stands for the words."""
+def hash_text(words: object) -> float:
+    """Return a number that stands for the text."""
     return float(zlib.crc32(str(words).encode()))
 
 
 def build_pipeline() -> StableDiffusionPipeline:
-    """All parts, with random weights and a tokenizer of single letters."""
+    """Build a pipeline with random weights and a tokenizer of single letters."""
     letters = [chr(each) for each in range(33, 127)]
     entries = [*letters, *(f"{each}</w>" for each in letters), "<|startoftext|>", "<|endoftext|>"]
     Path("vocab.json").write_text(json.dumps({entry: index for index, entry in enumerate(entries)}))
@@ -65,7 +65,7 @@ def build_pipeline() -> StableDiffusionPipeline:
 
 
 def draw(pipeline: StableDiffusionPipeline) -> torch.Tensor:
-    """Two images from a prompt."""
+    """Draw two images from a prompt."""
     generator = torch.Generator().manual_seed(2)
     drawn = pipeline("a cat", num_inference_steps=2, num_images_per_prompt=2, generator=generator, output_type="pt")
     return drawn.images.cpu()
@@ -88,20 +88,20 @@ elif way == "mapped":
         "unet", device_map="auto", max_memory=memory, offload_folder="offload"
     )
     places = set(map(str, pipeline.unet.hf_device_map.values()))
-    evidence.add("places", number(sorted(places)))
+    evidence.add("places", hash_text(sorted(places)))
 for _ in range(2):
     images = draw(pipeline)
     evidence.add("images", images)
     evidence.add("as without", torch.equal(images, expected))
-evidence.add("execution device", number(pipeline._execution_device))
+evidence.add("execution device", hash_text(pipeline._execution_device))
 for part in ("unet", "vae", "text_encoder"):
     root = getattr(pipeline, part)
     for name, module in root.named_modules():
         if hasattr(module, "_hf_hook") and way != "mapped":
             hook = module._hf_hook
             kinds = [type(each).__name__ for each in getattr(hook, "hooks", [hook])]
-            evidence.add("hooks", number((part, name, kinds)))
-            evidence.add("runs on", number(getattr(hook, "execution_device", None)))
+            evidence.add("hooks", hash_text((part, name, kinds)))
+            evidence.add("runs on", hash_text(getattr(hook, "execution_device", None)))
 if way in ("model", "sequential"):
     pipeline.remove_all_hooks()
     evidence.add("without hooks", draw(pipeline.to("cpu")))

@@ -1,4 +1,4 @@
-"""A diffusion model trained as public scripts train one: accumulation, clipping, EMA, hooks that save models, checkpoints.
+"""Trains a diffusion model like public scripts: accumulation, clipping, EMA, hooks that save models, and checkpoints.
 
 Argument: the mixed precision.
 """
@@ -21,7 +21,7 @@ logger = get_logger(__name__, log_level="INFO")
 
 
 def build_model() -> UNet2DModel:
-    """A UNet for images of 8 x 8."""
+    """Build a UNet for images of 8 x 8 pixels."""
     return UNet2DModel(
         sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, block_out_channels=(8, 16),
         down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
@@ -30,7 +30,7 @@ def build_model() -> UNet2DModel:
 
 
 def main(mixed_precision: str) -> None:
-    """Train for two epochs, go back to the end of the first, train on."""
+    """Train for two epochs, load the state after the first epoch, and train one more epoch."""
     accelerator = Accelerator(
         gradient_accumulation_steps=2,
         mixed_precision=mixed_precision,
@@ -68,7 +68,7 @@ def main(mixed_precision: str) -> None:
     scheduler = DDPMScheduler(num_train_timesteps=20, beta_schedule="squaredcos_cap_v2")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.95, 0.999), weight_decay=1e-6)
     images = torch.rand(48, 1, 8, 8) * 2 - 1
-    # Which order ranks shuffle in is shown by other scripts.
+    # Other scripts test the order of shuffled data on several ranks.
     loader = torch.utils.data.DataLoader(images, batch_size=4, shuffle=accelerator.num_processes == 1)
     lr_scheduler = get_scheduler("cosine", optimizer=optimizer, num_warmup_steps=4, num_training_steps=22)
     model, optimizer, loader, lr_scheduler = accelerator.prepare(model, optimizer, loader, lr_scheduler)

@@ -1,5 +1,6 @@
-"""Preferences by TRL's DPO: a model against its reference, LoRA against its own base, reference figures computed ahead, and
-with TRL's own settings, by which both models compute in bf16.
+"""TRL's DPO on preferences: with a reference model, with LoRA, with precomputed reference values, and with TRL's defaults.
+
+With TRL's defaults, both models compute in bf16.
 """
 
 import sys

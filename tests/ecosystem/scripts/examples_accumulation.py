@@ -1,4 +1,4 @@
-"""Gradient accumulation by `accumulate`, with and without a schedule counted by it; windows and batches end ragged."""
+"""Gradient accumulation with `accumulate` and adjust_scheduler=True. The last window and the last batch are short."""
 
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, set_seed

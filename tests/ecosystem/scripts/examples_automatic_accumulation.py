@@ -1,4 +1,4 @@
-"""Accumulation chosen by what fits: where memory runs out the batch size is halved, and the steps make up for it."""
+"""Automatic accumulation: after an out-of-memory error, a smaller batch size is tried, and more steps make up for it."""
 
 from accelerate import Accelerator
 from accelerate.utils import find_executable_batch_size, set_seed

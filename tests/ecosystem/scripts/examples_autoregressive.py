@@ -1,4 +1,4 @@
-"""Accumulation for language models: each window's loss is a sum, divided by the tokens that all processes have in it."""
+"""Accumulation for language models: the summed loss of each window is divided by its number of tokens on all processes."""
 
 import contextlib
 
@@ -44,7 +44,7 @@ for _ in range(2):
         num_tokens = accelerator.gather(num_tokens).sum().item()
         evidence.add("tokens", num_tokens)
         for index, batch in enumerate(window):
-            # Gradients travel with the window's last batch only.
+            # Gradients are synchronized only with the last batch of the window.
             is_local = index + 1 < len(window) and accelerator.num_processes > 1
             with model.no_sync() if is_local else contextlib.nullcontext():
                 logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits

@@ -1,4 +1,4 @@
-"""Checkpoints by steps with numbers from the library, taken up in the middle of an epoch in the same process."""
+"""Checkpoints that the library numbers. The newest one, from the middle of an epoch, is loaded in the same process."""
 
 import os
 

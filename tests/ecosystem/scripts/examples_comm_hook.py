@@ -1,4 +1,4 @@
-"""Gradients on their way: in float16, and by PowerSGD."""
+"""Communication hooks of DDP: gradients that are sent in float16, or compressed by PowerSGD."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Cross-validation: stratified folds, a fresh model for each, and the vote of all of them on the test set."""
+"""Cross-validation with stratified folds: a new model for each fold, and a vote of all models on the test set."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""The complete vision example: images normalized by hand, OneCycleLR, a frozen part, checkpoints, weights saved at the end."""
+"""The complete vision example: normalized images, OneCycleLR, a frozen layer, checkpoints, and weights saved at the end."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Early stopping: the process that sees the sign sets a trigger, and all of them leave the loop."""
+"""Early stopping: one process sets a trigger, and all processes leave the loop."""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""Local SGD: each process goes its own way for a few updates, then the parameters are averaged."""
+"""Local SGD: each process makes several updates alone, then the parameters are averaged."""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""What the examples train: sentence pairs in made-up words for a small BERT, scikit-learn's digits for a small network."""
+"""Data and models of the examples: pairs of made-up sentences for a small BERT, and digits for a small network."""
 
 import random
 
@@ -11,7 +11,10 @@ NUM_WORDS = 60
 
 
 def make_pairs(number, seed):
-    """Token ids of pairs; the label says whether the second sentence repeats the first one's rarest word."""
+    """Return token IDs of sentence pairs.
+
+    The label says whether the second sentence repeats the largest token of the first one.
+    """
     draw = random.Random(seed)
     rows = []
     for _ in range(number):
@@ -70,7 +73,7 @@ def make_net():
 
 
 class Accuracy:
-    """Counts what is right, as the metric objects of evaluation libraries do."""
+    """A metric that counts correct predictions, like those of evaluation libraries."""
 
     def __init__(self):
         self.right, self.seen = 0, 0
@@ -84,7 +87,7 @@ class Accuracy:
 
 
 def evaluate(accelerator, model, loader):
-    """Accuracy over all processes; the batches are BERT's or the digits'."""
+    """Return the accuracy over all processes, for batches of text or of digits."""
     model.eval()
     metric = Accuracy()
     for batch in loader:

@@ -1,4 +1,4 @@
-"""A batch size that fits: the training function is called again with half of it until memory does not run out."""
+"""Finds a batch size that fits: the training function runs again with a smaller batch size after an out-of-memory error."""
 
 import torch
 from accelerate import Accelerator

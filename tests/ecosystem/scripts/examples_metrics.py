@@ -1,4 +1,4 @@
-"""Metrics over processes: by gather_for_metrics, by cutting the last batch oneself, of objects, and a loss of each process."""
+"""Metrics over processes: gather_for_metrics, a last batch that the script cuts itself, objects, and a loss per process."""
 
 import torch
 from accelerate import Accelerator

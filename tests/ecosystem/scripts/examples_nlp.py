@@ -1,4 +1,4 @@
-"""The complete language example: fine-tuning with a schedule, accumulation, tracking, checkpoints, and a resume by steps."""
+"""The complete language example: fine-tuning with a schedule, accumulation, tracking, checkpoints, and resuming."""
 
 import argparse
 import os

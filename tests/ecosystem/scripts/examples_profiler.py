@@ -1,4 +1,4 @@
-"""Profiling: a schedule of steps, a handler that is given each trace, and the folder of traces."""
+"""Profiling: a schedule of steps, a handler that receives each trace, and a folder of traces."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A schedule-free optimizer: switched between training and evaluation with the model."""
+"""A schedule-free optimizer, which switches between training and evaluation together with the model."""
 
 import schedulefree
 import torch

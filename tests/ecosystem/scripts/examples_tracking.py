@@ -1,4 +1,4 @@
-"""Tracking: TensorBoard by name and a tracker of one's own, and what they were given."""
+"""Tracking with TensorBoard by name and with a custom tracker, and the values that they receive."""
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -31,7 +31,7 @@ class Notebook(GeneralTracker):
         self.pages += [step, *values.values()]
 
 
-PartialState(cpu=True)  # before the tracker, which asks it which process this is
+PartialState(cpu=True)  # created before the tracker, which needs it to determine its process
 own = Notebook()
 accelerator = Accelerator(cpu=True, log_with=["tensorboard", own], project_dir="logs")
 evidence = Evidence("evidence", accelerator.process_index)

@@ -1,4 +1,4 @@
-"""A generator and a discriminator, each with an accumulate block of its own, and raw loss.backward(): Accelerate has one counter."""
+"""A generator and a discriminator, each in its own accumulate block, optionally with loss.backward(). Accelerate has one counter."""
 
 import sys
 

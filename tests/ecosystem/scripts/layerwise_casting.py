@@ -1,4 +1,4 @@
-"""Weights kept in float8 and bf16, and computed with in another dtype: outputs and what is stored."""
+"""Weights that are stored in float8 or bf16 and cast to another dtype for computation: outputs and stored values."""
 
 import sys
 

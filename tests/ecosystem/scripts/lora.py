@@ -1,4 +1,4 @@
-"""LoRA and its relatives by PEFT: with transformers' Trainer, and in a loop of one's own; adapters saved and read again."""
+"""LoRA and similar adapters of PEFT: trained by transformers' Trainer or by a loop, saved, and loaded again."""
 
 import sys
 
@@ -20,8 +20,8 @@ from transformers import (
 from tests.scripts.evidence import Evidence
 
 
-def with_trainer(model, rows, collate, evidence):
-    """Trained by transformers."""
+def train_with_trainer(model, rows, collate, evidence):
+    """Train with transformers' Trainer."""
     args = TrainingArguments(
         "out", per_device_train_batch_size=4, per_device_eval_batch_size=4, num_train_epochs=2, learning_rate=1e-2, logging_steps=1,
         eval_strategy="epoch", save_strategy="no", report_to="none", use_cpu=True,
@@ -33,8 +33,8 @@ def with_trainer(model, rows, collate, evidence):
     return trainer.accelerator
 
 
-def with_loop(model, rows, collate, evidence, precision):
-    """Trained by a loop as people write it for Accelerate."""
+def train_with_loop(model, rows, collate, evidence, precision):
+    """Train with a typical loop for Accelerate."""
     accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=2, cpu=True)
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
     loader = DataLoader(rows, batch_size=4, collate_fn=collate)
@@ -78,7 +78,7 @@ rows = Dataset.from_list([words(text, truncation=True, max_length=40) for text i
 collate = DataCollatorForLanguageModeling(words, mlm=False)
 
 evidence = Evidence(None, 0)
-run = with_trainer if way == "trainer" else with_loop
+run = train_with_trainer if way == "trainer" else train_with_loop
 accelerator = run(model, rows, collate, evidence, *([] if way == "trainer" else [*precision, None][:1]))
 evidence.path = Evidence("evidence", accelerator.process_index).path
 trained = accelerator.unwrap_model(model)

@@ -1,4 +1,4 @@
-"""A loop with shards, a loader and a tracker of its own, as scripts build them that do not leave loaders to `prepare`."""
+"""A loop with its own sharded sampler, loader and tracker, like scripts that do not pass their loaders to `prepare`."""
 
 import torch
 from accelerate import Accelerator

@@ -1,6 +1,6 @@
-"""Random ways to load, leave, skip, gather and schedule: `random_cases.py KIND FIRST LAST` runs the cases of those seeds.
+"""Random cases of data loading and schedules: `random_cases.py KIND FIRST LAST` runs the cases with these seeds.
 
-What has a row under "Differences" of docs/accelerate_name_reference.md is left out.
+Cases under "Differences" in docs/accelerate_name_reference.md are excluded.
 """
 
 import random
@@ -38,7 +38,7 @@ def make_loader(draw, count, is_stream):
 
 
 def make_config(draw, loader, count, is_stream, world_size):
-    """Settings that all ranks can keep in step with; a shuffled loader is not dispatched."""
+    """Return random settings with which all ranks make the same number of steps. A shuffled loader is not dispatched."""
     draws = isinstance(getattr(loader, "sampler", None), RandomSampler)
     size = loader.batch_size or loader.batch_sampler.batch_size
     is_short = count < 2 * size * world_size
@@ -53,11 +53,11 @@ def make_config(draw, loader, count, is_stream, world_size):
     )
 
 
-def values_of(batch):
+def get_values(batch):
     return batch[0] if isinstance(batch, list | tuple) else batch
 
 
-def gathered(accelerator, values, how):
+def gather_values(accelerator, values, how):
     if how == "tensor":
         return accelerator.gather_for_metrics(values).tolist()
     if how == "nested":
@@ -68,8 +68,8 @@ def gathered(accelerator, values, how):
     return accelerator.gather_for_metrics(values.tolist(), use_gather_object=True)
 
 
-def loading(draw, note):
-    """Passes over a loader, some left early, some with a beginning skipped, what is gathered and where each pass stands."""
+def run_loading_case(draw, note):
+    """Iterate over a loader several times, sometimes with a break or skipped batches; record rows, gathered values and end flags."""
     world_size = Accelerator(cpu=True).num_processes
     is_stream, count = draw.random() < 0.25, draw.randint(1, 23)
     count += 20 * is_stream
@@ -89,10 +89,10 @@ def loading(draw, note):
         data = skip_first_batches(made, skipped) if skips else made
         gathers = not is_stream and (not skips or world_size == 1)
         for at, batch in enumerate(data):
-            note("rows", *values_of(batch).tolist())
+            note("rows", *get_values(batch).tolist())
             note("end", accelerator.gradient_state.end_of_dataloader)
             if gathers:
-                note(how, *gathered(accelerator, values_of(batch), how))
+                note(how, *gather_values(accelerator, get_values(batch), how))
             if leaves and at + 1 == stop:
                 break
         note("draw", torch.rand(()))
@@ -110,8 +110,8 @@ KINDS = {
 }
 
 
-def scheduling(draw, note):
-    """A random row of calls, and the learning rate after each."""
+def run_scheduling_case(draw, note):
+    """Make a random sequence of calls, and record the learning rate after each of them."""
     kind = draw.choice(list(KINDS))
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=draw.randint(1, 3), step_scheduler_with_optimizer=draw.random() < 0.7,
@@ -156,9 +156,9 @@ for seed in range(first, last):
         evidence.add(f"{what} {seed}: {name}", *values)
 
     try:
-        {"loading": loading, "scheduling": scheduling}[what](random.Random(seed), note)
+        {"loading": run_loading_case, "scheduling": run_scheduling_case}[what](random.Random(seed), note)
     except ValueError:
-        note("raised", 1)  # Accelerate does, where a dispatched loader ends too soon
+        note("raised", 1)  # Accelerate raises it if a dispatched loader ends too early
     AcceleratorState._reset_state()
     GradientState._reset_state()
 evidence.write()

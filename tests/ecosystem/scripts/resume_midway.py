@@ -1,4 +1,4 @@
-"""A shuffled run that saves in the middle of its second epoch, or goes on from there by skipping the batches before."""
+"""A shuffled run that saves in the middle of its second epoch, or resumes there by skipping the earlier batches."""
 
 import argparse
 
@@ -12,8 +12,8 @@ from tests.scripts.evidence import Evidence
 parser = argparse.ArgumentParser()
 parser.add_argument("--project", required=True)
 parser.add_argument("--resume", action="store_true")
-parser.add_argument("--folder", default=None, help="of the checkpoint to go on from; left out: the newest one")
-parser.add_argument("--binary", action="store_true", help="weights by torch.save")
+parser.add_argument("--folder", default=None, help="checkpoint to resume from; the newest one if omitted")
+parser.add_argument("--binary", action="store_true", help="save weights with torch.save")
 args = parser.parse_args()
 
 
@@ -69,7 +69,7 @@ for epoch in range(first_epoch, 3):
             accelerator.save_state(safe_serialization=not args.binary)
 evidence.add("seen", counter.seen)
 for part in map(accelerator.unwrap_model, (encoder, head)):
-    # A process's own running means count for nothing: before a forward they become those of the first one.
+    # Each forward pass replaces a process's running means with those of process 0, so they are not compared.
     evidence.add("parameters", *(each.double().norm() for each in part.parameters()))
     if accelerator.is_main_process:
         evidence.parameters(part)

@@ -1,4 +1,4 @@
-"""A reward model by TRL from pairs of texts."""
+"""Trains a reward model on pairs of texts with TRL."""
 
 import torch
 from datasets import Dataset

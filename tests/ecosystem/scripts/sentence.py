@@ -1,4 +1,4 @@
-"""Embeddings by sentence-transformers: pairs, scored pairs, several datasets at once, and an evaluator."""
+"""Embeddings with sentence-transformers: pairs, scored pairs, several datasets together, and an evaluator."""
 
 import sys
 
@@ -20,8 +20,8 @@ from transformers import BertModel, set_seed
 from tests.scripts.evidence import Evidence
 
 
-def in_order(dataset, **options):
-    """Batches in the data's order."""
+def make_sequential_sampler(dataset, **options):
+    """Return a batch sampler that preserves the order of the data."""
     return DefaultBatchSampler(SequentialSampler(dataset), **options)
 
 
@@ -34,8 +34,12 @@ scored = Dataset.from_dict(
 )
 evaluator = EmbeddingSimilarityEvaluator(texts[:12], texts[12:24], [i / 12 for i in range(12)], name="made")
 data, loss, options = {
-    "pairs": (pairs, MultipleNegativesRankingLoss, {"batch_sampler": in_order, "gradient_accumulation_steps": 2}),
-    "scored": (scored, CoSENTLoss, {"batch_sampler": in_order, "bf16": True}),
+    "pairs": (
+        pairs,
+        MultipleNegativesRankingLoss,
+        {"batch_sampler": make_sequential_sampler, "gradient_accumulation_steps": 2},
+    ),
+    "scored": (scored, CoSENTLoss, {"batch_sampler": make_sequential_sampler, "bf16": True}),
     "cached": (pairs, CachedMultipleNegativesRankingLoss, {"batch_sampler": "no_duplicates"}),
     "several": (DatasetDict(a=pairs, b=scored.remove_columns("score")), MultipleNegativesRankingLoss, {}),
 }[way]

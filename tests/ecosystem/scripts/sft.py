@@ -1,4 +1,4 @@
-"""Supervised fine-tuning by TRL: texts, conversations, packed rows, LoRA."""
+"""Supervised fine-tuning with TRL: texts, conversations, packed sequences, prompts with completions, and LoRA."""
 
 import sys
 

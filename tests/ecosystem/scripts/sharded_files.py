@@ -1,4 +1,4 @@
-"""A model sharded by plain torch: its weights and its optimizer's state written or read by Accelerate's functions."""
+"""A model that plain torch shards: Accelerate's functions write or read its weights and its optimizer's state."""
 
 import argparse
 from types import SimpleNamespace
@@ -19,14 +19,14 @@ from torch.distributed.fsdp import fully_shard
 from tests.scripts.evidence import Evidence
 
 
-def whole(tensor):
+def gather_whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", default="SHARDED_STATE_DICT")
-    parser.add_argument("--read", help="a folder that such a run wrote")
+    parser.add_argument("--read", help="folder that an earlier run wrote")
     parser.add_argument("--adapter", action="store_true", help="a PEFT model")
     flags = parser.parse_args()
     process = PartialState(cpu=True)
@@ -61,10 +61,10 @@ def main():
         save_fsdp_model(plugin, accelerator, model, "saved", adapter_only=True)
         save_fsdp_optimizer(plugin, accelerator, optimizer, model, "saved")
     for parameter in model.parameters():
-        evidence.add("weights", whole(parameter))
+        evidence.add("weights", gather_whole(parameter))
     for parameter in learning:
         state = optimizer.state[parameter]
-        evidence.add("optimizer", state["step"], whole(state["exp_avg"]), whole(state["exp_avg_sq"]))
+        evidence.add("optimizer", state["step"], gather_whole(state["exp_avg"]), gather_whole(state["exp_avg_sq"]))
     evidence.write()
     process.wait_for_everyone()
     process.destroy_process_group()

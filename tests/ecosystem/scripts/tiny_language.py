@@ -1,4 +1,4 @@
-"""What scripts about language train on, without a network: a tokenizer made from this Python's own source, and small models."""
+"""Offline material for language scripts: a tokenizer trained on Python's own source code, and small models."""
 
 import argparse
 import inspect
@@ -9,7 +9,7 @@ from accelerate import PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-# The library that the project's own scripts use as text is there in every Python.
+# The standard library is available everywhere, so its source code serves as text.
 SOURCES = [inspect.getsource(argparse), inspect.getsource(textwrap)]
 
 TEMPLATE = (
@@ -21,7 +21,7 @@ TEMPLATE = (
 
 
 def tokenizer(size=400, kind="bytes"):
-    """Byte-pair encoding trained on `SOURCES`, with a chat template; `kind="bert"`: with BERT's special tokens."""
+    """Return a byte-pair tokenizer trained on `SOURCES`, with a chat template, or with BERT's special tokens if kind="bert"."""
     special = (
         ["<pad>", "<end>", "<user>", "<assistant>"]
         if kind == "bytes"
@@ -50,7 +50,7 @@ def tokenizer(size=400, kind="bytes"):
 
 
 def gpt2(words, dropout=0.1):
-    """A GPT-2 of two layers."""
+    """Build a GPT-2 with two layers."""
     shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128}
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     ends = {"bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
@@ -58,14 +58,14 @@ def gpt2(words, dropout=0.1):
 
 
 def llama(words):
-    """A Llama of two layers."""
+    """Build a Llama with two layers."""
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     ends = {"bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
     return LlamaForCausalLM(LlamaConfig(vocab_size=len(words), max_position_embeddings=128, **shape, **ends))
 
 
 def through_files(model):
-    """The model written by `save_pretrained` and read again, for trainers that read it once more by its path."""
+    """Save the model and load it again, for trainers that read the model again from its path."""
     state = PartialState(cpu=True)
     model.save_pretrained("model")
     state.wait_for_everyone()
@@ -73,19 +73,19 @@ def through_files(model):
 
 
 def bert_config(words):
-    """A BERT of two layers."""
+    """Return the config of a BERT with two layers."""
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     return BertConfig(vocab_size=len(words), max_position_embeddings=128, pad_token_id=words.pad_token_id, **shape)
 
 
 def lines(count):
-    """So many different lines of source, in its order."""
+    """Return `count` different lines of source code, in their order."""
     found = [line.strip() for source in SOURCES for line in source.splitlines()]
     return list(dict.fromkeys(line for line in found if len(line) > 20))[:count]
 
 
 def history(evidence, trainer):
-    """Note every figure that a Trainer logged, but times."""
+    """Record every number that a Trainer logged, except times."""
     for entry in trainer.state.log_history:
         for name, value in entry.items():
             if not any(word in name for word in ("runtime", "per_second", "time")):

@@ -1,4 +1,4 @@
-"""transformers' Trainer on a small GPT-2 with dropout, as its users call it; what it logs, measures and learns is noted."""
+"""transformers' Trainer on a small GPT-2 with dropout. The script records its logs, metrics and weights."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ TIMES = ("runtime", "per_second", "preparation_time")
 
 
 class Tokens(Dataset):
-    """Sentences of 12 tokens, the first few of each not to be learned."""
+    """Sequences of 12 tokens. The labels of the first tokens are ignored, up to seven in each sequence."""
 
     def __init__(self, count, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -36,7 +36,7 @@ class Tokens(Dataset):
 
 
 class Stream(IterableDataset):
-    """The same, one after the other."""
+    """An iterable dataset with the items of another dataset."""
 
     def __init__(self, data):
         self.data = data
@@ -46,7 +46,7 @@ class Stream(IterableDataset):
 
 
 class Sentences(Dataset):
-    """Sentences of different lengths."""
+    """Sequences of different lengths."""
 
     def __init__(self, data):
         self.data = data
@@ -68,7 +68,7 @@ def pad(items):
 
 
 def corrupt(items):
-    """Another random token here and there, drawn from torch's global generator."""
+    """Replace random tokens, drawn from torch's global generator."""
     rows = torch.stack([item["input_ids"] for item in items])
     noise = torch.randint(0, 64, rows.shape)
     return {
@@ -78,7 +78,7 @@ def corrupt(items):
 
 
 class Hungry(GPT2LMHeadModel):
-    """Wants more memory for a batch of more than two than any machine has."""
+    """A model that runs out of memory with more than two samples in a training batch."""
 
     def forward(self, input_ids=None, labels=None, **kwargs):
         if self.training and len(input_ids) > 2:
@@ -132,10 +132,12 @@ def main():
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--output", default="out")
     parser.add_argument("--save", default="no")
-    parser.add_argument("--resume", default=None, help="a folder whose last checkpoint to go on from, or a checkpoint")
+    parser.add_argument(
+        "--resume", default=None, help="checkpoint to resume from, or a folder whose last checkpoint is used"
+    )
     parser.add_argument("--hungry", type=int, nargs="*", help="ranks that run out of memory with more than two samples")
-    parser.add_argument("--perturbed", action="store_true", help="begin with other weights, which a resume replaces")
-    parser.add_argument("--evaluate", action="store_true", help="evaluate and predict, too")
+    parser.add_argument("--perturbed", action="store_true", help="start with other weights, which a resume replaces")
+    parser.add_argument("--evaluate", action="store_true", help="also evaluate and predict")
     flags = parser.parse_args()
     logging.getLogger("transformers.trainer").setLevel(logging.ERROR)
     trainer = build(flags)

@@ -1,4 +1,4 @@
-"""Which library answers to the name."""
+"""Records which library provides the name `accelerate`."""
 
 import accelerate
 

@@ -1,4 +1,4 @@
-"""The simulated runtime seen from Python: what was asked of it, what could not be computed. torch loads it by itself."""
+"""Python interface of the simulated CUDA runtime: its call counts and uncomputed operations. torch loads this module by itself."""
 
 import ctypes
 import os
@@ -20,10 +20,10 @@ def _load() -> None:
     if not _HAS_VALUES:
         import torch
 
-        torch.backends.cuda.enable_cudnn_sdp(False)  # its library has no engines; with values its results are computed
+        torch.backends.cuda.enable_cudnn_sdp(False)  # the simulated cuDNN has no engines
 
 
-def _lines(ask: object) -> list[str]:
+def _read_lines(ask: object) -> list[str]:
     size = ask(None, 0)  # type: ignore[operator]
     buffer = ctypes.create_string_buffer(size + 4096)
     ask(buffer, len(buffer))  # type: ignore[operator]
@@ -31,24 +31,27 @@ def _lines(ask: object) -> list[str]:
 
 
 def counts() -> dict[str, int]:
-    """How often the runtime was asked for each thing by this process."""
+    """Return how often this process called each function of the runtime."""
     return {
-        name: int(number) for number, name in (line.split(" ", 1) for line in _lines(_RUNTIME.simulated_cuda_counts))
+        name: int(number)
+        for number, name in (line.split(" ", 1) for line in _read_lines(_RUNTIME.simulated_cuda_counts))
     }
 
 
 def not_computed() -> list[str]:
-    """Operations whose values are not those of a card, with their number and the reason."""
+    """Return the operations whose values could not be computed, each with its count and the reason."""
     return (
-        _lines(ctypes.CDLL(str(_LIBRARIES / "libsimulated_values.so")).simulated_values_missing) if _HAS_VALUES else []
+        _read_lines(ctypes.CDLL(str(_LIBRARIES / "libsimulated_values.so")).simulated_values_missing)
+        if _HAS_VALUES
+        else []
     )
 
 
 def pinned_bytes(peak: bool = False) -> int:
-    """Host memory that is pinned, now or at most."""
+    """Return the number of bytes of pinned host memory, or their peak."""
     return int(_RUNTIME.simulated_cuda_pinned_bytes(peak))
 
 
 def clock() -> float:
-    """What time it is for the host by the virtual clock, ms; 0 without SIMULATED_CUDA_CLOCK."""
+    """Return the host's virtual time in milliseconds, or 0 without SIMULATED_CUDA_CLOCK."""
     return float(_RUNTIME.simulated_cuda_host_ns()) / 1e6

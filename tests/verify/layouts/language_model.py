@@ -61,10 +61,10 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = DataLoader(TensorDataset(make_tokens()), batch_size=16, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    seen: list[torch.Tensor] = []
+    activations: list[torch.Tensor] = []
     if args.fault == "mean_over_own_tokens":
         layer = next(each for name, each in model.named_modules() if name.endswith("layers.2.mlp"))
-        layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        layer.register_forward_hook(lambda module, inputs, output: activations.append(output))
     for (tokens,) in loader:
         with accelerator.accumulate(model):
             if args.fault == "sum_over_rows":
@@ -73,13 +73,13 @@ def main() -> None:
             else:
                 loss = model(tokens, labels=tokens).loss
             if args.fault == "mean_over_own_tokens":
-                loss = loss + 1000 * seen.pop().float().square().mean()
-                seen.clear()
+                loss = loss + 1000 * activations.pop().float().square().mean()
+                activations.clear()
             accelerator.backward(loss)
             if args.fault == "norm_of_own_shard":
-                own = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters() if p.grad is not None]
-                norm = torch.stack([each.norm() for each in own]).norm()
-                for each in own:
+                gradients = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters() if p.grad is not None]
+                norm = torch.stack([each.norm() for each in gradients]).norm()
+                for each in gradients:
                     each.div_(norm)
             if args.fault == "scale_by_own_experts":
                 for name, p in model.named_parameters():
@@ -87,8 +87,8 @@ def main() -> None:
                         p.grad.mul_(len(getattr(p.grad, "_local_tensor", p.grad)) / 4)
             optimizer.step()
             if args.fault == "decay_of_own_stage":
-                here = [p for p in model.parameters() if not p.is_meta and p.ndim > 1]
-                here[-1].data.mul_(0.9)
+                parameters = [p for p in model.parameters() if not p.is_meta and p.ndim > 1]
+                parameters[-1].data.mul_(0.9)
             optimizer.zero_grad()
     accelerator.end_training()
 

@@ -1,7 +1,7 @@
-"""Cause that a good report names for each faulty script, so that `run_collection.py` can grade it.
+"""The cause that a good report names for each faulty script. `run_collection.py` grades reports with it.
 
-`words` is a regular expression that the report has to contain, in the result or the details of a failed proof. `code` is
-text of the line where the fault is planted; "" if no single line has it. Several texts are alternatives.
+`words` is a regular expression that must match in the result or the details of a failed proof. `code` is
+text of the line with the fault. It is empty if the fault is not in a single line. Several texts are alternatives.
 """
 
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Planted:
-    """Planted cause of one faulty script.
+    """The planted cause of one faulty script.
 
     Attributes:
-        words: Regular expression, without regard to case.
-        code: Texts of lines of the script, each of which is a right place. Empty: any line, or none, is right.
+        words: Regular expression. Case is ignored.
+        code: Texts of the script's lines, each of which is a right place. If empty, any line or none is right.
     """
 
     words: str
@@ -121,4 +121,4 @@ PLANTED = {
     "weights_clamped_by_main_process": Planted(r"0\.weight", ("parameter.clamp_",)),
     "zero_grad_each_micro_batch": Planted("clears gradients before", ("optimizer.zero_grad()",)),
 }
-"""Planted cause by the name of the script."""
+"""The planted cause for each name of a script."""

@@ -13,7 +13,7 @@ from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.base import SingleStrategy
 from headway.errors import CollectiveError, ConfigError, UnsupportedError
 from tests.distributed.mirror import FOLDER, write_entry_points, write_package
-from tests.docs.pages import ROOT, blocks
+from tests.docs.pages import ROOT, parse_blocks
 
 
 class Lonely(SingleStrategy):
@@ -83,7 +83,7 @@ def test_name_registered_by_two_packages_is_refused(installed: Path) -> None:
 def test_example_is_short_and_shown_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (FOLDER / "mirror.py").read_text()
     assert len(text.splitlines()) < 60
-    assert blocks(ROOT / "docs" / "own_strategy.md")[0].text.strip() == text.strip()
+    assert parse_blocks(ROOT / "docs" / "own_strategy.md")[0].text.strip() == text.strip()
     for folder in (write_entry_points(tmp_path / "site"), FOLDER):
         monkeypatch.syspath_prepend(str(folder))
     try:

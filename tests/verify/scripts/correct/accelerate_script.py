@@ -1,4 +1,4 @@
-"""A script for Accelerate that imports nothing of Headway: accumulation, a schedule, save_state and load_state.
+"""A script for Accelerate without Headway: accumulation, a schedule, save_state and load_state.
 
 Run: --as accelerate
 """
@@ -15,7 +15,7 @@ FOLDER = Path("runs/accelerate_script")
 
 
 class Progress:
-    """The number of batches that were read, as part of the checkpoint."""
+    """The number of batches read so far, as part of the checkpoint."""
 
     def __init__(self):
         self.batches = 0

@@ -1,6 +1,6 @@
-"""A tiny GPT written by hand on padded sentences: a causal mask, shifted targets, and weights by real tokens.
+"""A tiny handwritten GPT on padded sentences, with a causal mask, shifted targets, and real tokens as weight.
 
-A bias of keys does not change attention. Its gradient is rounding noise, which Adam enlarges to steps of its own: on
+A bias of keys does not change attention. Its gradient is rounding noise, which Adam scales up to whole steps. On
 two processes these 16 numbers differ by a quarter of the learning rate, and nothing else does.
 """
 

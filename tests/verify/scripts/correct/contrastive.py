@@ -1,4 +1,4 @@
-"""A contrastive loss over the pairs of all processes: each rank computes its own rows against everyone's."""
+"""A contrastive loss over the pairs of all processes: each rank compares its own rows with those of all ranks."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""An average of the weights that is kept by hand, evaluated by itself, and registered for checkpoints."""
+"""A handwritten average of the weights, evaluated separately and registered for checkpoints."""
 
 import torch
 from torch import nn

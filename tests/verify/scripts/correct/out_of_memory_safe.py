@@ -1,4 +1,4 @@
-"""Automatic micro-batching: a loss function without side effects, so that a batch may be run again in pieces."""
+"""Automatic micro-batching: a loss function without side effects, so that a batch can be repeated in smaller pieces."""
 
 import torch
 from torch import nn

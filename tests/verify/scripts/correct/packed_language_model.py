@@ -1,4 +1,4 @@
-"""A tiny Llama on packed documents, with position ids that start anew at each document, weighted by labels."""
+"""A tiny Llama on packed documents, with position ids that restart at each document, weighted by labels."""
 
 import torch
 from torch.utils.data import DataLoader

@@ -8,7 +8,7 @@ from headway import Accelerator, ProjectConfiguration, set_seed
 
 
 class Replay:
-    """The last rows that were seen on all ranks, equal on every rank."""
+    """The latest rows of all ranks, with the same contents on every rank."""
 
     def __init__(self, capacity):
         self.capacity = capacity

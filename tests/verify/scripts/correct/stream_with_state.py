@@ -1,4 +1,4 @@
-"""A stream that keeps its own position and is registered, so that a resumed run reads on where it stopped."""
+"""A registered stream that keeps its own position, so that a resumed run continues where it stopped."""
 
 import torch
 from torch import nn

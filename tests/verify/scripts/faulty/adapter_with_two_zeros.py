@@ -1,6 +1,6 @@
 """A regression with a low-rank adapter, written by hand, on a frozen layer, and a trained output.
 
-Fault: both matrices of the adapter start at zero, so each one's gradient is the other times something: zero forever.
+Fault: both matrices of the adapter start at zero. Each one's gradient is a product with the other, so both stay zero.
 Expect: what learns, learns: adapter.down and adapter.up get gradients of exactly zero, and stay as they are.
 """
 

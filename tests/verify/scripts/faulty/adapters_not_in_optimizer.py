@@ -1,4 +1,4 @@
-"""A tiny Llama that is adapted with LoRA of PEFT.
+"""A tiny Llama with LoRA adapters of PEFT.
 
 Fault: the list of parameters is made from the base before get_peft_model adds the adapters, so the optimizer holds
 frozen weights and nothing else. Reported as adapter-hub/adapters#260.

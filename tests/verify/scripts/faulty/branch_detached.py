@@ -1,4 +1,4 @@
-"""A net with two inputs, each with an encoder of its own.
+"""A net with two inputs, each with its own encoder.
 
 Fault: the codes of the second encoder pass through numpy on their way to the head, which cuts them off from the graph.
 Expect: what learns, learns: second.* get no gradient (an error on two processes, where they took no part); a detached

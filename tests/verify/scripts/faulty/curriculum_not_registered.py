@@ -1,6 +1,6 @@
 """Masked autoencoder whose mask ratio grows during training, with checkpoints.
 
-Fault: The curriculum's counter is not registered for checkpointing, so it begins anew after a resume.
+Fault: The curriculum's counter is not registered for checkpointing, so it restarts at 0 after a resume.
 Expect: resume is exact: curriculum.step (or hidden) differs after the resume; register_for_checkpointing
 """
 
@@ -13,7 +13,7 @@ from headway import Accelerator, ProjectConfiguration, set_seed
 
 
 class Curriculum:
-    """Share of the features to hide: from 10 % to 60 %."""
+    """The share of hidden features, which grows from 10 % to 60 %."""
 
     def __init__(self, steps):
         self.steps, self.step = steps, 0

@@ -2,7 +2,7 @@
 
 Fault: the loss that decides is that of the main process's own rows, broadcast to the others; on one process it is that
 of the whole batch. A related report is Lightning-AI/pytorch-lightning#379.
-Expect: same result on n processes: learning rates part after some updates; the metric is computed on one rank, reduce
+Expect: same result on n processes: learning rates diverge after some updates; the metric is computed on one rank, reduce
 it.
 """
 
@@ -14,7 +14,7 @@ from headway import Accelerator, ProjectConfiguration, broadcast, set_seed
 
 
 class Patience:
-    """The best loss so far, and how often it was missed."""
+    """The best loss so far, and the number of updates without an improvement."""
 
     def __init__(self):
         self.best = float("inf")

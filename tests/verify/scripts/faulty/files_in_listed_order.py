@@ -18,7 +18,7 @@ from headway import Accelerator, ProjectConfiguration, broadcast_object_list, se
 
 
 def unpack(folder, num_rows):
-    """Write each row under its number, by way of a temporary name, as downloads do."""
+    """Write each row to a numbered file through a temporary name, as downloads do."""
     generator = torch.Generator().manual_seed(1)
     for number in range(num_rows):
         part = Path(folder) / f"{uuid.uuid4().hex}.part"

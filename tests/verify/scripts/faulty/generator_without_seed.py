@@ -14,7 +14,7 @@ from headway import Accelerator, ProjectConfiguration, broadcast_object_list, se
 
 
 class Noisy(Dataset):
-    """Rows with noise that belongs to the row: the same in each epoch and on each rank."""
+    """Rows with fixed noise, which is the same in each epoch and on each rank."""
 
     def __init__(self, rows, noise):
         self.rows, self.noise = rows, noise

@@ -1,6 +1,6 @@
 """A classifier that is fine-tuned with a new head.
 
-Fault: the head is drawn anew after prepare(), from a seed that contains the rank, so the replicas start with other
+Fault: the head is drawn again after prepare(), from a seed that contains the rank, so replicas start with different
 heads.
 Expect: same result on n processes: an error on two processes about a parameter changed in place; replicas differ
 (2.weight).

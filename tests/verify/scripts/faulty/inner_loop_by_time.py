@@ -15,7 +15,7 @@ from headway import Accelerator, ProjectConfiguration, set_seed
 
 
 def refine(rows):
-    """Return a direction of large variance, by power iterations."""
+    """Return a direction of large variance, found by power iterations."""
     direction = torch.ones(rows.shape[1], device=rows.device)
     end = time.perf_counter() + 0.003
     while time.perf_counter() < end:

@@ -1,7 +1,7 @@
-"""A GPT-2 of transformers as a language model, with a loss of its own.
+"""A GPT-2 of transformers as a language model, with a handwritten loss.
 
 Fault: the scores of each position are compared with the token at the same position, not with the next one, so the model
-learns to copy its input. The opposite slip, shifting twice, is transformers#32944; this one is BartForCausalLM's of
+learns to copy its input. The opposite mistake, shifting twice, is transformers#32944. This fault is reported in
 macrocosm-os/pretraining#64.
 Expect: nothing leaks: the loss at position t depends on the target t as an input; logits and labels are not shifted.
 """

@@ -1,6 +1,6 @@
 """A residual network with stochastic depth: one choice of blocks for all ranks and rows.
 
-Fault: The main process draws one more number for its log, so the ranks' generators part, and they drop other blocks.
+Fault: The main process draws one more number for its log, so the ranks' generators diverge and drop different blocks.
 Expect: same result on n processes: random drawn under is_main_process, random.randrange line
 """
 

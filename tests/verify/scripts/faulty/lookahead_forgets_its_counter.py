@@ -1,4 +1,4 @@
-"""A regression with lookahead: every three updates, the weights go back half of the way to slower ones.
+"""A regression with lookahead: every three updates, the weights move halfway back to slow weights.
 
 Fault: the registered object saves its slow weights, but not the count of updates since they were last moved.
 Expect: resume is exact: equal for one or two updates, then different; the state_dict lacks Lookahead.since.

@@ -1,6 +1,6 @@
-"""A GPT with a causal mask by hand.
+"""A GPT with a handwritten causal mask.
 
-Fault: The mask hides tokens from two places ahead on only, so each position sees the next token, which it has to predict.
+Fault: The mask only hides tokens at least two places ahead, so each position sees the next token, which it must predict.
 Expect: nothing leaks: later tokens change earlier outputs; masked_fill or weights @ v line
 """
 

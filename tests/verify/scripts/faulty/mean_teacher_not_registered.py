@@ -1,6 +1,6 @@
 """Semi-supervised learning with a mean teacher: an average of the weights, whose answers the student has to match.
 
-Fault: the average is not registered for checkpoints, so a resumed run starts it anew from the student. Reported as
+Fault: the average is not registered for checkpoints, so a resumed run restarts it from the student. Reported as
 yolov5#310 and ai2cm/ace#349.
 Expect: resume is exact: differs from the first update after the resume; the average (a model outside prepare) is not
 saved.

@@ -1,6 +1,6 @@
 """A regression without any seed.
 
-Fault: nothing is seeded, so the weights and the order of the rows are drawn anew in each run.
+Fault: nothing is seeded, so the weights and the order of the rows differ between runs.
 Expect: a run repeats itself: parameters differ before update 1; call set_seed before the model is built.
 """
 

@@ -2,7 +2,7 @@
 
 Run: -n 2 --strategy tp
 
-Fault: Each rank adds other noise to the activations that all ranks of the group share.
+Fault: Each rank adds different noise to the activations that all ranks of the group share.
 Expect: same result under the layout: uniform_ draws other numbers on each rank, generator seeded with the rank
 """
 

@@ -14,7 +14,7 @@ from headway import Accelerator, ProjectConfiguration, set_seed
 
 
 class Noise:
-    """Draws noise from a generator that is part of the checkpoint."""
+    """Noise from a generator that is part of the checkpoint."""
 
     def __init__(self, seed):
         self.generator = torch.Generator().manual_seed(seed)

@@ -2,7 +2,7 @@
 
 Run: -n 2 --strategy fsdp
 
-Fault: the norms are those of to_local(), this rank's shard, so under fsdp each rank scales its rows by another ratio.
+Fault: the norms are those of to_local(), this rank's shard, so under fsdp each rank scales its rows by its own ratio.
 Reported for clipping as pytorch#72548 and pytorch#170862.
 Expect: same result under the layout: equal with ddp, different with fsdp from update 1 on; norms of local shards.
 """

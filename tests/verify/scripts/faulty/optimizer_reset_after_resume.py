@@ -1,4 +1,4 @@
-"""A regression with Adam, which may be started again with another learning rate.
+"""A regression with Adam that can be restarted with another learning rate.
 
 Fault: after resume() the script empties the optimizer's state and writes the rate of the command line into it, so that the
 rate takes effect; Adam's moments start at zero in a resumed run.

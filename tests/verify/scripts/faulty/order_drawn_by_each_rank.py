@@ -1,4 +1,4 @@
-"""A classifier with a sampler of its own that shuffles, and gives each rank every n-th row.
+"""A classifier with a custom sampler that shuffles and gives each rank every n-th row.
 
 Fault: each rank shuffles with a seed that contains its rank, so the parts overlap: some rows come twice, others never.
 Expect: every sample once: duplicates and gaps on two processes; the order must be drawn from one seed on all ranks.
@@ -35,7 +35,7 @@ def main():
     y = (x.sum(1) > 0).long()
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     sampler = EveryNth(24, rank, num_ranks, seed=42 + rank)
-    loader = DataLoader(TensorDataset(x, y), batch_size=8 // num_ranks, sampler=sampler)  # not prepared: it is split
+    loader = DataLoader(TensorDataset(x, y), batch_size=8 // num_ranks, sampler=sampler)  # not prepared: rows are split
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)

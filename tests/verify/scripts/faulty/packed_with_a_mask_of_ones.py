@@ -1,4 +1,4 @@
-"""A tiny Llama on packed documents, with position ids that start anew at each document.
+"""A tiny Llama on packed documents, with position ids that restart at each document.
 
 Fault: the collator adds an attention_mask of ones, for which transformers ignores the boundaries that the position ids
 mark; each document attends to those before it. Reported as trl#3067 and OpenRLHF#587.
@@ -15,7 +15,7 @@ LENGTH = 16
 
 
 def pack(documents):
-    """Put documents into rows of equal length, in order. The first token of a document has no label."""
+    """Pack documents into rows of equal length, in order. The first token of a document has no label."""
     rows, row = [], []
     for document in documents:
         if sum(map(len, row)) + len(document) > LENGTH:

@@ -1,4 +1,4 @@
-"""A small GPT of its own on rows of Headway's PackedDataset.
+"""A small handwritten GPT on rows of Headway's PackedDataset.
 
 Fault: the model uses the position ids for its embeddings alone; its causal attention goes over the whole row, so
 documents attend to those before them. check_model=False silences the check. A related report is nanoVLM#204.

@@ -1,6 +1,6 @@
 """A net with two tasks, whose losses are divided by their running means so that neither dominates.
 
-Fault: the running means live in a dict of the script and are not part of the checkpoint. They start anew in a resumed
+Fault: the running means live in a dict of the script and are not part of the checkpoint. They restart in a resumed
 run.
 Expect: resume is exact: samples and parameters agree at the resume, the loss does not; a float outside the checkpoint.
 """

@@ -1,4 +1,4 @@
-"""A classifier of small images, which are blurred when a batch is put together.
+"""A classifier of small images, which the collate function blurs.
 
 Fault: the collate function blurs pixel by pixel in Python, in the main process; the model waits for it.
 Expect: data keeps up: most of an update is spent waiting for data, in collate_fn (blur); vectorize it or use workers.

@@ -1,7 +1,7 @@
 """A classifier on a stream that divides itself among the ranks.
 
 Fault: each rank takes len // ranks rows, so the last rows of the stream are read by no rank when the number of rows
-does not divide; and the loader is rightly left unprepared.
+does not divide evenly. Leaving the loader unprepared is correct here.
 Expect: every sample once: on two processes one row is missing (number 26); a gap at the end of the stream.
 """
 
@@ -13,7 +13,7 @@ from headway import Accelerator, ProjectConfiguration, set_seed
 
 
 class Part(IterableDataset):
-    """The rows of one rank, one after the other."""
+    """A stream of one rank's rows."""
 
     def __init__(self, rows, labels, rank, num_ranks):
         self.rows, self.labels = rows, labels

@@ -1,4 +1,4 @@
-"""A language model on a stream of tokens that goes on from pass to pass, as an endless corpus does.
+"""A language model on a stream of tokens that continues from pass to pass, like an endless corpus.
 
 Fault: the stream keeps its position in an attribute without state_dict, and is not registered; a resumed run reads the
 corpus from its beginning. A related report is datasets#8308.

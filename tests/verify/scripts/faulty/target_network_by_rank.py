@@ -1,7 +1,7 @@
 """A predictor that learns the outputs of a fixed random network, as in random network distillation.
 
 Fault: the fixed network is not prepared, and its weights are drawn from a seed that contains the rank, so each rank
-learns another target.
+learns a different target.
 Expect: same result on n processes: the loss differs at update 1; a model outside prepare has other weights on each
 rank.
 """

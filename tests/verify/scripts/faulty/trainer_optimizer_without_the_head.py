@@ -1,4 +1,4 @@
-"""Headway's Trainer with an optimizer of one's own.
+"""Headway's Trainer with a custom optimizer.
 
 Fault: the optimizer gets the parameters of the body alone; the head receives gradients, and is never changed.
 Expect: what learns, learns: head.weight and head.bias have gradients, but belong to no optimizer.

@@ -1,4 +1,4 @@
-"""Headway's Trainer with a loss of its own: errors are divided by their running mean.
+"""Headway's Trainer with a custom loss: errors are divided by their running mean.
 
 Fault: the running mean is an attribute of the Trainer, which no checkpoint contains; it starts at 1 in a resumed run.
 Expect: resume is exact: samples and parameters agree at the resume, the loss does not; Scaled.mean outside the checkpoint.

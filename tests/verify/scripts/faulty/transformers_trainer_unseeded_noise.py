@@ -1,4 +1,4 @@
-"""The Trainer of transformers on a tiny BERT, with tokens that are masked at random by the collator.
+"""The Trainer of transformers on a tiny BERT, with tokens that the collator masks at random.
 
 Run: --as accelerate
 

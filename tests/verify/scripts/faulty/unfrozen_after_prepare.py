@@ -2,7 +2,7 @@
 
 Fault: the body is unfrozen after prepare(), but the optimizer was made of the parameters that were trainable at the
 start; the body gets gradients and never learns. (With ddp, prepare() has also left it out of the exchange: an error.)
-Why an optimizer must be made anew is in fastai#2133.
+fastai#2133 explains why a new optimizer is needed.
 Expect: what learns, learns: body.0.weight and .bias require gradients from update 4 on and belong to no optimizer.
 """
 

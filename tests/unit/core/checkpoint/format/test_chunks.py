@@ -27,7 +27,7 @@ from headway.core.weights.export import save_weights
 from headway.core.weights.files import open_checkpoint
 from headway.core.weights.pieces import ShardPiece, TensorBox, TensorSplit
 from headway.errors import CheckpointError
-from tests.sweep.fuzz import mutated
+from tests.sweep.fuzz import mutate
 from tests.unit.core.checkpoint.amount import EXAMPLES
 from tests.unit.core.checkpoint.reading import read_tensors
 
@@ -253,7 +253,7 @@ def test_mutated_manifest_with_grids_is_read_or_refused(saved):
     for number in range(EXAMPLES):
         draw = random.Random(f"grids {number}")
         part = {name: value for name, value in content.items() if name == draw.choice(["tensors", "files"])}
-        path.write_bytes(seal_content({**content, **mutated(draw, part)} if part else mutated(draw, content)))
+        path.write_bytes(seal_content({**content, **mutate(draw, part)} if part else mutate(draw, content)))
         try:
             for tensor in read_state(folder, Manifest.decode(path.read_bytes()), draw.random() < 0.5)[0].values():
                 tensor.clone()

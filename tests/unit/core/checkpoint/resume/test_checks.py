@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 
 from headway.core.checkpoint.format.manifest import MANIFEST
 from headway.errors import HeadwayError
-from tests.sweep.fuzz import Tally, command_lines, configurations, headers, manifests, mutated, sealed
-from tests.sweep.loaded_run import RUNS, Run, saved
+from tests.sweep.fuzz import Tally, command_lines, configurations, headers, manifests, mutate, seal_manifest
+from tests.sweep.loaded_run import RUNS, Run, save_checkpoint
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """Return (folder, content of the manifest) of a checkpoint for each kind of run except the first."""
-    folders = [saved(tmp_path_factory.mktemp("made"), **kind) for kind in RUNS[1:]]
+    folders = [save_checkpoint(tmp_path_factory.mktemp("made"), **kind) for kind in RUNS[1:]]
     return [(folder, json.loads((folder / MANIFEST).read_text())["content"]) for folder in folders]
 
 
 def load_content(folder, run, content):
     """Load a checkpoint with this content and return the error text, or None. A refused load must change nothing."""
-    (folder / MANIFEST).write_bytes(sealed(content))
+    (folder / MANIFEST).write_bytes(seal_manifest(content))
     before, error = run.print(), None
     try:
         run.accelerator.load_state(str(folder))
@@ -149,7 +149,7 @@ def test_mutated_state_is_loaded_completely_or_refused_without_changes(checkpoin
     def check(part, seed):
         whole = json.loads(json.dumps(content))
         holder = whole if part in whole else whole["state"]
-        holder.update(mutated(random.Random(seed), {part: holder[part]}))
+        holder.update(mutate(random.Random(seed), {part: holder[part]}))
         if load_content(folder, kept[0], whole) is None:
             kept[0] = Run(tmp_path, **RUNS[kind])
 
