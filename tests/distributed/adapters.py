@@ -69,6 +69,9 @@ METHODS: dict[str, Callable[[str], Any]] = {
     "LoRA of experts": lambda model: peft.LoraConfig(
         r=2, lora_alpha=4, target_modules=ATTENTION, target_parameters=EXPERTS, **make_task_options(model)
     ),
+    "LoRA of routers": lambda model: peft.LoraConfig(
+        r=2, lora_alpha=4, target_modules=ATTENTION, target_parameters=["mlp.gate.weight"], **task(model)
+    ),
     "DoRA": lambda model: peft.LoraConfig(r=4, lora_alpha=8, use_dora=True, **make_target_options(model)),
     "VeRA": lambda model: peft.VeraConfig(r=4, **make_target_options(model)),
     "IA3": lambda model: peft.IA3Config(**{**make_target_options(model), **SCALED[model]}),
@@ -81,37 +84,46 @@ METHODS: dict[str, Callable[[str], Any]] = {
         init_logits_std=0.5,
         **make_target_options(model),
     ),
+    "OFT": lambda model: peft.OFTConfig(oft_block_size=4, **targets(model)),
+    "BOFT": lambda model: peft.BOFTConfig(boft_block_size=4, **targets(model)),
+    "FourierFT": lambda model: peft.FourierFTConfig(n_frequency=20, scaling=15.0, **targets(model)),
     "prompt tuning": lambda model: peft.PromptTuningConfig(num_virtual_tokens=3, **make_task_options(model)),
     "p-tuning": lambda model: peft.PromptEncoderConfig(
         num_virtual_tokens=3, encoder_hidden_size=8, **make_task_options(model)
     ),
     "prefix tuning": lambda model: peft.PrefixTuningConfig(num_virtual_tokens=3, **make_task_options(model)),
 }
-DENSE = [name for name in METHODS if name != "LoRA of experts"]
+OF_MIXTURES = ["LoRA of experts", "LoRA of routers"]
+DENSE = [name for name in METHODS if name not in OF_MIXTURES]
 CELLS: dict[str, dict[str, list[str]]] = {
     **{
-        layout: {"llama": DENSE, "mixtral": ["LoRA of experts"], "bert": ["LoRA", "DoRA", "IA3"]}
-        for layout in ("one process", "ddp", "fsdp", "tp")
+        layout: {"llama": DENSE, "mixtral": OF_MIXTURES, "bert": ["LoRA", "DoRA", "IA3"]}
+        for layout in ("one process", "ddp", "fsdp", "tp", "cp")
     },
-    "fsdp+tp=2": {"llama": DENSE, "mixtral": ["LoRA of experts"]},
-    "pp": {"llama": DENSE, "mixtral": ["LoRA of experts"]},
+    "fsdp+tp=2": {"llama": DENSE, "mixtral": OF_MIXTURES},
+    "pp": {"llama": DENSE, "mixtral": OF_MIXTURES},
     "ep": {"mixtral": list(METHODS)},
+    "fsdp+ep=2": {"mixtral": list(METHODS)},
 }
 """Methods tested in each layout, by model."""
-LAYOUTS = {"one process": 1, "ddp": 2, "fsdp": 2, "tp": 2, "fsdp+tp=2": 4, "pp": 2, "ep": 2}
+LAYOUTS = {"one process": 1, "ddp": 2, "fsdp": 2, "tp": 2, "fsdp+tp=2": 4, "pp": 2, "ep": 2, "fsdp+ep=2": 4, "cp": 2}
 """Number of ranks of each layout."""
-NOT_SPLIT = ("LoRA of experts", "DoRA", "VeRA", "IA3", "VBLoRA", "prefix tuning")
+NOT_SPLIT = (
+    "LoRA of experts", "DoRA", "VeRA", "IA3", "VBLoRA", "OFT", "BOFT", "FourierFT", "prefix tuning",
+)  # fmt: skip
 """Methods that tensor parallelism rejects."""
 HINTS = {
     "AdaLoRA": "Use LoRA (LoraConfig), or one of the layouts ddp, zero1 and zero2",
     "prefix tuning": "Use prompt tuning or p-tuning",
 }
 """Alternative that the error suggests, for methods with their own suggestion."""
-IN_PARTS = ("fsdp", "tp", "fsdp+tp=2", "pp", "ep")
+IN_PARTS = ("fsdp", "tp", "fsdp+tp=2", "pp", "ep", "fsdp+ep=2", "cp")
 """Layouts in which no rank holds all adapters. AdaLoRA's loss needs all of them."""
 
 
 def is_refused(method: str, layout: str) -> bool:
+    if method == "prefix tuning" and layout == "cp":
+        return True
     return ("tp" in layout and method in NOT_SPLIT) or (method == "AdaLoRA" and layout in IN_PARTS)
 
 

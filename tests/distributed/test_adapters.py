@@ -12,7 +12,7 @@ from torch import nn
 
 from headway import Accelerator, DistributedDataParallelKwargs, ProjectConfiguration, TensorParallelOptions
 from headway.core.weights.files import open_checkpoint
-from headway.core.weights.pieces import is_dtensor
+from headway.core.weights.pieces import is_dtensor, split_wrappers
 from headway.core.weights.shards import get_raw_bytes
 from headway.errors import CheckpointError, PrepareError, UnsupportedError
 from tests.devices import ON_CPU
@@ -248,16 +248,26 @@ def test_streamed_quantized_bases_equal_saved_ones(tmp_path, kind):
 
 # -------------------------------------------------------------------- quantized bases
 
+KINDS = ["bitsandbytes, nf4", "bitsandbytes, int8", "torchao, int8", "torchao, int4"]
+CLOSE = 2e-5
+"""Sums of twenty updates in float32 round differently."""
+
 
 def make_quantized(kind: str) -> Any:
     """Return a model with LoRA on a quantized base. NF4 values are stored as float32, which FSDP requires."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = build_seeded(0, lambda: make_two_head_llama(True, **sizes))
-    if kind == "torchao, int8":
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    return with_adapters(quantize(model, kind))
 
-        quantize_(model.model.layers, Int8WeightOnlyConfig())
-        return add_adapters(model)
+
+def quantize(model: Any, kind: str) -> Any:
+    """Quantize the linear layers of the blocks."""
+    if kind.startswith("torchao"):
+        from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
+
+        of_four_bits = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))
+        quantize_(model.model.layers, Int8WeightOnlyConfig() if "int8" in kind else of_four_bits)
+        return model
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
     for module in list(model.model.layers.modules()):
@@ -271,7 +281,7 @@ def make_quantized(kind: str) -> Any:
                 )
                 made.load_state_dict(child.state_dict())
                 setattr(module, name, made.to("cpu"))
-    return add_adapters(model)
+    return model
 
 
 def check_quantized(kind: str, layout: str) -> tuple[bool, bool]:
@@ -282,24 +292,133 @@ def check_quantized(kind: str, layout: str) -> tuple[bool, bool]:
             if parameter.is_floating_point() and "int8" not in kind and accelerator.process_index:
                 parameter.zero_()
     model, optimizer = accelerator.prepare(model, make_optimizer(model))
-    norms = run_updates(accelerator, model, optimizer, range(4))
-    assert norms == pytest.approx(train_by_hand(4, partial(make_quantized, kind))[0], abs=1e-6)
+    norms = run_updates(accelerator, model, optimizer, range(20))
+    assert norms == pytest.approx(train_by_hand(20, partial(make_quantized, kind))[0], abs=CLOSE)
     number = 1 if layout == "pp" and accelerator.process_index else 0  # a block of this stage
     base = model.get_parameter(f"base_model.model.model.layers.{number}.mlp.up_proj.base_layer.weight")
     return is_dtensor(base) and base.to_local().numel() < base.numel(), base.numel() == 128 * 256 // 8
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "pp"])
-@pytest.mark.parametrize("kind", ["bitsandbytes, nf4", "bitsandbytes, int8", "torchao, int8"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "pp", pytest.param("cp", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_lora_on_a_quantized_base_matches_one_process(kind, layout):
     pytest.importorskip(kind.partition(",")[0])
     for is_cut, is_packed in run_ranks(check_quantized, 2, kind, layout):
         assert is_packed == ("nf4" in kind)
-        assert is_cut == (layout == "fsdp" and "nf4" in kind)
+        assert is_cut == (layout in ("fsdp", "cp") and "nf4" in kind)
+
+
+def quantized_experts(kind: str) -> None:
+    """A Mixtral whose attention is quantized; transformers stacks experts, which are no linear layers."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        config = adapters.make_base("mixtral").config
+        config.hidden_size, config.num_attention_heads, config.num_key_value_heads = 64, 4, 4
+        base = type(adapters.make_base("mixtral"))(config)
+        base.set_experts_implementation("eager")
+        torch.manual_seed(1)
+        made = peft.get_peft_model(quantize(base, kind), peft.LoraConfig(r=4, target_modules=adapters.ATTENTION))
+        adapters.disturb(made)
+        return made
+
+    accelerator = adapters.start("ep")
+    wanted = adapters.by_hand(make())
+    losses = adapters.train(accelerator, *adapters.prepare(accelerator, make()))
+    assert losses == pytest.approx(wanted, abs=CLOSE)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", KINDS)
+def test_lora_on_quantized_attention_learns_beside_distributed_experts(kind):
+    pytest.importorskip(kind.partition(",")[0])
+    run_ranks(quantized_experts, 2, kind, timeout=280)
+
+
+def evaluate_between(layout: str) -> None:
+    """On some CPUs, bitsandbytes packs weights anew in eval mode, which the next gathered weights would not fit."""
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
+    model = on_base("bitsandbytes, nf4")
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    norms = updates(accelerator, model, optimizer, range(1))
+    outputs = []
+    for _ in range(2):
+        model.eval()
+        with torch.no_grad():
+            outputs.append(model(text(5, 4)).logits)
+        model.train()
+    norms += updates(accelerator, model, optimizer, range(1, 4))
+    assert torch.equal(*outputs)
+    assert norms == pytest.approx(by_hand(4, partial(on_base, "bitsandbytes, nf4"))[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("cp", marks=pytest.mark.matrix)])
+def test_an_evaluation_does_not_change_the_training_on_four_bits(layout):
+    pytest.importorskip("bitsandbytes")
+    run_ranks(evaluate_between, 2, layout)
+
+
+def save_quantized(kind: str, layout: str, folder: str) -> None:
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
+    model = on_base(kind)
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    updates(accelerator, model, optimizer, range(10))
+    accelerator.save_state(Path(folder, "state"), blocking=True)
+    accelerator.save_model(model, Path(folder, "model"))
+    model.save_pretrained(Path(folder, "adapter"), is_main_process=accelerator.is_main_process)
+
+
+def resume_quantized(kind: str, layout: str, folder: str) -> None:
+    """The base is loaded, too: its scales and adapters are others before."""
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
+    model = on_base(kind)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            for inner, each in split_wrappers([(name, parameter.detach())]):
+                if "lora" in inner or inner.endswith("scale"):
+                    each.zero_()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    accelerator.load_state(Path(folder, "state"))
+    norms = updates(accelerator, model, optimizer, range(10, 20))
+    assert norms == pytest.approx(by_hand(20, partial(on_base, kind))[0][10:], abs=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "kind"),
+    [
+        ("fsdp", "pp", "torchao, int8"),
+        *(
+            pytest.param(saved, loaded, kind, marks=pytest.mark.matrix)
+            for saved, loaded in (("ddp", "fsdp"), ("pp", "ddp"), ("fsdp", "fsdp"))
+            for kind in KINDS
+        ),
+    ],
+)
+def test_a_quantized_base_is_saved_and_loaded_in_other_layouts(tmp_path, saved, loaded, kind):
+    pytest.importorskip(kind.partition(",")[0])
+    run_ranks(save_quantized, 2, kind, saved, str(tmp_path), timeout=280)
+    run_ranks(resume_quantized, 2, kind, loaded, str(tmp_path), timeout=280)
+    plain = on_base(kind)
+    _, weights = by_hand(10, lambda: plain)
+    wanted = dict(split_wrappers((name, each) for name, each in weights.items() if "lm_head" not in name))
+    found = {name: stored.tensor() for name, stored in open_checkpoint(tmp_path / "model").tensors.items()}
+    assert found.keys() >= wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name].view(value.shape), value, atol=CLOSE, rtol=1e-5, msg=name)
+    opened = peft.PeftModel.from_pretrained(plain.unload(), tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(opened(text(9, 4)).logits, plain_logits(kind), atol=CLOSE, rtol=1e-4)
+
+
+def plain_logits(kind: str) -> torch.Tensor:
+    plain = on_base(kind)
+    by_hand(10, lambda: plain)
+    with torch.no_grad():
+        return plain(text(9, 4)).logits  # type: ignore[no-any-return]
 
 
 def refuse_quantized(kind: str) -> None:
-    """Check that tensor parallelism rejects a quantized base, whatever layers the plan names."""
+    """No rank computes with a part of packed values, whatever layers the plan names."""
     for plan in (None, {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}):
         options = TensorParallelOptions(plan=plan)
         accelerator = Accelerator(cpu=ON_CPU, strategy="tp", kwargs_handlers=[options])
@@ -309,7 +428,7 @@ def refuse_quantized(kind: str) -> None:
         accelerator.end_training()
 
 
-@pytest.mark.parametrize("kind", ["bitsandbytes, nf4", "bitsandbytes, int8", "torchao, int8"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_tensor_parallelism_refuses_quantized_weights(kind):
     pytest.importorskip(kind.partition(",")[0])
     run_ranks(refuse_quantized, 2, kind)

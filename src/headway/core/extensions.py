@@ -34,6 +34,7 @@ _PLACES: dict[str, dict[str, str]] = {
     },
     # Features that only some runs use, by the Accelerator's argument or method that requests them.
     "feature": {
+        "adapted_models": "headway.layouts.adapters:prepare_for_sharding",
         "average": "headway.extras.moving_average:use_averages",
         "best_checkpoint": "headway.extras.best_checkpoint",
         "changed_groups": "headway.extras.changed_groups",

@@ -8,6 +8,7 @@ import torch
 
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.fully_sharded.values import check_initializers, fill_model
+from headway.core.weights.pieces import split_wrappers
 from headway.errors import PrepareError
 
 
@@ -62,9 +63,9 @@ class CheckpointStrategy:
         """Yield pairs of (name, tensor) for the model's tensors, one at a time.
 
         Names are those of the unwrapped module. Sharded tensors are yielded as DTensors or shards, and are never
-        gathered.
+        gathered. Quantized weights of torchao are split into plain tensors.
         """
-        yield from self.unwrap_model(model).state_dict().items()
+        yield from split_wrappers(self.unwrap_model(model).state_dict().items())
 
     def get_part(self, parameter: torch.Tensor) -> Any:
         """Return a parameter as `export_state` yields it: the parameter itself, or this rank's shard."""

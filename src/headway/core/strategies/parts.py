@@ -8,7 +8,7 @@ checkpointing, compilation and sharding work on these blocks.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -289,31 +289,6 @@ def find_holders(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Parameter, 
 def is_container(module: torch.nn.Module) -> bool:
     """Whether a module has no forward, such as a `ModuleList` or a `ParameterDict`: other modules use what it contains."""
     return type(module).forward is torch.nn.Module.forward and "forward" not in vars(module)
-
-
-def list_adapter_types(model: torch.nn.Module) -> set[str]:
-    """Return the types of a model's PEFT adapters, such as "LORA". The set is empty if the model has no adapters."""
-    configs = getattr(model, "peft_config", None)
-    kinds = [getattr(each, "peft_type", None) for each in configs.values()] if isinstance(configs, Mapping) else []
-    return {str(getattr(kind, "value", kind)) for kind in kinds}
-
-
-def check_adapters(model: torch.nn.Module, layout: str) -> None:
-    """Raise an error if a model has adapters whose loss needs parameters of all layers.
-
-    Args:
-        model: Model that the layout will distribute.
-        layout: Name of the layout, for the message.
-
-    Raises:
-        PrepareError: If the model has AdaLoRA adapters.
-    """
-    if "ADALORA" in list_adapter_types(model):
-        raise PrepareError(
-            f"{type(model).__name__} has AdaLoRA adapters. After its forward, PEFT adds a penalty on the matrices of all adapters to "
-            f"the loss, but under {layout} each rank has only parts of them. "
-            "Use LoRA (LoraConfig), or one of the layouts ddp, zero1 and zero2"
-        )
 
 
 def extend_class(module: torch.nn.Module, mixin: Any) -> None:

@@ -176,10 +176,22 @@ def iterate_inner_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Ten
     """
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()
-            yield from iterate_inner_tensors(getattr(tensor, name) for name in names)
+            yield from iterate_inner_tensors(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         else:
             yield tensor
+
+
+def split_wrappers(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield pairs of (name, value), with the inner tensors in place of each wrapper subclass, such as torchao's weights.
+
+    Their names begin with the name of the wrapper, as in `q_proj.weight.qdata`. DTensors are yielded unchanged.
+    """
+    for name, tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor) and not tensor.is_nested:
+            names = tensor.__tensor_flatten__()[0]
+            yield from split_wrappers((f"{name}.{part}", getattr(tensor, part)) for part in names)
+        else:
+            yield name, tensor
 
 
 def get_memory_key(value: Any) -> tuple[Any, ...]:

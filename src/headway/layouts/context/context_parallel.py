@@ -34,6 +34,7 @@ from headway.core.strategies.fully_sharded import fsdp_state
 from headway.core.strategies.fully_sharded.axes import AxisOptions, ModelAxis, SplitModel
 from headway.core.strategies.parts import find_blocks
 from headway.errors import DataError, PrepareError, UnsupportedError
+from headway.layouts.adapters import check_added_keys, keep_packing
 from headway.layouts.context import attention, sequences
 from headway.layouts.context.attention import RING_STEP, WholeSequenceAttention, install_attention, remove_attention
 from headway.layouts.context.sequences import LabeledCall, SplitLabels
@@ -143,6 +144,10 @@ class ContextParallel(SplitModel):
         self._options = options
         self._is_exact = is_exact
         self._axis = SplitAxis.of(mesh)
+        check_added_keys(
+            model, "Context parallelism splits queries and keys alike, but no rank has queries for these keys"
+        )
+        keep_packing(model)  # the dry run is in eval mode
         blocks = _find_stack(model, options)
         self._eager = attention.use_sdpa(model)
         self._parameters = _list_parameters(model)

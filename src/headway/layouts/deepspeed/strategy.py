@@ -21,9 +21,9 @@ from headway.core.precision.mixed import Precision
 from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.base import Capabilities, Engine, Strategy, Transform
-from headway.core.strategies.parts import check_adapters
 from headway.core.strategies.placeholders import Placeholder
 from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
+from headway.layouts.adapters import check_adapters
 from headway.layouts.deepspeed.config import DeepSpeedConfigReport, Facts, complete_config
 from headway.layouts.deepspeed.engine import ZeroEngine
 from headway.layouts.deepspeed.known_keys import find_known_keys

@@ -22,7 +22,7 @@ from headway.core.config.parallelism import PipelineOptions
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.fully_sharded import dtensors
 from headway.core.strategies.parts import find_blocks, is_container
-from headway.core.weights.pieces import ShardCutter, ShardPiece, TensorBox, TensorSplit, is_dtensor
+from headway.core.weights.pieces import ShardCutter, ShardPiece, TensorBox, TensorSplit, is_dtensor, split_wrappers
 from headway.core.weights.shards import TensorSpec
 from headway.errors import ConfigError, PrepareError
 from headway.layouts.low_bit.states import export_state
@@ -278,12 +278,13 @@ class PipelineState:
         """
         made: dict[int, Any] = {}
         for name, value in self._model.state_dict(keep_vars=True).items():
-            if not isinstance(value, torch.Tensor) or name not in self.owners:
-                yield name, value
-                continue
-            if id(value) not in made:  # two names of a tied tensor must stay one object
-                made[id(value)] = self._part(name, value)
-            yield name, made[id(value)]
+            for inner, each in split_wrappers([(name, value)]):
+                if not isinstance(each, torch.Tensor) or name not in self.owners:
+                    yield inner, each
+                    continue
+                if id(each) not in made:  # two names of a tied tensor must stay one object
+                    made[id(each)] = self._part(name, each)
+                yield inner, made[id(each)]
 
     def get_part(self, parameter: torch.Tensor) -> Any:
         """Return this rank's part of a parameter: a `ShardPiece`, or the full tensor if all pipeline ranks hold it.

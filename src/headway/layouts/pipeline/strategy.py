@@ -25,9 +25,10 @@ from headway.core.runtime.collectives.tree import Tree, find_batch_size
 from headway.core.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.core.strategies.fully_sharded import dtensors, fsdp_state
 from headway.core.strategies.fully_sharded.values import AwaitedValues, check_initializers, wrap_like
-from headway.core.strategies.parts import ReplacedParameters, ShardedModels, check_adapters, explain_ended_groups
+from headway.core.strategies.parts import ReplacedParameters, ShardedModels, explain_ended_groups
 from headway.core.strategies.replica import average_gradients
 from headway.errors import PrepareError, StateError, UnsupportedError
+from headway.layouts.adapters import check_adapters
 from headway.layouts.context.context_parallel import ContextParallel
 from headway.layouts.pipeline._torch import is_traceable_wrapper_subclass
 from headway.layouts.pipeline.plain_calls import PlainCalls
@@ -599,8 +600,12 @@ class PipelineStrategy(Strategy):
 def _make_empty(tensor: torch.Tensor) -> torch.Tensor:
     """Return a meta tensor with the shape and dtype of a tensor that other ranks hold.
 
-    torchao's quantized tensors do not implement `empty_like`.
+    torchao's quantized tensors do not implement `empty_like`, so their inner tensors are replaced one by one. A
+    checkpoint needs the shapes of all inner tensors on every rank.
     """
-    if is_traceable_wrapper_subclass(tensor):
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return torch.empty_like(tensor, device="meta")
+    if not is_traceable_wrapper_subclass(tensor):
+        return torch.empty_like(tensor, device="meta")
+    names, about = tensor.__tensor_flatten__()
+    inner = {name: _make_empty(getattr(tensor, name)) for name in names}
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, about, tensor.shape, tensor.stride())
+    return made

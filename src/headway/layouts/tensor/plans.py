@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from headway.core.config.parallelism import STYLES, TensorParallelOptions, describe_unknown_style
-from headway.core.strategies.parts import check_adapters, list_adapter_types
 from headway.errors import ConfigError, PrepareError
+from headway.layouts.adapters import check_adapters, check_added_keys
 from headway.layouts.tensor import styles
 from headway.layouts.tensor.crossings import SplitAxis, SplitRNG
 from headway.layouts.tensor.styles import BoundaryLayout, Colwise, PartialGradients, Rowwise, SplitModule, SplitStyle
@@ -182,22 +182,10 @@ def read_plan(model: torch.nn.Module, axis: SplitAxis, options: TensorParallelOp
             f"the plan of {type(model).__name__} names only modules that the model does not have: {', '.join(plan)}"
         )
     _check_nesting(cuts)
-    _check_prefixes(model)
+    check_added_keys(
+        model, "Under tensor parallelism, each rank computes only some of the heads, but they are for all heads"
+    )
     return cuts
-
-
-def _check_prefixes(model: torch.nn.Module) -> None:
-    """Raise an error if adapters give keys and values of all heads to attention layers.
-
-    Raises:
-        PrepareError: If the model has adapters of prefix tuning.
-    """
-    if found := list_adapter_types(model) & {"PREFIX_TUNING", "CARTRIDGE"}:
-        raise PrepareError(
-            f"{type(model).__name__} has adapters of the type {found.pop()}, which give keys and values of all heads to each "
-            "attention layer. But each rank computes only some heads, and tensor parallelism splits no adapters of this type. Use "
-            "prompt tuning or p-tuning, or one of the layouts fsdp, ddp, ep and pp"
-        )
 
 
 def is_match(pattern: str, name: str) -> bool:

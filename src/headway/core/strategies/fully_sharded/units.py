@@ -19,6 +19,7 @@ after an update, for scripts that call a block alone. They are computed again wh
 change in between: a checkpoint is loaded, or an optimizer swaps in averaged weights. An older scale would clip values.
 """
 
+import sys
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +29,12 @@ import torch
 
 from headway.common.optional import LazyModule
 from headway.common.text import join_names
+from headway.core import extensions
 from headway.core.config.float8 import Float8Options
 from headway.core.config.parallelism import ShardingOptions
 from headway.core.strategies._torch import BatchNormBase, is_traceable_wrapper_subclass
 from headway.core.strategies.fully_sharded import fsdp_state
-from headway.core.strategies.parts import check_adapters, find_blocks, find_holders, is_container, is_wanted
+from headway.core.strategies.parts import find_blocks, find_holders, is_container, is_wanted
 from headway.core.weights.pieces import is_dtensor
 from headway.core.weights.shards import get_dtype_name
 from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
@@ -72,7 +74,8 @@ def find_units(model: torch.nn.Module, options: ShardingOptions) -> ShardingUnit
         ConfigError: If the options name modules that the model does not contain.
     """
     _check_wrapped(model)
-    check_adapters(model, "a sharded layout")
+    if sys.modules.keys() & {"peft", "bitsandbytes"}:
+        extensions.load("feature", "adapted_models")(model)
     ignored = _ignored(model, options.ignored)
     names = {id(module): name for name, module in model.named_modules()}
     chosen = list(_iterate_by_size(model, options.min_num_params)) if options.min_num_params else _named(model, options)
