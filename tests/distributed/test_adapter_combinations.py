@@ -1,4 +1,4 @@
-"""Adapters together with other features: tied embeddings, compilation, offloading, other layouts and ranks, merging."""
+"""Adapters with other features: tied embeddings, compilation, offloading, low-bit optimizers, other ranks, merging."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +11,7 @@ from torch import nn
 
 from headway import Accelerator, DistributedDataParallelKwargs, ProjectConfiguration, ShardingOptions
 from headway.errors import UnsupportedError
+from tests.distributed.low_bit import skip_compiler
 from tests.distributed.ranks import run_ranks
 
 peft = pytest.importorskip("peft")
@@ -23,9 +24,9 @@ def make_lora(seed: int = 1, **more: Any) -> Any:
     return add_lora(adapters.make_base("llama"), seed, **more)
 
 
-def add_lora(base: Any, seed: int = 1, **more: Any) -> Any:
+def add_lora(base: Any, seed: int = 1, r: int = 4, **more: Any) -> Any:
     torch.manual_seed(seed)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, **adapters.targets("llama"), **more))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=r, lora_alpha=8, **adapters.targets("llama"), **more))
     adapters.disturb(model)
     return model
 
@@ -149,6 +150,88 @@ def train_offloaded() -> None:
 @pytest.mark.matrix
 def test_dora_learns_with_parameters_in_host_memory():
     run_ranks(train_offloaded, 2, timeout=280)
+
+
+# -------------------------------------------------------------------- optimizers of eight and four bits
+
+STEPS = {"AdamW8bit": 5e-3, "AdamWFp8": 5e-3, "AdamW4bit": 5e-2}
+"""Relative tolerances by the quantization step: parts of matrices on two ranks have other blocks than the whole."""
+
+
+def make_large() -> Any:
+    """LoRA whose matrices have so many elements that torchao quantizes their states, also those of halves."""
+    torch.manual_seed(0)
+    config = adapters.make_base("llama").config
+    config.hidden_size, config.intermediate_size, config.initializer_range = 128, 256, 0.1
+    return add_lora(type(adapters.make_base("llama"))(config), r=64)
+
+
+def train_low_bit(layout: str) -> None:
+    from torchao import optim
+
+    skip_compiler()
+    for name, close in STEPS.items():
+        accelerator = adapters.start(layout)
+        plain, model = make_large(), make_large()
+        make = getattr(optim, name)
+        wanted = adapters.by_hand(plain, make(adapters.list_trained(plain), lr=1e-2))
+        model, optimizer = accelerator.prepare(model, make(adapters.list_trained(model), lr=1e-2))
+        assert adapters.train(accelerator, model, optimizer) == pytest.approx(wanted, rel=close), name
+        assert wanted[0] > 1.1 * wanted[-1], name
+        kinds = {type(getattr(each, "_local_tensor", each)).__name__ for each in list_states(optimizer)}
+        assert any(kind.startswith("OptimState") for kind in kinds), (name, kinds)
+        accelerator.end_training()
+
+
+def list_states(optimizer: Any) -> list[torch.Tensor]:
+    return [each for state in optimizer.state.values() for each in state.values() if isinstance(each, torch.Tensor)]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", ["tp", "pp", "fsdp+tp=2"])
+def test_lora_learns_with_states_of_few_bits(layout):
+    pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    run_ranks(train_low_bit, 4 if "+" in layout else 2, layout, timeout=280)
+
+
+# -------------------------------------------------------------------- Fourier transforms in float32
+
+
+def make_fourier() -> Any:
+    base = adapters.make_base("llama")
+    torch.manual_seed(1)
+    config = peft.FourierFTConfig(n_frequency=20, scaling=150.0, **adapters.targets("llama"))
+    return peft.get_peft_model(base, config)
+
+
+def transform_exactly(layer: Any, adapter: str) -> torch.Tensor:
+    """PEFT's `get_delta_weight`, in the spectrum's own dtype."""
+    spectrum, (rows, columns) = layer.fourierft_spectrum[adapter], layer.indices[adapter]
+    dense = torch.zeros(layer.out_features, layer.in_features, dtype=spectrum.dtype)
+    dense[rows, columns] = spectrum
+    return torch.fft.ifft2(dense).real * layer.fourierft_scaling[adapter]
+
+
+def train_fourier(layout: str) -> None:
+    from peft.tuners.fourierft.layer import FourierFTLayer
+
+    FourierFTLayer.get_delta_weight = transform_exactly
+    accelerator = adapters.start(layout)
+    plain = make_fourier()
+    wanted = adapters.by_hand(plain)
+    begun = dict(make_fourier().named_parameters())
+    model, optimizer = adapters.prepare(accelerator, make_fourier())
+    losses = adapters.train(accelerator, model, optimizer)
+    assert losses == pytest.approx(wanted, abs=adapters.CLOSE)
+    for name, value in adapters.read_whole(accelerator, model).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).detach(), atol=1e-9, rtol=0, msg=name)
+        assert "spectrum" not in name or float((value - begun[name]).abs().max()) > 1e-3
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", ["fsdp", "pp"])
+def test_fourierft_differs_from_one_process_by_rounding_only(layout):
+    run_ranks(train_fourier, 2, layout, timeout=280)
 
 
 # -------------------------------------------------------------------- other ranks and layouts
