@@ -94,16 +94,19 @@ METHODS: dict[str, Callable[[str], Any]] = {
     "prefix tuning": lambda model: peft.PrefixTuningConfig(num_virtual_tokens=3, **make_task_options(model)),
 }
 OF_MIXTURES = ["LoRA of experts", "LoRA of routers"]
-DENSE = [name for name in METHODS if name not in OF_MIXTURES]
+TRANSFORMS = ["OFT", "BOFT", "FourierFT"]
+DENSE = [name for name in METHODS if name not in (*OF_MIXTURES, *TRANSFORMS)]
 CELLS: dict[str, dict[str, list[str]]] = {
     **{
-        layout: {"llama": DENSE, "mixtral": OF_MIXTURES, "bert": ["LoRA", "DoRA", "IA3"]}
-        for layout in ("one process", "ddp", "fsdp", "tp", "cp")
+        layout: {"llama": DENSE, "mixtral": ["LoRA of experts"], "bert": ["LoRA", "DoRA", "IA3"]}
+        for layout in ("ddp", "fsdp", "tp")
     },
-    "fsdp+tp=2": {"llama": DENSE, "mixtral": OF_MIXTURES},
-    "pp": {"llama": DENSE, "mixtral": OF_MIXTURES},
-    "ep": {"mixtral": list(METHODS)},
-    "fsdp+ep=2": {"mixtral": list(METHODS)},
+    "one process": {"llama": [*DENSE, *TRANSFORMS], "mixtral": ["LoRA of experts"], "bert": ["LoRA", "DoRA", "IA3"]},
+    "fsdp+tp=2": {"llama": DENSE, "mixtral": ["LoRA of experts"]},
+    "pp": {"llama": DENSE, "mixtral": ["LoRA of experts"]},
+    "ep": {"mixtral": [name for name in METHODS if name != "FourierFT"]},
+    "fsdp+ep=2": {"mixtral": ["LoRA of routers", "DoRA", "OFT", "BOFT"]},
+    "cp": {"llama": ["LoRA", "DoRA", "OFT", "prompt tuning", "prefix tuning"]},
 }
 """Methods tested in each layout, by model."""
 LAYOUTS = {"one process": 1, "ddp": 2, "fsdp": 2, "tp": 2, "fsdp+tp=2": 4, "pp": 2, "ep": 2, "fsdp+ep=2": 4, "cp": 2}
@@ -127,11 +130,17 @@ def is_refused(method: str, layout: str) -> bool:
     return ("tp" in layout and method in NOT_SPLIT) or (method == "AdaLoRA" and layout in IN_PARTS)
 
 
+def describe_cell(method: str, layout: str) -> str:
+    if not any(method in methods for methods in CELLS[layout].values()):
+        return "not tried"
+    return "error" if is_refused(method, layout) else "equal"
+
+
 def write_table() -> str:
     """Return the Markdown table of docs/adapters.md."""
     rows = [["method", *LAYOUTS], ["---"] * (1 + len(LAYOUTS))]
     for method in METHODS:
-        rows.append([method, *("error" if is_refused(method, layout) else "equal" for layout in LAYOUTS)])
+        rows.append([method, *(describe_cell(method, layout) for layout in LAYOUTS)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -355,7 +355,7 @@ def evaluate_between(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("cp", marks=pytest.mark.matrix)])
 def test_an_evaluation_does_not_change_the_training_on_four_bits(layout):
     pytest.importorskip("bitsandbytes")
-    run_ranks(evaluate_between, 2, layout)
+    run_ranks(evaluate_between, 2, layout, timeout=280)
 
 
 def save_quantized(kind: str, layout: str, folder: str) -> None:

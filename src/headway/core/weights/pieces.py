@@ -187,7 +187,8 @@ def split_wrappers(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, An
     Their names begin with the name of the wrapper, as in `q_proj.weight.qdata`. DTensors are yielded unchanged.
     """
     for name, tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor) and not tensor.is_nested:
+        # The default keeps values that are not tensors.
+        if not getattr(tensor, "is_nested", True) and not is_dtensor(tensor) and is_traceable_wrapper_subclass(tensor):
             names = tensor.__tensor_flatten__()[0]
             yield from split_wrappers((f"{name}.{part}", getattr(tensor, part)) for part in names)
         else:
