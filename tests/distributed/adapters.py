@@ -70,7 +70,7 @@ METHODS: dict[str, Callable[[str], Any]] = {
         r=2, lora_alpha=4, target_modules=ATTENTION, target_parameters=EXPERTS, **make_task_options(model)
     ),
     "LoRA of routers": lambda model: peft.LoraConfig(
-        r=2, lora_alpha=4, target_modules=ATTENTION, target_parameters=["mlp.gate.weight"], **task(model)
+        r=2, lora_alpha=4, target_modules=ATTENTION, target_parameters=["mlp.gate.weight"], **make_task_options(model)
     ),
     "DoRA": lambda model: peft.LoraConfig(r=4, lora_alpha=8, use_dora=True, **make_target_options(model)),
     "VeRA": lambda model: peft.VeraConfig(r=4, **make_target_options(model)),
@@ -84,9 +84,9 @@ METHODS: dict[str, Callable[[str], Any]] = {
         init_logits_std=0.5,
         **make_target_options(model),
     ),
-    "OFT": lambda model: peft.OFTConfig(oft_block_size=4, **targets(model)),
-    "BOFT": lambda model: peft.BOFTConfig(boft_block_size=4, **targets(model)),
-    "FourierFT": lambda model: peft.FourierFTConfig(n_frequency=20, scaling=15.0, **targets(model)),
+    "OFT": lambda model: peft.OFTConfig(oft_block_size=4, **make_target_options(model)),
+    "BOFT": lambda model: peft.BOFTConfig(boft_block_size=4, **make_target_options(model)),
+    "FourierFT": lambda model: peft.FourierFTConfig(n_frequency=20, scaling=15.0, **make_target_options(model)),
     "prompt tuning": lambda model: peft.PromptTuningConfig(num_virtual_tokens=3, **make_task_options(model)),
     "p-tuning": lambda model: peft.PromptEncoderConfig(
         num_virtual_tokens=3, encoder_hidden_size=8, **make_task_options(model)

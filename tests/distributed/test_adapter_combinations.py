@@ -26,8 +26,10 @@ def make_lora(seed: int = 1, **more: Any) -> Any:
 
 def add_lora(base: Any, seed: int = 1, r: int = 4, **more: Any) -> Any:
     torch.manual_seed(seed)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=r, lora_alpha=8, **adapters.targets("llama"), **more))
-    adapters.disturb(model)
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(r=r, lora_alpha=8, **adapters.make_target_options("llama"), **more)
+    )
+    adapters.randomize_adapters(model)
     return model
 
 
@@ -43,9 +45,9 @@ def compare(
     layout: str, make: Make, num_updates: int = adapters.NUM_UPDATES, **options: Any
 ) -> tuple[Accelerator, Any, Any]:
     """Train in a layout and by hand; check losses and parameters. Return the accelerator, its model and the plain one."""
-    accelerator = adapters.start(layout, **options)
+    accelerator = adapters.make_accelerator(layout, **options)
     plain = make()
-    wanted = adapters.by_hand(plain, updates=range(num_updates))
+    wanted = adapters.train_by_hand(plain, updates=range(num_updates))
     model, optimizer = adapters.prepare(accelerator, make())
     losses = adapters.train(accelerator, model, optimizer, range(num_updates))
     assert losses == pytest.approx(wanted, abs=adapters.CLOSE), layout
@@ -54,7 +56,7 @@ def compare(
 
 
 def find_differences(accelerator: Accelerator, model: nn.Module, plain: nn.Module) -> list[str]:
-    found = adapters.read_whole(accelerator, model)
+    found = adapters.gather_parameters(accelerator, model)
     return adapters.find_differences(found, {n: p for n, p in plain.named_parameters() if n in found})
 
 
@@ -64,13 +66,13 @@ def find_differences(accelerator: Accelerator, model: nn.Module, plain: nn.Modul
 def make_two(seed: int = 5) -> Any:
     model = make_lora()
     torch.manual_seed(seed)
-    model.add_adapter("other", peft.LoraConfig(r=4, lora_alpha=8, **adapters.targets("llama")))
+    model.add_adapter("other", peft.LoraConfig(r=4, lora_alpha=8, **adapters.make_target_options("llama")))
     return model
 
 
 def start_two(layout: str, model: Any) -> tuple[Accelerator, Any, Any]:
     options = [DistributedDataParallelKwargs(find_unused_parameters=True)] if layout == "ddp" else []
-    accelerator = adapters.start(layout, kwargs_handlers=options)
+    accelerator = adapters.make_accelerator(layout, kwargs_handlers=options)
     lora = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
     if layout == "ddp":  # which reduces what learns when it is prepared
         for parameter in lora:
@@ -93,7 +95,7 @@ def switch_and_resume(layout: str, folder: str) -> None:
         name = ("default", "other", "other")[number % 3]
         plain.set_adapter(name)
         model.set_adapter(name)
-        wanted = adapters.by_hand(plain, by_hand, [number])
+        wanted = adapters.train_by_hand(plain, by_hand, [number])
         assert adapters.train(accelerator, model, optimizer, [number]) == pytest.approx(wanted, abs=adapters.CLOSE)
     assert not find_differences(accelerator, model, plain)
     accelerator.end_training()
@@ -171,11 +173,11 @@ def train_low_bit(layout: str) -> None:
 
     skip_compiler()
     for name, close in STEPS.items():
-        accelerator = adapters.start(layout)
+        accelerator = adapters.make_accelerator(layout)
         plain, model = make_large(), make_large()
         make = getattr(optim, name)
-        wanted = adapters.by_hand(plain, make(adapters.list_trained(plain), lr=1e-2))
-        model, optimizer = accelerator.prepare(model, make(adapters.list_trained(model), lr=1e-2))
+        wanted = adapters.train_by_hand(plain, make(adapters.list_trainable(plain), lr=1e-2))
+        model, optimizer = accelerator.prepare(model, make(adapters.list_trainable(model), lr=1e-2))
         assert adapters.train(accelerator, model, optimizer) == pytest.approx(wanted, rel=close), name
         assert wanted[0] > 1.1 * wanted[-1], name
         kinds = {type(getattr(each, "_local_tensor", each)).__name__ for each in list_states(optimizer)}
@@ -200,7 +202,7 @@ def test_lora_learns_with_states_of_few_bits(layout):
 def make_fourier() -> Any:
     base = adapters.make_base("llama")
     torch.manual_seed(1)
-    config = peft.FourierFTConfig(n_frequency=20, scaling=150.0, **adapters.targets("llama"))
+    config = peft.FourierFTConfig(n_frequency=20, scaling=150.0, **adapters.make_target_options("llama"))
     return peft.get_peft_model(base, config)
 
 
@@ -216,14 +218,14 @@ def train_fourier(layout: str) -> None:
     from peft.tuners.fourierft.layer import FourierFTLayer
 
     FourierFTLayer.get_delta_weight = transform_exactly
-    accelerator = adapters.start(layout)
+    accelerator = adapters.make_accelerator(layout)
     plain = make_fourier()
-    wanted = adapters.by_hand(plain)
+    wanted = adapters.train_by_hand(plain)
     begun = dict(make_fourier().named_parameters())
     model, optimizer = adapters.prepare(accelerator, make_fourier())
     losses = adapters.train(accelerator, model, optimizer)
     assert losses == pytest.approx(wanted, abs=adapters.CLOSE)
-    for name, value in adapters.read_whole(accelerator, model).items():
+    for name, value in adapters.gather_parameters(accelerator, model).items():
         torch.testing.assert_close(value, plain.get_parameter(name).detach(), atol=1e-9, rtol=0, msg=name)
         assert "spectrum" not in name or float((value - begun[name]).abs().max()) > 1e-3
 
@@ -238,7 +240,7 @@ def test_fourierft_differs_from_one_process_by_rounding_only(layout):
 
 
 def save_half(layout: str, folder: str) -> None:
-    accelerator = adapters.start(layout, project_config=ProjectConfiguration(folder, save_frozen=False))
+    accelerator = adapters.make_accelerator(layout, project_config=ProjectConfiguration(folder, save_frozen=False))
     model, optimizer = adapters.prepare(accelerator, make_lora())
     adapters.train(accelerator, model, optimizer, range(10))
     accelerator.save_state(Path(folder, "state"), blocking=True)
@@ -247,8 +249,8 @@ def save_half(layout: str, folder: str) -> None:
 
 def continue_half(layout: str, folder: str) -> None:
     plain = make_lora()
-    wanted = adapters.by_hand(plain)
-    accelerator = adapters.start(layout)
+    wanted = adapters.train_by_hand(plain)
+    accelerator = adapters.make_accelerator(layout)
     model, optimizer = adapters.prepare(accelerator, make_lora(seed=7))
     accelerator.load_state(Path(folder, "state"))
     losses = adapters.train(accelerator, model, optimizer, range(10, adapters.NUM_UPDATES))

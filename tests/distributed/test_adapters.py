@@ -257,7 +257,7 @@ def make_quantized(kind: str) -> Any:
     """Return a model with LoRA on a quantized base. NF4 values are stored as float32, which FSDP requires."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = build_seeded(0, lambda: make_two_head_llama(True, **sizes))
-    return with_adapters(quantize(model, kind))
+    return add_adapters(quantize(model, kind))
 
 
 def quantize(model: Any, kind: str) -> Any:
@@ -319,11 +319,11 @@ def quantized_experts(kind: str) -> None:
         base.set_experts_implementation("eager")
         torch.manual_seed(1)
         made = peft.get_peft_model(quantize(base, kind), peft.LoraConfig(r=4, target_modules=adapters.ATTENTION))
-        adapters.disturb(made)
+        adapters.randomize_adapters(made)
         return made
 
-    accelerator = adapters.start("ep")
-    wanted = adapters.by_hand(make())
+    accelerator = adapters.make_accelerator("ep")
+    wanted = adapters.train_by_hand(make())
     losses = adapters.train(accelerator, *adapters.prepare(accelerator, make()))
     assert losses == pytest.approx(wanted, abs=CLOSE)
 
@@ -338,18 +338,18 @@ def test_lora_on_quantized_attention_learns_beside_distributed_experts(kind):
 def evaluate_between(layout: str) -> None:
     """On some CPUs, bitsandbytes packs weights anew in eval mode, which the next gathered weights would not fit."""
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
-    model = on_base("bitsandbytes, nf4")
-    model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    norms = updates(accelerator, model, optimizer, range(1))
+    model = make_quantized("bitsandbytes, nf4")
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
+    norms = run_updates(accelerator, model, optimizer, range(1))
     outputs = []
     for _ in range(2):
         model.eval()
         with torch.no_grad():
-            outputs.append(model(text(5, 4)).logits)
+            outputs.append(model(make_tokens(5, 4)).logits)
         model.train()
-    norms += updates(accelerator, model, optimizer, range(1, 4))
+    norms += run_updates(accelerator, model, optimizer, range(1, 4))
     assert torch.equal(*outputs)
-    assert norms == pytest.approx(by_hand(4, partial(on_base, "bitsandbytes, nf4"))[0], abs=1e-6)
+    assert norms == pytest.approx(train_by_hand(4, partial(make_quantized, "bitsandbytes, nf4"))[0], abs=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("cp", marks=pytest.mark.matrix)])
@@ -360,9 +360,9 @@ def test_an_evaluation_does_not_change_the_training_on_four_bits(layout):
 
 def save_quantized(kind: str, layout: str, folder: str) -> None:
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
-    model = on_base(kind)
-    model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    updates(accelerator, model, optimizer, range(10))
+    model = make_quantized(kind)
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
+    run_updates(accelerator, model, optimizer, range(10))
     accelerator.save_state(Path(folder, "state"), blocking=True)
     accelerator.save_model(model, Path(folder, "model"))
     model.save_pretrained(Path(folder, "adapter"), is_main_process=accelerator.is_main_process)
@@ -371,16 +371,16 @@ def save_quantized(kind: str, layout: str, folder: str) -> None:
 def resume_quantized(kind: str, layout: str, folder: str) -> None:
     """The base is loaded, too: its scales and adapters are others before."""
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
-    model = on_base(kind)
+    model = make_quantized(kind)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             for inner, each in split_wrappers([(name, parameter.detach())]):
                 if "lora" in inner or inner.endswith("scale"):
                     each.zero_()
-    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
     accelerator.load_state(Path(folder, "state"))
-    norms = updates(accelerator, model, optimizer, range(10, 20))
-    assert norms == pytest.approx(by_hand(20, partial(on_base, kind))[0][10:], abs=CLOSE)
+    norms = run_updates(accelerator, model, optimizer, range(10, 20))
+    assert norms == pytest.approx(train_by_hand(20, partial(make_quantized, kind))[0][10:], abs=CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -398,8 +398,8 @@ def test_a_quantized_base_is_saved_and_loaded_in_other_layouts(tmp_path, saved, 
     pytest.importorskip(kind.partition(",")[0])
     run_ranks(save_quantized, 2, kind, saved, str(tmp_path), timeout=280)
     run_ranks(resume_quantized, 2, kind, loaded, str(tmp_path), timeout=280)
-    plain = on_base(kind)
-    _, weights = by_hand(10, lambda: plain)
+    plain = make_quantized(kind)
+    _, weights = train_by_hand(10, lambda: plain)
     wanted = dict(split_wrappers((name, each) for name, each in weights.items() if "lm_head" not in name))
     found = {name: stored.tensor() for name, stored in open_checkpoint(tmp_path / "model").tensors.items()}
     assert found.keys() >= wanted.keys()
@@ -407,14 +407,14 @@ def test_a_quantized_base_is_saved_and_loaded_in_other_layouts(tmp_path, saved, 
         torch.testing.assert_close(found[name].view(value.shape), value, atol=CLOSE, rtol=1e-5, msg=name)
     opened = peft.PeftModel.from_pretrained(plain.unload(), tmp_path / "adapter")
     with torch.no_grad():
-        torch.testing.assert_close(opened(text(9, 4)).logits, plain_logits(kind), atol=CLOSE, rtol=1e-4)
+        torch.testing.assert_close(opened(make_tokens(9, 4)).logits, plain_logits(kind), atol=CLOSE, rtol=1e-4)
 
 
 def plain_logits(kind: str) -> torch.Tensor:
-    plain = on_base(kind)
-    by_hand(10, lambda: plain)
+    plain = make_quantized(kind)
+    train_by_hand(10, lambda: plain)
     with torch.no_grad():
-        return plain(text(9, 4)).logits  # type: ignore[no-any-return]
+        return plain(make_tokens(9, 4)).logits  # type: ignore[no-any-return]
 
 
 def refuse_quantized(kind: str) -> None:

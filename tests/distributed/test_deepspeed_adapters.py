@@ -27,17 +27,17 @@ def make(method: str) -> Any:
 
 
 def make_optimizer(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(adapters.list_trained(model), lr=0.05)
+    return torch.optim.SGD(adapters.list_trainable(model), lr=0.05)
 
 
 def train_each(stage: str) -> dict[str, str]:
     """What differs from one process, or the error of `prepare`, by method."""
     found = {}
     for method in adapters.METHODS:
-        accelerator = adapters.start(stage)
+        accelerator = adapters.make_accelerator(stage)
         plain = make(method)
         begun = {name: each.detach().clone() for name, each in plain.named_parameters()}
-        wanted = adapters.by_hand(plain, make_optimizer(plain))
+        wanted = adapters.train_by_hand(plain, make_optimizer(plain))
         model = make(method)
         try:
             model, optimizer = accelerator.prepare(model, make_optimizer(model))
