@@ -126,3 +126,11 @@ def half_model(s: Script) -> None:
     model, _, loader = s.build(accelerator)
     model.half()
     train(accelerator, *accelerator.prepare(model, sgd(model), loader))
+
+
+@row(
+    "`mixed_precision='nvfp4'` or `'mxfp8'`, for which torchao has only prototypes",
+    error("only in prototypes for Blackwell"),
+)
+def format_without_support(s: Script) -> None:
+    s.prepared(mixed_precision="nvfp4")

@@ -6,9 +6,10 @@ contain no float8 state.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +21,9 @@ from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.device import Hardware
 from headway.errors import PrepareError, UnsupportedError
 from headway.log import get_logger
+
+if TYPE_CHECKING:
+    from headway.layouts.tensor.float8 import LayerSplit
 
 log = get_logger(__name__)
 
@@ -65,7 +69,12 @@ def _explain_lack(hardware: Hardware) -> str | None:
     return f"{torch.cuda.get_device_name()} (compute capability {found[0]}.{found[1]}) has no float8 matrix units"
 
 
-def convert_model(model: torch.nn.Module, options: Float8Options, ranks: Collectives | None = None) -> torch.nn.Module:
+def convert_model(
+    model: torch.nn.Module,
+    options: Float8Options,
+    ranks: Collectives | None = None,
+    splits: Mapping[str, "LayerSplit"] = MappingProxyType({}),
+) -> torch.nn.Module:
     """Convert linear layers of a model to float8, in place. Layers that are already converted are not changed.
 
     Args:
@@ -73,6 +82,8 @@ def convert_model(model: torch.nn.Module, options: Float8Options, ranks: Collect
         options: Selection of layers, and float8 recipe.
         ranks: Collectives over all ranks that convert the model, which must select the same layers. If None, only this
             rank converts it.
+        splits: How the matrices of linear layers will be split across ranks, by the layers' names. Default: no layer is
+            split.
 
     Returns:
         The model that was passed in. Converted layers are new objects with the original parameters and names.
@@ -83,16 +94,22 @@ def convert_model(model: torch.nn.Module, options: Float8Options, ranks: Collect
     torchao = require("torchao.float8", "mixed_precision='fp8' needs", INSTALL)
     linears = [(name, m) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     is_done = any(_is_float8(module) for _, module in linears)
-    left = _select_excluded(model, linears, options)
+    left = _select_excluded(model, linears, options, splits)
     chosen = {id(module): name for name, module in linears if name not in left and not _is_float8(module)}
     if ranks is not None:
         _agree(model, sorted(chosen.values()), ranks)
     if chosen:
+        from headway.layouts.tensor.float8 import split_layer
+
         torchao.convert_to_float8_training(
             model, config=_build_config(options), module_filter_fn=lambda module, name: id(module) in chosen
         )
         for name in chosen.values():
-            model.get_submodule(name).register_forward_pre_hook(_cast_input, with_kwargs=True)
+            layer = model.get_submodule(name)
+            if name in splits:
+                split_layer(layer, splits[name])  # casts its input itself, after the collectives at its boundary
+            else:
+                layer.register_forward_pre_hook(_cast_input, with_kwargs=True)
     _log_conversion(model, len(chosen), len(linears), left, options, is_done)
     return model
 
@@ -114,7 +131,10 @@ def _build_config(options: Float8Options) -> Any:
 
 
 def _select_excluded(
-    model: torch.nn.Module, linears: Sequence[tuple[str, torch.nn.Linear]], options: Float8Options
+    model: torch.nn.Module,
+    linears: Sequence[tuple[str, torch.nn.Linear]],
+    options: Float8Options,
+    splits: Mapping[str, "LayerSplit"],
 ) -> dict[str, str]:
     """Return the linear layers that stay in bf16, as a dict from layer names to reasons.
 
@@ -122,6 +142,7 @@ def _select_excluded(
         model: Model that contains the layers.
         linears: Names and modules of all linear layers.
         options: Options that select layers.
+        splits: How the matrices of layers will be split across ranks, by name.
     """
     ends = {linears[0][0], linears[-1][0]} if linears and options.keeps_first_and_last else set()
     held: dict[int, int] = {}
@@ -141,6 +162,8 @@ def _select_excluded(
             reason = "left out by keeps"
         if reason is None and (linear.in_features % _MULTIPLE or linear.out_features % _MULTIPLE):
             reason = f"sizes that are no multiples of {_MULTIPLE}"
+        if reason is None and name in splits:
+            reason = splits[name].explain_misfit(linear, _MULTIPLE)
         if reason is not None:
             left[name] = reason
     return left

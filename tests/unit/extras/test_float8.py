@@ -11,8 +11,9 @@ from torch import nn
 
 from headway import Accelerator, AORecipeKwargs, Float8Options, ShardingOptions
 from headway.core.config.engines import collect_options
+from headway.core.config.mesh import parse_layout
 from headway.core.runtime.device import Hardware
-from headway.core.strategies.fully_sharded.units import check_float8 as check_layout
+from headway.core.strategies.build import _check_float8
 from headway.errors import ConfigError, OptionalDependencyMissing, PrepareError, UnsupportedError
 from headway.extras.float8 import check_float8, convert_model
 
@@ -73,20 +74,53 @@ def test_options_without_float8_are_an_error():
         Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[EMULATED])
 
 
-def test_unsupported_layouts_are_refused():
-    partly = ShardingOptions(reshard_after_forward=2)
-    check_layout("bf16", None, partly, 2)
-    check_layout("fp8", EMULATED, partly, 1)
-    with pytest.raises(
-        UnsupportedError, match=r"does not support context parallelism \(cp\).*or mixed_precision='bf16'"
-    ):
-        check_layout("fp8", EMULATED, partly, 1, 2)
-    with pytest.raises(UnsupportedError, match="does not support tensor parallelism"):
-        check_layout("fp8", EMULATED, ShardingOptions(), 2)
-    with pytest.raises(UnsupportedError, match="keeps parts of gathered weights"):
-        check_layout("fp8", Float8Options(fsdp_all_gather=True), partly, 1)
+@pytest.mark.parametrize(
+    ("layout", "options", "sharding", "message"),
+    [
+        ("ep", EMULATED, None, r"expert parallelism \(ep\): experts would compute in bf16.*'hsdp', 'tp'"),
+        ("cp", EMULATED, None, r"context parallelism \(cp\), whose parts of sequences.*mixed_precision='bf16'"),
+        ("pp=2+tp=2", EMULATED, None, r"pipelines with tensor parallelism \(pp\+tp\)"),
+        ("pp=2+fsdp=2", Float8Options(emulate=True, fsdp_all_gather=True), None, r"all_gather=True in pipelines \(pp\)"),
+        ("fsdp", Float8Options(emulate=True, fsdp_all_gather=True), 2, "reshard_after_forward=2. Use .*all_gather=False"),
+    ],
+)  # fmt: skip
+def test_unsupported_layouts_are_refused(layout, options, sharding, message):
+    sizes = parse_layout(layout).resolve(4, 4)
+    with pytest.raises(UnsupportedError, match=message):
+        _check_float8(sizes, ShardingOptions(reshard_after_forward=sharding), options)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp=2", "tp", "fsdp+tp=2", "ddp=2+tp=2", "pp", "pp=2+fsdp=2"])
+def test_supported_layouts(layout):
+    _check_float8(parse_layout(layout).resolve(4, 4), ShardingOptions(reshard_after_forward=2), EMULATED)
+
+
+def test_deepspeed_is_refused():
     with pytest.raises(UnsupportedError, match="not supported with DeepSpeed"):
         Accelerator(cpu=True, mixed_precision="fp8", strategy="zero2", kwargs_handlers=[EMULATED])
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "mxfp4"])
+def test_formats_with_scales_per_block_are_refused_by_name(name):
+    reason = (
+        "no MXFP8 or NVFP4: torchao trains with them only in prototypes for Blackwell GPUs. Use mixed_precision='fp8'"
+    )
+    for emulate in (False, True):
+        with pytest.raises(ConfigError, match=f"recipe='{name}'.*{reason}"):
+            Float8Options(recipe=name, emulate=emulate)
+    with pytest.raises(ConfigError, match=f"mixed_precision='{name}'.*{reason}"):
+        Accelerator(cpu=True, mixed_precision=name)
+
+
+def test_a_part_of_a_matrix_needs_sizes_for_float8_too():
+    pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    from headway.layouts.tensor.float8 import LayerSplit
+
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 16))
+    splits = {"1": LayerSplit(0, 2, "group"), "2": LayerSplit(1, 3, "group")}  # 24 outputs, 16 inputs
+    convert_model(model, EMULATED, None, splits)
+    assert [type(module).__name__ for module in model] == ["Linear", "Linear", "SplitFloat8Linear", "Linear"]
+    assert model[2].split is splits["2"]
 
 
 class Model(nn.Module):

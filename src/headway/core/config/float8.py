@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from headway.core.config.foreign_words import BLOCK_FORMATS
 from headway.errors import ConfigError
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -53,7 +54,8 @@ class Float8Options:
         keeps = self.keeps
         object.__setattr__(self, "keeps", (keeps,) if isinstance(keeps, str | type) else tuple(keeps))
         if self.recipe not in RECIPES:
-            raise ConfigError(f"Float8Options(recipe={self.recipe!r}); allowed: {', '.join(RECIPES)}")
+            hint = BLOCK_FORMATS.get(str(self.recipe).lower(), "")
+            raise ConfigError(f"Float8Options(recipe={self.recipe!r}); allowed: {', '.join(RECIPES)}{hint}")
         if self.fsdp_all_gather and self.recipe != "tensorwise":
             raise ConfigError(
                 f"Float8Options(fsdp_all_gather=True, recipe={self.recipe!r}): rows are scaled by ranks on their own, so only "

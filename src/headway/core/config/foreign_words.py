@@ -32,12 +32,22 @@ PRECISIONS = {
 """Values of Headway's `mixed_precision`. The keys are names of precisions in other libraries."""
 
 
+BLOCK_FORMATS = dict.fromkeys(
+    ("mxfp8", "mxfp4", "nvfp4"),
+    ". Headway has no MXFP8 or NVFP4: torchao trains with them only in prototypes for Blackwell GPUs. Use mixed_precision='fp8'",
+)
+"""Why number formats with scales per block are not supported, and what to use. The keys are names of such formats."""
+
+
 def explain_precision(word: object, allowed: Collection[str]) -> str:
     """Return a hint for an unknown value of `mixed_precision`, such as "; fp32 is called no", or "" if there is none.
+
+    The names of formats that Headway does not support have hints, too.
 
     Args:
         word: Value that was given.
         allowed: Values that may be suggested.
     """
-    own = PRECISIONS.get(str(word).strip().lower())
-    return f"; {word} is called {own}" if own is not None and own in allowed else ""
+    name = str(word).strip().lower()
+    own = PRECISIONS.get(name)
+    return f"; {word} is called {own}" if own in allowed else BLOCK_FORMATS.get(name, "")

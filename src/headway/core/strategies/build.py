@@ -119,14 +119,11 @@ def _check_combination(layout: Layout, options: EngineOptions, number_format: st
     Raises:
         UnsupportedError: If the combination is not supported.
     """
+    float8 = (options.float8 or Float8Options()) if number_format == "fp8" else None
     if is_deferred:
-        float8 = (options.float8 or Float8Options()) if number_format == "fp8" else None
         _check_replayed(layout, options.sharding or ShardingOptions(), float8)
-    if number_format == "fp8" and max(layout.pp, layout.ep) > 1:
-        raise UnsupportedError(
-            f"mixed_precision='fp8' does not support {'pipelines (pp)' if layout.pp > 1 else 'expert parallelism (ep)'} yet; "
-            "use strategy='fsdp' or mixed_precision='bf16'"
-        )
+    if float8 is not None:
+        _check_float8(layout, options.sharding or ShardingOptions(), float8)
     if layout.pp > 1:
         _check_stages(options.sharding or ShardingOptions(), options.tensor or TensorParallelOptions())
 
@@ -176,6 +173,28 @@ def _check_stages(sharding: ShardingOptions, tensor: TensorParallelOptions) -> N
             f"reshard_after_forward={sharding.reshard_after_forward} gathers parameters for each micro-batch, but the ranks of a "
             "pipeline may have different numbers of micro-batches. Leave it out. Headway then keeps gathered parameters until the "
             "gradients are summed"
+        )
+
+
+def _check_float8(layout: Layout, sharding: ShardingOptions, float8: Float8Options) -> None:
+    """Raise an error if float8 does not support the layout, or gathers weights in float8 where it cannot.
+
+    Raises:
+        UnsupportedError: If the combination is not supported. The message says what is.
+    """
+    reshards, gathers = sharding.reshard_after_forward, bool(float8.all_gather)
+    checks = {
+        "expert parallelism (ep): experts would compute in bf16": layout.ep > 1,
+        "context parallelism (cp), whose parts of sequences would have scales of their own": layout.cp > 1,
+        "pipelines with tensor parallelism (pp+tp)": layout.pp > 1 and layout.tp > 1,
+        "fsdp_all_gather=True in pipelines (pp), which gather weights once per window": layout.pp > 1 and gathers,
+        f"fsdp_all_gather=True with reshard_after_forward={reshards}": gathers
+        and not isinstance(reshards, bool | None),
+    }
+    for refused in (text for text, is_refused in checks.items() if is_refused):
+        raise UnsupportedError(
+            f"mixed_precision='fp8' does not support {refused}. Use Float8Options(fsdp_all_gather=False) or leave it out, with one "
+            "of the layouts 'ddp', 'fsdp', 'hsdp', 'tp', 'fsdp+tp=2', 'pp' and 'pp=2+fsdp'; or mixed_precision='bf16'"
         )
 
 

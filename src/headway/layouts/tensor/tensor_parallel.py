@@ -10,14 +10,17 @@ attention, or a trained activation function between two matrices. Its gradient t
 check, the parameter's values would diverge between ranks without any error.
 """
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from headway.common.optional import LazyModule
+from headway.core import extensions
+from headway.core.config.float8 import Float8Options
 from headway.core.config.parallelism import TensorParallelOptions
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.fully_sharded import dtensors
@@ -134,8 +137,13 @@ class TensorAxis(ModelAxis):
             ConfigError: If the plan does not fit the model.
             PrepareError: If a module cannot be split as the plan requires.
         """
-        is_sharded = self.options.layout.num_shards > 1
-        return TensorParallel(model, mesh["tp"], self.options.tensor, is_sharded, elsewhere)
+        options = self.options
+        is_sharded = options.layout.num_shards > 1
+        is_float8 = options.number_format == "fp8"
+        convert = (
+            partial(_convert_layers, options=options.float8 or Float8Options(), ranks=ranks) if is_float8 else None
+        )
+        return TensorParallel(model, mesh["tp"], options.tensor, is_sharded, convert, elsewhere)
 
 
 class TensorParallel(SplitModel):
@@ -145,7 +153,8 @@ class TensorParallel(SplitModel):
         model: Model to split. It must hold the same values on all ranks of the axis, or no values (meta tensors).
         mesh: One-dimensional DeviceMesh of the ranks.
         options: Plan and options of tensor parallelism.
-        is_sharded: Whether parameters are also sharded along their first dimension afterwards.
+        is_sharded: Whether parameters are also sharded along their first dimension afterwards. Default: False.
+        convert: Function that converts linear layers to float8, before the model is split. None: no layer is converted.
         elsewhere: IDs of parameters and buffers that only other pipeline stages hold. They are not split.
 
     Raises:
@@ -159,6 +168,7 @@ class TensorParallel(SplitModel):
         mesh: Any,
         options: TensorParallelOptions,
         is_sharded: bool = False,
+        convert: "Convert | None" = None,
         elsewhere: Container[int] = (),
     ) -> None:
         self.axis = SplitAxis.of(mesh)
@@ -179,6 +189,8 @@ class TensorParallel(SplitModel):
         if is_sharded:
             _refuse_packed_rows(model, where)
         # All checks are done. The model changes from here on.
+        if convert is not None:
+            convert(model, cuts, where, self.axis)
         calls.divide_counts(model, cuts, self.axis.size, options)
         foreign = self._apply_foreign(model, cuts)
         _place_parameters(model, where, self.axis, elsewhere)
@@ -350,6 +362,40 @@ def _scopes(model: torch.nn.Module, cuts: ModelSplit) -> list[torch.nn.Module]:
 
 Where = dict[int, tuple[int, int]]
 """Mapping from a parameter's `id` to a pair: the sharded dimension, and the number of matrices packed along it."""
+
+
+Convert = Callable[[torch.nn.Module, ModelSplit, Where, SplitAxis], None]
+"""Function that converts linear layers of a model that will be split."""
+
+
+def _convert_layers(
+    model: torch.nn.Module,
+    cuts: ModelSplit,
+    where: Where,
+    axis: SplitAxis,
+    options: Float8Options,
+    ranks: Collectives,
+) -> None:
+    """Convert linear layers to float8 before their matrices are split, and point `cuts` to the new modules.
+
+    Args:
+        model: Model that will be split.
+        cuts: Modules that the plan splits.
+        where: Dimension along which each parameter will be split.
+        axis: Mesh axis of tensor parallelism.
+        options: Options of float8.
+        ranks: Collectives over all ranks of the run.
+    """
+    from headway.layouts.tensor.float8 import LayerSplit  # imports torchao
+
+    splits = {
+        name: LayerSplit(where[id(module.weight)][0], axis.size, axis.group.group_name)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and id(module.weight) in where
+    }
+    extensions.load("feature", "float8").convert_model(model, options, ranks, splits)
+    for name, site in cuts.sites.items():
+        site.module = model.get_submodule(name)
 
 
 def _find_dimensions(model: torch.nn.Module, cuts: ModelSplit, axis: SplitAxis) -> Where:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from headway.core.config.float8 import Float8Options
 from headway.core.config.mesh import Layout
 from headway.core.config.parallelism import ShardingOptions, TensorParallelOptions, TorchContextParallelConfig
 from headway.core.runtime.collectives.checked import Collectives
@@ -27,6 +28,7 @@ class AxisOptions:
         tensor: Options of tensor parallelism.
         context: Options of context parallelism.
         number_format: Mixed precision of the run, such as "bf16".
+        float8: Options of float8, for the number format "fp8". None: defaults are used.
     """
 
     layout: Layout
@@ -34,6 +36,7 @@ class AxisOptions:
     tensor: TensorParallelOptions
     context: TorchContextParallelConfig
     number_format: str
+    float8: Float8Options | None
 
 
 class SplitModel:

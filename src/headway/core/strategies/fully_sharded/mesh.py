@@ -174,7 +174,6 @@ class MeshStrategy(Strategy):
     ) -> None:
         super().__init__(collectives)
         options.check(layout.num_shards)
-        units.check_float8(number_format, float8, options, layout.tp, layout.cp)
         self.layout = layout
         self.is_sharded = layout.replicate * layout.num_shards > 1
         self.name = format_sizes(dict.fromkeys(layout.sizes)) if layout.sizes else self.name
@@ -187,6 +186,7 @@ class MeshStrategy(Strategy):
             tensor=self._tensor,
             context=context or TorchContextParallelConfig(),
             number_format=number_format,
+            float8=float8,
         )
         axes: dict[str, ModelAxis] = {
             word: extensions.load("axis", word)(axis_options) for word in _MODEL_AXES if getattr(layout, word) > 1
@@ -338,7 +338,8 @@ class MeshStrategy(Strategy):
                 missing.fill(model, ())
             units.move_buffers(model, self.everyone.runtime.device)
             return
-        num_wrapped = units.wrap_weights(model, self._float8, self._options, self.layout.num_shards)
+        is_staged = self.layout.pp > 1  # a pipeline gathers weights once per window, and keeps them in half precision
+        num_wrapped = 0 if is_staged else units.wrap_weights(model, self._float8, self._options, self.layout.num_shards)
         found = units.find_units(model, self._options)
         if found.split:
             log.info(

@@ -34,10 +34,11 @@ from headway.core.config.float8 import Float8Options
 from headway.core.config.parallelism import ShardingOptions
 from headway.core.strategies._torch import BatchNormBase, is_traceable_wrapper_subclass
 from headway.core.strategies.fully_sharded import fsdp_state
+from headway.core.strategies.fully_sharded.dtensors import get_local_shard, wrap_shard
 from headway.core.strategies.parts import find_blocks, find_holders, is_container, is_wanted
 from headway.core.weights.pieces import is_dtensor
 from headway.core.weights.shards import get_dtype_name
-from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
+from headway.errors import ConfigError, PrepareError, StateError
 from headway.log import get_logger
 
 fsdp = LazyModule("torch.distributed.fsdp")
@@ -420,45 +421,8 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def check_float8(
-    number_format: str,
-    options: Float8Options | None,
-    sharding: ShardingOptions,
-    num_parts: int,
-    num_sequence_parts: int = 1,
-) -> None:
-    """Raise an error if this layout cannot compute in float8 with these options.
-
-    Args:
-        number_format: Mixed precision of the run, such as "fp8".
-        options: Options of float8.
-        sharding: Options of sharding.
-        num_parts: Number of ranks that split a matrix (tensor parallelism).
-        num_sequence_parts: Number of ranks that split a sequence (context parallelism). Default: 1.
-
-    Raises:
-        UnsupportedError: If the combination is not supported.
-    """
-    if number_format != "fp8":
-        return
-    if num_parts > 1:
-        raise UnsupportedError(
-            "mixed_precision='fp8' does not support tensor parallelism yet: each part of a matrix would have its own scale. Use "
-            "strategy='fsdp' or 'hsdp', or mixed_precision='bf16'"
-        )
-    if num_sequence_parts > 1:
-        raise UnsupportedError(
-            "mixed_precision='fp8' does not support context parallelism (cp): each part of a sequence would have its own scale, "
-            "so the parts could not be compared with the whole. Use strategy='fsdp' or 'hsdp', or mixed_precision='bf16'"
-        )
-    if options is not None and options.all_gather and _is_partly_kept(sharding):
-        raise UnsupportedError(
-            f"ShardingOptions(reshard_after_forward={sharding.reshard_after_forward}) keeps parts of gathered weights, which torch "
-            "cannot do with weights in float8; use True or False, or Float8Options(fsdp_all_gather=False)"
-        )
-
-
 def _is_partly_kept(sharding: ShardingOptions) -> bool:
+    """Whether FSDP keeps parts of gathered weights after forward, for a second all-gather among fewer ranks."""
     chosen = sharding.reshard_after_forward
     return chosen is not None and not isinstance(chosen, bool)
 
@@ -486,15 +450,16 @@ def wrap_weights(
         return 0
     holders, count = find_holders(model), 0
     for layer in layers:
-        weight, cast = layer.weight, layer.config.cast_config_weight
+        weight, cast = layer.weight.detach(), layer.config.cast_config_weight
+        local = get_local_shard(weight)  # with tensor parallelism, this rank's part
         is_one_scale = cast.scaling_granularity.value == "tensorwise" and cast.scaling_type.value == "dynamic"
         # torchao rounds scales in the layer, not in the all-gather.
         is_one_scale = is_one_scale and not layer.config.round_scales_to_power_of_2
-        if is_one_scale and len(holders[id(weight)][1]) == 1 and weight.shape[0] % num_shards == 0:
-            wrapped = weights.WeightWithDynamicFloat8CastTensor(
-                weight.detach(), layer.linear_mm_config, cast.target_dtype
-            )
-            layer.weight = torch.nn.Parameter(wrapped, requires_grad=weight.requires_grad)
+        if is_one_scale and len(holders[id(layer.weight)][1]) == 1 and local.shape[0] % num_shards == 0:
+            wrapped = weights.WeightWithDynamicFloat8CastTensor(local, layer.linear_mm_config, cast.target_dtype)
+            if is_dtensor(weight):
+                wrapped = wrap_shard(wrapped, weight.device_mesh, weight.placements, weight.shape, weight.stride())
+            layer.weight = torch.nn.Parameter(wrapped, requires_grad=layer.weight.requires_grad)
             count += 1
     if count or wish:
         log.info("%d of %d float8 weights of %s are gathered in float8", count, len(layers), type(model).__name__)
