@@ -15,7 +15,7 @@ from headway import Accelerator, ActivationCheckpointing, Float8Options, Pipelin
 from headway.core.strategies.fully_sharded.dtensors import get_local_shard
 from headway.verify.whole_tensors import gather_whole
 from tests.devices import ON_CPU
-from tests.distributed.layouts import seeded, whole_weights
+from tests.distributed.layouts import build_seeded, gather_weights
 from tests.distributed.ranks import run_ranks
 
 torchao = pytest.importorskip("torchao.float8", reason="torchao is not installed")
@@ -136,7 +136,7 @@ def convert(model: nn.Module, recipe: str, is_cast: bool) -> nn.Module:
 
 
 def by_hand(make: Any, recipe: str | None, updates: int = 2) -> dict[str, Any]:
-    model = seeded(0, make)
+    model = build_seeded(0, make)
     if recipe is not None:
         convert(model, recipe, is_cast=make is not InFloat32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -161,7 +161,7 @@ def split(
         cpu=ON_CPU, strategy=layout, mixed_precision="bf16" if recipe is None else "fp8",
         kwargs_handlers=[*float8, *handlers], **options,
     )  # fmt: skip
-    model = seeded(0, make)
+    model = build_seeded(0, make)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
     data, losses, grads = accelerator.strategy.data_shard, [], dict[str, torch.Tensor]()
     for seed in range(updates):
@@ -176,7 +176,7 @@ def split(
     found = {
         "losses": losses,
         "grads": grads,
-        "weights": whole_weights(model),
+        "weights": gather_weights(model),
         "split": [name for name, module in model.named_modules() if type(module).__name__ == "SplitFloat8Linear"],
         "gathered in float8": check_scales(model),
     }
@@ -211,15 +211,15 @@ def save_and_load(folder: str) -> None:
         accelerator = Accelerator(
             cpu=ON_CPU, strategy=layout, mixed_precision="fp8", kwargs_handlers=[Float8Options(emulate=True)]
         )
-        model = seeded(0 if layout == "tp" else 1, llama)
+        model = build_seeded(0 if layout == "tp" else 1, llama)
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
         for seed in (0, 1, 2):
             if seed == 2 and layout == "tp":
                 accelerator.save_state(folder, blocking=True)
-                saved = whole_weights(model)
+                saved = gather_weights(model)
             elif seed == 2:
                 accelerator.load_state(folder)
-                assert all(torch.equal(tensor, saved[name]) for name, tensor in whole_weights(model).items())
+                assert all(torch.equal(tensor, saved[name]) for name, tensor in gather_weights(model).items())
             loss = model(input_ids=batch(seed), labels=batch(seed)).loss
             accelerator.backward(loss)
             optimizer.step()
@@ -235,7 +235,7 @@ def save_and_load(folder: str) -> None:
 def staged(schedule: str) -> dict[str, torch.Tensor]:
     handlers = [Float8Options(emulate=True), PipelineOptions(schedule=schedule, num_microbatches=4)]
     accelerator = Accelerator(cpu=ON_CPU, strategy="pp", mixed_precision="fp8", kwargs_handlers=handlers)
-    model = seeded(0, lambda: llama(4))
+    model = build_seeded(0, lambda: llama(4))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for seed in range(2):
         accelerator.forward_backward(batch(seed), lambda ids: model(input_ids=ids, labels=ids).loss)
@@ -248,7 +248,7 @@ def staged(schedule: str) -> dict[str, torch.Tensor]:
 
 def accumulated() -> dict[str, torch.Tensor]:
     """The micro-batches of the pipeline one after the other, by hand."""
-    model = convert(seeded(0, lambda: llama(4)), "tensorwise", is_cast=True)
+    model = convert(build_seeded(0, lambda: llama(4)), "tensorwise", is_cast=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for seed in range(2):
         for ids in batch(seed).chunk(4):

@@ -69,7 +69,7 @@ class SplitFloat8Linear(Float8Linear):
             inputs = input.to(torch.get_autocast_dtype(input.device.type))
         else:
             inputs = input
-        output: torch.Tensor = _SplitMatmul.apply(
+        output: torch.Tensor = _SplitMatmul.apply(  # type: ignore[no-untyped-call]
             inputs, self.weight.t(), self.linear_mm_config, self.config, self.split.dim, self.split.group
         )
         return output if self.bias is None else output + self.bias.to(output.dtype)
@@ -86,7 +86,7 @@ def split_layer(layer: torch.nn.Module, split: LayerSplit) -> None:
     layer.split = split  # type: ignore[assignment]
 
 
-@torch.compiler.allow_in_graph  # type: ignore[no-untyped-call]
+@torch.compiler.allow_in_graph
 class _SplitMatmul(torch.autograd.Function):
     """Product of inputs and a transposed weight in float8, as torchao's `matmul_with_hp_or_float8_args` computes it."""
 
