@@ -272,7 +272,7 @@ def _compare(floor: Times, times: Times) -> str:
 
 
 def main() -> None:
-    """Measure and save."""
+    """Measure each size and save."""
     logging.disable(logging.WARNING)
     repeats, sizes = get_num_repeats(7), [float(word) for word in sys.argv[2:]] or SIZES
     rows: dict[str, Any] = {}
@@ -285,7 +285,9 @@ def main() -> None:
             rows, lines = rows | found[0], lines + found[1]
         gc.collect()
     heading = "Pace as a multiple of each floor's, by wall time/CPU time, median of repeats side by side"
-    save_result("disk", "s", rows, note=f"{heading}: {'; '.join(lines)}")
+    save_result(
+            "disk", "s", rows, note=f"{heading}: {'; '.join(lines)}"
+        )  # again after each size, in case a later one is stopped
 
 
 if __name__ == "__main__":
