@@ -9,7 +9,7 @@ from headway import find_executable_batch_size
 CASES = ((1024, 8), (128, 7))
 
 
-def count_attempts(search: Callable[..., Any], start: int, fits: int, **settings: Any) -> tuple[int, int]:
+def count_attempts(find_batch_size: Callable[..., Any], start: int, fits: int, **settings: Any) -> tuple[int, int]:
     """Return the number of calls of the function, and the batch size of the last call."""
     sizes: list[int] = []
 
@@ -18,7 +18,7 @@ def count_attempts(search: Callable[..., Any], start: int, fits: int, **settings
         if batch_size > fits:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    search(starting_batch_size=start, **settings)(attempt)()
+    find_batch_size(starting_batch_size=start, **settings)(attempt)()
     return len(sizes), sizes[-1]
 
 
@@ -35,10 +35,10 @@ def main() -> None:
         searches["accelerate"] = (accelerate_search, {})
     rows = {
         f"{start} where {fits} fits: {name}": dict(
-            zip(("attempts", "found"), count_attempts(search, start, fits, **settings))
+            zip(("attempts", "found"), count_attempts(find_batch_size, start, fits, **settings))
         )
         for start, fits in CASES
-        for name, (search, settings) in searches.items()
+        for name, (find_batch_size, settings) in searches.items()
     }
     for name, row in rows.items():
         print(f"{name:50} {row['attempts']:3} attempts, batch size {row['found']}")
