@@ -12,12 +12,8 @@ from benchmarks.gpu.training import FULL, SMALL, build_gpt2, compute_loss, make_
 from headway import find_executable_batch_size, is_out_of_memory, release_memory
 from headway.errors import BatchSizeError
 
-SIZES = {
-    **SMALL,
-    "n_embd": 64,
-    "n_layer": 2,
-    "vocab_size": 4096,
-}  # logits take 1 MiB per row, so that rows determine the memory
+# The logits take 1 MiB per row, so the number of rows determines the memory.
+SIZES = {**SMALL, "n_embd": 64, "n_layer": 2, "vocab_size": 4096}
 
 
 def run(bench: Bench) -> None:
