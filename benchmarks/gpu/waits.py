@@ -49,7 +49,7 @@ def _count_warnings(run: Callable[[], Any]) -> WaitCounts:
 def _count_reads(run: Callable[[], Any]) -> WaitCounts:
     with _ReadCounter() as mode:
         run()
-    return mode.places
+    return mode.counts
 
 
 class _ReadCounter(TorchDispatchMode):
@@ -57,13 +57,13 @@ class _ReadCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: WaitCounts = Counter()
+        self.counts: WaitCounts = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.name().partition(".")[0]
         if name in READING_OPERATIONS or (name in COPYING_OPERATIONS and _is_copy_to_host(result, args)):
-            self.places[_find_caller()] += 1
+            self.counts[_find_caller()] += 1
         return result
 
 

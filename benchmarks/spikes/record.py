@@ -28,13 +28,13 @@ class Text(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes, self.places = nn.Embedding(128, 48), nn.Embedding(32, 48)
+        self.bytes, self.positions = nn.Embedding(128, 48), nn.Embedding(32, 48)
         self.block = nn.TransformerEncoderLayer(48, 4, 128, 0.0, batch_first=True, norm_first=True)
         self.head = nn.Linear(48, 128)
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.full((x.shape[1], x.shape[1]), -math.inf).triu(1)
-        return self.head(self.block(self.bytes(x) + self.places.weight[: x.shape[1]], mask))
+        return self.head(self.block(self.bytes(x) + self.positions.weight[: x.shape[1]], mask))
 
 
 class Recurrent(nn.Module):
