@@ -103,13 +103,11 @@ def test_command_line_reports_an_unknown_level_in_one_line():
     assert ran.stderr.count("\n") == 1
 
 
-def test_warning_of_headway_ends_with_a_line_of_the_user(caplog):
+def test_warning_of_headway_ends_with_the_users_line(caplog):
     own = get_logger("headway.core.example")
     own.warning("%d%% are left", 3)
     own.warning_once("100% are left")
-    line = (
-        f"{Path(__file__).name}:{sys._getframe().f_lineno - 1} in test_warning_of_headway_ends_with_a_line_of_the_user"
-    )
+    line = f"{Path(__file__).name}:{sys._getframe().f_lineno - 1} in test_warning_of_headway_ends_with_the_users_line"
     assert caplog.messages[0].startswith("3% are left (")
     assert caplog.messages[1].startswith("100% are left (")
     assert caplog.messages[1].endswith(f"{line})")

@@ -36,7 +36,7 @@ def test_backend_by_name_and_plugin():
     assert given.to_dict()["use_regional_compilation"] is True
     assert not TorchDynamoPlugin("inductor", disable=True).compiles
     own = TorchDynamoPlugin(backend=set_launched_settings)
-    assert (own.name, own.to_kwargs()["backend"]) == ("launched", set_launched_settings)
+    assert (own.name, own.to_kwargs()["backend"]) == ("set_launched_settings", set_launched_settings)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ class LanguageModel(nn.Module):
         self.words, self.layers = nn.Embedding(500, 64), LAYERS[kind](64, 96, 2, batch_first=True, **options)
         self.head = nn.Linear(192 if options.get("bidirectional") else options.get("proj_size") or 96, 500)
 
-    def run_function(self, tokens):
+    def forward(self, tokens):
         return self.head(self.layers(self.words(tokens))[0])
 
 

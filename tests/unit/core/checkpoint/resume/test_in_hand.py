@@ -58,7 +58,11 @@ def select_trained(told):
     return [line for line in told if line[0] == "trained"]
 
 
-LOOPS = {f.__name__: f for f in (train_side_by_side, evaluate_before_each_batch, train_on_collected_batches)}
+LOOPS = {
+    "side_by_side": train_side_by_side,
+    "evaluated_first": evaluate_before_each_batch,
+    "collected": train_on_collected_batches,
+}
 
 
 def train(folder, loop, steps, strike, killed_after=0):
