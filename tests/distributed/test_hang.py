@@ -43,10 +43,10 @@ DEVICE = (
     f"""
 import sys, threading
 sys.path.append({str(Path(__file__).parents[2])!r})
-from tests.unit.core.runtime.nccl_dump import dump, entry
+from tests.unit.core.runtime.nccl_dump import make_dump, make_entry
 import torch._C._distributed_c10d as engine
-queue = [entry(1, "broadcast", "completed"), entry(2, "all_reduce", "completed")]
-engine._dump_nccl_trace_json = lambda all=True: dump(queue, all)
+queue = [make_entry(1, "broadcast", "completed"), make_entry(2, "all_reduce", "completed")]
+engine._dump_nccl_trace_json = lambda all=True: make_dump(queue, all)
 """
     + PLAIN_TORCH
 )
@@ -135,7 +135,7 @@ for step in range(4):
 """, "all_reduce", ("is at train.py:{gone}", "of the gradients at")),
     "device": Case(DEVICE + """
 if rank == 0:
-    queue.extend(entry(number, "all_reduce" if number == 3 else "broadcast") for number in range(3, 20))
+    queue.extend(make_entry(number, "all_reduce" if number == 3 else "broadcast") for number in range(3, 20))
 else:
     time.sleep(300)  # GONE
 threading.Event().wait()  # WAITS

@@ -101,7 +101,7 @@ def test_function_without_a_step_is_planned(run):
         (["no_such_module:f", "--ranks", 4], "cannot be imported"),
         (["tests.unit.planning.models:chian", "--ranks", 4], "did you mean chain"),
         (["tests.unit.planning.models:LENGTH", "--ranks", 4], "no function 'LENGTH'"),
-        (["tests.unit.planning.models:config", "--ranks", 4], "must return a torch.nn.Module"),
+        (["tests.unit.planning.models:llama_config", "--ranks", 4], "must return a torch.nn.Module"),
         (["/", "--ranks", 4], "no config.json"),
         (["gpt2", "--ranks", 4, "--sequence", 5000], "has 1024 positions"),
         (["gpt2", "--ranks", 4, "--strategy", "fdsp"], "'fdsp' is unknown"),
