@@ -22,7 +22,9 @@ Any other name without a file (notebook cell, console, exec) is user code.
 
 _HEADWAY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
-_FOLDERS = sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")})
+_PATHS = sysconfig.get_paths()
+
+_FOLDERS = sorted({_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")})
 
 _LIBRARIES = (*_GENERATED, _HEADWAY, *(folder + os.sep for folder in _FOLDERS))
 """Path prefixes of code that is not the user's.

@@ -25,54 +25,48 @@ from headway.core.runtime.device import HARDWARE, Hardware
 _SHORT_BYTES = 128 << 20
 """Free memory below which a device counts as full: a library's handle, workspace and kernels take up to this much."""
 
-_HINTS = re.compile(
-    "|".join(
-        (
-            # ATen's convolutions through cuDNN 8 and 9, with torch.backends.cudnn.benchmark (FIND) and without (GET).
-            r"\b(?:FIND|GET) was unable to find an engine to execute this computation",
-            r"rror: (?:CU|HIP)BLAS_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR) when calling `(?:cu|hip)blas\w*Create",
-            r"\bcuDNN error: CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)\b",
-            r"\bcusolver error: CUSOLVER_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR), when calling `cusolver\w*Create",
-            r"\bcuFFT error: CUFFT_INTERNAL_ERROR\b",
-            r"\bCUDA error: insufficient resources when calling `cusparse",
-            r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_RESOURCES\b",
-        )
-    )
+_HINTS = (
+    # ATen's convolutions through cuDNN 8 and 9, with torch.backends.cudnn.benchmark (FIND) and without (GET).
+    r"\b(?:FIND|GET) was unable to find an engine to execute this computation",
+    r"rror: (?:CU|HIP)BLAS_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR) when calling `(?:cu|hip)blas\w*Create",
+    r"\bcuDNN error: CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)\b",
+    r"\bcusolver error: CUSOLVER_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR), when calling `cusolver\w*Create",
+    r"\bcuFFT error: CUFFT_INTERNAL_ERROR\b",
+    r"\bCUDA error: insufficient resources when calling `cusparse",
+    r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_RESOURCES\b",
 )
 _RESERVE_BYTES = 8 << 20  # enough for a memory report and the modules that create it
 
 # Each pattern is part of a message that an allocator or library writes. Many patterns match only at the start of a
 # line, so that a sentence which merely mentions such an error does not match. They match at the start of any line,
-# because a data worker's error contains the lines of the original error.
-_TEXTS = tuple(
-    re.compile(text, re.MULTILINE)
-    for text in (
-        # torch's allocators, the runtimes and the drivers.
-        r"^(?:[\w.]+: )?(?:CPU|CUDA|HIP|XPU|MPS backend|MTIA|NPU|HPU|MUSA|PrivateUse1) out of memory\b",
-        r"^(?:[\w.]+: )?(?:CUDA|HIP|XPU)(?: driver)? error: out of memory\b",
-        r"^(?:[\w.]+: )?Invalid buffer size: [\d.]+ [KMGT]i?B",  # MPS: larger than the device's limit for one buffer
-        r"\bkIOGPUCommandBufferCallbackErrorOutOfMemory\b",
-        r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b|\bZE_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b",
-        r"\bMODULE:PT_DEVMEM Allocation failed",
-        # Libraries of kernels.
-        r"rror: (?:CU|HIP)(?:BLAS|BLASLT|SOLVER|SPARSE|FFT|RAND|DSS)_(?:STATUS_)?ALLOC(?:ATION)?_FAILED\b",
-        r"^(?:[\w.]+: )?cuDNN\b.*\bCUDNN_STATUS_(?:\w+_)?ALLOC(?:ATION)?_FAILED\b",  # cuDNN 9 adds HOST or DEVICE
-        r"rror: (?:MIOPEN_STATUS|miopenStatus|rocblas_status_)\w*(?:ALLOC_?FAILED|AllocFailed|memory_error)\b",
-        r"\bCUDA error: resource allocation failed when calling `cusparse",
-        # "Not supported" usually means a shape or dtype. It counts only if the message also mentions memory.
-        r"CUDNN_STATUS_NOT_SUPPORTED\b.*(?:out of memory|(?:unable|failed) to allocate|allocation failed)",
-        r"\b(?:cudaErrorMemoryAllocation|hipErrorOutOfMemory): out of memory\b",  # Thrust and CUB: sorting, unique, nonzero
-        r"^(?:[\w.]+: )?Triton Error \[\w+\]:(?: *Code: \d+, Mess\w+:)? out of memory\b",  # a module or a launch, by any driver
-        r"\bin function [\w:]+: CUDA Error: out of memory\b",  # Transformer Engine
-        r"\bCUDA_ERROR_OUT_OF_MEMORY\b",
-        # NCCL and RCCL, which allocate memory themselves.
-        r"\b(?:[Cc]uda|CUDA|HIP) failure:? (?:\d+ )?'out of memory'",
-        r"\bFailed to CUDA (?:calloc|malloc|calloc async|host alloc) \d+ bytes\b",
-        # The host.
-        r"DefaultCPUAllocator: (?:can't allocate|not enough) memory\b",
-        r"\bPosixMemAlign\b.*can't allocate|\bunable to mmap \d+ bytes\b.*Cannot allocate memory",
-        r"^(?:[\w.]+: )?std::bad_alloc\b",
-    )
+# because a data worker's error contains the lines of the original error. They are compiled when the first error is
+# examined, because that takes 4 ms.
+_TEXTS = (
+    # torch's allocators, the runtimes and the drivers.
+    r"^(?:[\w.]+: )?(?:CPU|CUDA|HIP|XPU|MPS backend|MTIA|NPU|HPU|MUSA|PrivateUse1) out of memory\b",
+    r"^(?:[\w.]+: )?(?:CUDA|HIP|XPU)(?: driver)? error: out of memory\b",
+    r"^(?:[\w.]+: )?Invalid buffer size: [\d.]+ [KMGT]i?B",  # MPS: larger than the device's limit for one buffer
+    r"\bkIOGPUCommandBufferCallbackErrorOutOfMemory\b",
+    r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b|\bZE_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b",
+    r"\bMODULE:PT_DEVMEM Allocation failed",
+    # Libraries of kernels.
+    r"rror: (?:CU|HIP)(?:BLAS|BLASLT|SOLVER|SPARSE|FFT|RAND|DSS)_(?:STATUS_)?ALLOC(?:ATION)?_FAILED\b",
+    r"^(?:[\w.]+: )?cuDNN\b.*\bCUDNN_STATUS_(?:\w+_)?ALLOC(?:ATION)?_FAILED\b",  # cuDNN 9 adds HOST or DEVICE
+    r"rror: (?:MIOPEN_STATUS|miopenStatus|rocblas_status_)\w*(?:ALLOC_?FAILED|AllocFailed|memory_error)\b",
+    r"\bCUDA error: resource allocation failed when calling `cusparse",
+    # "Not supported" usually means a shape or dtype. It counts only if the message also mentions memory.
+    r"CUDNN_STATUS_NOT_SUPPORTED\b.*(?:out of memory|(?:unable|failed) to allocate|allocation failed)",
+    r"\b(?:cudaErrorMemoryAllocation|hipErrorOutOfMemory): out of memory\b",  # Thrust and CUB: sorting, unique, nonzero
+    r"^(?:[\w.]+: )?Triton Error \[\w+\]:(?: *Code: \d+, Mess\w+:)? out of memory\b",  # a module or a launch, by any driver
+    r"\bin function [\w:]+: CUDA Error: out of memory\b",  # Transformer Engine
+    r"\bCUDA_ERROR_OUT_OF_MEMORY\b",
+    # NCCL and RCCL, which allocate memory themselves.
+    r"\b(?:[Cc]uda|CUDA|HIP) failure:? (?:\d+ )?'out of memory'",
+    r"\bFailed to CUDA (?:calloc|malloc|calloc async|host alloc) \d+ bytes\b",
+    # The host.
+    r"DefaultCPUAllocator: (?:can't allocate|not enough) memory\b",
+    r"\bPosixMemAlign\b.*can't allocate|\bunable to mmap \d+ bytes\b.*Cannot allocate memory",
+    r"^(?:[\w.]+: )?std::bad_alloc\b",
 )
 
 
@@ -177,9 +171,9 @@ def _names_out_of_memory(error: Exception) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     said = str(error)
-    if any(text.search(said) for text in _TEXTS):
+    if any(re.search(text, said, re.MULTILINE) for text in _TEXTS):
         return True
-    return _HINTS.search(said) is not None and any(
+    return any(re.search(hint, said) for hint in _HINTS) and any(
         _is_short(hardware, device) for hardware, device in _list_devices_in_use()
     )
 

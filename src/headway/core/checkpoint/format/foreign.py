@@ -23,13 +23,13 @@ _WEIGHTS = (
     "adapter_model.safetensors",
 )
 _PROGRAMS = {
-    "transformers' Trainer": re.compile(r"trainer_state\.json|rng_state(_\d+)?\.pth|training_args\.bin"),
-    "Accelerate": re.compile(
+    "transformers' Trainer": r"trainer_state\.json|rng_state(_\d+)?\.pth|training_args\.bin",
+    "Accelerate": (
         r"random_states_\d+\.pkl|optimizer(_\d+)?\.bin|scheduler(_\d+)?\.bin|sampler(_\d+)?\.bin|custom_checkpoint_\d+\.pkl"
         r"|pytorch_model_fsdp_\d+|dl_state_dict(_\d+)?\.bin"
     ),
-    "DeepSpeed": re.compile(r"zero_to_fp32\.py|mp_rank_\d+_model_states\.pt|global_step\d+"),
-    "torch.distributed.checkpoint": re.compile(r"\.metadata|.+\.distcp"),
+    "DeepSpeed": r"zero_to_fp32\.py|mp_rank_\d+_model_states\.pt|global_step\d+",
+    "torch.distributed.checkpoint": r"\.metadata|.+\.distcp",
 }
 
 
@@ -82,7 +82,7 @@ def identify_program(folder: Path) -> tuple[str, list[str]]:
     """
     names = sorted(_list_names(folder))
     for program, pattern in _PROGRAMS.items():
-        files = [name for name in names if pattern.fullmatch(name)]
+        files = [name for name in names if re.fullmatch(pattern, name)]
         if files:
             return program, files
     return "", []
