@@ -202,7 +202,7 @@ def test_lora_learns_with_states_of_few_bits(layout):
 def make_fourier() -> Any:
     base = adapters.make_base("llama")
     torch.manual_seed(1)
-    config = peft.FourierFTConfig(n_frequency=20, scaling=150.0, **adapters.make_target_options("llama"))
+    config = peft.FourierFTConfig(n_frequency=20, scaling=15.0, **adapters.make_target_options("llama"))
     return peft.get_peft_model(base, config)
 
 
