@@ -386,10 +386,9 @@ def resume_quantized(kind: str, layout: str, folder: str) -> None:
 @pytest.mark.parametrize(
     ("saved", "loaded", "kind"),
     [
-        ("fsdp", "pp", "torchao, int8"),
         *(
             pytest.param(saved, loaded, kind, marks=pytest.mark.matrix)
-            for saved, loaded in (("ddp", "fsdp"), ("pp", "ddp"), ("fsdp", "fsdp"))
+            for saved, loaded in (("ddp", "fsdp"), ("pp", "ddp"), ("fsdp", "fsdp"), ("fsdp", "pp"))
             for kind in KINDS
         ),
     ],
