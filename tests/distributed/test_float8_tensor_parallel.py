@@ -78,7 +78,7 @@ def layers() -> dict[str, dict[str, float]]:
     found["powers of two, 1"] = one_layer("tensorwise", 1, round_scales_to_power_of_2=True)
     with scales_of_parts():
         found["scales of parts, 0"] = one_layer("tensorwise", 0)
-        found["scales of parts, 1"] = one_layer("rowwise", 1)
+        found["scales of parts, 1"] = one_layer("tensorwise", 1)
     return found
 
 
