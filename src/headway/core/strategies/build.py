@@ -191,7 +191,8 @@ def _check_float8(layout: Layout, sharding: ShardingOptions, float8: Float8Optio
         f"fsdp_all_gather=True with reshard_after_forward={reshards}": gathers
         and not isinstance(reshards, bool | None),
     }
-    for refused in (text for text, is_refused in checks.items() if is_refused):
+    refused = next((text for text, is_refused in checks.items() if is_refused), None)
+    if refused is not None:
         raise UnsupportedError(
             f"mixed_precision='fp8' does not support {refused}. Use Float8Options(fsdp_all_gather=False) or leave it out, with one "
             "of the layouts 'ddp', 'fsdp', 'hsdp', 'tp', 'fsdp+tp=2', 'pp' and 'pp=2+fsdp'; or mixed_precision='bf16'"

@@ -179,7 +179,8 @@ class PipelineStage(_PipelineStageBase):
         self._compute = compute
         self.arriving: dict[int, StageActivation] = {}
         self.ahead: set[int] = set()
-        self.weightless: set[int] = set()
+        self.weightless: set[int] = set()  # micro-batches whose loss has weight 0
+        # Context for the backward of weightless micro-batches that contains other ranks' tokens. None: it is skipped.
         self.silence: Callable[[], AbstractContextManager[Any]] | None = None
         self.inputs: dict[int, list[torch.Tensor]] = {}
         self.outputs: dict[int, list[torch.Tensor]] = {}

@@ -75,7 +75,7 @@ def find_units(model: torch.nn.Module, options: ShardingOptions) -> ShardingUnit
         ConfigError: If the options name modules that the model does not contain.
     """
     _check_wrapped(model)
-    if sys.modules.keys() & {"peft", "bitsandbytes"}:
+    if sys.modules.keys() & {"peft", "bitsandbytes"}:  # otherwise the model has neither adapters nor 4-bit weights
         extensions.load("feature", "adapted_models")(model)
     ignored = _ignored(model, options.ignored)
     names = {id(module): name for name, module in model.named_modules()}
