@@ -28,7 +28,8 @@ CLOSE = 1e-6
 """Largest allowed difference, relative to the largest loss, norm or weight."""
 LAYOUTS = {
     "ddp": 2, "fsdp": 2, "hsdp=2": 4, "tp": 2, "fsdp+tp=2": 4, "cp": 2, "fsdp+cp=2": 4, "pp": 2, "fsdp=2+pp=2": 4, "pp=2+tp=2": 4,
-    "pp=2+cp=2": 4, "ep": 2, "fsdp+ep=2": 4, "ep=2+tp=2": 4, "cp=2+ep=2": 4, "fsdp=2+ep=2+tp=2": 8,
+    "pp=2+cp=2": 4, "ep": 2, "fsdp+ep=2": 4, "ep=2+tp=2": 4, "cp=2+ep=2": 4, "pp=2+ep=2": 4,
+    "fsdp=2+ep=2+tp=2": 8,
 }  # fmt: skip
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 
@@ -71,7 +72,7 @@ def train_by_hand(name: str, num_parts: int) -> dict[str, Any]:
     case = CASES[name]
     torch.manual_seed(0)
     model = case.make().train()
-    optimizer, rows = _build_optimizer(model), case.format_rows()
+    optimizer, rows = _build_optimizer(model), case.rows()
     losses, norms = [], []
     for number in range(UPDATES):
         start = number * WINDOW % len(rows[0])
@@ -112,7 +113,7 @@ def _train_prepared(name: str, layout: str) -> dict[str, Any]:
     try:
         optimizer = _build_optimizer(model)
         loader = DataLoader(
-            TensorDataset(*case.format_rows()), batch_size=WINDOW // accelerator.strategy.data_shard.count
+            TensorDataset(*case.rows()), batch_size=WINDOW // accelerator.strategy.data_shard.count
         )
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         losses, norms = [], []

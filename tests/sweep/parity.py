@@ -196,7 +196,7 @@ def print_models(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     found = model_table.measure_all(args.models or (), args.only or (), args.at_once)
     print(f"\n{format_columns(model_table.format_rows(found))}")
-    if args.write_page:
+    if args.write:
         model_table.write_page(found)
     bad = [f"{name}, {layout}: {cell}" for (name, layout), cell in found.items() if not cell.is_good]
     print(*bad, f"{len(bad)} of {len(found)} neither equal nor refused", sep="\n")
