@@ -29,7 +29,7 @@ class Case:
 
 def find_differences(sides: Sides) -> dict[str, float]:
     """Return the differences that are not zero."""
-    return {name: found for name, found in sides.find_differences().items() if found}
+    return {name: found for name, found in sides.differences().items() if found}
 
 
 def compare(one: list[Numbers], other: list[Numbers], without=()) -> dict[str, float]:
@@ -127,7 +127,7 @@ def test_sharded_model_trains_equally_and_resumes(both, kind):
     sides = both.run("trainer", *line, world_size=2)
     assert all(each.pop("is sharded") == [0.0] for each in sides.accelerate)
     assert all(each.pop("is sharded") == [1.0] for each in sides.headway)
-    assert max(sides.find_differences().values()) < 1e-6
+    assert max(sides.differences().values()) < 1e-6
     checkpoint = both.get_latest_folder("headway", "trainer") / "out" / "checkpoint-2"
     resumed = both.run_on("headway", "trainer", *line, "--perturbed", "--resume", str(checkpoint), world_size=2)
     assert compare(sides.headway, resumed, ("train_loss", "log: train_loss", "checkpoints", "is sharded")) == {}

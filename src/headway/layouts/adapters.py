@@ -51,8 +51,8 @@ def check_adapters(model: torch.nn.Module, layout: str) -> None:
 def keep_packing(model: torch.nn.Module) -> None:
     """Keep bitsandbytes from packing 4-bit weights differently for inference on CPUs.
 
-    In eval mode, its layers replace the packed values and change the description of the packing. The values that FSDP
-    gathers next are packed as before, so all later results would be wrong.
+    In eval mode, bitsandbytes' layers repack their weights and update the quantization state to match. FSDP's shards keep
+    the original packing, so after the next all-gather the state would no longer describe the weights.
     """
     for module in model.modules():
         if "support_avx512bf16_for_cpu" in vars(module):

@@ -177,10 +177,10 @@ def _check_stages(sharding: ShardingOptions, tensor: TensorParallelOptions) -> N
 
 
 def _check_float8(layout: Layout, sharding: ShardingOptions, float8: Float8Options) -> None:
-    """Raise an error if float8 does not support the layout, or gathers weights in float8 where it cannot.
+    """Raise an error if float8 does not support the layout, or if the options request an impossible float8 all-gather.
 
     Raises:
-        UnsupportedError: If the combination is not supported. The message says what is.
+        UnsupportedError: If the combination is not supported. The message names the supported ones.
     """
     reshards, gathers = sharding.reshard_after_forward, bool(float8.all_gather)
     checks = {

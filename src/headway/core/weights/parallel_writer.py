@@ -321,11 +321,11 @@ class _FileInProgress:
 class ParallelWriter:
     """Context manager that writes files from several threads. All files are complete on exit.
 
-    Each thread uses one block of 1 MiB, or of 16 MiB for object stores. If values are on a device, it also uses 4
-    MiB of pinned memory. All threads together use at most `MAX_COPIES` for host copies, or a single larger copy.
+    Each thread uses a buffer of 1 MiB, or of 16 MiB for object stores, and 4 MiB of pinned memory if values are on a
+    device. Host copies of all threads together take at most `MAX_COPIES` bytes, unless a single value is larger.
 
     Args:
-        num_threads: Number of threads. 0: the calling thread writes, as `count_threads` advises for few bytes. Default: 4.
+        num_threads: Number of threads. 0: the calling thread writes, which `count_threads` recommends for few bytes. Default: 4.
     """
 
     def __init__(self, num_threads: int = THREADS) -> None:

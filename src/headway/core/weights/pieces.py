@@ -182,9 +182,9 @@ def iterate_inner_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Ten
 
 
 def split_wrappers(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield pairs of (name, value), with the inner tensors in place of each wrapper subclass, such as torchao's weights.
+    """Yield pairs of (name, value), with the inner tensors in place of each wrapper, such as a quantized weight of torchao.
 
-    Their names begin with the name of the wrapper, as in `q_proj.weight.qdata`. DTensors are yielded unchanged.
+    An inner tensor's name begins with the name of its wrapper, as in `q_proj.weight.qdata`. DTensors are not split.
     """
     for name, tensor in tensors:
         # The default keeps values that are not tensors.

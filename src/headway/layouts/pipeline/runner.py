@@ -98,11 +98,11 @@ class PipelineBatch:
 
 
 class PipelineRunner:
-    """Runner of micro-batches through a model's pipeline stages.
+    """Runs micro-batches through the pipeline stages of a model.
 
     Args:
         model: User's model.
-        route: Router of the model's calls.
+        route: Object that runs the blocks of this rank's stages in a call of the model.
         group: Collectives over the ranks of one pipeline.
         options: Options of the pipeline.
         token_group: Collectives over the ranks that hold the same stages and exchange tokens with this rank's experts.

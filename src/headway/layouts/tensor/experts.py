@@ -64,11 +64,11 @@ class ExpertAxis(ModelAxis):
 
 
 class SplitExperts(SplitModel):
-    """Handle of a model whose experts are distributed over ranks.
+    """Handle to a model whose experts are distributed over ranks.
 
     Args:
         distributed: Modules that hold experts.
-        calls: Hooks of these modules that exchange tokens.
+        calls: Hooks on these modules. The hooks exchange tokens between ranks.
     """
 
     def __init__(self, distributed: Sequence[torch.nn.Module], calls: "Sequence[ExpertCall]") -> None:
@@ -77,10 +77,10 @@ class SplitExperts(SplitModel):
 
     @contextmanager
     def silence_gradients(self) -> Iterator[None]:
-        """Return a context in which backward sends only zero gradients to the experts of this rank's tokens.
+        """Return a context in which backward sends only zero gradients to the experts that processed this rank's tokens.
 
-        The loss of a batch without valid items is 0/0. Its NaN gradients would otherwise reach the experts of all
-        ranks.
+        If no item of a batch counts in the loss (such as when all labels are ignored), the loss is 0/0. Its NaN gradients
+        would otherwise reach the experts on all ranks.
         """
         for call in self._calls:
             call.is_silent = True
@@ -103,11 +103,11 @@ def distribute_experts(
         elsewhere: IDs of parameters that only other pipeline stages hold. Experts with such parameters do not change.
 
     Returns:
-        Handle of this rank's modules that hold experts. Calling one is now a collective of all ranks of the "ep" axis.
+        Handle to the modules that hold this rank's experts. Calling such a module is now a collective along the "ep" axis.
 
     Raises:
-        PrepareError: If the model has no experts with stacked parameters, or if they cannot be divided evenly. Also if
-            experts share parameters with other modules, or if their adapters cannot be distributed.
+        PrepareError: If the model has no experts with stacked parameters, or if their number cannot be divided evenly. Also
+            if experts share parameters with other modules, or if their adapters cannot be distributed.
     """
     axis = SplitAxis.of(mesh["ep"])
     both = mesh["ep", "tp"] if "tp" in mesh.mesh_dim_names else None

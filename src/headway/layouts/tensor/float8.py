@@ -60,10 +60,10 @@ class SplitFloat8Linear(Float8Linear):
     split: LayerSplit
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in torch.nn.Linear
-        """Return this rank's outputs, or its term of all outputs if the matrix is split by inputs.
+        """Return this rank's outputs, or partial sums of all outputs if the matrix is split along its inputs.
 
         Args:
-            input: Inputs of shape (..., inputs). If the matrix is split by inputs, this rank's inputs.
+            input: Tensor of shape (..., inputs), with only this rank's inputs if the matrix is split along them.
         """
         if torch.is_autocast_enabled(input.device.type):
             inputs = input.to(torch.get_autocast_dtype(input.device.type))
@@ -157,13 +157,13 @@ class _Rounding:
         split: int | None,
         largest: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Convert a matrix to float8. Return it, and the largest absolute value if the whole matrix has one scale.
+        """Return a matrix in float8, and its largest absolute value, or None instead if each row has its own scale.
 
         Args:
             tensor: This rank's part of a matrix, or the whole matrix.
             cast: torchao's configuration of the conversion.
             role: Role of the matrix in the layer's matrix products.
-            dim: Dimension over which a row extends, if each row has its own scale.
+            dim: Dimension along which values share a scale, if each row has its own scale.
             split: Dimension along which ranks have parts of the matrix, or None if all have the whole matrix.
             largest: Largest absolute value that an earlier conversion of the matrix returned. None: it is computed.
         """

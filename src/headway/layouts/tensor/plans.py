@@ -247,9 +247,9 @@ def get_model_plan(model: torch.nn.Module) -> Mapping[str, Any]:
 
 
 def _join_plans(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the plans of the models that a model contains, such as a transformers model below the user's own head.
+    """Return the joined tensor-parallel plans of the models inside a model, such as a transformers model with a custom head.
 
-    The name of the contained model is put before the names in its plan.
+    Each name in a plan is prefixed with the name of the inner model.
     """
     joined: dict[str, Any] = {}
     owners: list[str] = []

@@ -147,7 +147,7 @@ class TensorAxis(ModelAxis):
 
 
 class TensorParallel(SplitModel):
-    """Handle of a model whose matrices are split across the ranks of one axis. Creating it splits the model.
+    """Handle to a model whose matrices are split across the ranks of one axis. The constructor splits the model in place.
 
     Args:
         model: Model to split. It must hold the same values on all ranks of the axis, or no values (meta tensors).

@@ -289,16 +289,16 @@ def write_shards(
 ) -> list[WrittenFile]:
     """Write files, flush them to the disk with fsync, and return their lengths and hashes.
 
-    Several threads write files in object stores, and 64 MiB or more to a disk. Each header is checked with
-    `check_header`. `ParallelWriter` documents how much memory this takes.
+    Several threads are used for object stores, and for disks if there are at least 64 MiB to write. Each header is checked
+    with `check_header`. `ParallelWriter` documents how much memory this takes.
 
     Args:
         folder: Folder of the files.
         files: Pairs of (tensor name, values), by file name.
-        num_files: Number of files that all ranks write with this name pattern. In object stores, it determines how many
-            bytes one hash covers: 8 KiB times `num_files`, rounded up to a power of two, and at least 16 KiB. A rank
-            then reads few bytes beyond its own. One hash covers more bytes if all these files would otherwise have more
-            than 2^18 hashes. Default: 1.
+        num_files: Number of files that all ranks write with this name pattern. In object stores, one hash covers 8 KiB
+            times `num_files`, rounded up to a power of two and at least 16 KiB, so that a rank that loads its part
+            reads few extra bytes. It covers more where all files would otherwise have more than 2^18 hashes. Default:
+            1.
 
     Raises:
         OSError: If the disk is full or not writable.

@@ -146,8 +146,8 @@ class DiskStore:
     def point_latest(self) -> None:
         """Write the checkpoint's name to the file `latest` next to it.
 
-        The rename is not flushed to the disk here. After a power failure, the file may still contain the former name.
-        `remove` flushes it before it removes any checkpoint.
+        The file is replaced by a rename that is not flushed to the disk here, so after a power failure it may still
+        contain the former name. `remove` flushes the rename before it deletes any checkpoint.
         """
         with open_replacement(self.folder.parent / LATEST) as staged:
             write_forced(staged, os.fsencode(f"{self.folder.name}\n"))

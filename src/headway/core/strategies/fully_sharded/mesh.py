@@ -496,11 +496,11 @@ class MeshStrategy(Strategy):
 
     @contextmanager
     def silence_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-        """Return a context in which backward produces zero gradients.
+        """Return a context in which backward produces zero gradients for `parameters`.
 
         The context puts hooks on the gathered parameters that autograd sees, because hooks on FSDP's shards would
-        never run. Distributed experts get no hook, because their gradients also include those of other ranks'
-        tokens. Instead, this rank sends zero gradients to the experts that have processed its tokens.
+        never run. Distributed experts get no hook, because their gradients also include contributions of other
+        ranks' tokens. Instead, this rank sends zero gradients to the experts that have processed its tokens.
         """
         with ExitStack() as stack:
             stack.enter_context(super().silence_gradients(parameters))
