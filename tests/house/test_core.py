@@ -36,5 +36,5 @@ def test_every_registered_name_resolves_to_an_extension(kind: str, word: str) ->
 
 
 def test_unknown_registry_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no feature is called 'spikes'; choose one of 'average'"):
+    with pytest.raises(ConfigError, match="no feature is called 'spikes'; choose one of 'adapted_models', 'average'"):
         extensions.load("feature", "spikes")

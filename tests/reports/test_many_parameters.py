@@ -11,7 +11,7 @@ from headway.core.checkpoint.format.manifest import Manifest, read_manifest
 def prepare_model():
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(50)))
-    model, optimizer = accelerator.prepare_model(model, torch.optim.AdamW(model.parameters(), 0.1))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
     accelerator.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
     optimizer.zero_grad()

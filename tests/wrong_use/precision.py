@@ -133,4 +133,4 @@ def half_model(s: Script) -> None:
     error("only in prototypes for Blackwell"),
 )
 def format_without_support(s: Script) -> None:
-    s.prepared(mixed_precision="nvfp4")
+    s.prepare_all(mixed_precision="nvfp4")
