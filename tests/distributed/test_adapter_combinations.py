@@ -179,7 +179,7 @@ def train_low_bit(layout: str) -> None:
         wanted = adapters.train_by_hand(plain, make(adapters.list_trainable(plain), lr=1e-2))
         model, optimizer = accelerator.prepare(model, make(adapters.list_trainable(model), lr=1e-2))
         assert adapters.train(accelerator, model, optimizer) == pytest.approx(wanted, rel=close), name
-        assert wanted[0] > 1.1 * wanted[-1], name
+        assert wanted[0] > 1.03 * wanted[-1], name
         kinds = {type(getattr(each, "_local_tensor", each)).__name__ for each in list_states(optimizer)}
         assert any(kind.startswith("OptimState") for kind in kinds), (name, kinds)
         accelerator.end_training()
