@@ -52,7 +52,7 @@ HIGHLIGHTS = (
 
 
 def read_result(question: str) -> dict[str, Any]:
-    """Return the last saved result of a question."""
+    """Return the last saved result of a benchmark in QUESTIONS."""
     saved: dict[str, Any] = json.loads((FOLDER / question / "result.json").read_text())
     return saved
 
@@ -68,8 +68,8 @@ def format_cell(values: dict[str, float], unit: str) -> str:
     return f"{middle} ({low} to {high})"
 
 
-def make_table(question: str) -> str:
-    """Return the rows of a question as a Markdown table."""
+def format_question_table(question: str) -> str:
+    """Return the last result of a benchmark in QUESTIONS as a Markdown table, with its note, date and machine."""
     saved = read_result(question)
     unit = saved["unit"]
     lines = [f"| {unit} | CPU time | wall time | added, CPU | added, wall | repeats |", "|---|---|---|---|---|---|"]
@@ -85,7 +85,7 @@ def make_table(question: str) -> str:
 
 
 def make_highlights() -> str:
-    """Return the small table of the project's README."""
+    """Return the README's table of the benchmarks in HIGHLIGHTS, with a sentence about the machine."""
     lines = ["| | Headway | Accelerate | noise (A/A) | repeats |", "|---|---|---|---|---|"]
     for label, question, ours, theirs, column in HIGHLIGHTS:
         saved = read_result(question)
@@ -124,13 +124,13 @@ def write_tables() -> None:
     """Rewrite every table from the saved results."""
     for question in QUESTIONS:
         if (FOLDER / question / "result.json").exists():
-            replace_block(FOLDER / "README.md", question, make_table(question))
+            replace_block(FOLDER / "README.md", question, format_question_table(question))
     if all((FOLDER / question / "result.json").exists() for _, question, *_ in HIGHLIGHTS):
         replace_block(FOLDER.parent / "README.md", "benchmarks", make_highlights())
 
 
 def main() -> None:
-    """Run the questions named on the command line, or all of them, then rewrite the tables."""
+    """Run the benchmarks named on the command line, or all of them, then rewrite the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("questions", nargs="*", metavar="question", help=f"one of {', '.join(QUESTIONS)}; default: all")
     parser.add_argument("--tables", action="store_true", help="only rewrite the tables from the saved results")

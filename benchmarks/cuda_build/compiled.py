@@ -43,8 +43,8 @@ class MLP(nn.Module):
         return self.blocks(x).square().mean()  # type: ignore[no-any-return]
 
 
-def build(name: str) -> tuple[nn.Module, Any, Callable[[int], dict[str, torch.Tensor]]]:
-    """Return (model, its blocks, function that makes a batch of a size)."""
+def build_model(name: str) -> tuple[nn.Module, Any, Callable[[int], dict[str, torch.Tensor]]]:
+    """Return (model, its blocks, function from a batch size to a batch) for a name in CASES."""
     import transformers as hf
 
     from headway.forecasting.tracing.attention_masks import skip_causal_mask
@@ -70,8 +70,8 @@ def build(name: str) -> tuple[nn.Module, Any, Callable[[int], dict[str, torch.Te
 
 
 def build_compiled(name: str, mode: str) -> nn.Module:
-    """Build a model and compile it with torch.compile."""
-    model, blocks, _ = build(name)
+    """Build a model, and compile all of it, each block or nothing, according to `mode`."""
+    model, blocks, _ = build_model(name)
     for module in {"not compiled": [], "whole": [model], "by block": blocks}[mode]:
         module.compile()
     return model
@@ -81,7 +81,7 @@ def measure_run(name: str, mode: str, precision: str) -> tuple[int, int]:
     """Train, and return the allocator's peaks of the third update: (allocated bytes, reserved bytes)."""
     with torch.device("cuda"):
         model = build_compiled(name, mode)
-    make_batch = build(name)[2]
+    make_batch = build_model(name)[2]
     optimizer = torch.optim.AdamW(model.train().parameters())
     for update in range(3):
         if update == 2:
@@ -101,7 +101,7 @@ def forecast_run(name: str, mode: str, precision: str) -> tuple[int, int]:
     import headway
 
     forecast = headway.forecast(
-        lambda: build_compiled(name, mode), build(name)[2], batch_size=BATCH, device="h100", precision=precision, largest=False,
+        lambda: build_compiled(name, mode), build_model(name)[2], batch_size=BATCH, device="h100", precision=precision, largest=False,
         loss=(lambda loss, _: loss) if name == "MLP" else None,
     )  # fmt: skip
     return int(forecast.allocated), int(forecast.reserved)

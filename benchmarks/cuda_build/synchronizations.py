@@ -29,7 +29,7 @@ COPIES += [f"copy: device to {host} host" for host in ("pageable", "pinned")]
 
 
 class Counter:
-    """Counts calls of the CUDA runtime since the last reading."""
+    """Counter of the calls of the CUDA runtime since the last reading."""
 
     def __init__(self) -> None:
         self._before: dict[str, int] = simulated_cuda.counts()
@@ -44,7 +44,7 @@ class Counter:
 
 
 def print_one_device() -> None:
-    """Print the table of one device."""
+    """Run every loop of tests/synchronizations on one device, and print each loop's largest counts in an update."""
     documented = read_table()
     print(
         "| feature | documented waits | waits | pageable copies | pinned copies | kernels |\n|---|---|---|---|---|---|"
@@ -71,8 +71,8 @@ def build(layout: str) -> tuple[torch.nn.Module, torch.utils.data.Dataset[Any]]:
     return cut_models.GPT(), torch.utils.data.TensorDataset(torch.randint(0, 37, (160, 12)))
 
 
-def count_rank(layout: str) -> None:
-    """Count the calls of one rank: set-up, updates, saves and a load. Rank 0 prints the counts as JSON."""
+def count_calls_on_rank(layout: str) -> None:
+    """Train under a layout, and count this rank's CUDA calls in set-up, updates, saves and a load. Rank 0 prints JSON."""
     handlers = [TensorParallelOptions(cut_models.GPT_PLAN)] if "tp" in layout else []
     # The simulated runtime has no float32 attention with fewer queries than keys.
     precision = "bf16" if layout == "cp" else "no"
@@ -115,7 +115,7 @@ def count_rank(layout: str) -> None:
 
 
 def print_layouts() -> None:
-    """Print the table of all layouts."""
+    """Run each layout in LAYOUTS, and print its counts by phase."""
     print(
         "\n| layout | ranks | parameters | phase | waits | pageable copies | pinned copies | kernels |\n"
         "|---|---|---|---|---|---|---|---|"
@@ -138,7 +138,7 @@ def print_layouts() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        count_rank(sys.argv[1])
+        count_calls_on_rank(sys.argv[1])
     else:
         print_one_device()
         print_layouts()

@@ -20,7 +20,7 @@ NUM_BATCHES, STEPS, WIDTH = 4, 2, 1600
 
 
 class Net(torch.nn.Sequential):
-    """Four layers of 1600 x 1600 (10.2 M parameters) that raise an out-of-memory error `num_failures` times."""
+    """Four layers of 1600 x 1600 (10.2 M parameters). The next `num_failures` forward passes raise an out-of-memory error."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -86,8 +86,8 @@ def measure_votes(accelerator: Any) -> dict[str, Any]:
     return results
 
 
-def measure_failures(run: Callable[[], None], model: Net, transaction: Any) -> list[float]:
-    """Return the resident MiB after each of 20 passes in which one whole batch runs out of memory."""
+def measure_memory_after_failures(run: Callable[[], None], model: Net, transaction: Any) -> list[float]:
+    """Run 20 passes in each of which the first forward raises an out-of-memory error. Return the resident MiB after each pass."""
     mib = []
     for _ in range(20):
         model.num_failures = 1
@@ -114,7 +114,7 @@ def main() -> None:
         json.dumps(measure_votes(accelerator)) if count > 1 else "not needed"
     )
     results[f"{count} process(es): resident MiB after each of 20 failures"] = ", ".join(
-        map(str, measure_failures(run, model, accelerator._training_step.transaction))
+        map(str, measure_memory_after_failures(run, model, accelerator._training_step.transaction))
     )
     if accelerator.is_main_process:
         path.write_text(json.dumps(results))

@@ -59,8 +59,8 @@ class Subject:
                 note_update(self.optimizer, self.num_updates)
         assert self.ema.num_updates == self.num_updates
 
-    def update_by_hand(self) -> None:
-        """Update the average with one foreach call, UPDATES times."""
+    def update_with_foreach(self) -> None:
+        """Update the averages with `torch._foreach_lerp_` instead of Headway, UPDATES times."""
         for _ in range(UPDATES):
             torch._foreach_lerp_(self.averages, self.weights, 1 - DECAY)
 
@@ -100,8 +100,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     every_update, every_tenth = Subject(), Subject(every=10)
     updates = {
-        "an update, by hand (foreach)": every_update.update_by_hand,
-        "an update, by hand, again (A/A)": every_update.update_by_hand,
+        "an update, by hand (foreach)": every_update.update_with_foreach,
+        "an update, by hand, again (A/A)": every_update.update_with_foreach,
         "an update, headway": every_update.update, "an update, headway, every=10": every_tenth.update,
         "an update, AveragedModel": make_torch_update(),
     }  # fmt: skip

@@ -93,8 +93,8 @@ class SlowServer(ThreadingHTTPServer):
         self.server_close()
 
 
-def fail_with(status: int, headers: dict[str, str] | None = None, every: int = 2) -> Fault:
-    """Return a fault that answers data requests with `status`, except for one in every `every` requests."""
+def make_status_fault(status: int, headers: dict[str, str] | None = None, every: int = 2) -> Fault:
+    """Return a fault that answers data requests with `status`, except those whose number is a multiple of `every`."""
 
     def fault(handler: Handler, number: int) -> bool:
         if not handler.is_for_data or number % every == 0:
@@ -106,7 +106,7 @@ def fail_with(status: int, headers: dict[str, str] | None = None, every: int = 2
 
 
 def break_off(handler: Handler, number: int) -> bool:
-    """Send half of a response to every second request and close the connection, if the request is for data."""
+    """Announce 1 MB, send 4 bytes and close the connection, for data requests with odd numbers."""
     if not handler.is_for_data or number % 2:
         return False
     handler.send_response(206)
@@ -117,8 +117,8 @@ def break_off(handler: Handler, number: int) -> bool:
     return True
 
 
-def hang(seconds: float) -> Fault:
-    """Return a fault that delays every second request by `seconds`, if the request is for data."""
+def make_delay_fault(seconds: float) -> Fault:
+    """Return a fault that delays data requests with odd numbers by `seconds`."""
 
     def fault(handler: Handler, number: int) -> bool:
         if handler.is_for_data and number % 2:

@@ -87,7 +87,7 @@ def test_lora_matches_one_process(layout):
 
 
 def load_base_into_shards(folder: str, layout: str) -> None:
-    """Check a base on the meta device, loaded before or after the adapters are added. New adapters start as PEFT defines."""
+    """Load a meta-device base before or after adapters are added, and check it and the adapters' initial values."""
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
     for is_first in (True, False):
         with torch.device("meta"):
@@ -308,8 +308,8 @@ def test_lora_on_a_quantized_base_matches_one_process(kind, layout):
         assert is_cut == (layout in ("fsdp", "cp") and "nf4" in kind)
 
 
-def quantized_experts(kind: str) -> None:
-    """A Mixtral whose attention is quantized; transformers stacks experts, which are no linear layers."""
+def train_quantized_attention_with_experts(kind: str) -> None:
+    """Train LoRA on a Mixtral under ep. Only attention is quantized, because experts are not linear layers in transformers."""
 
     def make() -> Any:
         torch.manual_seed(0)
@@ -332,11 +332,11 @@ def quantized_experts(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_lora_on_quantized_attention_learns_beside_distributed_experts(kind):
     pytest.importorskip(kind.partition(",")[0])
-    run_ranks(quantized_experts, 2, kind, timeout=280)
+    run_ranks(train_quantized_attention_with_experts, 2, kind, timeout=280)
 
 
-def evaluate_between(layout: str) -> None:
-    """On some CPUs, bitsandbytes packs weights anew in eval mode, which the next gathered weights would not fit."""
+def evaluate_between_updates(layout: str) -> None:
+    """Evaluate between updates. On some CPUs, bitsandbytes repacks weights in eval mode, and gathered ones would not fit."""
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
     model = make_quantized("bitsandbytes, nf4")
     model, optimizer = accelerator.prepare(model, make_optimizer(model))
@@ -355,7 +355,7 @@ def evaluate_between(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("cp", marks=pytest.mark.matrix)])
 def test_an_evaluation_does_not_change_the_training_on_four_bits(layout):
     pytest.importorskip("bitsandbytes")
-    run_ranks(evaluate_between, 2, layout, timeout=280)
+    run_ranks(evaluate_between_updates, 2, layout, timeout=280)
 
 
 def save_quantized(kind: str, layout: str, folder: str) -> None:
@@ -368,8 +368,8 @@ def save_quantized(kind: str, layout: str, folder: str) -> None:
     model.save_pretrained(Path(folder, "adapter"), is_main_process=accelerator.is_main_process)
 
 
-def resume_quantized(kind: str, layout: str, folder: str) -> None:
-    """The base is loaded, too: its scales and adapters are others before."""
+def resume_from_zeroed_weights(kind: str, layout: str, folder: str) -> None:
+    """Resume with zeros in the adapters and the base's scales, so that both must come from the checkpoint."""
     accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
     model = make_quantized(kind)
     with torch.no_grad():
@@ -396,7 +396,7 @@ def resume_quantized(kind: str, layout: str, folder: str) -> None:
 def test_a_quantized_base_is_saved_and_loaded_in_other_layouts(tmp_path, saved, loaded, kind):
     pytest.importorskip(kind.partition(",")[0])
     run_ranks(save_quantized, 2, kind, saved, str(tmp_path), timeout=280)
-    run_ranks(resume_quantized, 2, kind, loaded, str(tmp_path), timeout=280)
+    run_ranks(resume_from_zeroed_weights, 2, kind, loaded, str(tmp_path), timeout=280)
     plain = make_quantized(kind)
     _, weights = train_by_hand(2, lambda: plain)
     wanted = dict(split_wrappers((name, each) for name, each in weights.items() if "lm_head" not in name))
@@ -406,18 +406,18 @@ def test_a_quantized_base_is_saved_and_loaded_in_other_layouts(tmp_path, saved, 
         torch.testing.assert_close(found[name].view(value.shape), value, atol=CLOSE, rtol=1e-5, msg=name)
     opened = peft.PeftModel.from_pretrained(plain.unload(), tmp_path / "adapter")
     with torch.no_grad():
-        torch.testing.assert_close(opened(make_tokens(9, 4)).logits, plain_logits(kind), atol=CLOSE, rtol=1e-4)
+        torch.testing.assert_close(opened(make_tokens(9, 4)).logits, compute_plain_logits(kind), atol=CLOSE, rtol=1e-4)
 
 
-def plain_logits(kind: str) -> torch.Tensor:
+def compute_plain_logits(kind: str) -> torch.Tensor:
     plain = make_quantized(kind)
     train_by_hand(2, lambda: plain)
     with torch.no_grad():
         return plain(make_tokens(9, 4)).logits  # type: ignore[no-any-return]
 
 
-def refuse_quantized(kind: str) -> None:
-    """No rank computes with a part of packed values, whatever layers the plan names."""
+def check_refusal_of_quantized(kind: str) -> None:
+    """Check that `prepare` refuses quantized layers under tp, with the default plan and with one that names them."""
     for plan in (None, {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}):
         options = TensorParallelOptions(plan=plan)
         accelerator = Accelerator(cpu=ON_CPU, strategy="tp", kwargs_handlers=[options])
@@ -430,7 +430,7 @@ def refuse_quantized(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensor_parallelism_refuses_quantized_weights(kind):
     pytest.importorskip(kind.partition(",")[0])
-    run_ranks(refuse_quantized, 2, kind)
+    run_ranks(check_refusal_of_quantized, 2, kind)
 
 
 # -------------------------------------------------------------------- every method in every layout
@@ -494,8 +494,8 @@ def test_adapters_match_one_process_and_are_equal_on_all_ranks(layout, only):
 # -------------------------------------------------------------------- PEFT's own methods on a prepared model
 
 
-def save_and_open(layout: str, folder: str, model: str, method: str) -> None:
-    """Check that a plain and a prepared model can load the file that `save_pretrained` writes on all ranks."""
+def check_save_pretrained(layout: str, folder: str, model: str, method: str) -> None:
+    """Call `save_pretrained` on all ranks after four updates, and load its files into a plain and a prepared model."""
     accelerator = adapters.make_accelerator(layout)
     prepared, optimizer = adapters.prepare(accelerator, adapters.make_adapted(model, method))
     adapters.train(accelerator, prepared, optimizer, range(4))
@@ -567,7 +567,7 @@ def disable_adapters(layout: str) -> None:
     accelerator.free_memory()
 
 
-def train_on_half(layout: str) -> None:
+def train_on_bf16_base(layout: str) -> None:
     """Train a frozen bf16 base with float32 adapters, which PEFT creates for such a base."""
     accelerator = adapters.make_accelerator(layout)
     plain, model = (adapters.make_adapted("llama", "LoRA", dtype=torch.bfloat16) for _ in range(2))
@@ -653,10 +653,10 @@ def add_to_replicas() -> None:
 
 def check_documented_uses(layout: str, folder: str) -> None:
     for method in ("LoRA", *(() if "tp" in layout else ("DoRA", "LoRA with modules_to_save")), "prompt tuning"):
-        save_and_open(layout, f"{folder}/{method}", "llama", method)
+        check_save_pretrained(layout, f"{folder}/{method}", "llama", method)
     switch_adapters(layout, f"{folder}/two")
     disable_adapters(layout)
-    train_on_half(layout)
+    train_on_bf16_base(layout)
     recompute_activations(layout, is_reentrant=False)
     recompute_activations(layout, is_reentrant=True)
     if layout == "ddp":
@@ -674,7 +674,7 @@ def test_prepared_model_works_as_peft_documents(tmp_path, layout):
 
 
 def save_and_merge_experts(folder: str) -> None:
-    save_and_open("ep", folder, "mixtral", "LoRA of experts")
+    check_save_pretrained("ep", folder, "mixtral", "LoRA of experts")
     accelerator = adapters.make_accelerator("ep")
     wanted = adapters.make_adapted("mixtral", "LoRA of experts").merge_and_unload().state_dict()
     model = accelerator.prepare(adapters.make_adapted("mixtral", "LoRA of experts"))

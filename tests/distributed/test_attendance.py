@@ -17,7 +17,7 @@ from tests.distributed.test_saves_of_one_rank import Training
 
 
 def call_next_save_at_once(training, folder):
-    """Reach a second save at once on the other rank. It counts as the same save."""
+    """Make two saves on rank 0, but only the second on rank 1, where it counts as the first."""
     if training.accelerator.is_main_process:
         training.accelerator.save_state(f"{folder}/one")
     training.accelerator.save_state(f"{folder}/two")
@@ -59,7 +59,7 @@ WAYS = [
 
 
 def run_all_ways(root):
-    """Run each way in turn, with the end of the script last. Return the names of valid checkpoints, and the losses."""
+    """Call each function in WAYS, and return (names of valid checkpoints, losses)."""
     training, saved = Training(), []
     for way in WAYS:
         folder = Path(root, way.__name__)
@@ -81,8 +81,8 @@ def test_save_on_one_rank_completes_when_others_go_on(tmp_path):
     assert len(losses) == len(others) > 4
 
 
-def call_model_at_different_lines():
-    """Call the model at another line on rank 1, after rank 0 has gone on. Nothing makes rank 0 wait in its forward pass."""
+def check_forward_at_different_lines():
+    """Check a forward three times on two ranks. Rank 1's second check is at another line, 0.5 s after rank 0 has gone on."""
     accelerator = Accelerator(cpu=True)
     check = RankConditionalCallCheck(process.current(), "deepspeed")
     for number in range(3):
@@ -97,7 +97,7 @@ def call_model_at_different_lines():
 
 
 def test_forward_at_another_line_counts_as_the_same_forward():
-    assert run_ranks(call_model_at_different_lines, 2) == [True, True]
+    assert run_ranks(check_forward_at_different_lines, 2) == [True, True]
 
 
 def save_after_failed_attempt(root):

@@ -30,7 +30,7 @@ def test_every_recipe_is_listed():
 
 
 def run_recipes(folder, recipes):
-    """Run recipes one after another in a folder, and return their results. A recipe is its name and its arguments."""
+    """Run `main` of each recipe in the folder, and return the results. Each item of `recipes` is (name, *arguments)."""
     os.chdir(folder)
     return [runpy.run_path(str(COOKBOOK / f"{name}.py"))["main"](arguments) for name, *arguments in recipes]
 

@@ -103,7 +103,7 @@ def two_losses_in_the_last_micro_batch(stage: int) -> None:
 
 
 def backward_outside_accumulate(stage: int) -> None:
-    """Call backward outside `accumulate()` and step by hand."""
+    """Call backward outside `accumulate()`, and `optimizer.step()` after every second micro-batch."""
     accelerator, model, optimizer, plain, sgd = prepare_training(stage, steps=2)
     for number in range(2):
         own = []
@@ -144,8 +144,8 @@ def failed_window(stage: int) -> None:
     accelerator.free_memory()
 
 
-def unused_parameters(stage: int) -> None:
-    """A parameter unused in a window's first micro-batch keeps no gradient of the previous window."""
+def one_body_in_each_micro_batch(stage: int) -> None:
+    """Use one of two bodies in each micro-batch. The other body must not add a gradient of the previous window."""
     accelerator, model, optimizer, plain, sgd = prepare_training(stage, steps=2)
     for number, uses in enumerate([(1, 2), (2, 1), (1, 1), (2, 2)]):
         own = []
@@ -331,7 +331,7 @@ def wrong_use(stage: int) -> None:
 
 
 SCENARIOS = [
-    two_losses_in_the_last_micro_batch, backward_outside_accumulate, failed_window, unused_parameters,
+    two_losses_in_the_last_micro_batch, backward_outside_accumulate, failed_window, one_body_in_each_micro_batch,
     nan_without_weight, overflow_is_skipped, overflow_under_the_guard, copied_model, evaluation, wrong_use,
 ]  # fmt: skip
 if "strategy" in signature(FiniteGuard).parameters:  # the guard reads sharded gradients through the strategy

@@ -15,7 +15,7 @@ from tests.distributed.ranks import run_ranks
 
 
 class Net(nn.Module):
-    """Model with blocks, and an optional layer in the root."""
+    """Model with two blocks, whose last layer (`extra`) a forward pass can skip."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def parameters_unused_on_one_rank() -> None:
 
 
 def gradients_changed_on_one_rank() -> None:
-    """One rank changes its gradients after clipping. It checks them again, and the other ranks learn the result."""
+    """Scale a gradient on rank 1 after clipping. If it becomes infinite, all ranks skip the update; otherwise, none does."""
     accelerator, model, optimizer = prepare_training("fsdp", on_non_finite="skip")
 
     def update(value: float) -> bool:
@@ -78,7 +78,7 @@ def gradients_changed_on_one_rank() -> None:
 
 
 def gradients_different_in_one_group() -> None:
-    """Ranks 2 and 3 disagree about the gradient of their half of a weight. Ranks 0 and 1, which agree, get the error too."""
+    """Give rank 3 other inputs, so that the gradients of ranks 2 and 3 differ. Ranks 0 and 1 raise the same error."""
     plan = {"blocks.*.0": "colwise_rep"}
     accelerator, model, optimizer = prepare_training("fsdp+tp=2", kwargs_handlers=[TensorParallelOptions(plan=plan)])
     rank = accelerator.process_index

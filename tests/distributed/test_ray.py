@@ -18,8 +18,11 @@ pytestmark = pytest.mark.timeout(900)  # Ray starts two workers seven times
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Return the output of each run by name. A run started twice has the output of its second start."""
+def results(tmp_path_factory):
+    """Run ray_runs.py in a new process, and return {name of a run: lines, metrics and checkpoints of its last start}.
+
+    The lines contain those of earlier starts with the same name.
+    """
     folder = tmp_path_factory.mktemp("ray")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "RANK", "WORLD_"))}
     more = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600", "OMP_NUM_THREADS": "1"}
@@ -41,9 +44,9 @@ def read_first_updates(run, rank=0):
 
 
 @pytest.mark.skipif(not HAS_RAY, reason=NO_RAY)
-def test_killed_worker_repeats_updates_since_the_last_checkpoint(runs):
+def test_killed_worker_repeats_updates_since_the_last_checkpoint(results):
     """FSDP runs on two workers. Each loss after the kill is exactly equal to that of a run without a kill."""
-    whole, killed = runs["whole"], runs["killed"]
+    whole, killed = results["whole"], results["killed"]
     assert read_first_updates(whole) == [0]
     assert read_first_updates(killed) == read_first_updates(killed, 1) == [0, 4]
     for rank in (0, 1):
@@ -58,20 +61,20 @@ def test_killed_worker_repeats_updates_since_the_last_checkpoint(runs):
 
 
 @pytest.mark.skipif(not HAS_RAY, reason=NO_RAY)
-def test_script_for_accelerate_runs_unchanged(runs):
+def test_script_for_accelerate_runs_unchanged(results):
     """The script has a temporary folder on each rank, loads what Ray returns, and does not use the adapter."""
-    assert read_first_updates(runs["script"]) == [0, 6]
+    assert read_first_updates(results["script"]) == [0, 6]
     for rank in (0, 1):
-        wanted = read_losses(runs["whole"], rank)
-        assert read_losses(runs["script"], rank) == {update: wanted[update] for update in range(1, 13)}
+        wanted = read_losses(results["whole"], rank)
+        assert read_losses(results["script"], rank) == {update: wanted[update] for update in range(1, 13)}
 
 
 @pytest.mark.skipif(not HAS_RAY, reason=NO_RAY)
-def test_storage_on_another_file_system(runs):
-    """Ray uploads the reported checkpoints, and a run continues from what it downloads."""
-    assert read_first_updates(runs["distant"]) == [0, 4]
-    assert sorted(read_losses(runs["distant"], 0)) == list(range(1, 13))
-    assert runs["distant"]["metrics"]["updates"] == 12
+def test_storage_on_another_file_system(results):
+    """Ray uploads the reported checkpoints, and a run continues from a checkpoint that Ray downloads."""
+    assert read_first_updates(results["distant"]) == [0, 4]
+    assert sorted(read_losses(results["distant"], 0)) == list(range(1, 13))
+    assert results["distant"]["metrics"]["updates"] == 12
 
 
 def test_adapter_outside_of_ray_is_an_error():

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.slow
 TINY = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from tiny_language import gpt2, lines, tokenizer
+from tiny_language import gpt2, lines, train_tokenizer
 from transformers import set_seed
 set_seed(7)
-words = tokenizer()
+words = train_tokenizer()
 words.save_pretrained("model")
 gpt2(words).save_pretrained("model")
 import json

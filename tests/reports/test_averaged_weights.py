@@ -10,8 +10,8 @@ from headway import Accelerator
 from tests.distributed.ranks import RankFailed, run_ranks
 
 
-class Shadow:
-    """Averages in a list, with store, copy_to and restore as in diffusers and torch_ema."""
+class CopiedAverages:
+    """Averages in a list, which are copied into the parameters while a CPU copy stores them, as in diffusers and torch_ema."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -32,7 +32,7 @@ class Shadow:
             parameter.data.copy_(stored.data)
 
 
-class Swap:
+class SwappedAverages:
     """Averages in a list that are exchanged with the parameters in place."""
 
     def __init__(self, model: Any) -> None:
@@ -53,7 +53,7 @@ class Swap:
     leave = enter
 
 
-class States:
+class StateDictAverages:
     """Averages as a state dict. Loading it replaces the weights, loading the stored one restores them."""
 
     def __init__(self, model: Any) -> None:
@@ -73,7 +73,7 @@ class States:
         self.model.load_state_dict(self.stored)
 
 
-class Assigned:
+class AssignedAverages:
     """Averages that are assigned to `parameter.data`. Sharded parameters ignore such an assignment."""
 
     def __init__(self, model: Any) -> None:
@@ -101,7 +101,7 @@ def build_model() -> torch.nn.Module:
 
 
 def run(model: Any, optimizer: Any, backward: Any, kind: Any) -> list[float]:
-    """Train for three updates. After each, evaluate twice with averaged weights, and before and after with trained weights."""
+    """Return losses and outputs of three updates. Each update is evaluated with trained, twice averaged, and trained weights."""
     average, values = kind(model), []
     rows = torch.arange(8.0).reshape(2, 4) / 8
 
@@ -139,16 +139,17 @@ def train_by_hand(kind: Any) -> list[float]:
     return run(net, torch.optim.SGD(net.parameters(), 0.1), torch.Tensor.backward, kind)
 
 
+KINDS = (CopiedAverages, SwappedAverages, StateDictAverages, AssignedAverages)
 FSDP = {"strategy": "fsdp"}
 
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
-        (FSDP, Shadow),
-        pytest.param(FSDP, Swap, marks=pytest.mark.matrix),
-        pytest.param(FSDP, States, marks=pytest.mark.matrix),
-        *(pytest.param({}, kind, marks=pytest.mark.matrix) for kind in (Shadow, Swap, States, Assigned)),
+        (FSDP, CopiedAverages),
+        pytest.param(FSDP, SwappedAverages, marks=pytest.mark.matrix),
+        pytest.param(FSDP, StateDictAverages, marks=pytest.mark.matrix),
+        *(pytest.param({}, kind, marks=pytest.mark.matrix) for kind in KINDS),
     ],
 )
 def test_swapping_averages_in_and_out_matches_one_process(layout: dict[str, Any], kind: Any) -> None:
@@ -158,7 +159,7 @@ def test_swapping_averages_in_and_out_matches_one_process(layout: dict[str, Any]
 @pytest.mark.matrix
 def test_assigned_averages_are_refused_at_evaluation() -> None:
     with pytest.raises(RankFailed, match=r"`parameter\.data = tensor` after prepare\(\), which changes nothing"):
-        run_ranks(train_prepared, 2, FSDP, Assigned)
+        run_ranks(train_prepared, 2, FSDP, AssignedAverages)
 
 
 def train_with_averaged_copy() -> list[float]:

@@ -157,12 +157,12 @@ def read_plain_epochs(make):
 def make_sampler_source(sampler, is_batched=False):
     data = list(range(NUM_ROWS))
     if is_batched:
-        return {"dataset": data, "batch_sampler": TwoByTwo(sampler)}, sampler
+        return {"dataset": data, "batch_sampler": FixedSizeBatchSampler(sampler)}, sampler
     return {"dataset": data, "batch_size": BATCH, "sampler": sampler}, sampler
 
 
-class TwoByTwo(BatchSampler):
-    """A custom batch sampler."""
+class FixedSizeBatchSampler(BatchSampler):
+    """Subclass of torch's BatchSampler that takes only a sampler and yields batches of BATCH rows."""
 
     def __init__(self, sampler):
         super().__init__(sampler, BATCH, drop_last=False)

@@ -74,25 +74,24 @@ class Tally:
             try:
                 end = act()
             except HeadwayError as error:
-                end = "refused" if str(error) else self._fault(number, "refused without a word")
+                end = "refused" if str(error) else self.record_fault(number, "refused without a word")
             except Hang:
-                end = self._fault(number, "hang")
+                end = self.record_fault(number, "hang")
             except SystemExit as ended:
                 end = f"exit {ended.code}"
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                end = self._fault(number, f"{type(error).__name__}: {error}"[:200] + "\n" + _format_last_frames(error))
+                end = self.record_fault(
+                    number, f"{type(error).__name__}: {error}"[:200] + "\n" + _format_last_frames(error)
+                )
         self.ends[end.split(":")[0].split("\n")[0]] += 1
         return end
 
-    def _fault(self, number: object, text: str) -> str:
-        self.faults.append(f"{self.kind} {number}: {text}")
-        return text
-
-    def fault(self, number: object, text: str) -> None:
-        """Record that a case ended in a way that is not allowed."""
-        self._fault(number, text)
+    def record_fault(self, case: object, description: str) -> str:
+        """Record that a case ended in a way that is not allowed, and return the description."""
+        self.faults.append(f"{self.kind} {case}: {description}")
+        return description
 
     def __str__(self) -> str:
         ends = ", ".join(f"{count} {end}" for end, count in self.ends.most_common())
@@ -203,8 +202,8 @@ def _manifests(seed: int, numbers: range, tally: Tally, settings: dict[str, Any]
         content = json.loads((folder / MANIFEST).read_text())["content"]
         run = Run(Path(name), **settings)
         before = run.print()
-        if tally.run("as it was written", lambda: _load(run, folder)) != "taken":
-            tally.fault("as it was written", "is not taken")
+        if tally.run("unchanged", lambda: _load(run, folder)) != "taken":
+            tally.record_fault("unchanged", "is not loaded")
         run = Run(Path(name), **settings)
         for number in numbers:
             draw = random.Random(f"{seed} manifest {number}")
@@ -218,12 +217,12 @@ def _manifests(seed: int, numbers: range, tally: Tally, settings: dict[str, Any]
                 run = Run(Path(name), **settings)
                 before = run.print()
             elif run.print() != before:
-                tally.fault(number, f"{part}: changed objects, and then: {end}")
+                tally.record_fault(number, f"{part}: changed objects, and then: {end}")
                 run = Run(Path(name), **settings)
 
 
 def _change_content(draw: random.Random, content: Any, part: str) -> Any:
-    """Return the content with a random change in the given part."""
+    """Return a copy of a manifest's content with random changes in the given part."""
     if part in content or part == "all":
         return mutate(draw, content) if part == "all" else _mutate_entry(draw, content, part)
     return {**content, "state": _mutate_entry(draw, content["state"], part)}
@@ -391,7 +390,7 @@ def command_lines(seed: int, count: int, tally: Tally) -> None:
             words += [_draw_word(draw) for _ in range(draw.choice([0, 0, 1, 2, 5]))]
             end = tally.run(f"{number} {words!r}"[:300], lambda: _run_command(draw.choice(_MACHINES), folder, words))
             if end not in ("exit None", "exit 0", "exit 1", "exit 2", "done") and "\n" not in end:
-                tally.fault(number, end)
+                tally.record_fault(number, end)
 
 
 def _draw_word(draw: random.Random) -> str:

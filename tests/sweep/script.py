@@ -236,9 +236,11 @@ class Run:
         )
         self.others: list[object] = []
         if mode.learning == "models":
-            maker = torch.nn.Linear(6, 6)
-            self.maker, self.makers = accelerator.prepare(maker, torch.optim.Adam(maker.parameters(), 0.01))
-            self.others = [self.maker.state_dict(), self.makers.state_dict()]
+            generator = torch.nn.Linear(6, 6)
+            self.generator, self.generator_optimizer = accelerator.prepare(
+                generator, torch.optim.Adam(generator.parameters(), 0.01)
+            )
+            self.others = [self.generator.state_dict(), self.generator_optimizer.state_dict()]
         self.local = LocalSGD(accelerator, self.model, 3, enabled=mode.learning == "local")
         mark("resume")
         accelerator.resume("latest")
@@ -285,7 +287,9 @@ class Run:
         mark(phase, 0 if self.is_first else place)
         self.is_first = False
         time.sleep(PAUSE * (1 + int(RANK) * self.mode.is_uneven))
-        learn = {"function": self.learn_by_function, "models": self.learn_in_turn}.get(self.mode.learning, self.learn)
+        learn = {"function": self.learn_by_function, "models": self.train_critic_and_generator}.get(
+            self.mode.learning, self.learn
+        )
         loss = learn(x)
         write_line(place=place, update=accelerator.num_updates, loss=loss.item().hex(), lr=self.schedule.get_last_lr()[0].hex(),
              samples=samples.tolist())  # fmt: skip
@@ -310,18 +314,20 @@ class Run:
         self.update()
         return loss
 
-    def learn_in_turn(self, x: torch.Tensor) -> torch.Tensor:
-        """Train the model to distinguish rows from generated ones, and a generator to deceive it."""
+    def train_critic_and_generator(self, x: torch.Tensor) -> torch.Tensor:
+        """Update a GAN's critic (`self.model`), then its generator, in separate windows. Return the sum of both losses."""
         accelerator, seeds = self.accelerator, torch.randn(len(x), 6)
         with accelerator.accumulate(self.model):
-            critic_loss = (self.model(x) - 1).square().mean() + self.model(self.maker(seeds).detach()).square().mean()
+            critic_loss = (self.model(x) - 1).square().mean() + self.model(
+                self.generator(seeds).detach()
+            ).square().mean()
             accelerator.backward(critic_loss)
             self.update()
-        with accelerator.accumulate(self.maker):
-            generator_loss = (self.model(self.maker(seeds)) - 1).square().mean()
+        with accelerator.accumulate(self.generator):
+            generator_loss = (self.model(self.generator(seeds)) - 1).square().mean()
             accelerator.backward(generator_loss)
-            self.makers.step()
-            self.makers.zero_grad()
+            self.generator_optimizer.step()
+            self.generator_optimizer.zero_grad()
         return critic_loss.detach() + generator_loss.detach()
 
     def update(self) -> None:

@@ -54,7 +54,7 @@ def dispatched_draws():
 
 
 def own_order_by_seed():
-    """Use a subclass of RandomSampler with use_seedable_sampler."""
+    """Read the rows of a loader with a subclass of RandomSampler and use_seedable_sampler=True."""
 
     class Backwards(RandomSampler):
         def __iter__(self):
@@ -107,13 +107,13 @@ def metrics_after_dropping():
 
 
 def wrapped():
-    """Read the class of a prepared model."""
+    """Read the class names of a prepared model and of the unwrapped one."""
     accelerator, net, *_ = prepared()
     return type(net).__name__, type(accelerator.unwrap_model(net)).__name__
 
 
 def buffers():
-    """Read running means after the last update."""
+    """Read BatchNorm's running means after one epoch of training."""
     accelerator = Accelerator(cpu=True)
     net = torch.nn.BatchNorm1d(3)
     net, optimizer, data = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1), loader(8, 2))
@@ -133,7 +133,7 @@ def entries_of_checkpoints():
 
 
 def half_on_a_cpu():
-    """Read whether fp16's scaler is enabled on a CPU."""
+    """Read accelerator.scaler.is_enabled() with mixed_precision="fp16" on a CPU."""
     return Accelerator(cpu=True, mixed_precision="fp16").scaler.is_enabled()
 
 
@@ -178,7 +178,7 @@ def after_a_reset():
 
 
 def a_missing_tracker():
-    """Name a tracker in log_with whose package is not installed."""
+    """Read the number of trackers if log_with names one whose package is not installed."""
     accelerator = Accelerator(cpu=True, log_with=["clearml"])
     accelerator.init_trackers("run")
     accelerator.log({"loss": 1.0})
@@ -212,14 +212,14 @@ def a_tracker_that_fails():
 
 
 def a_step_that_was_not_given():
-    """Read the step that a tracker receives from accelerator.log(values)."""
+    """Read the steps that a tracker receives from accelerator.log without and with step=."""
     seen = []
     _tracked(lambda self, values, step=None: seen.append(step)).log({"loss": 1.0}, step=5)
     return seen
 
 
 def scaled():
-    """Call reduce with scale=."""
+    """Call reduce with scale=0.5."""
     return Accelerator(cpu=True).reduce(torch.ones(2), "sum", scale=0.5).tolist()
 
 
@@ -249,7 +249,7 @@ def files_of_a_profile():
 
 
 def state_of_a_stateful_loader():
-    """Read the keys of a stateful loader's state dict."""
+    """Read whether a stateful loader's state dict has the key "consumed"."""
     data = _loaded(DataLoader(_numbers(8), batch_size=2), use_stateful_dataloader=True)
     next(iter(data))
     return "consumed" in data.state_dict()

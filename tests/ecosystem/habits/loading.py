@@ -230,7 +230,7 @@ def skipping_in_a_stream():
 
 
 def sizes():
-    """Read the attributes with which scripts count steps."""
+    """Read len(), total_batch_size, total_dataset_length and batch_size of a prepared loader."""
     data = _loaded(DataLoader(_numbers(10), batch_size=2))
     return (
         len(data),

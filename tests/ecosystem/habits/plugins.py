@@ -28,7 +28,7 @@ def sharding_of_version_two():
 
 
 def sharding_by_words():
-    """Pass strings, which become torch's enum members."""
+    """Read the settings of an FSDP plugin that was built from strings and a bool."""
     made = FullyShardedDataParallelPlugin(
         sharding_strategy="SHARD_GRAD_OP",
         backward_prefetch="BACKWARD_PRE",
@@ -42,7 +42,7 @@ def sharding_by_words():
 
 
 def sharding_by_the_environment():
-    """Set FSDP_* variables."""
+    """Read the settings of an FSDP plugin that was built from FSDP_* environment variables."""
     os.environ.update(
         FSDP_VERSION="2",
         FSDP_OFFLOAD_PARAMS="true",
@@ -57,7 +57,7 @@ def sharding_by_the_environment():
 
 
 def sharding_set_afterwards():
-    """Call set_state_dict_type and set_mixed_precision."""
+    """Read the settings of an FSDP plugin after set_state_dict_type and set_mixed_precision."""
     made = FullyShardedDataParallelPlugin()
     made.set_state_dict_type("FULL_STATE_DICT")
     made.set_mixed_precision("bf16")
@@ -65,7 +65,7 @@ def sharding_set_afterwards():
 
 
 def axes_by_the_environment():
-    """Set PARALLELISM_CONFIG_* variables."""
+    """Read the sizes of a ParallelismConfig that was built from PARALLELISM_CONFIG_* environment variables."""
     os.environ.update(PARALLELISM_CONFIG_DP_SHARD_SIZE="2", PARALLELISM_CONFIG_TP_SIZE="2")
     made = ParallelismConfig()
     return made.dp_shard_size, made.tp_size, made.cp_size, made.dp_replicate_size, made.total_size
@@ -96,26 +96,26 @@ def no_axes():
 
 
 def building_a_mesh():
-    """Read the methods of ParallelismConfig that build a mesh."""
+    """Read whether ParallelismConfig has the methods that build a mesh, and the result of _get_mesh."""
     made = ParallelismConfig(dp_shard_size=1)
     return callable(made.build_device_mesh), callable(made.get_device_mesh), made._get_mesh()
 
 
 def compiling():
-    """Build a TorchDynamoPlugin."""
+    """Read the arguments and the backend of a TorchDynamoPlugin, and whether it is disabled by default."""
     made = TorchDynamoPlugin(backend="eager", mode="default")
     return made.to_kwargs(), str(made.backend), TorchDynamoPlugin().disable
 
 
 def compiling_at_prepare():
-    """Prepare a model with dynamo_backend."""
+    """Call a model prepared with dynamo_backend, and read its output shape and the unwrapped model's class name."""
     accelerator = Accelerator(cpu=True, dynamo_backend="eager")
     net = accelerator.prepare(torch.nn.Linear(2, 1))
     return list(net(torch.ones(1, 2)).shape), type(accelerator.unwrap_model(net, keep_torch_compile=False)).__name__
 
 
 def deepspeed_settings():
-    """Build a DeepSpeedPlugin, which does not need DeepSpeed."""
+    """Read the ZeRO stage of a DeepSpeedPlugin, or the type of the error from building it."""
     try:
         made = DeepSpeedPlugin(zero_stage=2)
     except Exception as error:
@@ -124,7 +124,7 @@ def deepspeed_settings():
 
 
 def megatron_settings():
-    """Build a MegatronLMPlugin."""
+    """Read the settings of a MegatronLMPlugin."""
     from accelerate.utils import MegatronLMPlugin
 
     made = MegatronLMPlugin(tp_degree=1)
@@ -132,7 +132,7 @@ def megatron_settings():
 
 
 def commands():
-    """Build a ClusterConfig of accelerate.commands."""
+    """Read distributed_type from the dict of a ClusterConfig."""
     from accelerate.commands.config.config_args import ClusterConfig
 
     made = ClusterConfig(
@@ -142,7 +142,7 @@ def commands():
 
 
 def a_config_file():
-    """Read a config file like `trl env` and `trl sft`."""
+    """Read a config file through accelerate.commands, as `trl env` and `trl sft` do."""
     from accelerate.commands.config import default_config_file, load_config_from_file
     from accelerate.commands.launch import launch_command, launch_command_parser
 

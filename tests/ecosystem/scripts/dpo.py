@@ -8,7 +8,7 @@ import sys
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tiny_language import gpt2, history, lines, through_files, tokenizer
+from tiny_language import gpt2, lines, record_history, save_and_reload, train_tokenizer
 from transformers import set_seed
 from trl import DPOConfig, DPOTrainer
 
@@ -16,7 +16,7 @@ from tests.scripts.evidence import Evidence
 
 way = sys.argv[1]
 set_seed(7)
-words = tokenizer()
+words = train_tokenizer()
 texts = lines(66)
 pairs = Dataset.from_dict({"prompt": texts[:22], "chosen": texts[22:44], "rejected": texts[44:]})
 options = {
@@ -30,7 +30,7 @@ args = DPOConfig(
     eval_strategy="epoch", save_strategy="no", report_to="none", use_cpu=True,
     **{"bf16": False, "gradient_checkpointing": False, **options},
 )  # fmt: skip
-model = through_files(gpt2(words))
+model = save_and_reload(gpt2(words))
 trainer = DPOTrainer(
     model, None, args=args, train_dataset=pairs, eval_dataset=pairs.select(range(6)), processing_class=words,
     peft_config=LoraConfig(r=4, target_modules=["c_attn"]) if way == "lora" else None,
@@ -38,7 +38,7 @@ trainer = DPOTrainer(
 trainer.train()
 
 evidence = Evidence("evidence", trainer.accelerator.process_index)
-history(evidence, trainer)
+record_history(evidence, trainer)
 evidence.parameters(trainer.accelerator.unwrap_model(trainer.model))
 if trainer.ref_model is not None:
     evidence.parameters(trainer.accelerator.unwrap_model(trainer.ref_model), name="reference")

@@ -2,7 +2,7 @@
 
 import torch
 from datasets import Dataset
-from tiny_language import gpt2, history, lines, through_files, tokenizer
+from tiny_language import gpt2, lines, record_history, save_and_reload, train_tokenizer
 from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 
@@ -15,7 +15,7 @@ def reward(completions, **kwargs):
 
 
 set_seed(7)
-words = tokenizer()
+words = train_tokenizer()
 prompts = Dataset.from_dict({"prompt": lines(12)})
 args = GRPOConfig(
     "out", per_device_train_batch_size=4, num_generations=4, max_completion_length=12, max_steps=6, learning_rate=3e-3,
@@ -23,14 +23,14 @@ args = GRPOConfig(
     num_iterations=2, per_device_eval_batch_size=4, eval_strategy="steps", eval_steps=3, shuffle_dataset=False,
     gradient_accumulation_steps=2,
 )  # fmt: skip
-model = through_files(gpt2(words, dropout=0.0))
+model = save_and_reload(gpt2(words, dropout=0.0))
 trainer = GRPOTrainer(
     model, reward, args=args, train_dataset=prompts, eval_dataset=prompts.select(range(8)), processing_class=words
 )
 trainer.train()
 
 evidence = Evidence("evidence", trainer.accelerator.process_index)
-history(evidence, trainer)
+record_history(evidence, trainer)
 evidence.parameters(trainer.accelerator.unwrap_model(trainer.model))
 evidence.add("random", torch.rand(2))
 evidence.write()

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, get_peft_model
-from tiny_language import gpt2, history, lines, llama, through_files, tokenizer
+from tiny_language import gpt2, lines, llama, record_history, save_and_reload, train_tokenizer
 from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorForLanguageModeling,
@@ -29,7 +29,7 @@ def train_with_trainer(model, rows, collate, evidence):
     )  # fmt: skip
     trainer = Trainer(model, args, collate, train_dataset=rows, eval_dataset=rows.select(range(10)))
     trainer.train()
-    history(evidence, trainer)
+    record_history(evidence, trainer)
     return trainer.accelerator
 
 
@@ -65,14 +65,14 @@ def train_with_loop(model, rows, collate, evidence, precision):
 
 way, kind, *precision = sys.argv[1:]
 set_seed(7)
-words = tokenizer()
+words = train_tokenizer()
 config = {
     "lora": LoraConfig(r=4, lora_dropout=0.1, target_modules=["c_attn"], modules_to_save=["ln_f"], fan_in_fan_out=True),
     "dora": LoraConfig(r=4, use_dora=True, use_rslora=True, target_modules=["q_proj", "v_proj"]),
     "adalora": AdaLoraConfig(total_step=12, target_modules=["q_proj"], task_type="CAUSAL_LM"),
     "ia3": IA3Config(target_modules=["c_attn"], feedforward_modules=[], fan_in_fan_out=True),
 }[kind]
-base = through_files(llama(words) if kind in ("dora", "adalora") else gpt2(words))
+base = save_and_reload(llama(words) if kind in ("dora", "adalora") else gpt2(words))
 model = get_peft_model(base, config)
 rows = Dataset.from_list([words(text, truncation=True, max_length=40) for text in lines(42)])
 collate = DataCollatorForLanguageModeling(words, mlm=False)

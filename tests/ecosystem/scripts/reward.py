@@ -2,14 +2,14 @@
 
 import torch
 from datasets import Dataset
-from tiny_language import history, lines, tokenizer
+from tiny_language import lines, record_history, train_tokenizer
 from transformers import GPT2Config, GPT2ForSequenceClassification, set_seed
 from trl import RewardConfig, RewardTrainer
 
 from tests.scripts.evidence import Evidence
 
 set_seed(7)
-words = tokenizer()
+words = train_tokenizer()
 texts = lines(44)
 pairs = Dataset.from_dict({"chosen": texts[:22], "rejected": texts[22:]})
 config = GPT2Config(
@@ -36,7 +36,7 @@ trainer = RewardTrainer(
 trainer.train()
 
 evidence = Evidence("evidence", trainer.accelerator.process_index)
-history(evidence, trainer)
+record_history(evidence, trainer)
 evidence.parameters(trainer.accelerator.unwrap_model(trainer.model))
 evidence.add("random", torch.rand(2))
 evidence.write()

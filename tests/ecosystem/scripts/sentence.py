@@ -13,7 +13,7 @@ from sentence_transformers.sentence_transformer.losses import (
     MultipleNegativesRankingLoss,
 )
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from tiny_language import bert_config, history, lines, through_files, tokenizer
+from tiny_language import bert_config, lines, record_history, save_and_reload, train_tokenizer
 from torch.utils.data import SequentialSampler
 from transformers import BertModel, set_seed
 
@@ -44,9 +44,9 @@ data, loss, options = {
     "several": (DatasetDict(a=pairs, b=scored.remove_columns("score")), MultipleNegativesRankingLoss, {}),
 }[way]
 
-words = tokenizer(kind="bert")
+words = train_tokenizer(kind="bert")
 words.save_pretrained("model")
-through_files(BertModel(bert_config(words)))
+save_and_reload(BertModel(bert_config(words)))
 body = Transformer("model", max_seq_length=48)
 model = SentenceTransformer(modules=[body, Pooling(32)], device="cpu")
 args = SentenceTransformerTrainingArguments(
@@ -61,7 +61,7 @@ trainer = SentenceTransformerTrainer(
 trainer.train()
 
 evidence = Evidence("evidence", trainer.accelerator.process_index)
-history(evidence, trainer)
+record_history(evidence, trainer)
 evidence.parameters(trainer.accelerator.unwrap_model(trainer.model))
 evidence.add("embeddings", model.encode(texts[:5], convert_to_tensor=True))
 evidence.add("random", torch.rand(2))

@@ -5,7 +5,7 @@ import sys
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tiny_language import gpt2, history, lines, llama, tokenizer
+from tiny_language import gpt2, lines, llama, record_history, train_tokenizer
 from transformers import set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -13,7 +13,7 @@ from tests.scripts.evidence import Evidence
 
 way = sys.argv[1]
 set_seed(7)
-words = tokenizer()
+words = train_tokenizer()
 texts = lines(58)
 questions = [
     {"messages": [{"role": "user", "content": one}, {"role": "assistant", "content": other}]}
@@ -48,7 +48,7 @@ trainer = SFTTrainer(
 trainer.train()
 
 evidence = Evidence("evidence", trainer.accelerator.process_index)
-history(evidence, trainer)
+record_history(evidence, trainer)
 evidence.parameters(trainer.accelerator.unwrap_model(trainer.model))
 evidence.add("random", torch.rand(2))
 evidence.write()

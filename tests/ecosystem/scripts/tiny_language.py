@@ -20,8 +20,8 @@ TEMPLATE = (
 )
 
 
-def tokenizer(size=400, kind="bytes"):
-    """Return a byte-pair tokenizer trained on `SOURCES`, with a chat template, or with BERT's special tokens if kind="bert"."""
+def train_tokenizer(size=400, kind="bytes"):
+    """Train a byte-level BPE tokenizer on SOURCES. kind="bytes" adds a chat template, kind="bert" BERT's special tokens."""
     special = (
         ["<pad>", "<end>", "<user>", "<assistant>"]
         if kind == "bytes"
@@ -64,8 +64,8 @@ def llama(words):
     return LlamaForCausalLM(LlamaConfig(vocab_size=len(words), max_position_embeddings=128, **shape, **ends))
 
 
-def through_files(model):
-    """Save the model and load it again, for trainers that read the model again from its path."""
+def save_and_reload(model):
+    """Save the model to the folder "model", and return the model loaded from it. Some trainers read this path again."""
     state = PartialState(cpu=True)
     model.save_pretrained("model")
     state.wait_for_everyone()
@@ -79,13 +79,13 @@ def bert_config(words):
 
 
 def lines(count):
-    """Return `count` different lines of source code, in their order."""
+    """Return the first `count` different lines of SOURCES with more than 20 characters, without indentation."""
     found = [line.strip() for source in SOURCES for line in source.splitlines()]
     return list(dict.fromkeys(line for line in found if len(line) > 20))[:count]
 
 
-def history(evidence, trainer):
-    """Record every number that a Trainer logged, except times."""
+def record_history(evidence, trainer):
+    """Add every number that a Trainer logged to the evidence, except times and rates."""
     for entry in trainer.state.log_history:
         for name, value in entry.items():
             if not any(word in name for word in ("runtime", "per_second", "time")):

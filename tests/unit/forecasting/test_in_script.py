@@ -46,7 +46,7 @@ def accelerator():
 
 
 def forecast_both(accelerator, **options):
-    """Return the forecast of the prepared model, and that of `headway.forecast`."""
+    """Return (forecast of the prepared model by `accelerator.forecast`, forecast by `headway.forecast`)."""
     model = build_net()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     inside = accelerator.forecast(model, make_batch(24), optimizer=optimizer, loss=MSE)
@@ -171,8 +171,11 @@ def test_another_device_can_be_named(accelerator):
 # ---------------------------------------------------------------- unchanged model
 
 
-def copy_all_state(model, optimizer):
-    """Return all state of the model that a forecast could change."""
+def take_snapshot(model, optimizer):
+    """Return what a forecast must not change: tensors, gradients, modules, hooks, the optimizer's state and RNG states.
+
+    The tensors of the optimizer's state are not copied.
+    """
     return (
         {name: tensor.clone() for name, tensor in model.state_dict().items()},
         {name: (id(p), id(p.grad), None if p.grad is None else p.grad.clone()) for name, p in model.named_parameters()},
@@ -207,10 +210,10 @@ def test_model_stays_unchanged(accelerator, is_prepared):
         MSE(prepared(make_batch(8)[0]), make_batch(8)[1]).backward()
         own.step()
     model[1].eval()
-    before, num_calls = copy_all_state(model, own), len(called)
+    before, num_calls = take_snapshot(model, own), len(called)
     with torch.no_grad():
         accelerator.forecast(prepared, make_batch(8), optimizer=optimizer, loss=MSE, budget="4MiB")
-    assert are_equal(before, copy_all_state(model, own))
+    assert are_equal(before, take_snapshot(model, own))
     del called[num_calls:]
     MSE(prepared(make_batch(8)[0]), make_batch(8)[1]).backward()
     assert len(called) == num_calls + 1
@@ -220,10 +223,10 @@ def test_function_that_keeps_the_original_model_is_detected(accelerator):
     model = build_net()
     inner = model[0].forward
     model[0].forward = lambda x: inner(x)
-    before = copy_all_state(model, optimizer := torch.optim.AdamW(model.parameters()))
+    before = take_snapshot(model, optimizer := torch.optim.AdamW(model.parameters()))
     with pytest.raises(UnsupportedError, match=r"the model's own parameters \(0.up.weight"):
         accelerator.forecast(model, make_batch(8), optimizer=optimizer, loss=MSE)
-    assert are_equal(before, copy_all_state(model, optimizer))
+    assert are_equal(before, take_snapshot(model, optimizer))
 
 
 # ---------------------------------------------------------------- invalid use
@@ -293,7 +296,7 @@ def test_rows_are_repeated_and_cut_with_their_strides():
 
 
 def simulate_gpu(name, memory, capability, reserved=0, allocated=0):
-    """Replace torch.cuda's functions by those of a simulated GPU."""
+    """Return a stand-in for torch.cuda with the functions of a simulated GPU."""
     module = SimpleNamespace(
         get_device_name=lambda _: name,
         get_device_properties=lambda _: SimpleNamespace(total_memory=memory, major=capability[0], minor=capability[1]),
@@ -328,7 +331,7 @@ def test_gpu_is_found_by_its_name_and_memory(name, gib, capability, entry):
 
 @pytest.mark.parametrize(("product", "gib"), [("NVIDIA RTX 6000 Ada Generation", 47.5), ("NVIDIA L40S", 44.5)])
 def test_calibrated_gpu_uses_the_measured_values(monkeypatch, tmp_path, product, gib):
-    """The record is invented. tests/gpu contains the measurement."""
+    """The calibration record has invented values. tests/gpu contains the measurement."""
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
     memory, capability = int(gib * GIB), (8, 9)
     record = CalibrationRecord(product, memory, capability, 123 << 20, 16 << 20, "2.13.0", "2026-11-23")

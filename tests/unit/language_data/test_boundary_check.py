@@ -72,8 +72,8 @@ class Recurrent(nn.Module):
         return (self.cell(self.tokens(input_ids))[0],)
 
 
-class Bare(nn.Module):
-    """Model that gets only tokens."""
+class TokenOnlyModel(nn.Module):
+    """Model whose forward accepts only token IDs, and no document boundaries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,9 +104,9 @@ def test_models_that_get_no_boundaries_are_refused() -> None:
     with pytest.raises(PrepareError, match="Recurrent ignores the boundaries"):
         check_document_boundaries(Recurrent(), PackingCollator())
     with pytest.raises(
-        PrepareError, match=r"Bare.forward\(input_ids: Any\) -> Any cannot be called with .*position_ids"
+        PrepareError, match=r"TokenOnlyModel.forward\(input_ids: Any\) -> Any cannot be called with .*position_ids"
     ):
-        check_document_boundaries(Bare(), PackingCollator())
+        check_document_boundaries(TokenOnlyModel(), PackingCollator())
 
 
 def test_model_with_uninformative_outputs_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -33,7 +33,7 @@ def forecast_optimizer(optimizer, **options):
 
 
 def measure_real(optimizer):
-    """Return the bytes at the peak of two updates, and the bytes of the state."""
+    """Return (peak bytes of a real run, bytes of its optimizer state)."""
     made = []
 
     def keep(parameters):
@@ -67,8 +67,8 @@ def test_forecast_equals_a_real_run(optimizer):
     assert bool(found.caveats) == optimizer.startswith("adamw8bit")
 
 
-def test_states_have_the_sizes_of_their_kinds():
-    """Adafactor keeps a row and a column for each matrix, Muon one moment, and Adam two."""
+def test_state_size_of_each_optimizer():
+    """AdamW has two float32 moments per weight, Muon about one, and Adafactor one per row, column and bias element."""
     weights = sum(each.numel() for each in build_net().parameters())
     states = {
         name: forecast_optimizer(name, device="a100-40gb").split["optimizer state"]

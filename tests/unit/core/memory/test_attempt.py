@@ -8,8 +8,8 @@ from headway.core.runtime import process
 from headway.core.runtime.control_plane import control
 
 
-class Plane:
-    """Control plane of one process, in which every key exists and every count is 1."""
+class StubControlPlane:
+    """Stub of the control plane for one process: every key exists, and every count is 1."""
 
     world_size = 1
 
@@ -32,7 +32,7 @@ def test_main_thread_waits_until_an_abort_is_complete(monkeypatch):
     monkeypatch.setattr(process, "does_exit_wait", lambda: not is_forgotten.is_set())
     monkeypatch.setattr(process, "has_control_link", lambda: True)
     monkeypatch.setattr(process, "abort_group", abort)
-    monkeypatch.setattr(control, "current", Plane)
+    monkeypatch.setattr(control, "current", StubControlPlane)
     alarm = GroupAborter("out_of_memory/0")
     alarm.start()
     try:

@@ -25,8 +25,8 @@ def process_group():
     dist.destroy_process_group()
 
 
-def find_calls(entries, engine_name="nccl", members=None):
-    """Return the latest call of each group, by the group's name, and the time now."""
+def find_latest_calls(entries, engine_name="nccl", members=None):
+    """Return (calls, now): the call that `find_latest` finds for each group, by group name, and the monotonic time."""
     now = time.monotonic()
     calls = find_latest(engine_name, entries, make_content(entries)["pg_status"], members or {}, now)
     return {call["group"]: call for call in calls}, now
@@ -57,7 +57,7 @@ def test_current_collective_of_each_gloo_group_is_found():
 
 
 def test_counters_in_the_wrong_order_report_no_open_collective():
-    """Observed with gloo: a thread can record its collective's number after that of a later collective."""
+    """With gloo, a thread was observed to record its collective's number after the number of a later collective."""
     now = time.monotonic()
     status = {"0": {"last_enqueued_collective": "3", "last_completed_collective": "2"}}
     assert find_latest("fr", [make_gloo_entry("0", 3, "all_reduce", retired=True)], status, {}, now)[0]["since"] is None
@@ -70,7 +70,7 @@ def test_earliest_incomplete_collective_of_nccl_is_found():
         make_entry(5, "all_reduce", age=20),
         *(make_entry(number, "_all_gather_base", age=19) for number in range(6, 90)),
     ]
-    found, now = find_calls(entries, members={"0": [0, 1]})
+    found, now = find_latest_calls(entries, members={"0": [0, 1]})
     call = found["nccl:0"]
     assert (call["number"], call["operation"], call["members"]) == (5, "all_reduce", [0, 1])
     assert 19 < now - call["since"] < 25
@@ -79,7 +79,7 @@ def test_earliest_incomplete_collective_of_nccl_is_found():
 def test_counters_shared_with_sends_hide_no_open_collective():
     """Sends and collectives share NCCL's counter of completed operations, so equal counters do not mean idleness."""
     entries = [make_entry(1, "all_reduce", age=5), make_entry(1, "send 0->1", "completed", is_p2p=True)]
-    found, _ = find_calls(entries)
+    found, _ = find_latest_calls(entries)
     assert found["nccl:0"]["since"] is not None
 
 
@@ -88,12 +88,12 @@ def test_collective_completed_on_the_device_is_not_open():
         {**make_entry(3, "all_reduce", "completed"), "retired": False},
         {**make_entry(4, "all_reduce"), "retired": True},
     ]
-    found, _ = find_calls(entries)
+    found, _ = find_latest_calls(entries)
     assert (found["nccl:0"]["number"], found["nccl:0"]["since"]) == (4, None)
 
 
 def test_collective_not_yet_given_to_the_device_is_not_complete():
-    """Simulate a call that is stuck in NCCL. It is recorded, and its events, which were never recorded, count as reached."""
+    """Simulate a call that is stuck in NCCL. Its entry says completed, because NCCL treats unrecorded events as reached."""
     entries, status = [make_entry(3, "broadcast", "completed"), make_entry(4, "all_reduce", "completed")], {"0": {}}
     status["0"]["last_enqueued_collective"] = "3"
     (found,) = find_latest("nccl", [{**each, "retired": False} for each in entries], status, {}, time.monotonic())
@@ -105,7 +105,7 @@ def test_collective_not_yet_given_to_the_device_is_not_complete():
 
 def test_aborted_group_with_the_same_name_is_ignored():
     entries = [make_entry(7, "all_reduce", age=50), make_entry(1, "broadcast", "completed", pg_id=1)]
-    found, _ = find_calls(entries)
+    found, _ = find_latest_calls(entries)
     assert (found["nccl:0"]["number"], found["nccl:0"]["since"]) == (1, None)
 
 

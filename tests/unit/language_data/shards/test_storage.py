@@ -11,7 +11,7 @@ import pytest
 from headway.errors import DataError
 from headway.language_data.shards import retry
 from headway.language_data.shards.dataset import ShardedDataset
-from tests.distributed.slow_server import Fault, SlowServer, break_off, fail_with, hang
+from tests.distributed.slow_server import Fault, SlowServer, break_off, make_delay_fault, make_status_fault
 from tests.stores import server as object_server
 from tests.unit.language_data.shards.shard_files import make_records, read_record, write_shard
 
@@ -31,10 +31,10 @@ def server(tmp_path: Path) -> Iterator[SlowServer]:
     [
         pytest.param(None, True, id="none"),
         pytest.param(None, False, id="no ranges"),
-        pytest.param(fail_with(429, {"Retry-After": "0"}), True, id="429"),
-        pytest.param(fail_with(503), True, id="503"),
+        pytest.param(make_status_fault(429, {"Retry-After": "0"}), True, id="429"),
+        pytest.param(make_status_fault(503), True, id="503"),
         pytest.param(break_off, True, id="breaks off"),
-        pytest.param(hang(1.0), True, id="hangs"),
+        pytest.param(make_delay_fault(1.0), True, id="hangs"),
     ],
 )
 def test_http_shards_are_read_in_spite_of_errors(

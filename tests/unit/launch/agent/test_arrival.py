@@ -23,8 +23,8 @@ def make_store() -> SealedStore:
 
 
 @pytest.fixture
-def said(monkeypatch):
-    """List for printed lines. The first message is printed at once."""
+def printed_lines(monkeypatch):
+    """Make waits print their first message at once, and return an empty list for the printed lines."""
     monkeypatch.setattr(rendezvous_wait, "FIRST_MESSAGE", 0.0)
     return []
 
@@ -45,24 +45,24 @@ def test_messages_are_printed_at_once_and_then_rarely(monkeypatch):
     assert "(2000 s: --timeout)" in lines[0]
 
 
-def test_waiting_may_be_unlimited(said):
-    waiting = RendezvousWait(said.append, math.inf, "--timeout")
+def test_waiting_may_be_unlimited(printed_lines):
+    waiting = RendezvousWait(printed_lines.append, math.inf, "--timeout")
     waiting.print_if_due("one waits")
-    assert said == ["headway: one waits, for as long as it takes (--timeout)"]
+    assert printed_lines == ["headway: one waits, for as long as it takes (--timeout)"]
     assert not waiting.is_over
 
 
-def test_missing_machines_are_named(said):
+def test_missing_machines_are_named(printed_lines):
     store = make_store()
     arrival.record_arrival(store, 2)
     with pytest.raises(
         LaunchError, match=r"the 4 machines did not meet at h:1: machines 1, 3 did not come within 0.1 s \(--timeout"
     ):
-        wait_for_all(store, 0, 4, RendezvousWait(said.append, 0.1, "--timeout"), "h:1", "machine")
-    assert said[0].startswith("headway: machine 0 of 4 waits at h:1 for machines 1, 3, until ")
+        wait_for_all(store, 0, 4, RendezvousWait(printed_lines.append, 0.1, "--timeout"), "h:1", "machine")
+    assert printed_lines[0].startswith("headway: machine 0 of 4 waits at h:1 for machines 1, 3, until ")
     threading.Timer(0.3, lambda: [arrival.record_arrival(store, number) for number in (1, 3)]).start()
-    wait_for_all(store, 0, 4, RendezvousWait(said.append, 30, "--timeout"), "h:1", "machine")
-    assert said[-1] == "headway: all 4 machines are there"
+    wait_for_all(store, 0, 4, RendezvousWait(printed_lines.append, 30, "--timeout"), "h:1", "machine")
+    assert printed_lines[-1] == "headway: all 4 machines are there"
 
 
 def test_machines_that_arrive_in_time_print_nothing():
@@ -72,43 +72,43 @@ def test_machines_that_arrive_in_time_print_nothing():
     assert lines == []
 
 
-def test_port_is_waited_for(said):
+def test_port_is_waited_for(printed_lines):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         with pytest.raises(
             LaunchError, match=f"machine 0 did not open 127.0.0.1:{port} within 0.1 s .*connection refused"
         ):
-            wait_for_host("127.0.0.1", port, RendezvousWait(said.append, 0.1, "--timeout"), "machine 1 of 2")
-        assert "machine 1 of 2 waits for machine 0 to open" in said[0]
+            wait_for_host("127.0.0.1", port, RendezvousWait(printed_lines.append, 0.1, "--timeout"), "machine 1 of 2")
+        assert "machine 1 of 2 waits for machine 0 to open" in printed_lines[0]
         probe.listen()
-        wait_for_host("127.0.0.1", port, RendezvousWait(said.append, 30, "--timeout"), "machine 1 of 2")
+        wait_for_host("127.0.0.1", port, RendezvousWait(printed_lines.append, 30, "--timeout"), "machine 1 of 2")
 
 
-def test_call_that_does_not_return_is_given_up(said):
+def test_call_that_does_not_return_is_given_up(printed_lines):
     never = threading.Event()
     with pytest.raises(LaunchError, match="too late"):
-        call_in_time(never.wait, RendezvousWait(said.append, 0.1, "--timeout"), "it takes long", "too late")
-    assert said[0].startswith("headway: it takes long, until ")
+        call_in_time(never.wait, RendezvousWait(printed_lines.append, 0.1, "--timeout"), "it takes long", "too late")
+    assert printed_lines[0].startswith("headway: it takes long, until ")
     never.set()
-    assert call_in_time(lambda: 7, RendezvousWait(said.append, 5, "--timeout"), "", "") == 7
+    assert call_in_time(lambda: 7, RendezvousWait(printed_lines.append, 5, "--timeout"), "", "") == 7
     with pytest.raises(ZeroDivisionError):
-        call_in_time(lambda: 1 / 0, RendezvousWait(said.append, 5, "--timeout"), "", "")
+        call_in_time(lambda: 1 / 0, RendezvousWait(printed_lines.append, 5, "--timeout"), "", "")
 
 
-def test_watch_reports_while_another_rendezvous_waits(said):
+def test_watch_reports_while_another_rendezvous_waits(printed_lines):
     store, told = make_store(), threading.Event()
     watch = RendezvousWatch(
         lambda: store,
         1,
         3,
-        RendezvousWait(lambda line: (said.append(line), told.set()), 9, "--timeout"),
+        RendezvousWait(lambda line: (printed_lines.append(line), told.set()), 9, "--timeout"),
         "h:1",
         "task",
     )
     assert told.wait(30)
     watch.stop()
-    assert said[0].startswith("headway: task 1 of 3 waits at h:1 for tasks 0, 2, until ")
+    assert printed_lines[0].startswith("headway: task 1 of 3 waits at h:1 for tasks 0, 2, until ")
     assert watch.describe_late().startswith("the 3 tasks did not meet at h:1: tasks 0, 2 did not come within 9 s")
 
 

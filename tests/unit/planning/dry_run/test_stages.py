@@ -78,7 +78,7 @@ def test_replicas_of_stages():
 
 
 def make_events(schedule, place, num, num_stages):
-    """Return events of a stage that takes 1 for a forward and 2 for a backward."""
+    """Return the events of a pipeline stage with a forward of 1 time unit and a backward of 2."""
     back = [place + 1] if place + 1 < num_stages else []
     ahead = [place - 1] if place else []
     forward = [*(("recv", 0, r) for r in ahead), ("compute", 1, 0), *(("send", 0, r) for r in back)]
@@ -101,8 +101,11 @@ def test_idle_time_of_equal_stages(schedule):
     ("num_stages", "num"),
     [pytest.param(4, 16, marks=pytest.mark.matrix), pytest.param(4, 8, marks=pytest.mark.matrix), (2, 8)],
 )
-def test_idle_time_equals_that_of_the_schedules_theory(num_stages, num):
-    """With two stages per rank, and backward split into two equal halves. The first stage has no gradient of inputs."""
+def test_idle_time_matches_theory_of_each_schedule(num_stages, num):
+    """The theory assumes two equal halves of backward, and two stages per rank except under gpipe and 1f1b.
+
+    The results differ from it a little, because the first stage computes no gradient of its inputs.
+    """
     idle = {}
     for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"):
         found = plan_pipeline(schedule, num, lambda: Chain(depth=16), num_stages, rows=num)
@@ -141,8 +144,8 @@ def test_too_few_blocks_are_reported():
 
 
 @pytest.mark.slow
-def test_stages_in_shards():
-    """Each rank holds and writes half of its stage. Gathered parameters and gradients stay during the window."""
+def test_sharded_pipeline_ranks_hold_half_of_their_stage():
+    """Each rank holds and saves half of its stage. `gathered` has all parameters and gradients of a stage."""
     found, alone = plan(build_four, "pp=2+fsdp", 4, step=chain_loss), plan(build_four, "pp", 2, step=chain_loss)
     assert [stage.share.weights for stage in found.stages] == [MATRIX] * 2
     assert found.gathered == 2 * 2 * MATRIX
@@ -150,8 +153,8 @@ def test_stages_in_shards():
     assert (found.shares.saved.num_files, found.shares.saved.num_bytes) == (4, alone.shares.saved.num_bytes)
 
 
-def test_stages_with_split_matrices():
-    """A run compares the gradients of whole parameters at its first update. A plan has none to compare."""
+def test_tensor_parallelism_splits_matrices_of_stages():
+    """Unlike a run, a plan cannot compare the gradients of whole parameters at the first update."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, max_position_embeddings=8)
