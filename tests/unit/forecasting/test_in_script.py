@@ -296,7 +296,7 @@ def test_rows_are_repeated_and_cut_with_their_strides():
 
 
 def simulate_gpu(name, memory, capability, reserved=0, allocated=0):
-    """Return a stand-in for torch.cuda with the functions of a simulated GPU."""
+    """Return a backend of kind "cuda" whose module reports the properties of a simulated GPU, as torch.cuda does."""
     module = SimpleNamespace(
         get_device_name=lambda _: name,
         get_device_properties=lambda _: SimpleNamespace(total_memory=memory, major=capability[0], minor=capability[1]),
