@@ -70,6 +70,7 @@ def test_run_ends_after_the_limit_and_names_shard_and_error(
         capture_output=True,
         text=True,
         timeout=120,
+        cwd=Path(__file__).parents[2],  # another test may have changed this process's folder
     )
     assert done.returncode
     assert "the end of training" not in done.stdout
