@@ -100,12 +100,17 @@ def make_highlights() -> str:
         again = next(row for name, row in saved["rows"].items() if name.endswith("(A/A)") and name.startswith(group))
         noise, repeats = format_number(again[f"added {column[-4:].strip()}"]["median"], unit), again["cpu"]["repeats"]
         lines.append(f"| {label} | {values[0]} | {values[1]} | {noise} {unit} | {repeats} |")
-    step_cost = read_result("step_cost")
-    machine = step_cost["machine"]
+    results = [read_result(question) for _, question, *_ in HIGHLIGHTS]
+    machine = results[0]["machine"]
+    # Rows can be of different machines. Equal descriptions are listed once.
+    places = ", ".join(
+        dict.fromkeys(
+            f"{each['date']} on {each['machine']['cores']} cores of an {each['machine']['cpu']}" for each in results
+        )
+    )
     lines += [
         "",
-        f"Values are medians of interleaved repeats ({step_cost['date']}, {machine['cores']} {machine['cpu']} cores, "
-        f"torch {machine['torch']}, Accelerate {machine['accelerate']}). "
+        f"Values are medians of interleaved repeats (torch {machine['torch']}, Accelerate {machine['accelerate']}; {places}). "
         f"While the first row was measured, the load average was {machine['load_average']}. "
         "See [all benchmarks](benchmarks/README.md). `make bench` repeats them.",
     ]
