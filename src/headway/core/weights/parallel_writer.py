@@ -325,7 +325,8 @@ class ParallelWriter:
     device. Host copies of all threads together take at most `MAX_COPIES` bytes, unless a single value is larger.
 
     Args:
-        num_threads: Number of threads. 0: the calling thread writes, which `count_threads` recommends for few bytes. Default: 4.
+        num_threads: Number of threads. 0: the calling thread writes, which `count_threads` recommends for few
+            bytes. Default: 4.
     """
 
     def __init__(self, num_threads: int = THREADS) -> None:

@@ -187,7 +187,8 @@ def split_wrappers(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, An
     An inner tensor's name begins with the name of its wrapper, as in `q_proj.weight.qdata`. DTensors are not split.
     """
     for name, tensor in tensors:
-        # The default keeps values that are not tensors.
+        # Nested tensors are also traceable wrappers, but are saved whole. Values that are not tensors have no
+        # `is_nested`; the default of True keeps them as they are.
         if not getattr(tensor, "is_nested", True) and not is_dtensor(tensor) and is_traceable_wrapper_subclass(tensor):
             names = tensor.__tensor_flatten__()[0]
             yield from split_wrappers((f"{name}.{part}", getattr(tensor, part)) for part in names)
