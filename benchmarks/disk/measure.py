@@ -286,8 +286,8 @@ def main() -> None:
         gc.collect()
     heading = "Pace as a multiple of each floor's, by wall time/CPU time, median of repeats side by side"
     save_result(
-            "disk", "s", rows, note=f"{heading}: {'; '.join(lines)}"
-        )  # again after each size, in case a later one is stopped
+        "disk", "s", rows, note=f"{heading}: {'; '.join(lines)}"
+    )  # again after each size, in case a later one is stopped
 
 
 if __name__ == "__main__":

@@ -112,9 +112,7 @@ def _train_prepared(name: str, layout: str) -> dict[str, Any]:
     model = case.make().train()
     try:
         optimizer = _build_optimizer(model)
-        loader = DataLoader(
-            TensorDataset(*case.rows()), batch_size=WINDOW // accelerator.strategy.data_shard.count
-        )
+        loader = DataLoader(TensorDataset(*case.rows()), batch_size=WINDOW // accelerator.strategy.data_shard.count)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         losses, norms = [], []
         while len(losses) < UPDATES:
