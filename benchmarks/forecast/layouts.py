@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import headway
-from benchmarks.forecast.models import CASES, Case
+from benchmarks.forecast.models import CASES
 from benchmarks.forecast.truth import profile_peak
+from benchmarks.forecast.workload import Workload
 from benchmarks.timing import describe_machine
 from headway.core.config.activation_checkpointing import ActivationCheckpointing
 from headway.core.config.parallelism import ShardingOptions, TensorParallelOptions
@@ -118,11 +119,11 @@ def _make_tokens(size: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-MODELS: dict[str, Case] = {
-    "GPT": Case(GPT, _make_pairs, _cross_entropy),
+MODELS: dict[str, Workload] = {
+    "GPT": Workload(GPT, _make_pairs, _cross_entropy),
     "Llama": CASES["Llama"],
     "Llama, chunked loss": replace(CASES["Llama"], make=lambda: headway.chunk_loss(CASES["Llama"].make())),
-    "Mixtral": Case(_build_mixtral, _make_tokens, CASES["Llama"].loss),
+    "Mixtral": Workload(_build_mixtral, _make_tokens, CASES["Llama"].loss),
 }
 
 
@@ -277,7 +278,7 @@ def measure_updates(model: str, setting: Setting, batch: int = BATCH) -> tuple[i
     return peak, sum(tensor.nbytes for optimizer in optimizers for tensor in list_state(optimizer))
 
 
-def _build(case: Case) -> nn.Module:
+def _build(case: Workload) -> nn.Module:
     model = case.make()
     return skip_causal_mask(model) if hasattr(model, "set_attn_implementation") else model
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.forecast.models import CASES, Case
+from benchmarks.forecast.models import CASES
 from benchmarks.forecast.truth import measure_peak
+from benchmarks.forecast.workload import Workload
 from benchmarks.timing import describe_machine
 from headway.core.config.activation_checkpointing import ActivationCheckpointing
 from headway.extras.activation_checkpointing import checkpoint_activations
@@ -64,12 +65,12 @@ SETTINGS = {
 }
 
 
-def _build(case: Case) -> nn.Module:
+def _build(case: Workload) -> nn.Module:
     model = case.make()
     return skip_causal_mask(model) if hasattr(model, "set_attn_implementation") else model
 
 
-def compare(case: Case, setting: Setting) -> tuple[int, int, float]:
+def compare(case: Workload, setting: Setting) -> tuple[int, int, float]:
     """Return (forecast bytes, measured bytes, seconds of the forecast)."""
     recipe = StepRecipe(
         setting.make_optimizer, case.loss, setting.precision, setting.accumulation, setting.max_grad_norm

@@ -1,29 +1,15 @@
 """Models whose memory is forecast: a small one of each kind, with its batches."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
+from benchmarks.forecast.workload import Workload
+
 LENGTH = 64
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model with its batches and loss.
-
-    Attributes:
-        make: Function that builds the model.
-        batch: Function that makes a batch of a number of samples.
-        loss: Function of outputs and targets, or None if the model returns its loss.
-    """
-
-    make: Callable[[], nn.Module]
-    batch: Callable[[int], Any]
-    loss: Callable[[Any, Any], torch.Tensor] | None = None
 
 
 def _make_tokens(size: int) -> dict[str, torch.Tensor]:
@@ -116,19 +102,19 @@ def _make_images(side: int) -> Callable[[int], Any]:
     return lambda size: (torch.zeros(size, 3, side, side), torch.zeros(size, dtype=torch.long))
 
 
-CASES: dict[str, Case] = {
-    "MLP": Case(
+CASES: dict[str, Workload] = {
+    "MLP": Workload(
         _build_mlp,
         lambda n: (torch.zeros(n * 64, 256), torch.zeros(n * 64, dtype=torch.long)),
         nn.functional.cross_entropy,
     ),
-    "CNN": Case(_build_cnn, _make_images(64), nn.functional.cross_entropy),
-    "GPT-2": Case(_build_gpt2, _make_tokens),
-    "BERT": Case(_build_bert, _make_tokens),
-    "T5": Case(_build_t5, _make_tokens),
-    "ViT": Case(
+    "CNN": Workload(_build_cnn, _make_images(64), nn.functional.cross_entropy),
+    "GPT-2": Workload(_build_gpt2, _make_tokens),
+    "BERT": Workload(_build_bert, _make_tokens),
+    "T5": Workload(_build_t5, _make_tokens),
+    "ViT": Workload(
         _build_vit, lambda n: {"pixel_values": torch.zeros(n, 3, 64, 64), "labels": torch.zeros(n, dtype=torch.long)}
     ),
-    "Llama": Case(_build_llama, _make_tokens),
-    "LoRA": Case(_build_lora, _make_tokens),
+    "Llama": Workload(_build_llama, _make_tokens),
+    "LoRA": Workload(_build_lora, _make_tokens),
 }

@@ -408,7 +408,7 @@ def load_damaged_shard(folder):
         reader.read(path, TargetLayout(parts))
     except CheckpointError as error:
         messages.append(str(error))
-    newest, reasons = reader.find_first_valid(Path(folder), list_originals(Path(folder)))
+    newest, reasons = reader.find_first_complete(Path(folder), list_originals(Path(folder)))
     assert newest is None
     return [*messages, *reasons]
 

@@ -1,6 +1,5 @@
 """Memory forecasts compared with real runs: of tensors, the allocator and the process, and the allocator's recorded requests."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from torch import nn
 
 import headway
 from benchmarks.forecast.snapshot import compare_with_model
+from benchmarks.forecast.workload import Workload
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.training import FULL, SMALL, SMALLEST
 from headway.core.config.activation_checkpointing import ActivationCheckpointing
@@ -169,7 +169,7 @@ def add_comparison(bench: Bench, name: str, measured: int, forecast: int, note: 
 # ---------------------------------------------------------------- real runs
 
 
-def measure_run(bench: Bench, case: Case, workload: "Workload", size: int) -> tuple[int, DeviceUse | None]:
+def measure_run(bench: Bench, case: Case, workload: Workload, size: int) -> tuple[int, DeviceUse | None]:
     """Run two updates of a batch size, and return (peak bytes of tensors, other memory on a GPU or None on a CPU)."""
     bench.release()
     torch.manual_seed(0)
@@ -202,7 +202,7 @@ def _get_used_memory(device: torch.device) -> int:
     return total - free
 
 
-def build_model(bench: Bench, case: Case, workload: "Workload") -> nn.Module:
+def build_model(bench: Bench, case: Case, workload: Workload) -> nn.Module:
     """Build the model on the device, in training mode, with recomputation if the case has it."""
     model = workload.make().to(bench.device).train()
     if case.recompute:
@@ -210,7 +210,7 @@ def build_model(bench: Bench, case: Case, workload: "Workload") -> nn.Module:
     return model
 
 
-def train(bench: Bench, case: Case, model: nn.Module, workload: "Workload", size: int) -> None:
+def train(bench: Bench, case: Case, model: nn.Module, workload: Workload, size: int) -> None:
     """Run two updates of a plain loop that keeps no reference to the outputs."""
     make_optimizer = resolve_optimizer(case.optimizer)
     assert make_optimizer is not None
@@ -230,21 +230,6 @@ def train(bench: Bench, case: Case, model: nn.Module, workload: "Workload", size
 
 
 # ---------------------------------------------------------------- models
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model with its batches.
-
-    Attributes:
-        make: Function that builds the model.
-        batch: Function that makes a batch of a number of samples.
-        loss: Function of outputs and targets, or None if the model returns its loss.
-    """
-
-    make: Callable[[], nn.Module]
-    batch: Callable[[int], Any]
-    loss: Callable[[Any, Any], torch.Tensor] | None = None
 
 
 class Layer(nn.Module):

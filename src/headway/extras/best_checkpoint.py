@@ -82,7 +82,7 @@ def find_best(place: CheckpointFolder, reader: CheckpointReader, run: str | None
         CheckpointError: If the folder contains checkpoints, but each of them has no metric or is damaged.
         ConfigError: If checkpoints are not named automatically, or `keep_best` is not set.
     """
-    folder, passed_over = reader.find_first_valid(place.parent(), list_best_first(place, run, own_run))
+    folder, passed_over = reader.find_first_complete(place.parent(), list_best_first(place, run, own_run))
     for line in passed_over:
         log.warning_once("a checkpoint is passed over: %s", line)
     if folder is None and passed_over:

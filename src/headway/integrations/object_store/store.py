@@ -278,7 +278,7 @@ class ObjectStore:
         placed = manifest.moved(staging.name)
         data = placed.encode()
         placed.read_back()  # an unreadable manifest must not replace a readable one
-        if problem := self.absent(placed):
+        if problem := self.find_absent(placed):
             raise CheckpointError(f"{self.folder} cannot be committed: {problem}")
         path = self.folder / MANIFEST
         former = path.client.get(path.key)
@@ -312,7 +312,7 @@ class ObjectStore:
         """
         path = self.folder / MANIFEST
         with contextlib.suppress(ObjectStoreError):
-            if self.absent(placed) is None:
+            if self.find_absent(placed) is None:
                 return False
             if former is None:
                 path.unlink()
@@ -363,7 +363,7 @@ class ObjectStore:
         found = path.client.get(path.key)
         return (0, 0) if found is None else (len(found[0]), hash(found[1]))
 
-    def absent(self, manifest: Manifest) -> str | None:
+    def find_absent(self, manifest: Manifest) -> str | None:
         """Return a message about the first stored object that is missing or has a wrong length.
 
         Return None if all are complete. Contents are not read.

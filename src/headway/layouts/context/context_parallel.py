@@ -102,6 +102,8 @@ class ContextAxis(ModelAxis):
             model: Model to split.
             mesh: DeviceMesh of the run, with an axis "cp".
             ranks: Collectives over all ranks of the run.
+            elsewhere: IDs of parameters and buffers that only other pipeline stages hold. They have no effect here,
+                because no parameter is split.
 
         Raises:
             PrepareError: If the model cannot be split.

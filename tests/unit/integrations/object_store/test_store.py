@@ -131,7 +131,7 @@ def test_commit_needs_all_parts(bucket):
     key = (final / "data-0123456789abcdef" / "model-00001.safetensors").make_part_key(1)
     for spoil in (lambda: bucket.put(key, b"short"), lambda: bucket.delete([key])):
         spoil()
-        assert key in (ObjectStore(final).absent(manifest) or "")
+        assert key in (ObjectStore(final).find_absent(manifest) or "")
     staging = to_path("s3://bucket/checkpoint_2/data-0123456789abcdef")
     bare = Manifest({}, {"x": PieceHashes().written("x")}, {}, {}, {})
     with pytest.raises(CheckpointError, match="is not there"):

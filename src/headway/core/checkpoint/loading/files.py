@@ -21,7 +21,6 @@ from headway.core.checkpoint.format.tensors import get_view
 from headway.core.checkpoint.format.text import to_logical_name
 from headway.core.checkpoint.format.values import encode_value
 from headway.core.checkpoint.loading.reading import (
-    check_file,
     find_tensor_offset,
     read_file_header,
     read_files,
@@ -29,6 +28,7 @@ from headway.core.checkpoint.loading.reading import (
     verify_ranges,
 )
 from headway.core.checkpoint.state import ROWS, StatefulObjects, describe_row, list_parameter_keys, map_parameter_names
+from headway.core.checkpoint.stores.disk import check_file
 from headway.core.checkpoint.stores.protocol import FetchedFiles
 from headway.core.weights.files import StoredTensor, map_safetensors
 from headway.core.weights.pieces import (

@@ -17,7 +17,6 @@ from headway.core.checkpoint.format.manifest import Manifest, read_manifest
 from headway.core.checkpoint.format.values import set_saved_strides
 from headway.core.checkpoint.loading.compiled_names import rename_compiled
 from headway.core.checkpoint.loading.files import TargetLayout, read_state, verify_checkpoint
-from headway.core.checkpoint.loading.reading import verify_share
 from headway.core.checkpoint.state import CollectedState
 from headway.core.checkpoint.stores.disk import write_forced
 from headway.core.runtime.collectives.checked import Collectives
@@ -134,17 +133,19 @@ class CheckpointReader:
         """
         return int(self._collectives.reduce_numbers([number], "max")[0])
 
-    def find_first_valid(self, parent: Path, candidates: Sequence[Path]) -> tuple[Path | None, list[str]]:
-        """Return the first candidate that passes verification on every machine. Every rank must call it.
+    def find_first_complete(self, parent: Path, candidates: Sequence[Path]) -> tuple[Path | None, list[str]]:
+        """Return the first candidate that has all its files on every machine. Every rank must call it.
 
-        The checkpoint is then copied to machines whose disks have none of the candidates.
+        The hashes of its bytes are left to `read`, which compares them while it reads. If `read` finds damage, the next
+        call skips that checkpoint. If the disks of some machines have none of the candidates, the hashes are compared
+        here, and the checkpoint is then copied to these machines.
 
         Args:
             parent: Folder that holds the checkpoints.
             candidates: Checkpoints on this rank's disk, in order of preference.
 
         Returns:
-            Pair of (folder of the checkpoint or None, one message for each candidate that failed verification).
+            Pair of (folder of the checkpoint or None, one message for each candidate that is skipped).
 
         Raises:
             CheckpointError: On every rank, if the checkpoint could not be copied to a machine that lacks it.
@@ -152,10 +153,11 @@ class CheckpointReader:
         reasons: list[str] = []
         everywhere = self._gather_held_checkpoints(candidates)
         holders = [bool(each) for each in everywhere]
+        is_held, is_everywhere = holders[self._runtime.rank], all(holders)
         for name, _ in _list_common([each for each in everywhere if each]):
-            problem = self._agree_on_problem(parent / name, holders[self._runtime.rank], all(holders))
+            problem = self._agree_on_problem(parent / name, is_held, are_hashes_compared=not is_everywhere)
             if problem is None:
-                if not all(holders):
+                if not is_everywhere:
                     copy_to_machines(parent / name, holders, self._runtime.local_rank == 0, self._collectives)
                 return parent / name, reasons
             reasons.append(problem)
@@ -175,16 +177,16 @@ class CheckpointReader:
                 own.append((folder.name, f"damaged: {error}"))
         return self._collectives.gather_objects(own)
 
-    def _agree_on_problem(self, folder: Path, is_held: bool, is_everywhere: bool) -> str | None:
-        """Return the reason why a checkpoint fails verification, or None if it passes. All ranks return the same text.
+    def _agree_on_problem(self, folder: Path, is_held: bool, are_hashes_compared: bool) -> str | None:
+        """Return the reason why a checkpoint cannot be read, or None. All ranks return the same text.
 
-        One rank per machine reads all files. If the checkpoint has sharded tensors and is on all disks, each rank
-        reads some of the files instead.
+        One rank per machine examines the files on its disk. Rank 0 examines the objects in an object store.
 
         Args:
             folder: Folder of the checkpoint.
             is_held: Whether this rank's disk has the checkpoint.
-            is_everywhere: Whether the disks of all ranks have it.
+            are_hashes_compared: Whether to compare every byte with the hashes. If False, only the lengths of the files
+                are checked. Object stores are always read with a comparison of hashes, so none is made here.
         """
         problem: str | None = None
         try:
@@ -192,15 +194,11 @@ class CheckpointReader:
             if manifest is not None and manifest.sha256 in self._damaged:
                 raise CheckpointError(self._damaged[manifest.sha256])
             store = folders.find_store(folder)
-            if store.verifies_on_read:
-                problem = store.absent(manifest) if manifest is not None and self._runtime.rank == 0 else None
-                manifest = None
-            is_shared = manifest is not None and any(len(each.chunks) > 1 for each in manifest.tensors.values())
-            if manifest is not None and is_shared and is_everywhere:
-                # Copies on other machines are verified when each rank reads its part of them.
-                verify_share(folder, manifest, self._runtime.rank, self._collectives.world_size)
-            elif manifest is not None and self._runtime.local_rank == 0:
-                self._verified = folder, verify_checkpoint(folder, manifest).sha256
+            rank = self._runtime.rank if store.verifies_on_read else self._runtime.local_rank
+            if manifest is not None and rank == 0:
+                problem = store.find_absent(manifest)
+                if problem is None and are_hashes_compared and not store.verifies_on_read:
+                    self._verified = folder, verify_checkpoint(folder, manifest).sha256
         except CheckpointError as error:
             problem = str(error)
         found = [text for text in self._collectives.gather_objects(problem) if text is not None]
@@ -222,7 +220,7 @@ class CheckpointReader:
         """
         result: tuple[Manifest, CollectedState] | None = None
         failure: tuple[str, bool] | None = None
-        sha256 = ""
+        folder, sha256 = path, ""
         try:
             folder = folders.find_store(path).locate()
             manifest = read_manifest(folder)
@@ -237,7 +235,13 @@ class CheckpointReader:
         outcomes = self._collectives.gather_objects((failure, sha256))
         failures = [each for each, _ in outcomes if each is not None]
         text = "; ".join(sorted({text for text, _ in failures}))
-        if failures and all(is_damage for _, is_damage in failures):
+        is_damaged = bool(failures) and all(is_damage for _, is_damage in failures)
+        is_on_disk = not folders.find_store(folder).verifies_on_read
+        if failures and not is_damaged and is_on_disk and all(own for _, own in outcomes):
+            # Damage can also show as a file that cannot be parsed, or only on the ranks that compare hashes.
+            problem = self._agree_on_problem(folder, True, are_hashes_compared=True)
+            is_damaged, text = problem is not None, problem or text
+        if is_damaged:
             self._damaged |= {own: text for each, own in outcomes if each is not None}
             raise CheckpointDamaged(text)
         if failures:

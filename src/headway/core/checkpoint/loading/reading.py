@@ -17,6 +17,7 @@ import xxhash
 from headway.common.untrusted import open_regular_file
 from headway.core.checkpoint.format.manifest import TITLE, Manifest, WrittenFile
 from headway.core.checkpoint.format.tensors import check_spec
+from headway.core.checkpoint.stores.disk import check_file
 from headway.core.checkpoint.stores.threads import run_in_order
 from headway.core.weights.shards import StoredPlaces, find_dtype, read_header
 from headway.errors import CheckpointDamaged, CheckpointError
@@ -87,27 +88,6 @@ def verify_ranges(folder: Path, manifest: Manifest, ranges: Mapping[str, Sequenc
     _read_pieces(folder, wanted)
 
 
-def verify_share(folder: Path, manifest: Manifest, index: int, count: int) -> None:
-    """Verify a fraction of a checkpoint's hashes, so that several callers can divide the work.
-
-    Each hash covers a piece of a file. The caller with a given `index` verifies every `count`-th piece.
-
-    Args:
-        folder: Folder of the checkpoint.
-        manifest: Manifest with the hashes.
-        index: Index of the caller, from 0.
-        count: Number of callers among which all pieces are divided.
-
-    Raises:
-        CheckpointError: If a file differs from the manifest. The message contains the first such file.
-    """
-    every = [(written, piece) for written in manifest.files.values() for piece in written.pieces()]
-    share = every[index::count]
-    for written in dict.fromkeys(written for written, _ in share):
-        check_file(folder / written.name, written)
-    _read_pieces(folder, [(written, [piece]) for written, piece in share])
-
-
 def _read_pieces(
     folder: Path,
     wanted: Sequence[tuple[WrittenFile, Sequence[tuple[int, int, str]]]],
@@ -134,20 +114,6 @@ def _read_pieces(
 def _meets(piece: tuple[int, int, str], ranges: Sequence[tuple[int, int]]) -> bool:
     start, length, _ = piece
     return any(begin < start + max(1, length) and end > start for begin, end in ranges)
-
-
-def check_file(path: Path, written: WrittenFile) -> None:
-    """Raise `CheckpointError` unless the path is a regular file with the length that the manifest lists.
-
-    Raises:
-        CheckpointError: If the path is not a regular file, or has another length.
-    """
-    with open_regular_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-    if size != written.num_bytes:
-        raise CheckpointError(
-            f"{path} has {size} bytes; {written.num_bytes} were written. It is truncated, or another file"
-        )
 
 
 def _read_piece(

@@ -150,7 +150,7 @@ class CheckpointFolder:
                 checkpoint was written by another program.
         """
         there = [path for path in list_originals(self.parent()) if run is None or read_run_id(path) in (run, None)]
-        folder, passed_over = self._reader.find_first_valid(self.parent(), there)
+        folder, passed_over = self._reader.find_first_complete(self.parent(), there)
         for line in passed_over:
             log.warning_once("a checkpoint is passed over: %s", line)
         copies = list_committed(self.parent()) if folder is None and not passed_over and run is None else []

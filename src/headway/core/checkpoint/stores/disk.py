@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from headway.common.atomic import open_replacement
-from headway.core.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
+from headway.common.untrusted import open_regular_file
+from headway.core.checkpoint.format.manifest import MANIFEST, Manifest, WrittenFile, read_manifest
 from headway.core.checkpoint.stores.folder_lock import FolderLock
 from headway.errors import CheckpointError, ObjectStoreError
 from headway.log import get_logger
@@ -181,11 +182,17 @@ class DiskStore:
         found = (self.folder / MANIFEST).stat()
         return found.st_ino, found.st_mtime_ns
 
-    def absent(self, manifest: Manifest) -> str | None:
-        """Return None, because missing files of a checkpoint on a disk are found later, when its files are verified.
+    def find_absent(self, manifest: Manifest) -> str | None:
+        """Return an error message about the first file that is missing or has a wrong length, or None if there is none.
 
-        For an object store, this method returns an error message if an object is missing.
+        The bytes of the files are not read.
         """
+        try:
+            for written in manifest.files.values():
+                check_file(self.folder / written.name, written)
+        except CheckpointError as error:
+            return str(error)
+        return None
 
     def fetched(self, manifest: Manifest) -> None:
         """Return None, because the files of a checkpoint on a disk need not be downloaded."""
@@ -302,3 +309,17 @@ def _is_litter(path: Path) -> bool:
         return True
     final = path.parent / path.name.removeprefix(_REPLACED)
     return (final / MANIFEST).is_file()  # otherwise the replaced checkpoint is the only one
+
+
+def check_file(path: Path, written: WrittenFile) -> None:
+    """Raise `CheckpointError` unless the path is a regular file with the length that the manifest lists.
+
+    Raises:
+        CheckpointError: If the path is not a regular file, or has another length.
+    """
+    with open_regular_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    if size != written.num_bytes:
+        raise CheckpointError(
+            f"{path} has {size} bytes; {written.num_bytes} were written. It is truncated, or another file"
+        )

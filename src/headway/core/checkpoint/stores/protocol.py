@@ -87,8 +87,11 @@ class CheckpointStore(Protocol):
         The pair changes if another checkpoint is committed under the same name.
         """
 
-    def absent(self, manifest: Manifest) -> str | None:
-        """Return an error message about the first missing file of the manifest, or None if no file is missing."""
+    def find_absent(self, manifest: Manifest) -> str | None:
+        """Return an error message about the first file that is missing or has a wrong length, or None if there is none.
+
+        The bytes of the files are not read.
+        """
 
     def fetched(self, manifest: Manifest) -> FetchedFiles | None:
         """Return a local folder into which the files can be downloaded, or None if no download is needed."""

@@ -1,6 +1,7 @@
 """Test the Accelerator's methods for checkpoints: names, rotation, resuming, registered objects, hooks and errors."""
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -500,3 +501,20 @@ def test_unwritable_latest_file_does_not_fail_a_save(caplog):
     verify_checkpoint(accelerator.save_state())
     verify_checkpoint(accelerator.save_state())
     assert "the file 'latest' beside it could not be written" in caplog.text
+
+
+@pytest.mark.parametrize("load", ["resume", "load_state"])
+def test_newest_checkpoint_is_compared_with_its_hashes_in_one_pass(load, monkeypatch):
+    accelerator, model, optimizer, loader = build()
+    train_epoch(accelerator, model, optimizer, loader)
+    folder = accelerator.save_state()
+    lengths = []
+
+    def read(descriptor, buffers, offset):
+        lengths.append(sum(map(len, buffers)))
+        return os.readv(descriptor, buffers) if os.lseek(descriptor, offset, os.SEEK_SET) == offset else -1
+
+    again, *_ = build()
+    monkeypatch.setattr(os, "preadv", read)
+    assert (again.resume("latest") if load == "resume" else again.load_state()).folder == folder
+    assert sum(lengths) == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
