@@ -475,3 +475,32 @@ def test_rank_aborts_on_a_gpu_under_the_launcher(tmp_path):
     ran = launch(tmp_path, body, "-n", "2", "--cpu")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count(f"tried {[START, FITS]} [False] True") == 2, ran.stdout
+
+
+def search_with_settings_of_the_rank(search):
+    """Search with sizes or a limit that depend on the rank. Return the sizes that were tried, and the final size."""
+    from headway import find_executable_batch_size
+
+    accelerator = make_accelerator()
+    rank = accelerator.process_index
+    if search == "first":
+        smaller = iter([[96, 48, 24], [64, 32, 16]][rank])
+        settings, limit = {"starting_batch_size": 128, "reduce_batch_size_fn": smaller.__next__}, 64
+    else:
+        settings, limit = {"starting_batch_size": 16, "search": search, "max_batch_size": [100, 60][rank]}, 40
+    tried = []
+
+    @find_executable_batch_size(**settings)
+    def run(batch_size):
+        tried.append(batch_size)
+        train(accelerator, batch_size, lambda *_: batch_size > limit, num_updates=1)
+        return batch_size
+
+    return tried, run()
+
+
+@pytest.mark.parametrize(("search", "wanted"), [("first", 64), ("largest", 40)])
+def test_ranks_that_choose_different_sizes_try_the_smallest_one(search, wanted):
+    results = run_ranks(search_with_settings_of_the_rank, 2, search, timeout=120)
+    assert results[0] == results[1]
+    assert results[0][1] == results[0][0][-1] == wanted

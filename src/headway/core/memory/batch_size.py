@@ -78,6 +78,10 @@ class FirstThatFits:
         self._reduce = reduce
         self._sizes = sizes
 
+    def move_to(self, size: int) -> None:
+        """Try `size` next, because all ranks have agreed on it."""
+        self.size = size
+
     def report(self, fits: bool) -> None:
         """Record whether the current size fits. If not, move to the next smaller one."""
         if fits:
@@ -135,16 +139,16 @@ class LargestSize:
         allowed: Sequence[int] = range(1, limit + 1) if sizes is None else sizes
         # All following values are indices into the allowed sizes: the last that fitted, the first that did not.
         self._sizes = allowed[: bisect_right(allowed, limit)]
-        self._fits = -1
-        self._fails = len(self._sizes)
-        self._at = max(0, bisect_right(self._sizes, starting_size) - 1)
+        self._best_index = -1
+        self._failed_index = len(self._sizes)
+        self._index = max(0, bisect_right(self._sizes, starting_size) - 1)
         self._num_steps = 0
-        self.size = self._sizes[self._at]
+        self.size = self._sizes[self._index]
 
     @property
     def found(self) -> int:
         """Largest size that has fitted so far, or 0 if none has."""
-        return self._sizes[self._fits] if self._fits >= 0 else 0
+        return self._sizes[self._best_index] if self._best_index >= 0 else 0
 
     @property
     def is_done(self) -> bool:
@@ -152,34 +156,41 @@ class LargestSize:
 
         The next larger size then does not fit, is not allowed, or is within the tolerance.
         """
-        if self._fits + 1 >= self._fails:
+        if self._best_index + 1 >= self._failed_index:
             return True
-        is_bounded = self._fits >= 0 and self._fails < len(self._sizes)
-        return is_bounded and self._sizes[self._fails] <= self.found * (1 + self._tolerance)
+        is_bounded = self._best_index >= 0 and self._failed_index < len(self._sizes)
+        return is_bounded and self._sizes[self._failed_index] <= self.found * (1 + self._tolerance)
+
+    def move_to(self, size: int) -> None:
+        """Try the largest allowed size up to `size` next, because all ranks have agreed on it."""
+        self._index = max(0, bisect_right(self._sizes, size) - 1)
+        self.size = self._sizes[self._index]
 
     def report(self, fits: bool) -> None:
         """Record whether the current size fits, and choose the next one."""
         if fits:
-            self._fits = self._at
+            self._best_index = self._index
         else:
-            self._fails = self._at
-        self._at = self._choose()
-        self.size = 0 if self.is_done and self._fits < 0 else self._sizes[min(self._at, len(self._sizes) - 1)]
+            self._failed_index = self._index
+        self._index = self._choose()
+        self.size = 0 if self.is_done and self._best_index < 0 else self._sizes[self._index]
 
     def _choose(self) -> int:
         if self.is_done:
-            return max(self._fits, 0)
-        if self._fails == len(self._sizes):  # nothing has failed yet: go up
-            step = min(self._step(self.found * self._tolerance), self.found)
-            return min(max(bisect_right(self._sizes, self.found + step) - 1, self._fits + 1), self._fails - 1)
-        if self._fits < 0:  # nothing has fitted yet: go down
-            failed = self._sizes[self._fails]
-            step = min(self._step(failed * self._tolerance / (1 + self._tolerance)), failed - failed // 2)
-            return min(max(bisect_right(self._sizes, failed - step) - 1, 0), self._fails - 1)
-        middle = bisect_left(self._sizes, (self.found + self._sizes[self._fails]) // 2)
-        return min(max(middle, self._fits + 1), self._fails - 1)
+            return max(self._best_index, 0)
+        if self._failed_index == len(self._sizes):  # nothing has failed yet: go up
+            step = min(self._next_step(self.found * self._tolerance), self.found)
+            return min(
+                max(bisect_right(self._sizes, self.found + step) - 1, self._best_index + 1), self._failed_index - 1
+            )
+        if self._best_index < 0:  # nothing has fitted yet: go down
+            failed = self._sizes[self._failed_index]
+            step = min(self._next_step(failed * self._tolerance / (1 + self._tolerance)), failed - failed // 2)
+            return min(max(bisect_right(self._sizes, failed - step) - 1, 0), self._failed_index - 1)
+        middle = bisect_left(self._sizes, (self.found + self._sizes[self._failed_index]) // 2)
+        return min(max(middle, self._best_index + 1), self._failed_index - 1)
 
-    def _step(self, first: float) -> int:
+    def _next_step(self, first: float) -> int:
         """Return the change in batch size for the next attempt.
 
         Args:
@@ -351,6 +362,11 @@ def find_executable_batch_size(
         raise ConfigError(
             f"max_batch_size={max_batch_size} is below starting_batch_size={starting_batch_size}; raise it, or start lower"
         )
+    if max_batch_size is not None and plan.search == "first":
+        raise ConfigError(
+            "max_batch_size is only for search='largest' and 'predicted'; 'first' never goes above starting_batch_size. Leave "
+            "max_batch_size out"
+        )
     return functools.partial(_decorate, plan) if function is None else _decorate(plan, function)
 
 
@@ -388,6 +404,11 @@ def _decorate(plan: _SearchSettings, function: _Function) -> _Function:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal next_start
+        if plan.keeps_global_batch and STEPS in kwargs:
+            raise CallError(
+                f"{_name(function)} was called with {STEPS}={kwargs[STEPS]!r}, but with keep_global_batch=True "
+                "find_executable_batch_size passes it; leave it out"
+            )
         extra = {STEPS: 1} if plan.keeps_global_batch else {}
         _check_call(_name(function), signature, written, args, {**kwargs, **extra})
         clear_device_cache(garbage_collection=True)
@@ -493,7 +514,9 @@ class _SearchCall:
         last: Outcome | None = None
         while not search.is_done:
             # Before the first attempt the script may not have joined the other processes yet.
-            size = self._agree(search.size) if self.tried else search.size
+            size = search.size
+            if self.tried and (agreed := self._agree(size)) != size:
+                search.move_to(size := agreed)
             is_probe = isinstance(search, PredictedSize)
             attempt, outcome = self._attempt(size, is_probe)
             if isinstance(search, PredictedSize):
@@ -512,7 +535,7 @@ class _SearchCall:
             else:
                 last = outcome
                 ranks = f" on rank {', '.join(map(str, outcome.ranks))}" if outcome.ranks else ""
-                log.info("batch size %d: out of memory%s; %s", size, ranks, _list_plans(search))
+                log.info("batch size %d: out of memory%s; %s", size, ranks, _describe_next(search))
                 notify_listeners("out_of_memory", ranks=list(outcome.ranks), batch_size=size)
         if not search.found:
             raise self._nothing_fits(last) from (None if last is None else last.error)
@@ -556,11 +579,12 @@ def _make_smaller_sizes(found: int) -> Reduce:
 
     def reduce(size: int) -> int:
         nonlocal step
+        reduced = max(0, size - step)
         step *= 2
-        return max(0, size - step // 2)
+        return reduced
 
     return reduce
 
 
-def _list_plans(search: BatchSizeSearch) -> str:
+def _describe_next(search: BatchSizeSearch) -> str:
     return "nothing smaller is left" if search.is_done and not search.found else f"next is {search.size}"

@@ -33,23 +33,28 @@ class PredictedSize:
         allowed: Sequence[int] = range(1, limit + 1) if sizes is None else sizes
         self._sizes = allowed[: bisect_right(allowed, limit)]
         self._tolerance = max(tolerance, _TOLERANCE)
-        self._fits = -1
-        self._fails = len(self._sizes)
+        self._best_index = -1
+        self._failed_index = len(self._sizes)
         self._is_first = True
         self._num_failures = 0
         self._is_settled = False
-        self._at = min(bisect_left(self._sizes, _FIRST), len(self._sizes) - 1)
-        self.size = self._sizes[self._at]
+        self._index = min(bisect_left(self._sizes, _FIRST), len(self._sizes) - 1)
+        self.size = self._sizes[self._index]
 
     @property
     def found(self) -> int:
         """Largest size that has fitted so far, or 0 if none has."""
-        return self._sizes[self._fits] if self._fits >= 0 else 0
+        return self._sizes[self._best_index] if self._best_index >= 0 else 0
 
     @property
     def is_done(self) -> bool:
         """Whether the next larger size is known or predicted not to fit, is not allowed, or is within the tolerance."""
-        return self._is_settled or self._fits + 1 >= self._fails
+        return self._is_settled or self._best_index + 1 >= self._failed_index
+
+    def move_to(self, size: int) -> None:
+        """Try the largest allowed size up to `size` next, because all ranks have agreed on it."""
+        self._index = max(0, bisect_right(self._sizes, size) - 1)
+        self.size = self._sizes[self._index]
 
     def report(self, fits: bool, most: int | None = None) -> None:
         """Record whether the current size fits, and choose the next one.
@@ -59,28 +64,28 @@ class PredictedSize:
             most: Largest size that is predicted to fit on all ranks. None: memory is not measured.
         """
         if fits:
-            self._fits = self._at
+            self._best_index = self._index
         else:
-            self._fails = self._at
+            self._failed_index = self._index
             self._num_failures += 1
         if not self.is_done:
-            self._at = self._choose(most)
+            self._index = self._choose(most)
         self._is_first = False
-        self.size = 0 if self.is_done and self._fits < 0 else self._sizes[self._at]
+        self.size = 0 if self.is_done and self._best_index < 0 else self._sizes[self._index]
 
     def _choose(self, most: int | None) -> int:
-        if self._fits < 0:
-            return max(0, bisect_right(self._sizes, self._sizes[self._fails] // 2) - 1)
+        if self._best_index < 0:
+            return max(0, bisect_right(self._sizes, self._sizes[self._failed_index] // 2) - 1)
         if self._is_first:  # the second small size
-            return min(bisect_left(self._sizes, 2 * self.found), self._fails - 1)
+            return min(bisect_left(self._sizes, 2 * self.found), self._failed_index - 1)
         wanted = self._sizes[-1] if most is None else min(most, self._sizes[-1], _MOST_GROWTH * self.found)
-        if self._fails < len(self._sizes) and wanted >= self._sizes[self._fails]:
+        if self._failed_index < len(self._sizes) and wanted >= self._sizes[self._failed_index]:
             # The prediction was too large, mostly by a little: go down in steps that double, at most to the middle.
-            failed = self._sizes[self._fails]
+            failed = self._sizes[self._failed_index]
             step = max(1, failed // 16) << (self._num_failures - 1)
             wanted = max((self.found + failed) // 2, failed - step)
-        at = min(bisect_right(self._sizes, wanted), self._fails) - 1
+        at = min(bisect_right(self._sizes, wanted), self._failed_index) - 1
         if self._sizes[at] <= self.found * (1 + self._tolerance):
             self._is_settled = True
-            return self._fits
+            return self._best_index
         return at

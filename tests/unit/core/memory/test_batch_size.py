@@ -111,6 +111,16 @@ def test_passing_a_batch_size_is_an_error():
         inner(1, 2, 3)
 
 
+def test_passing_the_accumulation_steps_is_an_error():
+    @find_executable_batch_size(starting_batch_size=8, keep_global_batch=True)
+    def inner(batch_size, gradient_accumulation_steps):
+        return batch_size, gradient_accumulation_steps
+
+    assert inner() == (8, 1)
+    with pytest.raises(TypeError, match="called with gradient_accumulation_steps=2, but with keep_global_batch=True"):
+        inner(gradient_accumulation_steps=2)
+
+
 class Job:
     """Class whose methods receive the batch size after `self` or `cls`."""
 
@@ -169,6 +179,7 @@ def test_generators_and_coroutines_are_refused():
         ({"search": "predicted", "reduce_batch_size_fn": lambda: 1}, "no meaning with search='predicted'"),
         ({"tolerance": 0.1}, "only for search='largest' and 'predicted'"),
         ({"starting_batch_size": 8, "max_batch_size": 4}, "below starting_batch_size=8"),
+        ({"starting_batch_size": 8, "max_batch_size": 16}, "max_batch_size is only for search='largest'"),
         ({"keep_global_batch": True}, "add it, and hand it"),
     ],
 )
