@@ -160,6 +160,55 @@ def check_model_loss() -> None:
             compare_gradients(model, whole, 1e-5)
 
 
+class PositionalOnly(GPTWithLoss):
+    """Model whose inputs can be passed by position only. Labels are optional."""
+
+    def forward(self, ids: torch.Tensor, /, targets: torch.Tensor | None = None) -> Any:
+        return self.gpt(ids) if targets is None else super().forward(ids, targets)
+
+
+class ExtraPositional(GPTWithLoss):
+    """Model with `*args` before the labels, which can be passed by name only."""
+
+    def forward(self, ids: torch.Tensor, *scales: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        logits = self.gpt(ids)
+        for scale in scales:
+            logits = logits * scale.unsqueeze(-1)
+        if targets is None:
+            return logits
+        return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING)
+
+
+class LabelsBeforeExtra(ExtraPositional):
+    """Model with labels by position, followed by `*args`."""
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor, *scales: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(ids, *scales, targets=targets)
+
+
+def check_signatures() -> None:
+    """Check models whose arguments cannot all be passed by name."""
+    ids, targets = make_tokens(2), make_tokens(3)
+    scale = torch.linspace(0.5, 1.5, ids.shape[1]).expand(ids.shape)
+    calls: list[tuple[type[nn.Module], tuple[Any, ...], dict[str, Any]]] = [
+        (PositionalOnly, (ids, targets), {}),
+        (PositionalOnly, (ids,), {"targets": targets}),
+        (ExtraPositional, (ids,), {"targets": targets}),
+        (LabelsBeforeExtra, (ids, targets), {}),
+        (PositionalOnly, (ids,), {}),
+        (ExtraPositional, (ids, scale), {}),
+    ]
+    for kind, args, kwargs in calls:
+        whole = build_seeded(0, kind)
+        wanted = whole(*args, **kwargs)
+        with open_accelerator() as accelerator:
+            found = accelerator.prepare(build_seeded(0, kind))(*args, **kwargs)
+            if isinstance(wanted, tuple):
+                assert abs(found[1].item() - wanted[1].item()) < 1e-5 * wanted[1].item()
+            else:
+                assert torch.allclose(found, wanted, atol=1e-5)
+
+
 def train_penalized_by_hand(updates: int = 3) -> Curve:
     """Train in plain PyTorch with a penalty on all weights added to each window's loss."""
     model = build_seeded(0, gpt)
@@ -403,6 +452,7 @@ def run_scenarios(folder: str) -> list[str]:
     return run_each(
         [
             check_model_loss,
+            check_signatures,
             check_custom_losses,
             check_release,
             check_evaluation_and_generation,

@@ -152,8 +152,8 @@ class ContextParallel(SplitModel):
         keep_packing(model)  # the dry run is in eval mode
         blocks = _find_stack(model, options)
         self._eager = attention.use_sdpa(model)
-        self._parameters = _list_parameters(model)
-        self._labels = SplitLabels(model, self._parameters, options, self._axis, everyone)
+        self._parameters = inspect.signature(model.forward).parameters
+        self._labels = SplitLabels(model, _list_positional(self._parameters), options, self._axis, everyone)
         self._ring = attention.find_ring_attention(
             mesh, options.cp_comm_strategy or "allgather", everyone.runtime.scope.own(attention.RingDispatcher)
         )
@@ -222,7 +222,9 @@ class ContextParallel(SplitModel):
         return self._phase, self._way
 
     def record_length(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Record the length of the sequences when the first block is called on this or another pipeline stage.
+        """Record the length of the full sequences when the first block is called on this or another pipeline stage.
+
+        Do nothing unless the model is called with its sequences sharded.
 
         Args:
             args: Positional arguments of the first block.
@@ -232,15 +234,16 @@ class ContextParallel(SplitModel):
             self._set_length(self._find_activations(args, kwargs))
 
     def rehearse_call(self, call: Callable[[], object]) -> None:
-        """Find out with a dry run how the model can be split. The dry run ends before the actual call.
+        """Find out with a dry run how the model can be split, unless this is known for calls of this kind.
 
-        All ranks must call this method.
+        `call` ends where it calls the model, so the actual forward does not run. All ranks must call this method.
 
         Args:
             call: Function that calls the model.
 
         Raises:
             PrepareError: If the model cannot be split.
+            UnsupportedError: If the model is compiled.
         """
         self._is_rehearsal = True
         try:
@@ -252,15 +255,18 @@ class ContextParallel(SplitModel):
     # ---------------------------------------------------------------- calls of the model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on full sequences. A loss that the model computes is returned for all tokens.
+        """Run the model with its sequences sharded, given full sequences that are equal on all ranks of the axis.
 
-        Sharded outputs are all-gathered. If the model computes the loss itself in training, sharded outputs are
-        replaced by `PartialOutput` instead.
+        A loss that the model computes is returned for all tokens. Sharded outputs are all-gathered. If the model
+        computes the loss itself while gradients are enabled, sharded outputs are replaced by `PartialOutput` instead.
+        Without gradients, a call that uses a key-value cache is not sharded.
 
         Raises:
             PrepareError: If the model does not compute equal results with sharded sequences.
             UnsupportedError: If this call cannot be split, for example because it uses a key-value cache while
-                training.
+                gradients are enabled.
+            DataError: If sequences must be padded, but the labels or the attention do not allow it.
+            DryRunFinished: In `rehearse_call`, before the model would run.
         """
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             if torch.is_grad_enabled():
@@ -386,8 +392,7 @@ class ContextParallel(SplitModel):
                 f"{type(self._model).__name__} is compiled, which context parallelism does not support yet; leave torch.compile "
                 "(dynamo_backend) out, or use fsdp or tp"
             )
-        kwargs = {**dict(zip(self._parameters, args)), **kwargs}
-        args = args[len(self._parameters) :]
+        args, kwargs = _pass_by_name(self._parameters, args, kwargs)
         given = self._labels.find_labels(args, kwargs)
         args, kwargs = sequences.shorten_arguments(args, kwargs, RING_STEP * self._axis.size, self._options.labels)
         told = ""
@@ -396,7 +401,7 @@ class ContextParallel(SplitModel):
                 with self._labels.observe_ignored_label():
                     self._run(CallPhase.WHOLE, args, kwargs)
                 ignored = self._labels.choose_dry_run_label(given)
-                kwargs = sequences.ignore_some_labels(kwargs, list(given), ignored)
+                kwargs = sequences.ignore_some_labels(kwargs, given.keys() & kwargs.keys(), ignored)
             whole = self._run(CallPhase.WHOLE, args, kwargs)
             for ways in ((SplitRegion.MEANS, SplitRegion.SUMS), (SplitRegion.BLOCKS,)):
                 found = self._try_regions(ways, args, kwargs, whole)
@@ -551,7 +556,7 @@ class ContextParallel(SplitModel):
 class PartialOutput:
     """Placeholder for an output, such as logits, of which this rank has only a sequence shard. Any use raises an error.
 
-    In training, it replaces such outputs of models that compute the loss themselves.
+    While gradients are enabled, it replaces such outputs of models that compute the loss themselves.
 
     Args:
         shape: Shape of this rank's shard.
@@ -582,10 +587,28 @@ class PartialOutput:
     __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __truediv__ = __sub__ = __float__ = _refuse
 
 
-def _list_parameters(model: torch.nn.Module) -> list[str]:
-    """Return the argument names of the model's forward, in order, without `*args` and `**kwargs`."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [name for name, one in inspect.signature(model.forward).parameters.items() if one.kind in kinds]
+def _list_positional(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Return the names of the parameters that a call can fill by position, in order, without `*args`."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, parameter in parameters.items() if parameter.kind in kinds]
+
+
+def _pass_by_name(
+    parameters: Mapping[str, inspect.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return (args, kwargs) of an equal call that passes as many arguments as possible by name.
+
+    Args:
+        parameters: Parameters of the called function, by name.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+    """
+    kinds = [parameter.kind for parameter in parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:  # what precedes `*args` can then be passed by position only
+        return args, dict(kwargs)
+    num_unnamed = kinds.count(inspect.Parameter.POSITIONAL_ONLY)
+    named = zip(_list_positional(parameters)[num_unnamed:], args[num_unnamed:])
+    return args[:num_unnamed], {**dict(named), **kwargs}
 
 
 def _is_loss(leaf: Any) -> bool:

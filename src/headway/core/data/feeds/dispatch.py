@@ -1,9 +1,9 @@
 """Dispatching: the main process reads the data of all ranks and sends each rank its batch.
 
-It is used only with `dispatch_batches=True`, for data that only one process can reach. In one step, every rank gets
-one batch. Each rank's batch is sent as the collate function returned it, so batches can differ in shape, nesting and
-type. A batch is sent together with its row counts and a flag that marks the last step. If the main process fails to
-read, an error is raised on every rank.
+It is used with `dispatch_batches=True`, for data that only one process can reach. With Accelerate's rules, it is also
+the default for iterable datasets. In one step, every rank gets one batch. Each rank's batch is sent as the collate
+function returned it, so batches can differ in shape, nesting and type. A batch is sent together with its row counts and
+a flag that marks the last step. If the main process fails to read, an error is raised on every rank.
 """
 
 from collections.abc import Iterator
@@ -92,6 +92,10 @@ class DispatchFeed:
 
         Returns:
             Pair of (number of non-padding samples before the first batch, iterator over pairs of (batch, `RankBatch`)).
+
+        Raises:
+            DataError: On all ranks but the main process, if the main process fails to read. The main process raises its
+                original error. The iterator raises these errors, too.
         """
         if self._collectives.rank != 0:
             self._feed.follow_pass(epoch)
@@ -107,10 +111,11 @@ class DispatchFeed:
         while True:
             try:
                 parts = self._strip_indices(list(islice(deliveries, self._shard.count)))
+                sent = [(copy_views(batch), share) for batch, share in parts]
             except Exception as error:
                 self._broadcast_failure(error)
                 raise
-            self._broadcast([(copy_views(batch), share) for batch, share in parts])
+            self._broadcast(sent)
             if not parts:
                 return
             yield parts[self._shard.index]
@@ -122,10 +127,11 @@ class DispatchFeed:
     def _strip_indices(self, parts: list[Delivery]) -> list[Delivery]:
         """Return the ranks' batches of one step without their sample indices, which other ranks do not need.
 
-        If each item of the dataset is a batch, also count its rows and add the counts.
+        If each item of the dataset is a batch, `valid_counts` is replaced by the number of rows of each rank's item; 0
+        for a padding item.
 
         Args:
-            parts: Pairs of (batch, `RankBatch`), one per rank.
+            parts: Pairs of (batch, `RankBatch`), one per data shard; empty if no step is left.
 
         Raises:
             DataError: If the rows of an item cannot be counted.

@@ -123,7 +123,10 @@ class StreamCollate:
         self._opening: list[Any] | None = None
 
     def __call__(self, samples: list[Any]) -> Collated:
-        """Collate the slices of this process's ranks from the raw samples of one step on all ranks."""
+        """Collate the slices of this process's ranks from the raw samples of one step on all ranks.
+
+        The result has no batches if the step is skipped, or if its samples are too few and `keeps_loose` is set.
+        """
         if self.keeps_loose and len(samples) < (self.split.round_size or 0):
             return Collated([], [], 0, loose=samples)
         if self._opening is None:
@@ -218,18 +221,20 @@ class StreamFeed:
         base_seed: Object that draws the workers' base seed as torch does. In a run with several ranks, the workers are
             seeded from `seed` instead.
         kind: Class of the DataLoader that reads the dataset. If it has a `state_dict` method, a resumed pass loads the
-            saved state into the DataLoader.
-        own: Shards of this rank, if each rank reads different shards; None to read all samples of the dataset.
+            saved state into the DataLoader. Default: torch's DataLoader.
+        own: Shards of this rank, if each rank reads different shards. Default: None, to read all samples of the
+            dataset.
         agree: Function that returns rank 0's value on every rank. With it, the dataset's random generators start each
-            epoch with rank 0's states. None to keep each rank's states.
-        is_shared: Whether other ranks read the same samples and need equal random numbers in their workers.
+            epoch with rank 0's states. Default: None, to keep each rank's states.
+        is_shared: Whether other ranks read the same samples and need equal random numbers in their workers. Default:
+            False.
         joins: Whether each worker reads the batch of one rank at a time, so that the batches of a step come from
-            successive workers. Otherwise each worker reads the batches of all ranks for a step.
-        agree_rounds: Function that compares the samples of each step on all ranks and marks the last step; None if
-            this rank reads alone.
+            successive workers. Otherwise each worker reads the batches of all ranks for a step. Default: False.
+        agree_rounds: Function that compares the samples of each step on all ranks and marks the last step. Default:
+            None, to mark the last step without a comparison.
         share_draws: Function that returns, as text, the global RNG states with which the dataset is read in a pass.
-            They are equal on all ranks. Its argument is whether the pass is resumed and needs no new states. None to
-            let the dataset draw from this process's global generators.
+            They are equal on all ranks. Its argument is whether the pass is resumed and needs no new states. Default:
+            None, to let the dataset draw from this process's global generators.
 
     Attributes:
         source: User's loader.
@@ -387,6 +392,10 @@ class StreamFeed:
 
         Returns:
             Pair of (number of non-padding samples before the first batch, iterator over pairs of (batch, `RankBatch`)).
+
+        Raises:
+            DataError: If the pass is resumed, and the saved order of the samples cannot be read any more. The iterator
+                also raises it if the ranks' samples differ.
         """
         is_resumed = bool(consumed and not num_skipped)
         self._follow_order(self._loaded.get("reading") if is_resumed else None, epoch)
@@ -457,24 +466,27 @@ class StreamFeed:
         self._keeps_dataset_state = is_kept
 
     def follow_pass(self, epoch: int) -> None:
-        """Make the random draws of a pass without reading it, because another process reads it for this rank.
+        """Record that a pass starts that another process reads for this rank. Nothing is read.
 
-        RNG states then stay equal on all ranks.
+        No random numbers are drawn, because `open_pass` has drawn those of an iterable dataset's loader.
 
         Args:
-            epoch: Number of the epoch.
+            epoch: Unused.
         """
         self._base_seed.start_pass(self.inner, is_given=False)
 
     def _find_start(self, consumed: int, loaded: State) -> tuple[int, int]:
         """Return where a pass starts, as a pair of (steps to skip, samples to skip in the following step).
 
+        Warn if the sizes of the steps have changed and the saved state does not describe the order of the samples.
+
         Args:
             consumed: Number of samples consumed in the epoch, on all ranks together.
             loaded: Saved state of the pass; empty if there is none.
 
         Raises:
-            DataError: If the order of the samples has changed since the state was saved.
+            DataError: If the order of the samples has changed since the state was saved, and the saved order cannot be
+                read any more.
         """
         before = loaded.get("reading")
         if before is not None and before != self._reading:
@@ -639,9 +651,10 @@ class StreamFeed:
         self._dataset_state = state
 
     def state(self, is_running: bool) -> State:
-        """Return the position and the RNG states.
+        """Return the position and the RNG states of the current pass.
 
-        For a StatefulDataLoader, also return its state after the latest step.
+        For a StatefulDataLoader, also return its state after the latest step. Between passes, return the position and
+        the RNG states from which the next pass starts.
 
         Args:
             is_running: Whether a pass is in progress.
@@ -655,16 +668,21 @@ class StreamFeed:
         return state
 
     def read_brief_state(self) -> State:
-        """Return the number of steps read and the RNG states of the current pass.
+        """Return the position and the RNG states of the current pass.
 
-        The state of a StatefulDataLoader is left out, because it is valid only for the latest batch.
+        The position consists of the number of steps read and, if it is kept and changes, the dataset's state. The state
+        of a StatefulDataLoader is left out, because it is valid only for the latest batch.
         """
         began = {**self._base_seed.state(True), **self._generators.state(True), **self._lines.state()}
         position = {"num_rounds": self._num_rounds, "round_size": self.round_size, "reading": self._reading}
         return {**began, **position, **({"dataset": self._dataset_state} if self._dataset_moves else {})}
 
     def read_left_state(self) -> State:
-        """Return the state with which the next pass starts, after a pass that was left early (by `break`)."""
+        """Return the dataset's current RNG states, after a pass that was left early (by `break`).
+
+        The next pass starts with them. The state has no position. It is empty if the dataset has no separate RNG
+        states, or if all ranks share them.
+        """
         return self._lines.read_left_state()
 
     def set_reading(self, name: str, value: Any) -> None:
@@ -680,12 +698,13 @@ class StreamFeed:
             set_on_reader(self.inner, name, value)
 
     def load_state(self, state: State) -> None:
-        """Load the state that `state` or `read_brief_state` returned. The next pass resumes from it.
+        """Load the state that `state`, `read_brief_state` or `read_left_state` returned. The next pass starts from it.
 
-        The state of a StatefulDataLoader is used only if this rank's shards and the samples per step are unchanged.
+        The state of a StatefulDataLoader is used only if this rank's shards and the samples per step are unchanged. It
+        must also contain the dataset's state, and the dataset must not shuffle with a buffer.
 
         Args:
-            state: Saved state.
+            state: Saved state. An empty state discards the one that was loaded before.
         """
         self._base_seed.load_state(state)
         self._generators.load_state(state)
@@ -705,7 +724,10 @@ class StreamFeed:
 
 
 def _load_turns() -> Any:
-    """Return the extension that continues a pass after the number of ranks has changed. It is imported on first use."""
+    """Return the extension that continues a pass after the number of ranks or workers has changed.
+
+    It is imported on first use.
+    """
     return extensions.load("feature", "read_in_turns")
 
 
@@ -741,7 +763,10 @@ def copy_containers(tree: object) -> Any:
 
 
 def is_shardable(dataset: object, count: int) -> bool:
-    """Whether the dataset has at least `count` shards, one for each of `count` ranks."""
+    """Whether the dataset can be split by its `shard` method into one part for each of `count` ranks.
+
+    It must have at least `count` shards. Always False for a single rank, which needs no split.
+    """
     num_shards = getattr(dataset, "num_shards", None)
     has_enough = count > 1 and isinstance(num_shards, int) and num_shards >= count
     return has_enough and callable(getattr(dataset, "shard", None))
@@ -766,8 +791,13 @@ class SharedRounds:
     def __call__(self, parts: Iterator[Collated]) -> Iterator[tuple[Collated, bool]]:
         """Yield pairs of (this rank's collated batch, whether it belongs to the last step).
 
+        All ranks must iterate together.
+
         Args:
             parts: Collated batches of this rank, one item per step.
+
+        Raises:
+            DataError: On all ranks, if the rows of a rank's batch cannot be counted.
         """
         current = self._exchange_counts(next(parts, None))
         while current is not None:
@@ -780,6 +810,9 @@ class SharedRounds:
             # The training loop may modify its batch (e.g. pop a key), so copy the containers of the spare batch.
             self._spare = part._replace(batches=copy_containers(part.batches))
         rows = self._collectives.gather_numbers([*_count_part(part), self._spare is not None])
+        uncountable = [rank for rank, row in enumerate(rows) if row[0] == _UNCOUNTABLE_ROWS]
+        if uncountable:
+            raise DataError(UNCOUNTABLE.format(what=f"an item of rank {uncountable[0]}"))
         has_part = [row[0] >= 0 for row in rows]
         if not any(has_part) or (self._drop_last and not all(has_part)):
             self._spare = None
@@ -808,28 +841,31 @@ class SharedRounds:
         self._spare = given if spare is None else spare
 
 
+_UNCOUNTABLE_ROWS = -2
+"""Number that a rank sends instead of its row count if the rows of its item cannot be counted. All ranks then raise."""
+
+
 def _count_part(part: Collated | None) -> tuple[int, int]:
     """Return the number of non-padding rows and the number of samples that one rank read for a step.
 
-    Return (-1, 0) if the rank has no data left.
+    Return (-1, 0) if the rank has no data left, 0 rows if the step is skipped, and `_UNCOUNTABLE_ROWS` if the rows cannot
+    be counted.
 
     Args:
-        part: Collated batch of the rank, or None.
+        part: Collated batch of the rank; None if the rank has no data left.
     """
     if part is None:
         return -1, 0
     if not part.batches:
         return 0, part.num_samples
     counts = part.shares[0].valid_counts
-    if counts is None:
-        raise DataError(UNCOUNTABLE.format(what="an item"))
-    return counts[0], part.num_samples
+    return _UNCOUNTABLE_ROWS if counts is None else counts[0], part.num_samples
 
 
 def copy_views(tree: object) -> Any:
-    """Return the batch with every tensor view copied to separate memory.
+    """Return the batch with every tensor copied that uses only a part of its storage.
 
-    Pickling a view would include the whole storage of its base tensor.
+    Other leaves are not copied. Pickling a view would include the whole storage of its base tensor.
     """
     return map_tensors(lambda tensor: tensor.clone() if _is_view(tensor) else tensor, tree)
 

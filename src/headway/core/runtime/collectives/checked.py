@@ -11,6 +11,7 @@ differ between ranks are padded for the transfer and trimmed afterwards.
 
 import hashlib
 import math
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,9 @@ _FOLDS: dict[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "min"
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 _EXCHANGES = ("numbers", "gather", "reduce", "broadcast", "pad", "objects", "object", "barrier", VOTE, "stream_weights")
+
+_UNPICKLABLE = -1
+"""Size that a rank sends instead of the number of bytes if its object cannot be pickled."""
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -404,11 +408,24 @@ class Collectives:
     # ---------------------------------------------------------------- objects
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        """Return every rank's object, as a list indexed by rank. Objects are pickled for the transfer."""
+        """Return every rank's object, as a list indexed by rank. Objects are pickled for the transfer.
+
+        Raises:
+            CollectiveError: If another rank's object cannot be pickled. That rank raises the error of pickle.
+        """
         if self.world_size == 1:
             return [obj]
-        self._agree("objects", "", ())
-        return self._all_gather_objects(obj)
+        payload, failure = _try_pickle(obj)
+        rows = self._agree("objects", "", (_UNPICKLABLE if failure else len(payload),))
+        sizes = [int(row[0]) for row in rows]
+        self._check_pickled(sizes, failure)
+        longest = max(sizes)
+        own = torch.zeros(longest, dtype=torch.uint8)
+        own[: len(payload)] = torch.frombuffer(payload, dtype=torch.uint8)
+        gathered = torch.empty(self.world_size * longest, dtype=torch.uint8)
+        _all_gather_single(gathered, own, group=self._cpu_group)
+        parts = gathered.view(self.world_size, longest)
+        return [pickle.loads(_view_buffer(part[:size])) for part, size in zip(parts, sizes)]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s object on every rank. The object is pickled for the transfer.
@@ -416,13 +433,34 @@ class Collectives:
         Args:
             obj: Object to send. It is ignored on the other ranks.
             src: Sender's rank within the group.
+
+        Raises:
+            CollectiveError: On the other ranks, if the object cannot be pickled. Rank `src` raises the error of pickle.
         """
         if self.world_size == 1:
             return obj
-        self._agree("object", str(src), ())
-        box = [obj if self.rank == src else None]
-        dist.broadcast_object_list(box, self._global_rank(src), group=self._cpu_group)
-        return box[0]
+        payload, failure = _try_pickle(obj) if self.rank == src else (bytearray(), None)
+        rows = self._agree("object", str(src), (_UNPICKLABLE if failure else len(payload),))
+        size = int(rows[src][0])
+        self._check_pickled([size if rank == src else 0 for rank in range(self.world_size)], failure)
+        data = torch.frombuffer(payload, dtype=torch.uint8) if self.rank == src else torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(data, self._global_rank(src), group=self._cpu_group)
+        return obj if self.rank == src else pickle.loads(_view_buffer(data))
+
+    def _check_pickled(self, sizes: Sequence[int], failure: Exception | None) -> None:
+        """Raise an error on every rank if the object of any rank cannot be pickled.
+
+        Args:
+            sizes: Bytes of each rank's pickled object, or `_UNPICKLABLE`.
+            failure: Error that this rank's object raised.
+        """
+        if failure is not None:
+            raise failure
+        failed = [self._global_rank(rank) for rank, size in enumerate(sizes) if size == _UNPICKLABLE]
+        if failed:
+            raise CollectiveError(
+                f"rank {', '.join(map(str, failed))} cannot send its object, because it cannot be pickled; see its traceback"
+            )
 
     # ---------------------------------------------------------------- between two ranks
 
@@ -552,6 +590,23 @@ class Collectives:
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def _view_buffer(data: torch.Tensor) -> memoryview:
+    """Return the memory of a 1-d uint8 tensor on the CPU."""
+    return memoryview(data.numpy())  # type: ignore[arg-type]
+
+
+def _try_pickle(obj: Any) -> tuple[bytearray, Exception | None]:
+    """Return a pair of (pickled object, None), or of (no bytes, error) if the object cannot be pickled.
+
+    Ranks that send objects call it before they transfer anything. Otherwise, the other ranks would wait in a collective
+    that the failed rank never enters.
+    """
+    try:
+        return bytearray(pickle.dumps(obj)), None
+    except Exception as error:
+        return bytearray(), error
 
 
 def _describe_missing_ranks(entry: LedgerEntry, error: RuntimeError) -> str:
