@@ -97,9 +97,11 @@ class Accelerator(RankAware):
         split_batches: Short form of `DataLoaderConfiguration(split_batches=True)`. Default: False.
         mixed_precision: "no", "bf16", "fp16" or "fp8" (float8 by torchao, see `Float8Options`). Default: the launcher's
             setting, or "no".
-        gradient_accumulation_steps: Number of micro-batches per update. Default: 1.
-        cpu: Whether to compute on the CPU even if an accelerator is available.
-        dataloader_config: Settings for splitting, padding and moving batches of prepared loaders.
+        gradient_accumulation_steps: Number of micro-batches per update. Default: the launcher's setting, or 1.
+        cpu: Whether to compute on the CPU even if an accelerator is available. Default: the launcher's setting, or
+            False.
+        dataloader_config: Settings for splitting, padding and moving batches of prepared loaders. None: the defaults of
+            `DataLoaderConfiguration`.
         deepspeed_plugin: DeepSpeed's settings (`headway.DeepSpeedPlugin`).
         fsdp_plugin: Options of a sharded layout under Accelerate's names. The `strategy` argument is the short form.
         torch_tp_plugin: Tensor parallelism under Accelerate's older name.
@@ -314,13 +316,16 @@ class Accelerator(RankAware):
             objects: Models, optimizers, DataLoaders and schedulers, in any order.
             device_placement: One boolean per object: whether to move it to the device. Default: the constructor's
                 `device_placement` for all.
-            strict: Whether an object of any other type is an error. Default: False.
+            strict: Whether an object of any other type raises `PrepareError`. Default: False.
 
         Returns:
             The prepared object if one was given, else a tuple of the prepared objects.
 
         Raises:
-            PrepareError: If the objects do not belong together. With `strict`, also if one is of any other type.
+            PrepareError: If no object is given, if one cannot be prepared, or if they do not belong together.
+            ConfigError: If `device_placement` and the objects differ in number.
+            DataError: If a loader cannot be split among ranks.
+            UnsupportedError: If the strategy does not support an object, such as a second model.
 
         Example::
 
@@ -332,12 +337,16 @@ class Accelerator(RankAware):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Prepare one model and return it.
+        """Prepare one model and return it as the same object. A prepared model is returned unchanged.
 
         Args:
             model: Model to prepare.
             device_placement: Whether to move the model to the device. None: the constructor's `device_placement`.
-            evaluation_mode: Whether the model is only evaluated, so that it has no gradients to reduce. Default: False.
+            evaluation_mode: Whether the model is only evaluated. It is then neither replicated nor sharded, under any
+                strategy. Default: False.
+
+        Raises:
+            PrepareError: If the model cannot be prepared, or if ranks built different models.
         """
         prepared = self._preparation.prepare_model(model, device_placement, evaluation_mode)
         self._preparation.create_engine_if_ready()
@@ -351,6 +360,9 @@ class Accelerator(RankAware):
         Args:
             optimizer: Optimizer to prepare.
             device_placement: Ignored. The optimizer's state is always on the device of its parameters.
+
+        Returns:
+            The wrapper. If the optimizer is already prepared, it is the existing one.
         """
         prepared = self._preparation.prepare_optimizer(optimizer)
         self._preparation.create_engine_if_ready()
@@ -368,6 +380,7 @@ class Accelerator(RankAware):
 
         Raises:
             UnsupportedError: If `slice_fn_for_dispatch` is given.
+            DataError: If the loader cannot be split among ranks.
         """
         if slice_fn_for_dispatch is not None:
             raise UnsupportedError(
@@ -381,7 +394,11 @@ class Accelerator(RankAware):
         """Prepare one scheduler and return its wrapper.
 
         Args:
-            scheduler: Scheduler to prepare. Its optimizer must already be prepared.
+            scheduler: Scheduler to prepare.
+
+        Raises:
+            PrepareError: If the scheduler's optimizer is not prepared yet, unless `step_scheduler_with_optimizer` is
+                False.
         """
         return self._preparation.prepare_scheduler(scheduler)
 
@@ -411,7 +428,8 @@ class Accelerator(RankAware):
             model: Model, or a part of a model, such as a pretrained base without the new head.
             source: Directory, index or file of safetensors or `.bin`, or a model ID on the Hub. Models of transformers
                 accept the names and layouts that `from_pretrained` accepts.
-            strict: Whether stored names that the model does not have are an error instead of a warning. Default: False.
+            strict: Whether stored names that the model does not have raise `CheckpointError` instead of a warning.
+                Default: False.
 
         Raises:
             CheckpointError: If the source is missing, damaged or does not fit; the model is then unchanged. Also if a
@@ -477,7 +495,7 @@ class Accelerator(RankAware):
     ) -> torch.Tensor:
         """Run the forward and backward of a batch, split into pieces if memory requires it.
 
-        The call enters `accumulate` itself. With `microbatching="auto"`, a batch that runs out of memory is run again
+        The method enters `accumulate` itself. With `microbatching="auto"`, a batch that runs out of memory is run again
         in smaller pieces.
 
         Args:
@@ -489,7 +507,7 @@ class Accelerator(RankAware):
             reduction: "mean" (the default) if the loss is a mean over those items, "sum" if it is their sum.
 
         Returns:
-            The loss of the batch over all ranks, a 0-d tensor without a graph.
+            The mean loss over the items of the batch on all ranks, a 0-d tensor without a graph.
 
         Raises:
             MemoryExhausted: If pieces of one row do not fit.
@@ -522,6 +540,9 @@ class Accelerator(RankAware):
 
         Args:
             model: Prepared model.
+
+        Raises:
+            UnsupportedError: Under pipeline parallelism.
         """
         self.strategy.expect_backward([model])
         yield
@@ -536,12 +557,14 @@ class Accelerator(RankAware):
         Args:
             loss: Scalar loss.
             weight: Number of items on this rank that the loss covers, such as tokens. None: the number of non-padding
-                samples in the current micro-batch. Give it either on all ranks or on none.
+                samples in the current micro-batch, or 1 outside a prepared loader. Give it either on all ranks or on
+                none.
             reduction: "mean" (the default) if the loss is a mean over those items, "sum" if it is their sum.
             kwargs: Keyword arguments of torch.autograd.backward (retain_graph, create_graph, inputs).
 
         Raises:
-            LossError: If the loss is not a scalar or has no graph, or if the weight is invalid.
+            LossError: If the loss is not a scalar or has no graph, or if `weight` or `reduction` is invalid.
+            StateError: If one micro-batch trains several sets of models that have separate accumulation windows.
 
         Example::
 
@@ -562,7 +585,8 @@ class Accelerator(RankAware):
     def unscale_gradients(self, optimizer: PreparedOptimizer | Sequence[PreparedOptimizer] | None = None) -> None:
         """Divide fp16 gradients by the loss scale, at most once per accumulation window.
 
-        Call it only before your own code reads gradients. Clipping and updates unscale gradients automatically.
+        Do nothing in other precisions. Call it only before your own code reads gradients. Clipping and updates unscale
+        gradients automatically.
 
         Args:
             optimizer: One prepared optimizer or several. None: all prepared optimizers.
@@ -572,7 +596,7 @@ class Accelerator(RankAware):
             self._training_step.unscale(one.optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
-        """Clip gradients by their global norm at the end of an accumulation window.
+        """Clip gradients by their global norm at the end of an accumulation window. Call it on every rank.
 
         Before the end of the window, gradients are left unchanged.
 
@@ -584,6 +608,10 @@ class Accelerator(RankAware):
         Returns:
             The norm of the unscaled gradients before clipping, a 0-d tensor. Before the end of the window, it is the
             norm of the gradients accumulated so far.
+
+        Raises:
+            UnsupportedError: With DeepSpeed, if `norm_type` is not 2, or if `parameters` lacks some of the optimizer's.
+            ConfigError: If DeepSpeed's JSON sets another norm.
         """
         return self._training_step.clip(parameters, max_norm, norm_type)
 
@@ -631,7 +659,8 @@ class Accelerator(RankAware):
     def sync_gradients(self) -> bool:
         """Whether the current micro-batch ends its accumulation window, so that step() takes effect.
 
-        Loops that define their own accumulation windows can assign this property.
+        Loops that define their own accumulation windows can assign False, so that step() and zero_grad() have no effect
+        until the next micro-batch begins. Assigning True undoes this.
         """
         windows = self._training_step.windows
         return windows.is_last and not windows.is_held
@@ -672,7 +701,7 @@ class Accelerator(RankAware):
     # ---------------------------------------------------------------- data and metrics
 
     def gather(self, tensor: T) -> T:
-        """Concatenate tensors of all ranks along dimension 0, in rank order.
+        """Concatenate tensors of all ranks along dimension 0, in rank order. Call it on every rank.
 
         The size of dimension 0 can differ between ranks. Samples that were repeated to complete a batch are included,
         with a warning the first time. `gather_for_metrics` leaves them out.
@@ -691,17 +720,23 @@ class Accelerator(RankAware):
     ) -> Tree:
         """Concatenate per-sample results of all ranks in data order, without padding or repeated samples.
 
+        Call it on every rank. By default, a list with one item per sample is concatenated as a list. A list of tensors
+        or containers counts as a structure, like a tuple, in two cases: its length differs from the batch size, or each
+        item is a tensor with one row per sample.
+
         Args:
             input_data: Tuples and dicts of tensors or arrays with one row per sample, or lists with one item per
                 sample.
             use_gather_object: Whether to treat every list as one item per sample, whatever it contains. Default: False.
-            loader: Loader that the batch came from. None: the innermost loader that is being iterated.
+            loader: Loader that the batch came from. None: the innermost loader that is being iterated. If there is
+                none, padding is unknown, and everything is concatenated.
 
         Returns:
             The concatenated results, in the structure of `input_data`.
 
         Raises:
-            MetricError: If a value does not have one entry per sample.
+            MetricError: If a value does not have one entry per sample. With several ranks, also if a list of tensors
+                could be both: n tensors of n rows each for a batch of n samples.
             StateError: If `loader` is not being iterated.
 
         Example::
@@ -721,11 +756,16 @@ class Accelerator(RankAware):
         return gather_for_metrics(input_data, chosen, self._readers, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader that leaves out its first batches in the next epoch only. Skipped batches are not read.
+        """Return a loader that leaves out its first batches in the next epoch only.
+
+        Skipped samples of a map-style dataset are not read. Those of an iterable dataset are read and dropped.
 
         Args:
             dataloader: Loader, prepared or not.
-            num_batches: Number of batches to skip. Default: 0.
+            num_batches: Number of this rank's batches to skip. Default: 0.
+
+        Raises:
+            DataError: If `num_batches` is negative, or `dataloader` is not a DataLoader.
         """
         return skip_first_batches(dataloader, num_batches)
 
@@ -807,7 +847,7 @@ class Accelerator(RankAware):
 
         By default, the checkpoint is on disk when the method returns. If the process is killed earlier, the previous
         checkpoint is intact. If only one rank calls it (`if accelerator.is_main_process:`), that rank warns once and
-        writes everything except the other ranks' RNG states. For a sharded model, this is an error.
+        writes everything except the other ranks' RNG states. For a sharded model, it raises `CheckpointError` instead.
 
         Args:
             output_dir: Directory of the checkpoint. An existing checkpoint there is replaced. Ignored with automatic
@@ -818,17 +858,18 @@ class Accelerator(RankAware):
                 and write the files in the background. The next save waits for these files. The next `accumulate`, save
                 or `end_training` raises the errors of a background save. Default: True.
             metric: Value of the metric for this state, which `ProjectConfiguration(keep_best=...)`, `best_checkpoint`
-                and `resume("best")` compare.
+                and `resume("best")` compare. None (the default), NaN or infinity: the checkpoint is never the best.
             weights: "huggingface" to add the full weights with config.json and related files, so that `from_pretrained`
                 can open the directory. The directory itself then holds the first model's weights; subdirectories
-                `model_1`, `model_2` and so on hold those of further models. None (the default): only the checkpoint.
+                `model_1`, `model_2` and so on hold those of the other models. None (the default): only the checkpoint.
             save_model_func_kwargs: Ignored. Accepted for compatibility with Accelerate.
 
         Returns:
-            The directory of the checkpoint.
+            The directory of the checkpoint. With `blocking=False`, it might not exist yet.
 
         Raises:
-            CheckpointError: On every rank, if any rank could not write. Previous checkpoints are intact.
+            CheckpointError: On every rank, if any rank could not write, or if another run saves into this directory.
+                Previous checkpoints are intact.
             ConfigError: If an argument is unknown, or if no directory is given and automatic naming is off.
         """
         check_save_arguments(save_model_func_kwargs)
@@ -838,7 +879,7 @@ class Accelerator(RankAware):
         return self._checkpoints.save(output_dir, blocking, metric, also)
 
     def wait_for_save(self) -> None:
-        """Wait until a background save is on disk. Call it on every rank.
+        """Wait until a background save is on disk, if there is one. Call it on every rank.
 
         Raises:
             CheckpointError: On every rank, if any rank could not write.
@@ -861,14 +902,19 @@ class Accelerator(RankAware):
         Args:
             input_dir: Directory of the checkpoint. None, with automatic naming: the newest valid checkpoint.
             load_kwargs: Ignored, because nothing is unpickled. Accepted for compatibility with Accelerate.
-            strict: Whether to refuse a checkpoint saved with a different world size, batch size, precision or version.
-                Default: False.
-            changed: Intended differences from the checkpoint: "data", "schedule", "groups" or several of them. Any
-                other difference is an error: data with another number of samples, a scheduler whose learning rate jumps
-                or whose steps are counted differently, or parameters that are grouped differently. With "data", the
-                epoch begins at its first batch. With "groups", each parameter keeps its state, and groups that have
-                changed keep the options that the script sets. None: only warn if data or schedules differ, and keep the
-                position in the data. Default: ().
+            strict: Whether to refuse a checkpoint saved with a different world size, layout, batch size, precision or
+                version. False (the default): these differences are only listed in the result.
+            changed: Intended differences from the checkpoint: "data", "schedule", "groups" or several of them. A
+                difference of these kinds that is not named here raises `CheckpointError`:
+
+                - "data": The data of a loader that was trained on has another number of samples. If named, the epoch
+                  begins at its first batch.
+                - "schedule": A scheduler counts its steps differently, or a LambdaLR's learning rate jumps after a
+                  change of the world size. If the world size has not changed, a jump only leads to a warning.
+                - "groups": Parameters are grouped differently. If named, each parameter keeps its state, and groups
+                  that have changed keep the options that the script sets.
+
+                None: only warn if data or schedules differ, and keep the position in the data. Default: ().
             load_model_func_kwargs: Ignored. `map_location` ("cpu" or "on_device") has no effect, because each state is
                 loaded to its object's device. Accelerate's other arguments are accepted for compatibility.
 
@@ -876,9 +922,11 @@ class Accelerator(RankAware):
             A printable summary of what was restored and what differs.
 
         Raises:
-            CheckpointError: On every rank, if the checkpoint is missing, damaged or does not fit. Nothing is changed
-                then.
-            ConfigError: If an argument is unknown, or if no directory is given and automatic naming is off.
+            CheckpointError: On every rank, if the checkpoint is missing, damaged or does not fit. Also if it differs in
+                a way that `strict` or `changed` does not allow. Nothing is changed then.
+            ConfigError: If an argument or a name in `changed` is unknown, or if no directory is given and automatic
+                naming is off.
+            StateError: If only some ranks call it.
         """
         check_load_arguments({**(load_kwargs or {}), **load_model_func_kwargs})
         return self._checkpoints.load(input_dir, strict, changed)
@@ -896,22 +944,26 @@ class Accelerator(RankAware):
         Args:
             checkpoint: Directory of a checkpoint, "latest" (the default) for the newest valid one in the project's
                 directory, or "best" for `best_checkpoint`. Invalid ones are reported and skipped.
-            strict: Whether to refuse a checkpoint saved with a different world size, batch size, precision or version.
-                Default: False.
+            strict: Whether to refuse a checkpoint saved with a different world size, layout, batch size, precision or
+                version. False (the default): these differences are only listed in the result.
             run: ID of a run, as stored under "run" in manifests. "latest" and "best" consider only its checkpoints.
                 None: they consider the checkpoints of all runs, but "best" considers only those of the current run once
                 it has saved or resumed.
             changed: Intended differences from the checkpoint: "data", "schedule", "groups" or several of them. Any
-                other difference of these kinds is an error. None: only warn if data or schedules differ. See
-                `load_state`. Default: ().
+                other difference of these kinds raises `CheckpointError`. Exception: if the world size has not changed,
+                a jump of the learning rate only leads to a warning. None: only warn if data or schedules differ.
+                `load_state` describes the kinds. Default: ().
 
         Returns:
             A printable summary of what was restored, or None if "latest" or "best" found no checkpoint.
 
         Raises:
-            CheckpointError: On every rank, if the checkpoint does not fit, if the given directory is damaged, or if
-                "best" finds only checkpoints without a metric.
-            ConfigError: If "best" is given without `keep_best` and automatic naming.
+            CheckpointError: On every rank, if the checkpoint does not fit or differs in a way that `strict` or
+                `changed` does not allow. Also if the given directory is missing or damaged, if all checkpoints are
+                damaged, or if "best" finds only checkpoints without a metric.
+            ConfigError: If "best" is given without `keep_best` and automatic naming, or if a name in `changed` is
+                unknown.
+            StateError: If only some ranks call it.
 
         Example::
 
@@ -926,7 +978,10 @@ class Accelerator(RankAware):
         """Iterate over the numbers of the remaining epochs. After a resume, start with the interrupted epoch.
 
         Args:
-            num_epochs: Total number of epochs, including those before a resume. 0 or more.
+            num_epochs: Total number of epochs, including those before a resume: a whole number, or math.inf.
+
+        Raises:
+            ConfigError: If `num_epochs` is something else. The error is raised when the iteration begins.
         """
         return self._checkpoints.epochs(num_epochs)
 
@@ -955,7 +1010,7 @@ class Accelerator(RankAware):
                 stored without pickle.
 
         Raises:
-            ConfigError: If an object lacks one of the two methods. The message names the objects.
+            ConfigError: If an object lacks one of the two methods. The message names the types of these objects.
         """
         self._checkpoints.register(objects)
 
@@ -999,7 +1054,7 @@ class Accelerator(RankAware):
         without a prepared loader need this method. Every rank must call it equally often.
 
         Returns:
-            Whether all ranks have agreed to stop (`preempted`).
+            Whether all ranks have agreed to stop (`preempted`). Always False if preemption is disabled.
 
         Raises:
             Preempted: If a checkpoint was committed on all ranks. Do not catch it, so that it ends the process.
@@ -1007,9 +1062,9 @@ class Accelerator(RankAware):
         return self._checkpoints.check_preemption()
 
     def stop_watching(self) -> None:
-        """Ignore signals and deadlines from now on, and release the checkpoint directory for other runs.
+        """Stop handling signals and deadlines, and release the checkpoint directory for other runs.
 
-        Call it on every rank when the training is over.
+        Signals then have their usual effect again. Call it on every rank when the training is over.
         """
         self._checkpoints.stop_watching()
 
@@ -1026,8 +1081,8 @@ class Accelerator(RankAware):
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return the model's tensors by name.
 
-        For a sharded model every rank must call it. Rank 0 gets the full tensors, with those that were sharded in host
-        memory, and other ranks get an empty dict.
+        For a sharded model, every rank must call it. Rank 0 gets the full tensors, with those that were sharded in host
+        memory. The other ranks get an empty dict. For any other model, each rank gets its own tensors, not copies.
 
         Args:
             model: Prepared or unprepared model.
@@ -1036,6 +1091,7 @@ class Accelerator(RankAware):
 
         Raises:
             UnsupportedError: If the model is sharded and only some ranks call it.
+            StateError: If the model is sharded, and the process group has ended.
         """
         bare = unwrap_compiled(self.unwrap_model(model)) if unwrap else model
         return self._whole_weights.state_dict(bare, is_bare=unwrap)
@@ -1047,6 +1103,9 @@ class Accelerator(RankAware):
             obj: Object to write; a dict of tensors with `safe_serialization`.
             f: Path of the file.
             safe_serialization: Whether to write safetensors instead of a pickle. Default: False.
+
+        Raises:
+            ConfigError: On the main process, if `safe_serialization` is True and `obj` is not a dict of tensors.
         """
         if self.is_main_process:
             save_object(obj, f, safe_serialization)
@@ -1067,7 +1126,7 @@ class Accelerator(RankAware):
         Args:
             model: Prepared or unprepared model.
             save_directory: Directory to write to, created if it does not exist.
-            max_shard_size: Largest size of a file, in bytes or as text. Default: "10GB".
+            max_shard_size: Largest size of a file, in bytes or as text such as "10GB" (the default).
             safe_serialization: Whether to write safetensors. False: write one `pytorch_model.bin` with torch.save, of
                 any size. The full weights of a sharded model are then sent to the main process at once. Default: True.
             weights: Name of a `headway.ExponentialMovingAverage` of the model, such as "ema", whose averages are
@@ -1075,8 +1134,10 @@ class Accelerator(RankAware):
 
         Raises:
             CallError: If `model` is not a module.
-            ConfigError: If the model has no average of this name.
+            ConfigError: If the model has no average of this name, or if its state dict holds something other than
+                tensors and `safe_serialization` is True.
             UnsupportedError: If the model is sharded and only some ranks call it.
+            StateError: If the model is sharded, and the process group has ended.
         """
         if not isinstance(model, torch.nn.Module):
             raise CallError(f"save_model() got a {type(model).__name__} first; write save_model(model, save_directory)")
@@ -1098,7 +1159,7 @@ class Accelerator(RankAware):
     ) -> str | None:
         """Upload a model to the Hugging Face Hub, as a directory that `from_pretrained` can open.
 
-        Call it on every rank.
+        Call it on every rank. The main process uploads. If the upload fails, only the main process raises the error.
 
         Args:
             model: Prepared or unprepared model. If it has PEFT adapters, only these are uploaded.
@@ -1108,7 +1169,7 @@ class Accelerator(RankAware):
             token: Access token. None: the token of `hf auth login` or HF_TOKEN.
             revision: Branch, created if it does not exist. None: the main branch.
             commit_message: Message of the commit. Default: "Upload model".
-            max_shard_size: Largest size of a file, in bytes or as text. Default: "5GB".
+            max_shard_size: Largest size of a file, in bytes or as text such as "5GB" (the default).
 
         Returns:
             The URL of the commit on the main process, None on the others.
@@ -1133,8 +1194,8 @@ class Accelerator(RankAware):
 
         Args:
             model: Prepared or unprepared model.
-            bucket_size: Largest size of a bucket, in bytes or as text. A larger tensor gets its own bucket. Default:
-                "64MiB".
+            bucket_size: Largest size of a bucket, in bytes or as text such as "64MiB" (the default). A larger tensor
+                gets its own bucket.
             merge_adapters: Whether to yield weights with PEFT adapters merged into them, under the names of the model
                 without adapters. Values are bitwise equal to those of `merge_and_unload`; the model itself does not
                 change. False (the default): adapters are separate tensors.
@@ -1167,12 +1228,12 @@ class Accelerator(RankAware):
 
     @property
     def project_dir(self) -> str | Path | None:
-        """Directory of the run's files."""
+        """Directory of the run's files, or None if none was set."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> str | Path | None:
-        """Directory for the run's log and for the files of trackers."""
+        """Directory for the run's log and for the files of trackers, or None if none was set."""
         return self.project_configuration.logging_dir
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: TrackerKwargs | None = None) -> None:
@@ -1184,18 +1245,20 @@ class Accelerator(RankAware):
 
         Args:
             project_name: Name of the directory, and of the project or experiment in the trackers.
-            config: Configuration of the run: a mapping, a dataclass or an argparse.Namespace.
+            config: Configuration of the run: a mapping, a dataclass or an argparse.Namespace. None: empty.
             init_kwargs: Options for the start of each tracker, by tracker name, such as `{"wandb": {"tags": ["first"]},
                 "mlflow": {"run_name": "a"}}`.
 
         Raises:
-            ConfigError: If the name is not a relative path, or if `config` has an unsupported type.
+            ConfigError: If the name is empty, absolute or contains "..", or if `config` has an unsupported type.
             TrackingError: If the directory holds a `log.jsonl` that is not a run's log.
         """
         self._recorder.start_run(project_name, config, init_kwargs)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None) -> None:
-        """Log values of one step. Any rank may call it; only rank 0 writes.
+        """Log values of one step. Any rank may call it; only rank 0 writes the run's log.
+
+        Before `init_trackers`, nothing is logged, with a warning. A value that cannot be logged never raises an error.
 
         Args:
             values: Numbers, texts, 0-d tensors, numpy scalars, or mappings of these, by name. Names of nested mappings
@@ -1216,8 +1279,9 @@ class Accelerator(RankAware):
         """Log images of one step, as PNG files in the run's directory and to the trackers that accept images.
 
         Args:
-            values: Images by name: arrays, tensors or PIL images of shape [H, W], [H, W, C] or [C, H, W], with bytes or
-                floats in 0..1. A list, or an array of shape [N, H, W, C] or [N, C, H, W], contains several images.
+            values: Images by name: arrays, tensors or PIL images of shape [H, W], [H, W, C] or [C, H, W], with uint8
+                values or floats in 0..1. A list, or an array of shape [N, H, W, C] or [N, C, H, W], contains several
+                images.
             step: Number of the step. None: the number of updates so far.
             log_kwargs: Options for the `log_images` method of each tracker, by tracker name.
 
@@ -1242,23 +1306,28 @@ class Accelerator(RankAware):
             log_kwargs: Options for the `log_artifact` method of each tracker, by tracker name.
 
         Raises:
-            TrackingError: On rank 0, if the path does not exist.
+            TrackingError: On rank 0 and on other ranks with trackers, if the path does not exist.
         """
         self._recorder.log_artifact(path, name, step, log_kwargs)
 
     def log_event(self, name: str, step: int | None = None, **details: Any) -> None:
         """Record an event in the run's log. Any rank may call it; only rank 0 writes.
 
+        Do nothing if `init_trackers` has not been called or the run has ended.
+
         Args:
             name: Name of the event, such as "evaluation".
             step: Number of the step. None: the number of updates so far.
-            details: Further values of the event, by name.
+            details: Values that describe the event, by name. The run's log converts them to JSON.
         """
         self._recorder.log_event(name, step, details)
 
     @property
     def trackers(self) -> list[Tracker]:
-        """Trackers that this rank uses: those of `log_with` on rank 0, none on other ranks."""
+        """Trackers of `log_with` that this rank uses and that have not failed. Empty before `init_trackers`.
+
+        Ranks other than 0 use only trackers whose `main_process_only` is False.
+        """
         return self._recorder.trackers
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
@@ -1298,7 +1367,8 @@ class Accelerator(RankAware):
     ) -> torch.nn.Module:
         """Enable activation checkpointing in a model, and return the model.
 
-        The model's blocks then drop their activations and recompute them in backward.
+        The model's blocks then drop their activations and recompute them in backward. An earlier call for this model is
+        undone first.
 
         Args:
             model: Prepared or unprepared model, changed in place.
@@ -1323,7 +1393,7 @@ class Accelerator(RankAware):
         """Disable the activation checkpointing that `checkpoint_activations` enabled, and return the model.
 
         Args:
-            model: Model that was passed to `checkpoint_activations`.
+            model: Model that was passed to `checkpoint_activations`. Any other model is left unchanged.
         """
         extensions.load("feature", "keep_activations")(model)
         return model
@@ -1414,23 +1484,29 @@ class Accelerator(RankAware):
         """Check a training function before its long run, and print a table of the checks (docs/verify.md).
 
         Each check is called a proof. The function must create its own Accelerator and train, as for
-        `notebook_launcher`. New processes run it several times for a few updates: on one process, on several processes,
-        and with a kill and a resume. The caller's objects do not change.
+        `notebook_launcher`. It runs several times for a few updates, each time in new processes: in a single process,
+        in several processes, and with a kill and a resume. The caller's objects do not change.
 
         Args:
             function: Function to check. It may be defined in a notebook cell.
             args: Positional arguments of the function. Default: none.
-            options: `num_processes`: number of processes to compare with one process (default: 2). `strategy`: layout
-                with which to run the function too (default: none). `only`, `skip`: names of proofs to run or to leave
-                out (default: run all). `updates`: updates per run (default: 6). `time_limit`: limit per run in seconds
-                (default: 60).
+            options: Keyword arguments:
+
+                - num_processes: Number of processes in the runs that are compared with the single-process run, at least
+                  2. Default: 2.
+                - strategy: Layout, such as "fsdp", of one more run with `num_processes` processes. Default: no such
+                  run.
+                - only, skip: Names of the proofs to run, and of those to leave out. Default: run all.
+                - updates: Number of optimizer updates in each run. Default: 6.
+                - time_limit: Number of seconds that each run may take. Default: 60.
 
         Returns:
             The status of each proof. Its attribute `passed` is True if none failed and at least one passed.
 
         Raises:
-            ConfigError: If an argument is invalid, or if this process is one of several.
-            HeadwayError: If the function fails, or makes no update on one process.
+            ConfigError: If an argument is invalid, or if this process is one of several ranks.
+            HeadwayError: If the function fails, or if it makes no update in the single-process run.
+            OptionalDependencyMissing: If cloudpickle is not installed.
 
         Example::
 
@@ -1461,13 +1537,17 @@ class Accelerator(RankAware):
     clear = free_memory
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a context manager that runs torch's profiler and writes a trace and a table per rank.
+        """Return a context manager that runs torch's profiler. `as` assigns the profiler.
 
-        The files are written to the handler's `output_trace_dir`.
+        On exit, each rank writes a trace and a table to the handler's `output_trace_dir`. Without this directory,
+        nothing is written.
 
         Args:
             profile_handler: Settings of the profiler. None: the `ProfileKwargs` of `kwargs_handlers`, or their
                 defaults.
+
+        Raises:
+            ConfigError: If the handler names an unknown activity.
 
         Example::
 

@@ -6,7 +6,7 @@
     |-- ConfigError            (ValueError)    a setting is unknown, out of range or contradictory
     |   `-- DeviceMapError                       a device map or memory budget does not fit the model
     |-- PrepareError           (TypeError)     prepare() got an object or a combination that it cannot prepare
-    |-- DataError              (ValueError)    a batch, loader or sampler cannot be split, padded or counted
+    |-- DataError              (ValueError)    a batch or loader cannot be used, or a file of data cannot be read
     |-- LossError              (ValueError)    backward() got something that is not a loss
     |-- MetricError            (ValueError)    gather_for_metrics() got a value without one entry per sample
     |-- StateError             (RuntimeError)  a method was called at the wrong time
@@ -19,8 +19,8 @@
     |-- NonFiniteError         (ArithmeticError) a loss or gradient is NaN or infinite (see `on_non_finite`)
     |-- SpikeError             (ArithmeticError) too many updates in a row had an outlying loss or gradient norm
     |-- MemoryExhausted        (RuntimeError)  memory ran out, and the batch cannot be split further
-    |-- CollectiveError        (RuntimeError)  ranks called a collective with arguments that do not match
-    |-- CheckpointError        (RuntimeError)  a checkpoint is missing, incomplete, damaged or does not fit
+    |-- CollectiveError        (RuntimeError)  ranks made different calls, or another rank failed in a joint call
+    |-- CheckpointError        (RuntimeError)  a checkpoint or file of weights cannot be written, read or loaded
     |   |-- CheckpointDamaged                    bytes are missing or differ from those that were written
     |   `-- ObjectStoreError                     an object store refused a request or did not answer in time
     |-- TrackingError          (ValueError)    a value cannot be logged, or a file is not a run's log
@@ -71,15 +71,18 @@ class PrepareError(HeadwayError, TypeError):
 
 
 class DataError(HeadwayError, ValueError):
-    """Raised if a batch, loader or sampler cannot be split, padded or counted."""
+    """Raised if a batch, loader or sampler cannot be split, padded or counted, or if data cannot be read.
+
+    Data cannot be read if a shard file is missing or damaged, or if another process holds the file's lock for too long.
+    """
 
 
 class LossError(HeadwayError, ValueError):
-    """Raised if backward() is given something that is not a scalar loss, or an invalid weight."""
+    """Raised if backward() is given something that is not a scalar loss, or an invalid weight or reduction."""
 
 
 class MetricError(HeadwayError, ValueError):
-    """Raised if a value passed to gather_for_metrics() does not have one entry per sample."""
+    """Raised if a value passed to gather_for_metrics() does not have one entry per sample, or a list is ambiguous."""
 
 
 class StateError(HeadwayError, RuntimeError):
@@ -87,7 +90,7 @@ class StateError(HeadwayError, RuntimeError):
 
 
 class UnsupportedError(HeadwayError, RuntimeError):
-    """Raised if the strategy or the hardware in use does not support the request."""
+    """Raised if Headway, or the strategy or hardware in use, does not support the request."""
 
 
 class DeviceUnavailable(UnsupportedError):
@@ -130,11 +133,15 @@ class MemoryExhausted(HeadwayError, RuntimeError):
 
 
 class CollectiveError(HeadwayError, RuntimeError):
-    """Raised if ranks call one collective with arguments that do not match."""
+    """Raised if ranks call different collectives or pass arguments that do not match, or if another rank has failed."""
 
 
 class CheckpointError(HeadwayError, RuntimeError):
-    """Raised if a checkpoint is missing, incomplete, damaged, or does not fit the objects that it is loaded into."""
+    """Raised if a checkpoint or a file of weights cannot be written, read or loaded.
+
+    It may be missing, incomplete or damaged, or not fit the objects that it is loaded into. Another run may also have
+    locked its directory.
+    """
 
 
 class CheckpointDamaged(CheckpointError):

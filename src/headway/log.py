@@ -108,6 +108,8 @@ def _adapter(name: str) -> RankLogger:
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
     """Return the rank-aware logger with the given name.
 
+    If HEADWAY_LOG_LEVEL is set, and the program has not set up logging, the logger also writes to stderr.
+
     Args:
         name: Dotted name, as for `logging.getLogger`. Equal names return the same logger.
         log_level: Level of this logger, such as "INFO" or logging.DEBUG. None: the level in the environment variable
@@ -190,7 +192,7 @@ class _LastResort(_Handler):
     """Handler that writes to stderr until the program sets up logging itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record, unless the root logger has handlers, which write it themselves."""
+        """Write the record unless the root logger has handlers, or another handler of this class has written it."""
         if not logging.getLogger().handlers and not getattr(record, "is_told", False):
             record.is_told = True  # so that a handler of this class on a parent logger does not write it again
             super().emit(record)

@@ -183,3 +183,24 @@ def test_evaluation_check_that_fails_on_one_rank_ends_all_ranks(tmp_path):
     assert (step, other) == (0, 0)
     assert "the evaluation failed on another rank: MetricError: compute_metrics raised KeyError: 'f1'" in first
     assert second.startswith("compute_metrics raised KeyError: 'f1'")
+
+
+class NotANumberNet(Net):
+    """Net whose outputs are NaN."""
+
+    def forward(self, x):
+        return super().forward(x) * float("nan")
+
+
+def evaluate_one_sample(folder):
+    """Evaluate one sample, which only rank 0 reads. Return the names of the metrics."""
+    trainer = Trainer(
+        NotANumberNet(), make_arguments(folder), eval_dataset=Points(1), loss_function=cross_entropy
+    )  # fmt: skip
+    return sorted(trainer.evaluate())
+
+
+def test_nan_loss_is_on_all_ranks_even_if_some_have_no_sample(tmp_path):
+    first, second = run_ranks(evaluate_one_sample, 2, tmp_path)
+    assert first == second
+    assert "eval_loss" in first

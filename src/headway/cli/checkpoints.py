@@ -48,7 +48,17 @@ _BESIDE = "Copy config.json, tokenizer files and the like from FOLDER instead of
     help="Print the contents of CHECKPOINT (a folder or URL that save_state wrote), or list the checkpoints in a folder.",
 )
 def inspect(checkpoint: Path, tensors: bool, verify: bool) -> None:
-    """Print the content of a checkpoint's manifest, or list the checkpoints in a folder."""
+    """Print the content of a checkpoint's manifest, or list the checkpoints in a folder.
+
+    Args:
+        checkpoint: Folder or URL of a checkpoint or of a run, or a folder that contains checkpoints.
+        tensors: Whether to also print the shape and dtype of each tensor.
+        verify: Whether to read all files of the checkpoint and compare them with their hashes.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged or there is none.
+        ConfigError: If `tensors` or `verify` is set for a folder that contains checkpoints.
+    """
     parent = next((each for each in (checkpoint, checkpoint / "checkpoints") if list_checkpoint_names(each)), None)
     if parent is not None and not (checkpoint / MANIFEST).exists():
         if verify or tensors:
@@ -73,7 +83,10 @@ def inspect(checkpoint: Path, tensors: bool, verify: bool) -> None:
 
 
 def format_listing(parent: Path) -> list[str]:
-    """Return lines of text that list the checkpoints in a folder, newest first."""
+    """Return lines of text that list the checkpoints in a folder, newest first. For a damaged one, show the error.
+
+    The folder must contain at least one checkpoint.
+    """
     names = list_checkpoint_names(parent)
     lines = [f"{parent} holds {len(names)} checkpoint{'s' if len(names) > 1 else ''}, the newest first:"]
     width = max(map(len, names))
@@ -128,7 +141,23 @@ def format_summary(manifest: Manifest) -> list[str]:
 def merge(
     checkpoint: Path, output: Path, model: int, max_shard_size: str, overwrite: bool, to: str, config: Path | None
 ) -> None:
-    """Write a checkpoint's verified weights to a folder, with the files that describe the model, such as its config."""
+    """Write a checkpoint's weights to a folder, with the files that describe the model, such as its config.
+
+    The weights are compared with their hashes. A folder that torch.distributed.checkpoint wrote has no hashes.
+
+    Args:
+        checkpoint: Folder or URL of the checkpoint, or a folder that torch.distributed.checkpoint wrote.
+        output: Folder for the weights.
+        model: Index of the model in a checkpoint with several models.
+        max_shard_size: Maximum size of a safetensors file, such as "10GB".
+        overwrite: Whether weights in `output` may be replaced.
+        to: "safetensors" or "dcp".
+        config: Folder whose config and tokenizer files are copied. None: those in the checkpoint.
+
+    Raises:
+        CheckpointError: If the checkpoint is missing or damaged, or the weights cannot be written.
+        ConfigError: If `output` cannot be used, `config` is not a folder, or there is no such model.
+    """
     here = None if isinstance(checkpoint, ObjectPath) else checkpoint
     is_foreign = here is not None and not os.path.exists(here / MANIFEST) and os.path.isfile(here / ".metadata")
     manifest = None if is_foreign else read_manifest(checkpoint)
@@ -153,7 +182,7 @@ def merge(
 
 
 def _open_model_tensors(checkpoint: Path, manifest: Manifest, model: int) -> Iterator[tuple[str, Any]]:
-    """Yield pairs of (name, tensor) for one model of a checkpoint.
+    """Return an iterator over pairs of (name, tensor) for one model of a checkpoint.
 
     If the checkpoint's store does not verify data while reading it, the entire checkpoint is verified first.
 
@@ -161,6 +190,10 @@ def _open_model_tensors(checkpoint: Path, manifest: Manifest, model: int) -> Ite
         checkpoint: Folder of the checkpoint.
         manifest: Manifest of the checkpoint.
         model: Index of the model.
+
+    Raises:
+        CheckpointError: If the verification fails.
+        ConfigError: If the checkpoint contains no weights of a model with this index.
     """
     prefix = f"model/{model}/"
     if not any(name.startswith(prefix) for name in manifest.tensors):
@@ -179,16 +212,17 @@ def _open_model_tensors(checkpoint: Path, manifest: Manifest, model: int) -> Ite
 
 
 def check_output(output: Path, may_overwrite: bool) -> None:
-    """Raise an error if the output folder contains weights that must not be replaced.
+    """Raise an error if weights cannot be written to a folder without replacing others.
 
-    Other files in the folder are no error.
+    The folder may be missing, and may contain other files.
 
     Args:
         output: Folder for the weights.
         may_overwrite: Whether existing weights may be replaced.
 
     Raises:
-        ConfigError: If `output` is a file or a checkpoint, or contains weights and `may_overwrite` is False.
+        ConfigError: If `output` is a URL, a file, a path below a file, or a checkpoint. Also if it contains weights and
+            `may_overwrite` is False.
     """
     if isinstance(output, ObjectPath):
         raise ConfigError(f"OUTPUT {output} is a URL; give a folder for the weights")

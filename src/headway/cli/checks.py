@@ -1,6 +1,6 @@
 """Program that `headway doctor` and `headway test` start on every rank to run their checks.
 
-This module and the checks that it runs are the only modules of the command line that import torch.
+This module and the checks that it runs are the only modules of `headway.cli` whose import also imports torch.
 """
 
 import sys
@@ -11,10 +11,10 @@ from headway.cli.setup_checks import check_setup
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the checks of `headway doctor` or `headway test`. Exit with code 1 if a check fails on any rank.
+    """Run the checks of `headway doctor` or `headway test`, and exit with code 1 if any of them fails, else 0.
 
     Args:
-        arguments: ["test"], or ["doctor", "N"], where N is the number of bad findings so far.
+        arguments: ["test"], or ["doctor", "N"], where N is the number of bad findings on this machine so far.
     """
     is_good = check_fabric(int(arguments[1])) if arguments[0] == "doctor" else check_setup()
     sys.exit(0 if is_good else 1)

@@ -61,13 +61,14 @@ class ConfigQuestion:
     """Question that `headway config` asks the user.
 
     Attributes:
-        name: Setting that the answer determines. "devices" determines two settings; "spread" and "group" together
-            determine the strategy.
+        name: Setting that the answer determines. Three names are not settings: "devices" asks which accelerators are
+            used, and "spread" and "group" together determine the strategy.
         text: Text of the question.
         default: Suggested answer.
         choices: Allowed answers. Empty if any text is allowed.
-        written: Format string for the setting's value, with {} for the answer. If empty, the value is the answer.
-        num_processes: Number of processes that the layout must fit; None if the number is not known yet.
+        written: Format string for a layout, such as "hsdp={}", with {} for the answer. If empty, the answer is the
+            value of the setting.
+        num_processes: Number of processes that the layout in `written` must fit. None: any number.
     """
 
     name: str
@@ -107,9 +108,10 @@ def ask_questions(
 
     Args:
         ask: Function that asks one question and returns a valid answer.
-        accelerator: Type of this machine's accelerators; None for the CPU.
+        accelerator: Type of this machine's accelerators, such as "cuda". None if there are none.
         num_devices: Number of visible accelerators.
-        device_ids: Names of the visible accelerators.
+        device_ids: IDs of the visible accelerators, such as "0", from which the user can choose. The default () is for
+            machines without accelerators.
     """
     answers: dict[str, str] = {}
 
@@ -148,7 +150,7 @@ def _ask_spread(ask: Ask, answers: dict[str, str], num_processes: int, per_machi
 
     Args:
         ask: Function that asks one question and returns a valid answer.
-        answers: Answers so far, to which the strategy is added.
+        answers: Answers so far, by setting. The strategy is added unless it is "ddp", the default.
         num_processes: Number of processes of the run.
         per_machine: Number of processes on each machine.
     """
@@ -170,7 +172,11 @@ def _ask_spread(ask: Ask, answers: dict[str, str], num_processes: int, per_machi
 def _resolve_answers(answers: Mapping[str, str], has_accelerator: bool) -> LaunchConfig:
     """Return the answers as a launch configuration.
 
-    Settings with the launcher's default values stay unset, so that a script can set them.
+    A single machine and a single micro-batch per update stay unset, so that a script can set other numbers.
+
+    Args:
+        answers: Answers by the names of their questions.
+        has_accelerator: Whether this machine has an accelerator. If the user chose none, `cpu` is set.
     """
     decided: dict[str, Any] = {
         name: parse_text(SETTINGS[name], answer, "your answer")
@@ -187,7 +193,11 @@ def _path(config_file: str | None) -> Path:
 
 
 def _interactive(config_file: str | None) -> None:
-    """Ask the user for the settings, write them to the config file, and print the file's path."""
+    """Ask the user for the settings, write them to the config file, and print the file's path and content.
+
+    Raises:
+        StateError: If standard input or output is not a terminal.
+    """
     if not sys.stdin.isatty() or not sys.stdout.isatty():
         raise StateError(
             "`headway config` asks questions on a terminal; without one, `headway config default` writes a file to edit"
@@ -214,7 +224,11 @@ def _default(config_file: str | None, mixed_precision: str | None, force: bool) 
 
 
 def _update(config_file: str | None) -> None:
-    """Rewrite a config file in the current format, and print the keys that were removed from it."""
+    """Rewrite a config file in the current format. Print the keys that no longer exist, which are removed.
+
+    Raises:
+        ConfigError: If the file is missing or invalid, or contains another unknown key.
+    """
     path = _path(config_file)
     data = load_mapping(read_config(path), str(path))
     kept = {}

@@ -25,6 +25,7 @@ from headway.core.config.load import Resolved
 from headway.core.runtime import network
 from headway.launch import machine
 
+# Values below which a check reports a problem. Memory and disk space are in bytes.
 _OLDEST_TORCH = (2, 11)
 _FEW_FILES = 4096
 _FEW_PROCESSES = 1024
@@ -40,7 +41,7 @@ class Finding:
     Attributes:
         level: "ok", "note" (may cause problems later) or "bad" (a run fails or is slow because of it).
         what: Description of the finding.
-        hint: Advice on how to fix it.
+        hint: Advice on how to fix it. Empty if there is none.
     """
 
     level: Literal["ok", "note", "bad"]
@@ -48,7 +49,7 @@ class Finding:
     hint: str = ""
 
     def format_text(self) -> str:
-        """Return the finding as text."""
+        """Return a line with the level and the description. A hint follows on a second line."""
         mark = {"ok": "ok  ", "note": "note", "bad": "BAD "}[self.level]
         return f"{mark}  {self.what}" + (f"\n      -> {self.hint}" if self.hint else "")
 
@@ -117,7 +118,14 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_devices(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield findings on whether there are accelerators, and whether the installed torch can use them."""
+    """Yield findings on whether there are accelerators, and whether the installed torch can use them.
+
+    Also report OMP_NUM_THREADS if it exceeds the number of CPU cores.
+
+    Args:
+        environment: Environment variables of the launcher.
+        root: Folder that contains the folders `proc`, `sys` and `dev`. Default: "/".
+    """
     here = machine.inspect_machine(environment, root)
     cores = f"{here.num_cores} CPU core{'s' if here.num_cores > 1 else ''}"
     if here.accelerator is not None:
@@ -140,7 +148,8 @@ def check_devices(environment: Mapping[str, str], root: Path = Path("/")) -> Ite
 def check_names(run: CheckedRun) -> Iterator[Finding]:
     """Yield findings on whether the host names of this machine and of machine 0 resolve to usable addresses.
 
-    Gloo uses the name of this machine unless a network interface is set.
+    Machine 0 is checked only if the run has several machines and names its address. Gloo uses the name of this machine
+    unless a network interface is set.
     """
     host = socket.gethostname()
     addresses = network.resolve_name(host)
@@ -167,7 +176,15 @@ def check_names(run: CheckedRun) -> Iterator[Finding]:
 
 
 def check_interfaces(environment: Mapping[str, str], run: CheckedRun) -> Iterator[Finding]:
-    """Yield findings on the network interface that gloo will use, and on missing ones that the environment names."""
+    """Yield findings on the network interface that gloo will use between machines.
+
+    Also report interfaces that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names and this machine lacks. For a run on one
+    machine, only report whether there is any interface.
+
+    Args:
+        environment: Environment variables of the launcher.
+        run: Run for which to check the machine.
+    """
     found = network.list_interfaces()
     known = ", ".join(f"{interface.name} {interface.addresses[0]}" for interface in found) or "none"
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -193,7 +210,8 @@ def check_interfaces(environment: Mapping[str, str], run: CheckedRun) -> Iterato
 def check_ports(run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
     """Yield findings on the number of ports that the system can assign, and on the rendezvous port.
 
-    The rendezvous port must be free now, and the system must not assign it to another connection.
+    The rendezvous port is checked only for several machines. The system must not assign it to another connection, and
+    on machine 0 it must be free now.
     """
     try:
         low, high = map(int, (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split())
@@ -225,7 +243,10 @@ def check_ports(run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def check_limits(root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield findings on whether the limits on open files, processes and locked memory are high enough for a run."""
+    """Yield findings on whether the limits on open files, processes and locked memory are high enough for a run.
+
+    Locked memory is checked only if there is an InfiniBand adapter. On Windows nothing is checked.
+    """
     if sys.platform == "win32":
         return
     import resource

@@ -23,7 +23,10 @@ _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "
 
 
 def collect_facts() -> dict[str, str]:
-    """Return facts about this installation by name: versions, hardware and configuration."""
+    """Return versions, hardware and configuration of this installation as text by name.
+
+    This includes environment variables that affect a run, but not the values of secrets.
+    """
     environment = env.copy_variables()
     here = machine.inspect_machine(environment)
     found = {
@@ -50,7 +53,10 @@ def collect_facts() -> dict[str, str]:
 
 
 def _describe_layout(environment: dict[str, str]) -> str:
-    """Return the strategy that a launch would use on this machine, followed by the origin of this setting."""
+    """Return the strategy that a launch would use on this machine, followed by the origin of this setting.
+
+    If the settings are invalid, return "unknown" and the error message.
+    """
     try:
         resolved = resolve([read_environment_layer(environment), read_file_layer(None, environment, explain_file_key)])
     except HeadwayError as error:  # an error here must not hide the other entries

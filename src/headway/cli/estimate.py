@@ -165,10 +165,11 @@ def format_forecast(
         page: File for an HTML page. Default: no page.
         as_json: Whether to return JSON. Default: False.
         longest: Whether to search for the longest sequence too. Default: False.
-        given: Further options of the forecast by name.
+        given: Values of other command-line options by name, such as `device`. Missing options have their defaults.
 
     Raises:
-        ConfigError: If an option is invalid.
+        ConfigError: If an option is invalid, or the page cannot be written.
+        UnsupportedError: If the training step cannot be traced.
     """
     if ("strategy" in given) != ("ranks" in given):
         raise ConfigError("--strategy and --ranks go together, as in --strategy fsdp --ranks 8; give both, or none")
@@ -202,7 +203,9 @@ def format_script_forecast(
         given: Values of the options `device` and `budget`.
 
     Raises:
-        ConfigError: If an option is invalid.
+        ConfigError: If an option is invalid, the page cannot be written, or the script does not exist, makes no update
+            or ends with an error code.
+        UnsupportedError: If the training step cannot be traced.
     """
     from headway.planning.forecast import forecast_script
 
@@ -231,7 +234,7 @@ def format_ranking(model: str, as_json: bool = False, **given: Any) -> tuple[str
     Args:
         model: Folder, config file or model type.
         as_json: Whether to return JSON. Default: False.
-        given: Values of further options by name. global_batch_size and device are required. Without mixed_precision,
+        given: Values of other options by name. global_batch_size and device are required. Without mixed_precision,
             "no" and "bf16" are tried. Without activation_checkpointing, both settings are tried. The value of optimizer
             is a comma-separated list of names to try.
 
@@ -239,7 +242,8 @@ def format_ranking(model: str, as_json: bool = False, **given: Any) -> tuple[str
         The text, and whether at least one of the configurations fits into memory.
 
     Raises:
-        ConfigError: If an option cannot be combined with a global batch size.
+        ConfigError: If an option is invalid or cannot be combined with a global batch size.
+        UnsupportedError: If no configuration can be traced.
     """
     for name in NOT_FOR_RANKING.keys() & given.keys():
         raise ConfigError(f"{_flag(name)} and --global_batch_size: {NOT_FOR_RANKING[name]}; give one of them")

@@ -18,7 +18,7 @@ from headway.version import __version__
 
 _SMALL, _LARGE = 1, 4 * 2**20  # numbers of float32 elements
 
-_NUM_SMALL, _NUM_LARGE = 50, 5
+_NUM_SMALL, _NUM_LARGE = 50, 5  # numbers of timed all-reduces of each size
 
 _APART = 1.0
 """Difference in seconds from which the clocks of two ranks are reported as different."""
@@ -79,7 +79,10 @@ def gather_locations(accelerator: Accelerator) -> list[RankLocation]:
 
 
 def compare_locations(places: Sequence[RankLocation]) -> Iterator[Finding]:
-    """Compare the hosts, versions, working folders and clocks of all ranks, and yield the findings."""
+    """Compare the versions, working folders and clocks of all ranks, and yield the findings.
+
+    Clocks are compared only if there are several hosts.
+    """
     first = places[0]
     hosts = list(dict.fromkeys(place.host for place in places))
     yield Finding(
@@ -123,7 +126,7 @@ def _compare_clocks(places: Sequence[RankLocation]) -> Finding:
 def measure_link(accelerator: Accelerator) -> tuple[float, float]:
     """Return the median latency of a one-element all-reduce in ms, and the bandwidth of a large all-reduce in MB/s.
 
-    The bandwidth is the size of one rank's tensor divided by the median time.
+    The bandwidth is the size of one rank's tensor divided by the median time. Every rank must call it.
     """
 
     def seconds(length: int, repeats: int) -> float:
@@ -135,13 +138,19 @@ def measure_link(accelerator: Accelerator) -> tuple[float, float]:
             accelerator.collectives.sum_in_place([tensor])
             tensor[0].item()  # wait for the device
             times.append(time.perf_counter() - begun)
-        return statistics.median(times[2:])
+        return statistics.median(times[2:])  # the first two all-reduces are for warm-up
 
     return seconds(_SMALL, _NUM_SMALL) * 1e3, _LARGE * 4 / seconds(_LARGE, _NUM_LARGE) / 1e6
 
 
 def judge_link(latency: float, rate: float, places: Sequence[RankLocation]) -> Iterator[Finding]:
-    """Yield findings about the measured link, with likely causes if it is slow."""
+    """Yield findings about the measured link, with likely causes if it is slow.
+
+    Args:
+        latency: Duration of a one-element all-reduce in milliseconds.
+        rate: Bandwidth of a large all-reduce in MB/s.
+        places: Location of every rank.
+    """
     between = "machines" if len({place.host for place in places}) > 1 else "processes"
     way = f" over {places[0].interface}" if places[0].interface else ""
     if between == "machines":
@@ -158,10 +167,12 @@ def judge_link(latency: float, rate: float, places: Sequence[RankLocation]) -> I
 
 
 def check_fabric(num_bad: int) -> bool:
-    """Run the doctor's checks on all ranks and print the findings. Return True if no finding is bad.
+    """Compare all ranks, measure the link between them, and print the findings. Every rank must call it.
+
+    Return True if neither these findings nor those of any machine are bad.
 
     Args:
-        num_bad: Number of bad findings from the checks of this machine, which have already run.
+        num_bad: Number of bad findings from the checks of this rank's machine, which have already run.
     """
     accelerator = Accelerator()
     places = gather_locations(accelerator)

@@ -76,7 +76,7 @@ def translate_foreign_flags(given: Mapping[str, Any]) -> tuple[dict[str, Any], d
 
 
 def _check_agreement(typed: str | None, asked: tuple[str, str]) -> None:
-    """Raise an error if Accelerate's flags and `--strategy` request contradicting layouts.
+    """Raise `ConfigError` if Accelerate's flags and `--strategy` request contradicting layouts.
 
     `--use_fsdp --strategy fsdp+tp=2` do not contradict each other; `--use_fsdp --strategy ddp` do.
 

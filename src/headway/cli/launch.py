@@ -77,7 +77,9 @@ def start_script(
 ) -> None:
     """Start `script` with the given settings.
 
-    The launcher replaces this process. With `dry_run`, the command is only printed.
+    The launcher replaces this process. With `dry_run`, the command is only printed. If the run needs several machines
+    and neither a cluster nor `machine_rank` determines this machine's place, print the command of each machine and exit
+    with code 2.
 
     Args:
         script: Path of a script, name of a module, or program.
@@ -85,7 +87,8 @@ def start_script(
         config_file: Path of the config file. None: the file that `headway config` writes, if it exists.
         dry_run: Whether to print the command and start nothing.
         force: Whether settings of the command line override those in the script.
-        warning: Text to print first. In a cluster job, only one task prints it. Default: "".
+        warning: Text to print to standard error before the start. In a cluster job, only one task prints it. Default:
+            "", for no warning.
         given: Values from the command line by setting name; None if a flag was not given.
 
     Raises:
@@ -129,7 +132,8 @@ def start_script(
 def _translate_own_file(named: str | None, is_accelerate: bool, environment: dict[str, str]) -> Iterator[str | None]:
     """Yield the path of the config file to use, or None if the user gave no path.
 
-    With `--as accelerate`, a config file of Accelerate is translated first, and the path of the translation is yielded.
+    With `--as accelerate`, a config file of Accelerate is translated first. The path of the translation is yielded,
+    which is a temporary file that is deleted when the context ends.
 
     Args:
         named: Path that the user gave, or None.
@@ -178,7 +182,9 @@ def merge_settings(
     detected: Mapping[str, Value],
     foreign: Mapping[str, Value] | None = None,
 ) -> Resolved:
-    """Return the settings of a launch, merged from command line, config file, environment, cluster and defaults.
+    """Return the settings of a launch, merged from command line, environment, config file and cluster.
+
+    A source takes precedence over those after it.
 
     Args:
         given: Values from the command line by setting name; None if a flag was not given.
@@ -186,7 +192,10 @@ def merge_settings(
         force: Whether settings of the command line override those in the script.
         environment: Environment variables of the launcher.
         detected: Settings detected from the cluster.
-        foreign: Settings from Accelerate's flags.
+        foreign: Settings from Accelerate's flags on the command line. Default: none.
+
+    Raises:
+        ConfigError: If a setting is unknown or has an invalid value, or the named config file does not exist.
     """
     from headway.compat.accelerate.launching.config_file import explain_file_key
     from headway.core.config.files import read_file_layer

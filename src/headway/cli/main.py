@@ -83,7 +83,11 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the subcommand that the arguments name. If it does not exist, raise an error that suggests another."""
+        """Return the name, the subcommand and the remaining arguments of a command line.
+
+        Raises:
+            ConfigError: If there is no subcommand of this name. The message suggests a similar one, or lists all.
+        """
         if not args[0].startswith("-") and _replace_dashes(args[0]) not in _COMMANDS:
             from headway.core.config.values import suggest_word
 
@@ -107,10 +111,11 @@ click.version_option(__version__, message="headway %(version)s", help="Print the
 def main(args: Sequence[str] | None = None) -> None:
     """Run a `headway` command line and exit the process.
 
-    The exit code is 0 on success, 2 for an error that the user can correct, or 1 for any other error.
+    The exit code is 0 on success, 2 for a `ConfigError` or a wrong command line, and 1 for any other `HeadwayError`. A
+    subcommand can exit with a code of its own. Other exceptions are raised.
 
     Args:
-        args: Command-line arguments. Default: those of this process.
+        args: Command-line arguments. None: those of this process.
     """
     open_standard_streams()
     try:

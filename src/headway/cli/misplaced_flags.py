@@ -18,18 +18,22 @@ _ONLY_OF_LAUNCHERS = {
 """Launcher settings whose flags scripts rarely define themselves. In contrast, many scripts define --cpu."""
 
 _MOVABLE = SETTINGS.keys() - {"module", "no_python"}
-"""Settings whose flags the suggested command line moves before the script if one is in `_ONLY_OF_LAUNCHERS`."""
+"""Settings whose flags the suggested command line moves before the script.
+
+It moves them only if at least one of the misplaced flags is in `_ONLY_OF_LAUNCHERS`.
+"""
 
 
 def find_misplaced_flags(ctx: click.Context, raw: Sequence[str]) -> str:
     """Return a warning if the user typed flags of the launcher after the script's name, else "".
 
-    There is no warning about a flag that the launcher received too, or whose value the launcher does not accept.
+    There is no warning about a flag that the launcher received too, or whose value the launcher does not accept. With
+    `--no_python`, short flags are ignored.
     Arguments after `--`, and all arguments if `--` precedes the script, are assumed to be meant for the script.
 
     Args:
         ctx: Parsed command line of `headway launch`.
-        raw: Command line as the user typed it.
+        raw: Arguments of `headway launch` as the user typed them.
     """
     script, args = str(ctx.params["script"]), list(ctx.params["script_args"])
     flags = list(raw[: len(raw) - 1 - len(args)])

@@ -20,7 +20,11 @@ class PrecisionChoice(click.Choice):  # type: ignore[type-arg]
     """click type for a precision. Its error message suggests a replacement for names that other libraries use."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check and return the precision that the user typed. An error message lists the allowed values."""
+        """Check and return the precision that the user typed.
+
+        Raises:
+            click.BadParameter: If it is not an allowed value. The message lists these.
+        """
         if str(value).lower() not in _PRECISIONS and (hint := explain_precision(value, _PRECISIONS)):
             self.fail(f"{value!r} is not one of {', '.join(_PRECISIONS)}{hint}", param, ctx)
         return str(super().convert(value, param, ctx))
@@ -57,7 +61,7 @@ def make_model_option(name: str, group: str, more: str = "", **settings: Any) ->
         name: Name of the option without dashes, such as "batch_size".
         group: Heading on the help page under which the option is listed.
         more: Text that is appended to the option's help text. Default: "".
-        settings: Further arguments of click.Option.
+        settings: Other arguments of click.Option.
     """
     metavar, text, kind = _OF_MODELS[name]
     return make_option(f"--{name}", metavar, group, text + more, kind, **settings)

@@ -14,7 +14,10 @@ from headway.core.config.values import parse_text, suggest_word
 
 
 def replace_dashes(token: str) -> str:
-    """Return a flag with underscores instead of dashes, as in the names of settings."""
+    """Return the name of a flag with underscores in place of dashes, as in the names of settings.
+
+    The name must not include the flag's leading dashes, because they would be replaced too.
+    """
     return token.replace("-", "_")
 
 
@@ -24,7 +27,7 @@ class PlaceType(click.ParamType):  # type: ignore[type-arg]
     name = "path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Convert the path or URL that the user typed to a path object."""
+        """Return a `Path` for a path that the user typed, or an `ObjectPath` for a URL."""
         return to_path(value)
 
 
@@ -36,6 +39,7 @@ class GroupedOption(click.Option):
     """Command-line option that the help page lists under a heading.
 
     Args:
+        args, kwargs: Arguments of click.Option.
         group: Heading.
         is_rare: Whether only `--help-all` lists the option.
     """
@@ -58,11 +62,12 @@ def make_option(name: str, metavar: str | None, group: str, text: str, kind: Any
 
     Args:
         name: Flag, such as "--tensors".
-        metavar: Placeholder of the value in the help; None for a switch without a value.
+        metavar: Placeholder of the value in the help; None for a switch without a value. If it contains "|" and `kind`
+            is a tuple, the help shows the allowed words instead.
         group: Heading.
         text: Help text.
-        kind: click type of the value, or a tuple with the allowed words.
-        more: Further arguments of click.Option.
+        kind: click type of the value, or a tuple with the allowed words. None: click's default type, which is text.
+        more: Other arguments of click.Option.
     """
     if metavar is None:
         return GroupedOption([name], is_flag=True, group=group, help=text, **more)
@@ -107,6 +112,7 @@ class GroupedCommand(click.Command):
     """Command whose help lists the common options, and whose errors suggest a replacement for an unknown flag.
 
     Args:
+        args, kwargs: Arguments of click.Command.
         aliases: Mapping from alternative option names, which are accepted but not shown in the help, to current names.
     """
 
@@ -125,7 +131,12 @@ class GroupedCommand(click.Command):
             self.params.append(GroupedOption(["--help-all"], help=text, **more))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments. If a flag is unknown, raise an error with a replacement or a similar flag."""
+        """Parse the arguments, and return those that are left.
+
+        Raises:
+            ConfigError: If only another launcher has a flag. The message names an alternative.
+            click.UsageError: If a flag is unknown for another reason. The message suggests a similar flag, if any.
+        """
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

@@ -22,7 +22,7 @@ class _Status(logging.StreamHandler):  # type: ignore[type-arg]  # it cannot be 
 
 
 def show_progress() -> None:
-    """Show the info messages of Headway's modules until the command ends."""
+    """Show the info messages of Headway's modules on standard error until the current click command ends."""
     logger = logging.getLogger("headway")
     handler = _Status() if sys.stderr.isatty() else logging.StreamHandler()
     level = logger.level

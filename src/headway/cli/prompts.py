@@ -37,6 +37,7 @@ def ask_with_menu(question: Question) -> str:
 
     Raises:
         click.Abort: If the user presses Ctrl-C.
+        OptionalDependencyMissing: If questionary is not installed.
     """
     questionary = optional.require("questionary", "menus need", "headway[config]")
     if question.choices:

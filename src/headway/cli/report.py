@@ -44,7 +44,13 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     epilog=_EPILOG,
 )
 def command(run: tuple[Path, ...], out: Path | None, png: Path | None) -> None:
-    """Load the runs, then write the HTML page and, if requested, the PNG files."""
+    """Load the runs, then write the HTML page and, if requested, the PNG files, and print the paths.
+
+    Args:
+        run: Folders, logs or URLs of runs. Empty: the only run in or below the current folder.
+        out: Path of the page. None: `report.html` beside the first run's log, or in the current folder for a URL.
+        png: Folder for the PNG files. None: no PNG files.
+    """
     # Imported here so that `--help` does not wait for this import.
     from headway.core.tracking.report.data import load
     from headway.core.tracking.report.page import html_page

@@ -1,4 +1,4 @@
-"""Checks that `headway test` runs on every rank. They compare a distributed run with plain PyTorch on one process."""
+"""Checks that `headway test` runs on every rank: collectives, data order, gradients, RNG states and metrics."""
 
 import time
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def _gather_whole(tensor: torch.Tensor) -> torch.Tensor:
 def check_collectives(accelerator: Accelerator) -> str:
     """Raise AssertionError if a collective of the Accelerator returns a wrong result.
 
-    The checked methods are gather, reduce, pad_across_processes and gather_objects. Each rank passes its own number.
+    The checked methods are gather, reduce, pad_across_processes and gather_objects. Every rank must call it.
 
     Returns:
         Description of the successful check, for the report.
@@ -62,6 +62,8 @@ def check_collectives(accelerator: Accelerator) -> str:
 def check_data(accelerator: Accelerator) -> str:
     """Raise AssertionError if an epoch misses or repeats a sample, or if two epochs have the same sample order.
 
+    Every rank must call it.
+
     Returns:
         Description of the successful check, for the report.
     """
@@ -79,7 +81,8 @@ def check_data(accelerator: Accelerator) -> str:
 def check_gradient(accelerator: Accelerator) -> str:
     """Raise AssertionError if the gradient of an accumulation window with micro-batches of different sizes is wrong.
 
-    The reduced gradient must equal the gradient of one batch with all data on one process.
+    The reduced gradient must equal that of a single batch with all data, which each rank computes with plain PyTorch.
+    The tolerance is 1e-5, or 5e-2 with mixed precision. Every rank must call it.
 
     Returns:
         Description of the successful check, for the report.
@@ -111,9 +114,10 @@ def check_gradient(accelerator: Accelerator) -> str:
 
 
 def check_random_streams(accelerator: Accelerator) -> str:
-    """Raise AssertionError if ranks draw equal random numbers after `set_seed(..., device_specific=True)`.
+    """Raise AssertionError if ranks that read different data draw equal random numbers with device-specific seeds.
 
-    The error is also raised if they draw different numbers after `synchronize_rng_states`.
+    `set_seed(..., device_specific=True)` sets these seeds. Ranks that read the same data must draw equal numbers. After
+    `synchronize_rng_states`, all ranks must. Every rank must call this function.
 
     Returns:
         Description of the successful check, for the report.
@@ -128,7 +132,9 @@ def check_random_streams(accelerator: Accelerator) -> str:
 
 
 def check_metrics(accelerator: Accelerator) -> str:
-    """Raise AssertionError if `gather_for_metrics` loses or repeats samples of a last batch that was padded.
+    """Raise AssertionError unless `gather_for_metrics` returns all rows of the dataset once and in order.
+
+    The last batch is incomplete, so that ranks repeat samples to fill it. Every rank must call this function.
 
     Returns:
         Description of the successful check, for the report.

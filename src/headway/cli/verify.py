@@ -101,14 +101,16 @@ def make_options(
         skip: Names of proofs to leave out, separated by commas. Default: none.
         updates: Number of updates in each run. Default: 6.
         time_limit: Number of seconds that each run may go without progress. Default: 60.
-        device: Name of the device on which the full run will train, to forecast its memory. Default: no forecast.
-        resume_args: Arguments to add to `script_args` when the script is started again after a kill. Default: none.
+        device: Name of the device on which the full run will train. The memory of the full run on this device is
+            forecast, except for modules. Default: no such forecast.
+        resume_args: Arguments to add to `script_args` when the script is started again after a kill, in one text that
+            is split as in a shell. Default: none.
         as_json: Whether to print JSON. Default: False.
         given: Values from the command line by setting name; None if a flag was not given.
 
     Raises:
-        ConfigError: If settings contradict each other, no proof is left to run, or the script does not exist or has a
-            syntax error.
+        ConfigError: If an argument is invalid or not supported by verify, settings contradict each other, or no proof
+            is left to run. Also if the script does not exist or has a syntax error.
     """
     # Imported here so that `--help` does not wait for these imports.
     from headway.launch import machine
@@ -117,7 +119,7 @@ def make_options(
 
     typed = {name: value.value for name, value in read_command_line_layer(given).items()}
     is_module = bool(typed.get("module"))
-    # Runs work in a scratch folder.
+    # The runs start in a scratch folder, where a relative path would not find the script.
     script = script if is_module else os.path.abspath(script)
     program = Program(script, script_args, "module" if is_module else "script")
     check_program(program, can_be_other=False)
@@ -260,7 +262,10 @@ def _split_words(text: str | None, flag: str) -> list[str]:
 
 
 def _make_launch_options() -> list[click.Parameter]:
-    """Return the options of `headway launch`. Those that have no effect in `headway verify` get no help text."""
+    """Return the options of `headway launch`. The help hides those that `headway verify` refuses.
+
+    It also hides those for several machines.
+    """
     options = make_setting_options()
     for option in options:
         assert isinstance(option, GroupedOption)

@@ -105,7 +105,7 @@ def find_users_frame(frame: FrameType | None = None, but: Container[str] = ()) -
 
     Args:
         frame: Frame to start from. Default: the caller's own frame.
-        but: File names whose frames are skipped.
+        but: File names whose frames are skipped. Default: none.
     """
     frames = ((each, each.f_code.co_filename) for each in walk_stack(frame or sys._getframe(1)))
     return next((each for each, file in frames if is_user_file(file) and file not in but), None)
@@ -114,7 +114,7 @@ def find_users_frame(frame: FrameType | None = None, but: Container[str] = ()) -
 def find_call_site() -> str:
     """Return the innermost line of user code on the stack as `file:line`.
 
-    If no frame is user code, return the innermost frame outside Headway.
+    If no frame is user code, return the innermost frame outside Headway. If there is none, return the caller's line.
     """
     here = sys._getframe(1)
     found = find_users_frame(here)

@@ -30,7 +30,7 @@ class ControlGroup:
 
     @property
     def limit(self) -> int | None:
-        """Memory limit in bytes. None if unlimited."""
+        """Memory limit in bytes. None if unlimited, or if the kernel does not report it."""
         found = self._number("memory.max" if self.is_unified else "memory.limit_in_bytes")
         return None if found is None or found >= _NO_LIMIT else found
 
@@ -46,7 +46,7 @@ class ControlGroup:
 
     @property
     def reclaimable(self) -> int:
-        """Bytes of page cache that the kernel frees when processes need memory."""
+        """Bytes of page cache that the kernel frees when processes need memory. 0 if the kernel does not report it."""
         # In version 1, only the `total_` values include child groups.
         return self._count("memory.stat", "inactive_file" if self.is_unified else "total_inactive_file") or 0
 
@@ -60,7 +60,7 @@ class ControlGroup:
 
     @property
     def available_bytes(self) -> int | None:
-        """Bytes that can still be allocated. None if unlimited."""
+        """Bytes that can still be allocated. None if unlimited, or if the kernel does not report limit and use."""
         limit, used = self.limit, self.used
         return None if limit is None or used is None else max(0, limit - used + self.reclaimable)
 

@@ -71,7 +71,7 @@ def get_bool(name: str) -> bool | None:
 
 
 def parse_bool(text: str, name: str) -> bool:
-    """Parse "true", "no", "1" and similar words, ignoring case.
+    """Parse "true", "no", "1" and similar words, ignoring case. Empty text means False.
 
     Args:
         text: Text to parse.

@@ -51,6 +51,9 @@ class ObjectInfo:
 class ObjectClient:
     """Client for one bucket (or container).
 
+    All requests raise an `ObjectStoreError` if the store refuses them, or if every attempt within the time for retries
+    fails.
+
     Args:
         root: URL of the bucket, such as "s3://bucket".
         retry_seconds: Total seconds of retries for one request. Default: the value of HEADWAY_STORE_RETRY_SECONDS, or
@@ -148,6 +151,9 @@ class ObjectClient:
 
         Returns:
             The new ETag. None if the condition failed, which leaves the stored object unchanged.
+
+        Raises:
+            ObjectStoreError: If the store refuses the request, the bucket does not exist, or every attempt fails.
         """
         mode: Any = "overwrite" if replaces == "any" else "create" if replaces is None else {"e_tag": replaces}
         exceptions = self._library.exceptions
@@ -230,7 +236,7 @@ class ObjectClient:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _refusal(self, error: Exception) -> str:
-        """Return the reason why the store has refused a request, or "" if a retry can succeed."""
+        """Return the reason why a retry of a failed request is pointless, or "" if a retry can succeed."""
         exceptions, text = self._library.exceptions, str(error)
         if "RequestTimeTooSkewed" in text:
             return "this machine's clock differs too much from the store's: set it (with chrony, for example)"
@@ -277,7 +283,11 @@ def _read_seconds(name: str, default: float) -> float:
 def _find_profile(root: str) -> dict[str, Any]:
     """Return the obstore option with the credentials of an AWS profile, or {} if no profile is to be used.
 
-    obstore does not read profiles itself.
+    obstore does not read profiles itself. A profile is used for S3 if AWS_PROFILE is set or ~/.aws/credentials exists,
+    unless AWS_ACCESS_KEY_ID is set.
+
+    Raises:
+        OptionalDependencyMissing: If a profile is to be used and boto3 is not installed.
     """
     is_named = env.get("AWS_PROFILE") or (Path.home() / ".aws" / "credentials").is_file()
     if not root.startswith("s3:") or env.get("AWS_ACCESS_KEY_ID") or not is_named:

@@ -71,11 +71,11 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         return "/".join(self.parts[2:])
 
     def make_part_key(self, number: int) -> str:
-        """Return the key of part `number` of this file."""
+        """Return the key of part `number` of this file. Part 0 has the key of the file itself."""
         return f"{self.key}.part-{number:05d}" if number else self.key
 
     def list_objects(self) -> list[tuple[str, ObjectInfo]]:
-        """Return (name relative to this path, `ObjectInfo`) for every object under this path, sorted by key."""
+        """Return pairs of (name relative to this path, `ObjectInfo`) of all objects under this path, sorted by key."""
         start = len(self.key) + bool(self.key)
         return [(each.key[start:], each) for each in sorted(self.client.list(self.key), key=lambda each: each.key)]
 
@@ -110,11 +110,11 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         """Do nothing, because a folder is only a prefix and exists as soon as an object's key starts with it."""
 
     def touch(self, *_: Any, **__: Any) -> None:
-        """Write an empty object."""
+        """Write an empty object. Unlike in `pathlib`, the content of an existing object is lost."""
         self.write_bytes(b"")
 
     def read_bytes(self) -> bytes:
-        """Return the content of the object.
+        """Return the content of the object. Of a file with several parts, this is only the first part.
 
         Raises:
             FileNotFoundError: If the object does not exist.
@@ -125,7 +125,7 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         return found[0]
 
     def read_text(self, *_: Any, **__: Any) -> str:
-        """Return the content of the object as text in UTF-8.
+        """Return the content of the object, decoded from UTF-8. Of a file with several parts, this is the first part.
 
         Raises:
             FileNotFoundError: If the object does not exist.
@@ -148,11 +148,18 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         return target  # type: ignore[no-any-return]
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Delete the object. A missing object is not an error."""
+        """Delete the object. Of a file with several parts, only the first part is deleted.
+
+        A missing object is ignored, whatever the value of `missing_ok`.
+        """
         self.client.delete([self.key])
 
     def open(self, mode: str = "rb", *_: Any, **__: Any) -> Any:
-        """Open a file of any size for sequential writing ("wb") or for reading ("rb")."""
+        """Open a file of any size for sequential writing ("wb") or for reading ("rb").
+
+        Raises:
+            FileNotFoundError: If the file is opened for reading and does not exist.
+        """
         return PartsWriter(self) if mode == "wb" else PartsReader(self)
 
     def read_range(self, start: int, end: int) -> Iterator[memoryview]:
@@ -207,7 +214,8 @@ def open_writable(place: Path) -> Iterator[Path]:
 class PartsWriter(io.RawIOBase):
     """Sequential writer that uploads parts in background threads while the next parts are filled.
 
-    Holds at most `THREADS` buffers of `PART` bytes. The file is complete once `close` has returned.
+    Holds at most `THREADS` buffers of `PART` bytes. The file is complete once `close` has returned. If the `with` block
+    raises an error, parts that were already uploaded remain.
 
     Args:
         path: File to write.
@@ -316,7 +324,7 @@ class PartsReader(RangeFile):
         self._path = path
 
     def read_at(self, offset: int, view: memoryview) -> int:
-        """Fill `view` with the file's bytes from `offset` on, and return the number of bytes read.
+        """Fill `view` with the file's bytes from the byte offset `offset` on, and return the number of bytes read.
 
         The number is less than `len(view)` only at the end of the file.
         """

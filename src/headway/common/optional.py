@@ -27,7 +27,7 @@ def require(package: str, purpose: str, install: str) -> ModuleType:
         install: Requirement to pass to `pip install`.
 
     Raises:
-        OptionalDependencyMissing: If the package is not installed. The message contains the install command.
+        OptionalDependencyMissing: If the package cannot be imported. The message contains the install command.
     """
     try:
         return importlib.import_module(package)

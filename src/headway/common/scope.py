@@ -32,7 +32,7 @@ class Scope:
         return make in self._owned
 
     def drop(self, make: Callable[[], Any]) -> None:
-        """Remove the object created by `make`."""
+        """Remove the object created by `make`. Do nothing if there is none."""
         self._owned.pop(make, None)
 
     def clear(self) -> None:

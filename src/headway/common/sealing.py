@@ -12,7 +12,7 @@ from headway.common.untrusted import escape_text, read_regular_file
 from headway.errors import CheckpointError, ConfigError
 
 SHORTEST_SECRET, LONGEST_SECRET = 16, 4096
-"""Minimum and maximum length of a secret, in bytes."""
+"""Minimum length of a secret, and maximum length of a file that contains one, in bytes."""
 
 PROOF_SIZE = 32
 """Length of an HMAC in characters. An HMAC has 128 bits, written in hexadecimal so that it fits into a line of text."""
@@ -25,7 +25,8 @@ def read_secret(file: str | None = None) -> bytes:
         file: Path given by `--secret`. Default: None, the variable HEADWAY_SECRET is read.
 
     Raises:
-        ConfigError: If the file cannot be read, or the secret is too short.
+        ConfigError: If the file cannot be read or is longer than `LONGEST_SECRET` bytes, or if the secret is shorter
+            than `SHORTEST_SECRET` bytes.
     """
     if file is None:
         origin, secret = env.SECRET, (env.get(env.SECRET) or "").strip().encode()
@@ -81,7 +82,7 @@ class Seal:
     """Authenticator that computes HMACs for messages of this run, and rejects received messages without a valid one.
 
     Args:
-        secret: The run's secret. If empty, HMACs detect messages of other runs, but not an attacker.
+        secret: The run's secret. If empty, HMACs detect messages of other programs, but not an attacker.
         strangers: Counter for messages without a valid HMAC.
     """
 

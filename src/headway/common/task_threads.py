@@ -17,14 +17,16 @@ class _Task(NamedTuple):
 class TaskThreads:
     """Pool of threads that run tasks within a `with` block. All tasks have ended when the block is left.
 
-    After an error, later tasks are skipped. `submit` and `wait` raise the error of the earliest failed task.
+    After an error, later tasks are skipped. `submit`, `wait` and the end of the block raise the error of the earliest
+    failed task.
 
     An executor of `concurrent.futures` refuses tasks once the interpreter has begun to exit. A background save might
     still be running then, so these are plain threads.
 
     Args:
-        num_threads: Number of threads. Fewer are used if the system cannot start that many. 0: the caller's thread runs
-            submitted tasks in `submit`, and added tasks in `wait`.
+        num_threads: Number of threads. Fewer are used if the system cannot start that many. If it can start none, the
+            `with` statement raises a RuntimeError. 0: the caller's thread runs submitted tasks in `submit`, and added
+            tasks in `wait`.
         name: Name of the threads.
         max_waiting: Maximum number of unfinished submitted tasks. `submit` blocks until there are fewer.
     """
@@ -61,7 +63,7 @@ class TaskThreads:
             self.check()
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Queue a task. Blocks while too many submitted tasks are unfinished.
+        """Queue a task. Block while `max_waiting` submitted tasks are unfinished.
 
         Raises:
             BaseException: The error of an earlier task, if one has failed.

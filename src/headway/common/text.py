@@ -9,7 +9,7 @@ from headway.errors import ConfigError
 
 
 def join_names(names: Sequence[str], most: int = 5) -> str:
-    """Join the first `most` names with commas, and add how many more there are."""
+    """Join the first `most` names with commas, and add how many more there are, if any."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

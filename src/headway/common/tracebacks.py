@@ -78,7 +78,8 @@ def format_short_traceback(error: BaseException) -> tuple[str, int]:
         error: Error to format.
 
     Returns:
-        The text, and the number of frames left out. If it is 0, the text is the traceback as Python prints it.
+        The text, and the number of frames left out. If it is 0, the text contains all frames. The C++ details that
+            `remove_engine_noise` recognizes are always left out.
     """
     exception = traceback.TracebackException.from_exception(error)
     num_hidden = _remove_frames(exception, error, is_ours=False, seen=set())
@@ -199,7 +200,7 @@ class ExceptionHook:
             self._printer = sys.excepthook = _Printer(is_short)
 
     def add_note(self, note: Callable[[BaseException], str]) -> None:
-        """Register a function whose text is printed after the traceback.
+        """Register a function whose text is printed after the traceback. Do nothing if the hook is not installed.
 
         Args:
             note: Function of the exception. It returns the text, or "" to print nothing.

@@ -62,6 +62,11 @@ def open_regular_file(path: Path, refusal: type[HeadwayError] = CheckpointError)
 def read_regular_file(path: Path, most: int, refusal: type[HeadwayError] = CheckpointError) -> bytes:
     """Return the bytes of a regular file of at most `most` bytes.
 
+    Args:
+        path: The file, or a link to it.
+        most: Maximum size of the file in bytes.
+        refusal: Class of the error to raise. Default: CheckpointError.
+
     Raises:
         CheckpointError (or `refusal`): If the path is not a regular file, cannot be read, or is larger than `most`
             bytes.
@@ -107,7 +112,10 @@ def parse_whole_number(text: str) -> int | None:
 
 
 def show_value(value: object) -> str:
-    """Return the `repr` of a value for an error message, truncated to 100 characters."""
+    """Return the `repr` of a value for an error message, truncated to 100 characters.
+
+    A value that Python cannot convert to text is described instead.
+    """
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an int, or a container of one, with more digits than Python converts

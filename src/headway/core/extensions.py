@@ -79,7 +79,7 @@ def list_words(kind: str) -> tuple[str, ...]:
 
 @cache
 def load(kind: str, word: str) -> Any:
-    """Import an extension on first use, and return the object that implements it.
+    """Import an extension on first use, and return what implements it: a module, or a class or function in it.
 
     Args:
         kind: Kind of extension: a key of the registry, such as "feature".

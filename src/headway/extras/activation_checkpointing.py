@@ -72,10 +72,12 @@ def checkpoint_activations(model: torch.nn.Module, plan: ActivationCheckpointing
         device: Device that the model computes on. On a CPU nothing is offloaded, and a warning is given once.
 
     Returns:
-        Number of checkpointed blocks.
+        Number of checkpointed blocks. 0 if nothing is recomputed and, on this device, nothing is offloaded.
 
     Raises:
-        ConfigError: If no blocks are found, or the class of a block cannot be extended.
+        ConfigError: If no blocks are found, a block's class cannot be extended, a block has its own forward on the
+            object, or `plan.every` cannot be applied.
+        StateError: If a checkpointed block was prepared by itself, so that an earlier call cannot be undone.
     """
     keep_activations(model)
     offload = plan.offload and device.type != "cpu"
@@ -102,7 +104,11 @@ def checkpoint_activations(model: torch.nn.Module, plan: ActivationCheckpointing
 
 
 def keep_activations(model: torch.nn.Module) -> None:
-    """Undo `checkpoint_activations` for this model. A model without such checkpointing is left unchanged."""
+    """Undo `checkpoint_activations` for this model. A model without such checkpointing is left unchanged.
+
+    Raises:
+        StateError: If a block was prepared by itself after its activations were checkpointed.
+    """
     for part in find_outermost([model], _has_switch):
         if any(getattr(module, _FLAG, False) is True for module in part.modules()):
             disable = getattr(part, "activation_checkpointing_disable", None) or part.gradient_checkpointing_disable

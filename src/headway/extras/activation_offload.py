@@ -308,7 +308,8 @@ def offload_saved_tensors(
 
     Args:
         min_bytes: Smallest size in bytes of an offloaded tensor. Default: 1 MiB.
-        block: Module whose forward runs in the context. Default: unknown.
+        block: Module whose forward runs in the context. None: unknown, so buffers and autocast's copies of frozen
+            weights are not recognized, and are offloaded too.
     """
     own = _OwnTensors(block)
 

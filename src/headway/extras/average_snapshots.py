@@ -51,10 +51,11 @@ class StoredAverage:
     Attributes:
         source: Folder of the snapshot or checkpoint.
         name: Name of the average.
-        sigma_rel: Relative width: standard deviation of the averaging weights, as a fraction of the averaging steps.
+        sigma_rel: Relative width: standard deviation of the step number under the weights of the averaging steps, as a
+            fraction of the number of steps.
         num_updates: Number of updates of the model since the average was created.
         num_averaged: Number of averaging steps.
-        update_after: Number of updates before the first averaging step.
+        update_after: Number of updates after which averaging began.
         every: Number of updates from one averaging step to the next.
         specs: Shape and dtype of each averaged tensor by name.
     """
@@ -227,7 +228,13 @@ def _make_part(offsets: tuple[int, ...], spec: TensorSpec, file: Path, start: in
 
 
 def _read_description(state: Any, place: Path) -> tuple[str, float, int, int, int, int] | None:
-    """Return the name, width and counters in a power-function average's state, or None for any other state."""
+    """Return the name, width and counters in a power-function average's state, or None for any other state.
+
+    The counters are `num_updates`, `num_averaged`, `update_after` and `every`, in this order.
+
+    Raises:
+        CheckpointError: If the width or a counter has the wrong type, or the number of averaging steps is negative.
+    """
     if not isinstance(state, dict) or "sigma_rel" not in state or not {"name", *_COUNTERS} <= state.keys():
         return None
     counters = [state[key] for key in _COUNTERS]

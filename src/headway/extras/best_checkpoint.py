@@ -67,13 +67,13 @@ def list_best_first(place: CheckpointFolder, run: str | None, own_run: str | Non
 
 
 def find_best(place: CheckpointFolder, reader: CheckpointReader, run: str | None, own_run: str | None) -> Path | None:
-    """Return the best checkpoint that passes verification, or None if the folder contains no checkpoints.
+    """Return the best checkpoint that is complete on every machine, or None if the folder contains no checkpoints.
 
     Every rank must call it.
 
     Args:
         place: Folder of the checkpoints.
-        reader: Reader that verifies checkpoints on all ranks together.
+        reader: Reader that finds a complete checkpoint on all ranks together. Hashes are compared later, at the load.
         run: ID of the run whose checkpoints are considered. None: those of `own_run`, or of all runs if `own_run` has
             no checkpoint.
         own_run: ID of this run. None before its first save or load.

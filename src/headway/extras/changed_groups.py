@@ -36,7 +36,8 @@ def convert_groups(
 ) -> None:
     """Convert the saved states of optimizers and their schedulers to the parameter groups of this run.
 
-    States that cannot be converted stay unchanged, and `explain_misfit` gives the reason.
+    States that cannot be converted stay unchanged, and `explain_misfit` gives the reason. All states stay unchanged if
+    the number of optimizers differs from that of the saved run.
 
     Args:
         parts: Objects that should load the state.
@@ -108,10 +109,16 @@ def _is_convertible(
 
     It cannot be converted in these cases:
 
-    - The optimizer is of a different class.
+    - The saved optimizer is of a different class.
     - The saved state dict is not in torch's format.
-    - A parameter has no name, because it belongs to no model.
+    - A parameter of this run's or of the saved groups belongs to no model of this run.
     - In the saved run, another optimizer had one of the parameters.
+
+    Args:
+        optimizer: Optimizer of this run.
+        entry: Saved state of the optimizer, with the result of `_find_moved` under "elsewhere".
+        match: Groups of the optimizer, paired with the saved groups.
+        names: Names of the parameters of all models.
     """
     known = set(names)
     every = {key for keys in (*match.own, *match.saved) for key in keys}
@@ -131,6 +138,12 @@ def _convert_group(
     Some of the script's options are adjusted. The learning rate is scaled by the factor by which the schedule had
     changed the saved one. The optimizer itself changes some options during training, such as the step counter of a
     schedule-free optimizer. These are taken from the saved group that held most of the parameters.
+
+    Args:
+        optimizer: Optimizer of this run.
+        number: Index of the group in this run.
+        before: Options of the saved groups.
+        match: Groups of the optimizer, paired with the saved groups.
     """
     twin = match.twins[number]
     if twin is not None:
@@ -154,7 +167,15 @@ def _encode_new_states(
 ) -> dict[str, Any]:
     """Return the current optimizer states of parameters that the saved optimizer did not hold, encoded for loading.
 
-    Parameters without state are left out. Most parameters have none before their first update.
+    Parameters without state are left out. Most parameters have none before their first update. The result is empty if
+    the optimizer's state dict is not in torch's format.
+
+    Args:
+        parts: Objects that should load the state.
+        optimizer: Optimizer of this run.
+        index: Index of the optimizer.
+        match: Groups of the optimizer, paired with the saved groups.
+        found: Saved state, to whose tensors those of the new states are added.
     """
     held = {key for keys in match.saved for key in keys}
     if all(key in held for keys in match.own for key in keys):
@@ -184,6 +205,8 @@ def _encode_new_states(
 
 def _convert_schedule(saved: Any, own: Any, match: GroupMatch, rates: Sequence[Any]) -> Any:
     """Return a scheduler's saved state, with its per-group lists rearranged to match this run's groups.
+
+    A saved state is returned unchanged if it or the current state is not a dict.
 
     Args:
         saved: Saved state of the scheduler.
@@ -216,6 +239,13 @@ def _describe_conversion(
 
     The lines name the groups that keep the script's options, the parameters without saved state, and the saved states
     that are left out.
+
+    Args:
+        index: Index of the optimizer.
+        optimizer: Optimizer, whose class is named.
+        groups: Options of this run's groups after the conversion.
+        match: Groups of the optimizer, paired with the saved groups.
+        has_several: Whether the run has several models, whose numbers are then part of the parameters' names.
     """
     name = f"optimizer {index} ({type(optimizer).__name__})"
     if match.is_reordered:

@@ -44,12 +44,12 @@ class ChunkedHead(nn.Linear):
     ) -> torch.Tensor:
         """Return the loss, the hidden states or the logits.
 
-        With labels, return the sum of the tokens' losses in float32. Without labels, return the hidden states if
-        `is_deferred`, else the logits.
+        With labels, return the sum of the tokens' losses in float32, computed in chunks. Without labels, return the
+        hidden states if `is_deferred`, else the logits.
 
         Args:
             hidden: Hidden states of shape (..., in_features).
-            labels: Labels of the tokens. Default: None.
+            labels: Label of each hidden state, already shifted, of shape (...). None: no loss is computed.
             ignore_index: Label of the tokens that do not count. Default: -100.
 
         Raises:
@@ -85,12 +85,24 @@ class ChunkedHead(nn.Linear):
         shift_labels: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Compute the loss in chunks, as a replacement for the loss function of a transformers causal language model.
+        """Return the loss of a batch. This replaces the loss function of a transformers causal language model.
 
-        The arguments are those of the replaced function. `logits` is the output of `forward`.
+        If `forward` has returned hidden states, the loss is computed from them in chunks. If it has returned logits,
+        the model's original loss function is called.
+
+        Args:
+            logits: Output of `forward`, unchanged.
+            labels: Labels of the tokens, not shifted. Used if `shift_labels` is None.
+            vocab_size: Number of classes. Only the original loss function uses it.
+            num_items_in_batch: Number by which the sum of the losses is divided. None: the number of labels that are
+                not `ignore_index`.
+            ignore_index: Label of the tokens that do not count. Default: -100.
+            shift_labels: Labels that are already shifted. None: `labels` are shifted by one token.
+            others: Additional arguments of the original loss function.
 
         Raises:
-            UnsupportedError: If the model has changed the output of `forward` before it computes the loss.
+            UnsupportedError: If the model has changed the output of `forward` before it computes the loss, or the
+                weight is sharded (tensor parallelism).
         """
         if self._hidden is None:
             return self._plain(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **others)

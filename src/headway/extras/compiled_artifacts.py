@@ -33,7 +33,7 @@ def write_artifacts(staging: Path, collectives: Collectives) -> None:
     """Write rank 0's compilation artifacts into a checkpoint, if anything was compiled. Every rank must call it.
 
     Args:
-        staging: Staging directory of the save.
+        staging: Staging directory of the save. Ranks that have no such directory write nothing.
         collectives: Collectives over all ranks.
     """
     made: bytes | None = None
@@ -51,7 +51,8 @@ def load_artifacts(folder: Path) -> bool:
     """Load a checkpoint's compilation artifacts into this machine's caches. Call it before the first forward.
 
     Returns:
-        Whether any artifacts were loaded.
+        Whether any artifacts were loaded. False if the checkpoint contains none. Also False, with a warning, if their
+            file cannot be read or has no valid seal.
     """
     path = folders.find_store(folder).get_content_folder() / FILE
     if not path.exists():

@@ -102,6 +102,8 @@ def compile_model(
 ) -> torch.nn.Module:
     """Compile a model in place according to the settings. A model that is already compiled is left unchanged.
 
+    Do nothing if the settings disable compilation.
+
     Args:
         model: Model to compile. Checkpointed blocks are compiled together with their checkpointing.
         plugin: Settings of the compilation.

@@ -90,6 +90,7 @@ def convert_model(
 
     Raises:
         PrepareError: If ranks selected different layers.
+        OptionalDependencyMissing: If torchao is not installed.
     """
     torchao = require("torchao.float8", "mixed_precision='fp8' needs", INSTALL)
     linears = [(name, m) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
@@ -241,11 +242,13 @@ def _autocast(value: Any) -> Any:
 def _log_conversion(
     model: torch.nn.Module, num_made: int, num_all: int, left: dict[str, str], options: Float8Options, is_done: bool
 ) -> None:
-    """Log how many layers compute in float8, and which layers do not, grouped by reason.
+    """Log how many layers were converted to float8, and which layers were not, grouped by reason.
+
+    Warn once if none was converted, now or by an earlier call.
 
     Args:
         model: Model whose layers were converted.
-        num_made: Number of layers that compute in float8.
+        num_made: Number of layers that this call has converted to float8.
         num_all: Number of linear layers.
         left: Reason for each linear layer that stays in bf16, by name.
         options: Options of float8.

@@ -24,7 +24,7 @@ class GroupMatch:
 
     @property
     def is_reordered(self) -> bool:
-        """Whether the groups contain the same parameters as the saved groups, but are in a different order."""
+        """Whether the groups contain the same parameters as the saved groups, in any order."""
         return None not in self.twins and len(set(self.twins)) == len(self.twins) == len(self.saved)
 
     def find_source(self, number: int) -> int | None:

@@ -57,10 +57,17 @@ class LocalSGD:
         accelerator: Accelerator that prepared the model.
         model: Prepared model.
         local_sgd_steps: Number of calls of `step` between two averages, at least 1.
-        enabled: Whether to train locally. If False, or on one process, gradients are reduced as usual. Default: True.
+        enabled: Whether to train locally. If False, gradients are reduced as usual. Default: True.
+
+    Attributes:
+        enabled: Whether processes train separately in the block. Always False in a single-process run.
+        num_steps: Number of calls of `step` so far. In a resumed block, those before the resume count too.
+        local_sgd_steps: Number of calls of `step` between two averages.
+        model: Prepared model.
 
     Raises:
         ConfigError: If the number of steps is not an integer of at least 1.
+        PrepareError: If the model is not a `torch.nn.Module`.
         UnsupportedError: On entering the block, if the run uses microbatching="auto" or a static graph, or if the model
             has a `headway.ExponentialMovingAverage`.
     """
@@ -109,8 +116,10 @@ class LocalSGD:
     def step(self) -> None:
         """Count one step, and average parameters over the processes after every `local_sgd_steps` steps.
 
+        If `enabled` is False, only count the step.
+
         Raises:
-            StateError: If called outside the `with LocalSGD(...)` block.
+            StateError: If called outside the `with LocalSGD(...)` block while `enabled` is True.
         """
         if self.enabled and self._block is None:
             raise StateError("LocalSGD.step() was called outside its block; write `with LocalSGD(...) as local_sgd:`")

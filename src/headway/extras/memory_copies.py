@@ -125,7 +125,10 @@ class NeighborCopies:
 
 
 def _map_file(path: Path, size: int) -> torch.Tensor:
-    """Return the bytes of a file as a tensor that is mapped to the file. The file is created if missing."""
+    """Return a uint8 tensor of shape [size] that is mapped to the first bytes of a file. Writes change the file.
+
+    The file is created if it is missing, and extended if it is shorter than `size` bytes.
+    """
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
@@ -276,9 +279,10 @@ class MemoryTier:
         self._background.start(self._job)
 
     def settle(self) -> None:
-        """Wait until the in-memory checkpoint in progress is complete on this machine.
+        """Wait until the in-memory checkpoint in progress, if there is one, is complete on this machine.
 
-        Must be called before parameters or other saved state are changed.
+        Must be called before parameters or other saved state are changed. A failure of the save is not raised. When the
+        next in-memory checkpoint is due, all ranks stop saving such checkpoints because of it.
         """
         job, self._job = self._job, None
         if job is None:
@@ -382,7 +386,10 @@ class MemoryTier:
         return None
 
     def _verify_copies(self) -> "dict[str, _Copy]":
-        """Return this machine's in-memory checkpoints by name, after verifying the hashes of all files."""
+        """Return this machine's in-memory checkpoints by name, after verifying the hashes of all files.
+
+        Damaged checkpoints are deleted, with a warning.
+        """
         found = {}
         for folder in self._list_committed():
             try:

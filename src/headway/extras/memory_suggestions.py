@@ -37,13 +37,14 @@ def list_suggestions(
 ) -> list[MemorySuggestion]:
     """Return the suggestions that apply: first those without an estimate, then the others, largest saving first.
 
-    Halving the micro-batch is estimated to save half of the tensors saved for backward, and bf16 half of those in
-    float32. Checkpointing n blocks is estimated to save the tensors of all blocks but one. Another optimizer saves
-    the part of the optimizer state that it does not need.
+    The activations are estimated as the tensors saved for backward, the other tensors, and the failed request if it was
+    not made by an optimizer. Halving the micro-batch is estimated to save half of them. Checkpointing n blocks is
+    estimated to save (n - 1) / n of them. bf16 saves half of the tensors saved for backward in float32. Another
+    optimizer saves the part of the optimizer state that it does not need.
 
     Args:
         census: Live tensors.
-        use: Memory use of the census's device.
+        use: Memory use of the device whose tensors the census counts.
         asked: Bytes of the failed request, or None if no request failed.
         frames: Stack frames through which the error propagated.
     """

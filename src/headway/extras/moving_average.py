@@ -230,6 +230,7 @@ class ExponentialMovingAverage:
         Raises:
             ConfigError: If the model has another average of this name.
             UnsupportedError: If the model is trained by DeepSpeed.
+            StateError: If the shapes of existing averages do not fit the prepared model.
         """
         if self._step is step:
             return
@@ -280,6 +281,8 @@ class ExponentialMovingAverage:
 
     def _note_update(self, step: TrainingStep, optimizer: torch.optim.Optimizer, window: int) -> None:
         """After an optimizer has stepped, update the averages, or wait until the model's other optimizers step.
+
+        Do nothing if the optimizer trains no parameter of the model, or belongs to another run.
 
         Args:
             step: Training step of the Accelerator that reports the update.
@@ -447,6 +450,9 @@ class ExponentialMovingAverage:
         Args:
             name: Name of the tensor in the model.
             read: Function that returns the tensor.
+
+        Raises:
+            StateError: If the existing average has neither the shape of this rank's shard nor that of the whole tensor.
         """
         tensor = read()
         known = self._averages.get(name)
@@ -497,7 +503,7 @@ class ExponentialMovingAverage:
         Averages with the dtype and device of the weights are exchanged in place, with temporary memory for 64 MiB or
         the largest tensor. For other averages, a copy of the weights is kept on the averages' device. The trained
         weights are restored when the block ends, even after an error. Checkpoints that are saved in the block contain
-        the trained weights.
+        the trained weights. Before `update_after` updates, the averages equal the weights, so nothing is exchanged.
 
         Yields:
             The model.
@@ -513,7 +519,10 @@ class ExponentialMovingAverage:
 
     @contextmanager
     def restore_weights(self) -> Iterator[None]:
-        """Return a context in which the model contains the trained weights, even inside of `swap_weights`."""
+        """Return a context in which the model contains the trained weights, even in a `swap_weights` block.
+
+        Only these averages are replaced. If the model contains the averages of another object, they stay in it.
+        """
         if not self.is_swapped:
             yield
             return
@@ -876,9 +885,10 @@ def _swap_in(bucket: Sequence[Pair]) -> list[torch.Tensor] | None:
 
 
 def _exchange_in_cache(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
-    """Exchange the values of contiguous tensors in host memory through a scratch buffer that fits into the CPU's cache.
+    """Exchange the values of two lists of contiguous tensors in host memory, pair by pair.
 
-    Copies of whole tensors would be written to main memory and read again, which takes about twice as long.
+    The values pass through a scratch buffer that fits into the CPU's cache. Copies of whole tensors would be written to
+    main memory and read again, which takes about twice as long.
     """
     size = _SCRATCH_BYTES // ones[0].element_size()
     scratch = torch.empty(size, dtype=ones[0].dtype)

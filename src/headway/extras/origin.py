@@ -34,6 +34,7 @@ from headway.extras.replay.snapshot import BatchSnapshot
 
 _MOST_ROWS = 8
 _ON_PURPOSE = ("fill", "full", "where", "scatter", "index_put", "masked", "triu", "tril", "scalar_tensor", "lift")
+# These operations only write to their first argument, so its old values do not matter.
 _OVERWRITTEN = ("copy_", "fill_", "zero_", "normal_", "uniform_", "set_")
 _TORCH = torch.__file__.removesuffix("__init__.py")
 """Directory of the torch package, whose source lines are never reported as the user's.
@@ -47,11 +48,11 @@ class OperationTracer(TorchDispatchMode):
     """Dispatch mode that checks the result of each operation, and labels non-finite values with their origin.
 
     Args:
-        prepared: Registry of the models, whose modules and weights have names.
+        prepared: Registry of the prepared models, from which origins get the names of modules and weights.
         rank: Rank of this process.
 
     Attributes:
-        num_rows: Number of rows in the batch.
+        num_rows: Number of rows in the current batch, set by the caller. 0: unknown.
         of_loss: Origin of a loss that was not finite, or None.
         first_backward: Origin of the first non-finite value in a backward pass, or None.
     """
@@ -119,7 +120,10 @@ class OperationTracer(TorchDispatchMode):
     # ---------------------------------------------------------------- operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and check its inputs and results for non-finite values."""
+        """Run the operation, and check its inputs and results for non-finite values.
+
+        Operations that are not torch's own (aten, prims), or that create uninitialized tensors, are not checked.
+        """
         kwargs = kwargs or {}
         name = func._schema.name.rpartition("::")[2]
         is_plain = func.namespace in ("aten", "prims") and not name.startswith(("empty", "new_empty"))
@@ -158,7 +162,8 @@ class OperationTracer(TorchDispatchMode):
     def _find_origin(self, tensor: torch.Tensor) -> NanOrigin:
         """Return the origin of a tensor's non-finite values.
 
-        If the origin is unknown, the tensor counts as an input from outside the model, such as the batch.
+        If the tensor has no label, it gets one: "weight" for a parameter or buffer, "input" for an argument of an
+        outermost module call, such as the batch, and "elsewhere" for any other tensor.
         """
         key = get_local_shard(tensor).untyped_storage()._cdata
         known = self._labels.get(key)
@@ -183,7 +188,7 @@ class OperationTracer(TorchDispatchMode):
     def _find_bad_rows(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Return the indices of the first few batch rows (samples) that have non-finite entries in a tensor.
 
-        Return no indices if the tensor's first dimension is not a multiple of the number of rows.
+        Return no indices if the number of rows is unknown, or the tensor's first dimension is not a multiple of it.
         """
         plain, num_rows = get_local_shard(tensor), self.num_rows
         if not num_rows or not plain.ndim or plain.shape[0] % num_rows or _is_finite(tensor):
@@ -192,10 +197,10 @@ class OperationTracer(TorchDispatchMode):
         return tuple(spoilt.nonzero().flatten().tolist()[:_MOST_ROWS])
 
     def find_gradient_origin(self, parameters: Sequence[torch.Tensor]) -> NanOrigin | None:
-        """Return the origin of a non-finite gradient of these parameters.
+        """Return the origin of a non-finite gradient of these parameters, or None if there is none.
 
-        If it is unknown, return the origin of the first non-finite value in backward, or None if no such value
-        occurred.
+        An origin other than "elsewhere" takes precedence. The origin of the first non-finite value in backward comes
+        next, then "elsewhere".
         """
         grads = [get_local_shard(each.grad).untyped_storage()._cdata for each in parameters if each.grad is not None]
         known = [self._labels[key][1] for key in grads if key in self._labels]
@@ -204,7 +209,10 @@ class OperationTracer(TorchDispatchMode):
         )
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """Record the origin of a loss that is not finite. Called before the backward of the loss."""
+        """Record the origin of a loss that is not finite. Called before the backward of the loss.
+
+        Only the first such loss is recorded, in `of_loss`.
+        """
         with disable_current_modes():
             if self.of_loss is None and not _is_finite(loss):
                 self.of_loss = self._find_origin(loss)
@@ -242,6 +250,8 @@ def _find_user_line(node: Any) -> str:
 class WindowReplay(OriginSearch):
     """Recorder of an accumulation window's batches. It runs the window again to find the origin of a NaN.
 
+    At most the last 256 batches of the window are kept, and only one window of a run is run again.
+
     Args:
         run: Run of the Accelerator.
 
@@ -268,7 +278,7 @@ class WindowReplay(OriginSearch):
             and self._windows.num_read == 1
         ):
             self._snapshot.save_state()
-            self._snapshot.restore_gradients()
+            self._snapshot.restore_gradients()  # `save_state` has moved them into the snapshot
 
     def _repeat_batches(self, loader: PreparedLoader, deliveries: Iterator[Any]) -> Iterator[Any]:
         for batch, share in deliveries:
@@ -317,7 +327,8 @@ class WindowReplay(OriginSearch):
         """Stop checking operations, and restore the state from the beginning of the accumulation window.
 
         Returns:
-            The origin of the non-finite value that was found on this rank, or None.
+            The origin of the non-finite value that was found on this rank, or None. Also None, with no effect, if no
+                window is being run again.
         """
         tracer, self.tracer = self.tracer, None
         if tracer is None:

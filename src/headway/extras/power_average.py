@@ -1,9 +1,9 @@
 """Power-function averages, and the combination of several into the average of another width (post-hoc EMA).
 
 After t averaging steps, a power-function average weights the state of step k in proportion to the integral of
-`tau ** gamma` from k - 1 to k. Its profile therefore stretches with the run. Its relative width `sigma_rel` is the
-standard deviation of this profile, divided by t. See Karras et al., "Analyzing and Improving the Training Dynamics of
-Diffusion Models" (2023), section 3.1 and appendix C.
+`tau ** gamma` from k - 1 to k. The profile of these weights over the steps therefore stretches with the run. Its
+relative width `sigma_rel` is the standard deviation of the step number under these weights, divided by t. See Karras et
+al., "Analyzing and Improving the Training Dynamics of Diffusion Models" (2023), section 3.1 and appendix C.
 """
 
 import math
@@ -22,8 +22,9 @@ MAX_WIDTH = 1 / math.sqrt(12)
 class PowerDecay:
     """Decay of a power-function average, for `ExponentialMovingAverage(model, decay=PowerDecay(0.05))`.
 
-    The average covers a constant fraction of the run: after t averaging steps, the weights of the averaged states have
-    a standard deviation of `sigma_rel` * t steps. The states from before the first averaging step have no weight.
+    The average covers a constant fraction of the run. Each averaging step's state has a weight, and after t steps, the
+    standard deviation of the step number under these weights is `sigma_rel` * t. The states from before the first
+    averaging step have no weight.
     `headway.reconstruct_average` combines snapshots of such averages into an average of another width.
 
     Args:
@@ -44,7 +45,7 @@ class PowerDecay:
 
     @property
     def gamma(self) -> float:
-        """Exponent of the power function."""
+        """Exponent of the power function, `tau ** gamma`, that gives the weights of the averaged states."""
         return compute_exponent(self.sigma_rel)
 
     def __call__(self, number: int) -> float:
@@ -58,10 +59,10 @@ class PowerDecay:
 
 @dataclass(frozen=True)
 class Profile:
-    """Weights of the averaged states in a power-function average.
+    """Weights of the averaged states in a power-function average, by the number of the averaging step.
 
     Attributes:
-        sigma_rel: Relative width: standard deviation of the weights, as a fraction of the averaging steps.
+        sigma_rel: Relative width: standard deviation of the step number under these weights, divided by `num_averaged`.
         num_averaged: Number of averaging steps.
     """
 
@@ -100,9 +101,9 @@ def solve_coefficients(profiles: Sequence[Profile], target: Profile) -> tuple[li
     """Return the coefficients that combine averages into another one, and the error of the combination.
 
     The coefficients minimize the L2 distance between the profiles, and their sum is 1. The difference `r` between the
-    profiles then has the integral 0. By the Cauchy-Schwarz inequality, no weight differs from its exact average by more
-    than the L2 norm of `r`, times sqrt(t), times the standard deviation of the weight over the target's t averaging
-    steps.
+    profiles then has the integral 0. By the Cauchy-Schwarz inequality, no averaged weight of the model differs from its
+    exact average by more than the L2 norm of `r`, times sqrt(t), times the standard deviation of the model's weight
+    over the target's t averaging steps.
 
     Args:
         profiles: Profiles of the averages. No two are equal, and none has more averaging steps than the target.

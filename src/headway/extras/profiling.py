@@ -19,7 +19,10 @@ _NUM_ROWS = 50
 
 @contextmanager
 def profile_block(options: ProfileKwargs, rank: int) -> Iterator[torch.profiler.profile]:
-    """Return a context that profiles the code inside it. The trace is written even if the code raises an error.
+    """Return a context that profiles the code inside it, and yields torch's profiler.
+
+    If `output_trace_dir` is set, `profile_<rank>.json` (a trace) and `profile_<rank>.txt` (a table) are written there
+    at the end, even if the code raises an error. If nothing was recorded, a warning is logged instead.
 
     Args:
         options: Settings of torch's profiler.

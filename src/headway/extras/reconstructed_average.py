@@ -71,10 +71,10 @@ def reconstruct_average(
 ) -> Reconstruction:
     """Combine snapshots of power-function averages into an average with another width, and write it as safetensors.
 
-    The width of an average is the standard deviation of its weights over the updates, as a fraction of the training's
-    length. During training, keep averages with `decay=PowerDecay(...)`, usually with widths 0.05 and 0.1, and save
-    snapshots of them at regular intervals. Call this function in one process. It holds only a few tensors in memory
-    at a time.
+    An average gives each averaging step's state a weight. Its width is the standard deviation of the step number under
+    these weights, as a fraction of the number of steps. During training, keep averages with `decay=PowerDecay(...)`,
+    usually with widths 0.05 and 0.1, and save snapshots of them at regular intervals. Call this function in one
+    process. It holds only a few tensors in memory at a time.
 
     Args:
         snapshots: Folders that `ExponentialMovingAverage.save_snapshot` wrote, or checkpoints, all from one run. A
@@ -117,6 +117,12 @@ def _choose_averages(
     """Return the averages to combine, as a dict by profile, and the target profile.
 
     The dict is in ascending order of averaging steps.
+
+    Args:
+        found: Averages in all snapshots.
+        sigma_rel: Relative width of the target profile.
+        num_averaged: Number of averaging steps of the target profile; later averages are not used. None: that of the
+            latest average.
 
     Raises:
         ConfigError: If no average can be used, or if the averages do not belong together.

@@ -126,6 +126,8 @@ def _make_refusal(method: str, text: str, layout: str) -> Callable[..., Any]:
 def _wrap_load(load: Callable[..., Any], layout: str) -> Callable[..., Any]:
     """Return a class's `load_adapter` method, wrapped so that it loads values into the shards of an existing adapter.
 
+    The wrapped method raises UnsupportedError if the model has no adapter of the given name.
+
     Args:
         load: Method to wrap.
         layout: Name of the layout, for messages.

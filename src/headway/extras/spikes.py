@@ -213,7 +213,7 @@ class SpikeGuard(FiniteGuard):
         return math.isfinite(loss) and loss <= self._losses.limit
 
     def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        """Record the norm of gradients before they are clipped.
+        """Record the norm of gradients before they are clipped, and return it as a tensor, or None if unknown.
 
         If gradients are sharded, also record this rank's squared norm.
         """
@@ -273,7 +273,11 @@ class SpikeGuard(FiniteGuard):
         return num_bad == 0
 
     def after_step(self, did_step: bool) -> None:
-        """Add the loss and the gradient norm of an update to the recent values, if the update was made."""
+        """Add the losses and the gradient norm of an update to the recent values, once per accumulation window.
+
+        Args:
+            did_step: Whether the update was made. If not, nothing is added.
+        """
         super().after_step(did_step)
         window = self._windows.current.number
         if did_step and self._added != window:

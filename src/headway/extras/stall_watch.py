@@ -13,9 +13,9 @@ from headway.core.runtime.control_plane import control
 
 
 def allow_stalls(loader: PreparedLoader, events: LoaderEvents) -> None:
-    """Register callbacks that extend the timeouts of collectives while a rank waits for a loader's data.
+    """Register callbacks that extend the timeouts of collectives before a rank waits for a loader's data.
 
-    Do nothing if the loader's dataset reads no remote storage.
+    Do nothing if the loader's dataset reads no remote storage, or if such callbacks are registered already.
 
     Args:
         loader: Prepared loader.
@@ -30,15 +30,19 @@ def allow_stalls(loader: PreparedLoader, events: LoaderEvents) -> None:
 
 
 class StallWatch:
-    """Callbacks that extend timeouts while this rank waits for a batch from remote storage."""
+    """Callbacks that extend timeouts because this rank waits for a batch from remote storage.
+
+    In the heartbeat, the extension ends with the wait. In process groups and on the control plane, it remains.
+    """
 
     def __init__(self) -> None:
         self._limit = 0.0
 
     def begin_wait(self, loader: PreparedLoader) -> None:
-        """Report in this rank's heartbeat that the rank waits for a batch.
+        """Report in this rank's heartbeat that the rank waits for a batch, and extend the timeouts of collectives.
 
-        The timeouts of collectives are extended if the loader reads remote storage.
+        The loader's `stall_limit`, in seconds, is added to the timeouts. Of several loaders, the largest limit applies.
+        Do nothing if the loader does not read remote storage. A single-process run has no timeouts to extend.
 
         Args:
             loader: Loader from which a batch is requested.
@@ -53,7 +57,9 @@ class StallWatch:
         pulse.get_own_pulse().set_lenience(limit)
 
     def end_wait(self, loader: PreparedLoader) -> None:
-        """Report in this rank's heartbeat that the batch has arrived.
+        """Report in this rank's heartbeat that the batch has arrived, so that the rank no longer waits.
+
+        Do nothing if the loader does not read remote storage.
 
         Args:
             loader: Loader that yields the batch.

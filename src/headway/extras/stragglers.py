@@ -70,7 +70,8 @@ class RankPaces:
     def publish_pace(self, num_updates: int, seconds: float, waited: float, factor: float) -> None:
         """Publish this rank's median forward time and the fraction of its time spent waiting for data.
 
-        The main process also compares all ranks, and warns about ranks that were slow twice in a row.
+        The main process also compares all ranks, and warns once about each rank that was slow twice in a row. Nothing
+        is published in a single-process run, or if no forward has been timed since the last report.
 
         Args:
             num_updates: Number of updates made so far.

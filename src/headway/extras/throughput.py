@@ -69,7 +69,7 @@ def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3)
     Args:
         device: Device to measure.
         dtype: dtype of the matrices.
-        seconds: Approximate duration of the measurement.
+        seconds: Approximate duration of the measurement. At least three products are computed. Default: 0.3.
     """
     synchronize = HARDWARE[device.type].synchronize
     size = 1024 if device.type == "cpu" else 4096
@@ -293,7 +293,10 @@ class Throughput(ThroughputMeter):
         return found
 
     def total(self) -> dict[str, float]:
-        """Return the throughput since the meter was created, with the keys of `values()`."""
+        """Return the throughput since the meter was created, under the keys of `values()` except `data_wait/rank_<n>`.
+
+        The dict is empty if no step with a backward was completed. The call does not affect what `values()` returns.
+        """
         return self._compute_figures(_Reading(), self._read())
 
     @property
@@ -403,7 +406,8 @@ class Throughput(ThroughputMeter):
     def peak(self) -> Peak:
         """Peak FLOP/s of one device in the run's precision.
 
-        Assign another value if the manufacturer's value is wrong.
+        It is looked up or measured at the first access. Assign another value, in FLOP/s, if the manufacturer's value is
+        wrong. A value that is not above 0 raises ConfigError.
         """
         if self._peak is None:
             self._peak = get_peak(self._runtime.device, self._find_dtype())
@@ -442,7 +446,7 @@ class Throughput(ThroughputMeter):
     def stragglers(self) -> dict[int, str]:
         """Return a description of each slow rank, by rank, from the latest paces that ranks have published.
 
-        A rank is slow if its forward takes more than `factor` times the median of all ranks. It is also slow if it
-        waits for data much longer than the median rank.
+        A rank is slow if its forward takes more than `factor` times the median of all ranks. It is also slow if the
+        fraction of its time spent waiting for data exceeds the median by more than 0.1.
         """
         return find_stragglers(self._paces.list_latest(), self.factor)

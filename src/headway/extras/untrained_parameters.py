@@ -27,6 +27,8 @@ _SHOWN = 3
 def watch_second_update(step: TrainingStep, neighbors: AcceleratorRegistry) -> None:
     """At the second update, warn about parameters that get gradients but do not change and are in no optimizer.
 
+    Do nothing in a memory forecast, in which no weights change.
+
     Args:
         step: Training step that makes its first update. Its prepared optimizers do not hold all trainable parameters.
         neighbors: Registry of the Accelerators of this process.

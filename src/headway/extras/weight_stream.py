@@ -29,9 +29,10 @@ Bucket = list[tuple[str, torch.Tensor]]
 class WeightStream(WeightBuckets):
     """Iterable over a model's full tensors in buckets, which are gathered on demand.
 
-    Every rank must iterate over it exactly once.
+    Every rank must iterate over it exactly once. A bucket is emptied when the next one is requested.
 
-    If a rank leaves the loop early, because of an error or a `break`, the other ranks are informed and raise an error.
+    If a rank leaves the loop early, because of an error or a `break`, the loop raises CollectiveError on the other
+    ranks.
 
     Args:
         tensors: Pairs of (name, tensor) of the model. Only the first of several tied tensors is sent.
@@ -44,6 +45,8 @@ class WeightStream(WeightBuckets):
 
     Raises:
         CheckpointError: If ranks have different tensors.
+        ConfigError: If `bucket_size` is not a size.
+        UnsupportedError: If `adapted` has no adapters, or they cannot be merged.
     """
 
     def __init__(
@@ -70,7 +73,8 @@ class WeightStream(WeightBuckets):
                 is_within, others_left = False, self._exchange_leaving()
                 if others_left or not names:
                     break
-                is_within, bucket = True, self._gather_bucket(names)
+                is_within = True
+                bucket = self._gather_bucket(names)  # if this raises, the other ranks must learn of it
                 yield bucket
                 bucket.clear()  # otherwise the receiver's variable keeps this bucket alive while the next one is gathered
         finally:
@@ -84,6 +88,8 @@ class WeightStream(WeightBuckets):
 
     def _exchange_leaving(self, leaves: bool = False) -> bool:
         """Tell all ranks whether this rank leaves the loop. Return whether any other rank leaves it.
+
+        This is a collective.
 
         Args:
             leaves: Whether this rank leaves the loop.

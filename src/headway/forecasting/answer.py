@@ -21,6 +21,8 @@ POINTS = 400
 def build_timeline(events: list[MemoryEvent], phases: dict[str, int], points: int = POINTS) -> Timeline:
     """Build the timeline of a trace: the bytes in use over the course of the step, by kind of memory.
 
+    If there are more events than points, each point shows the highest total of a range of consecutive events.
+
     Args:
         events: Allocation events in order, with their kinds.
         phases: Index of each phase's first event, by phase.
@@ -81,7 +83,13 @@ def build_forecast(traced: Trace, target: Device, batch_size: int, limit: int | 
 
 
 def replay_on_device(events: list[MemoryEvent], device: Device, is_expandable: bool) -> AllocationReplay:
-    """Replay allocation events by the rules of the device's allocator, and return the peak memory."""
+    """Replay allocation events by the rules of the device's allocator, and return the peak memory.
+
+    Args:
+        events: Events in order.
+        device: Device to forecast for.
+        is_expandable: Whether the allocator of a CUDA device uses expandable segments.
+    """
     found = replay_events(events, expandable=is_expandable)
     if device.is_cuda:
         return found

@@ -116,6 +116,8 @@ def is_same_sequence(first: list[MemoryEvent], second: list[MemoryEvent]) -> boo
 class BudgetSearch:
     """Search for the largest batch, or the longest sequence, whose memory fits into a given number of bytes.
 
+    A size is a batch size, or a sequence length as a multiple of `LongestSequence.multiple`.
+
     Args:
         events: Function that traces a step of a given size and returns its allocation events.
         takes: Function that returns the peak memory in bytes for a list of events.
@@ -141,7 +143,9 @@ class BudgetSearch:
         self._sized: dict[int, SizedEvents | None] = {}
 
     def find_largest(self) -> int:
-        """Return the largest batch size or sequence length whose step fits in memory, or 0 if not even 1 fits.
+        """Return the largest size whose step fits in memory, or 0 if not even size 1 fits.
+
+        A size is a batch size, or a sequence length as a multiple of `LongestSequence.multiple`.
 
         Traces confirm that the returned size fits and that the next size does not. The next size is not traced if the
         returned size is the largest allowed one.
@@ -311,8 +315,8 @@ class StepForecaster:
         """Find the largest batch up to `limit` for which the allocator needs at most `capacity` bytes.
 
         Returns:
-            The largest batch size, and a curve of (batch size, peak bytes) pairs that extends beyond it. The curve is
-            empty if traces of different batch sizes differ in their events.
+            The largest batch size (0 if not even one sample fits), and a curve of (batch size, peak reserved bytes)
+            pairs that extends beyond it. The curve is empty if traces of different batch sizes differ in their events.
         """
         search = self._make_search(capacity, limit)
         found = search.find_largest()
@@ -335,7 +339,7 @@ class StepForecaster:
         return BudgetSearch(lambda size: self.trace(size).events, self._measure_reserved, capacity, limit)
 
     def _find_longest_sequence(self, longest: LongestSequence, batch_size: int, capacity: int) -> int:
-        """Return the longest sequence for which the allocator needs at most `capacity` bytes.
+        """Return the longest sequence for which the allocator needs at most `capacity` bytes, or 0 if there is none.
 
         Args:
             longest: Options of the search.

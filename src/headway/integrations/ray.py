@@ -1,8 +1,8 @@
 """Ray Train integration: checkpoints in Ray's storage and metrics in its reports.
 
 It is used inside the function that a `TorchTrainer` runs. Training itself does not need this module, because the
-Accelerator adopts the process group that Ray created. Ray receives a report up to a few seconds after the call. The
-report is lost if the worker dies before that, so `resume` searches the storage itself.
+Accelerator adopts the process group that Ray created. Ray receives a report up to a few seconds after `report` was
+called. If the worker dies before that, the report is lost, so `resume` searches the storage itself.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ def project(**more: Any) -> ProjectConfiguration:
     """Return a project configuration in this experiment's storage, for `Accelerator(project_config=project())`.
 
     If the storage is a shared folder, checkpoints are written there directly. If it is an object store, they are
-    written to a local folder, and `report` makes Ray upload them.
+    written to a local folder, which keeps the newest two, and `report` makes Ray upload them.
 
     Args:
         more: Other fields of ProjectConfiguration. To delete old checkpoints, use Ray's
@@ -61,6 +61,7 @@ def resume(accelerator: Accelerator) -> Restored | None:
     Raises:
         CheckpointError: On every rank, if the checkpoint is damaged or does not fit the run.
         ConfigError: If called outside a worker of Ray Train.
+        OptionalDependencyMissing: If Ray is not installed.
     """
     if _is_folder(_storage()):
         found = accelerator.resume("latest")
@@ -83,7 +84,8 @@ def report(accelerator: Accelerator, metrics: Mapping[str, Any], checkpoint: str
         accelerator: This worker's Accelerator.
         metrics: Values by name. One-element tensors become numbers, and the number of updates is added as `updates`.
             Ray keeps the values of rank 0.
-        checkpoint: Return value of `save_state`. If its background save is still running, this call waits for it.
+        checkpoint: Return value of `save_state`. If its background save is still running, this call waits for it. None
+            (the default): report only metrics.
 
     Raises:
         CheckpointError: On every rank, if the checkpoint could not be written.

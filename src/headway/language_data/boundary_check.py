@@ -56,7 +56,7 @@ def check_document_boundaries(model: torch.nn.Module, collate: Collate, *, is_ha
 
     The model is called a few times on documents of four tokens, in evaluation mode and without gradients. Afterwards
     the training mode of each module is restored. In a run with several ranks, every rank must call this function with
-    the prepared model.
+    the prepared model. If the outputs do not depend on earlier tokens at all, only a warning is logged.
 
     Args:
         model: Model, prepared or not, that is called as `model(**batch)`.
@@ -64,8 +64,8 @@ def check_document_boundaries(model: torch.nn.Module, collate: Collate, *, is_ha
         is_half: Whether the model computes in half precision. None: derived from the dtypes of its parameters.
 
     Raises:
-        PrepareError: If documents influence each other, positions do not start again at each document, or the model
-            does not accept the entries of the batch.
+        PrepareError: If documents influence each other, or positions do not start again at each document. Also if the
+            model does not accept the entries of the batch, or returns neither logits nor a loss.
     """
     probe = _BoundaryProbe(model, collate)
     with _evaluating(model), torch.no_grad():
@@ -103,7 +103,8 @@ def check_prepared_models(models: Iterable[torch.nn.Module], collate: Collate, i
         is_half: Whether the models compute in half precision. None: derived from the dtypes of their parameters.
 
     Raises:
-        PrepareError: If a model lets packed documents influence each other.
+        PrepareError: If `check_document_boundaries` rejects a model, for example because it lets packed documents
+            influence each other.
     """
     for model in models:
         if TOKENS not in inspect.signature(model.forward).parameters:
@@ -124,14 +125,17 @@ def check_prepared_models(models: Iterable[torch.nn.Module], collate: Collate, i
 class ProbeOutputs:
     """Outputs of a model for one document in different contexts, which `judge_boundaries` compares.
 
-    In all contexts but `alone`, the document is the second one of a packed sequence.
+    Outputs are logits of shape [tokens, vocabulary], or a loss of shape [1] if the model returns no logits. In all
+    contexts but `alone`, the document is the second one of a packed sequence.
 
     Attributes:
         packed: Outputs to which the others are compared.
         after_another: Outputs if the first document of the sequence is a different one.
         other_start: Outputs if the first token of the second document is a different one.
-        control: Outputs for the sequence of `packed`, in a batch whose other rows are different. None: unknown.
-        alone: Outputs for a sequence of only this document. None: the model cannot be called without boundaries.
+        control: Outputs for the sequence of `packed`, in a batch whose other rows are different. They show whether
+            other rows affect the rounding. None: unknown.
+        alone: Outputs for a sequence of only this document. None if the model returns no logits, or cannot be called
+            with `input_ids` alone.
     """
 
     packed: torch.Tensor
@@ -169,11 +173,16 @@ def judge_boundaries(outputs: ProbeOutputs, is_half: bool) -> str:
 
 def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
     found = float((first - second).abs().max())
-    return found if found == found else float("inf")
+    return found if found == found else float("inf")  # NaN must not pass as a small difference
 
 
 class _BoundaryProbe:
-    """Probe that calls a model on packed documents of a few tokens, to find out whether it separates them."""
+    """Probe that calls a model on packed documents of a few tokens, to find out whether it separates them.
+
+    Args:
+        model: Model to call, in evaluation mode.
+        collate: Function that makes batches of packed sequences.
+    """
 
     def __init__(self, model: torch.nn.Module, collate: Collate) -> None:
         self._model = model
@@ -219,6 +228,9 @@ class _BoundaryProbe:
         Args:
             sequence: Packed sequence whose second document has labels.
             beside: Packed sequence for the second row of the batch. All of its labels are replaced by -100.
+
+        Raises:
+            PrepareError: If the model returns no loss either, or does not accept the entries of the batch.
         """
         unlabeled = {**beside, LABELS: torch.full_like(beside[LABELS], IGNORED)}
         outputs = self._call(self._make_batch([sequence, unlabeled], has_labels=True))
@@ -289,7 +301,11 @@ def find_logits(outputs: Any, num_tokens: int) -> torch.Tensor | None:
 
 
 def _list_values(outputs: Any) -> tuple[Any, ...]:
-    """Return the outputs of a model as a tuple, with `logits` first if they are a mapping."""
+    """Return the outputs of a model as a tuple.
+
+    For a mapping, its `logits` come first. An output that is not a mapping, tuple or list becomes the only item, or its
+    attribute `logits` does if it exists.
+    """
     if isinstance(outputs, Mapping):
         return (outputs.get("logits"), *outputs.values())
     return tuple(outputs) if isinstance(outputs, tuple | list) else (getattr(outputs, "logits", outputs),)
@@ -311,7 +327,10 @@ def _accepts(model: torch.nn.Module, batch: Mapping[str, Any]) -> bool:
 
 
 def _choose_tokens(model: torch.nn.Module) -> list[int]:
-    """Return up to twelve different token IDs that have no special meaning for the model."""
+    """Return up to twelve different token IDs that have no special meaning for the model.
+
+    If fewer than four of the first 64 IDs qualify, the first IDs of the vocabulary are returned instead.
+    """
     config = getattr(model, "config", None)
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     num_tokens = getattr(config, "vocab_size", None) or max(tables, default=2)

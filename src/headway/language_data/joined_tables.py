@@ -24,7 +24,7 @@ class JoinedTables:
         self._versions: list[Any] | None = None
 
     def read(self, found: Sequence[tuple[int, int]]) -> list[Any] | None:
-        """Return samples of several sources; None if the sources cannot be read together.
+        """Return samples of several sources, in the order of `found`, or None if they cannot be read together.
 
         Args:
             found: Pairs of (index of the source, index of the sample in this source), one per sample.

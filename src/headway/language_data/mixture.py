@@ -29,7 +29,8 @@ class Mixture(Dataset[Any]):
 
     The order is a function of the seed and the position. So it does not depend on the number of ranks and workers,
     and a resumed run continues it exactly. In every prefix of the order, the number of samples from each source
-    differs from its share by less than one. The sample at any position can be found without reading earlier ones.
+    differs by less than one from the number that the weights call for. The sample at any position can be found without
+    reading earlier ones.
 
     Each source is shuffled separately, with a new permutation for each pass over it. Read the mixture without further
     shuffling: `prepare` refuses a DataLoader with `shuffle=True`. If a source can only be iterated, the mixture is an
@@ -41,7 +42,8 @@ class Mixture(Dataset[Any]):
     Args:
         sources: Datasets by name. Each has a length and random access, or can only be iterated.
         weights: Weights of the sources, by name or in order. They need not add up to 1. A dict `{update: weights}`
-            changes the weights at the given updates. Default: the lengths of the sources.
+            changes the weights at the given updates. Default: the lengths of the sources. Required if a source can
+            only be iterated.
         seed: Seed of the shuffling, 0 or more.
         shuffle: Whether to shuffle each source. A source that is a mixture keeps its own order.
         when_source_ends: Action after the last sample of a source. "repeat" reads the source again. "stop" ends the
@@ -53,9 +55,13 @@ class Mixture(Dataset[Any]):
         adds_source: Whether to add the index of the source to each sample: as `sample["source"]`, or as the last item
             of a tuple. None: only to mappings.
 
+    Attributes:
+        names: Names of the sources. The index of a source is its position in this tuple.
+        pieces: Ranges of the order in which the weights are constant, before sources have ended.
+
     Raises:
-        ConfigError: If an argument is out of range or does not fit the sources.
-        DataError: If a source is empty, or is not a dataset.
+        ConfigError: If an argument is out of range or does not fit the sources, or if nothing ends an epoch.
+        DataError: If a source is empty, is not a dataset, or is an iterator that can be read only once.
     """
 
     orders_samples = True
@@ -105,7 +111,11 @@ class Mixture(Dataset[Any]):
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def _set_up(self, num_samples: int | None) -> None:
-        """Compute the order of the sources and the length of an epoch."""
+        """Compute the order of the sources and the length of an epoch.
+
+        Raises:
+            ConfigError: If neither a source nor `num_samples` ends an epoch.
+        """
         lengths = [length or 0 for length in self._lengths]
         pieces, end = limit_pieces(
             self.pieces, [length if word == "drop" else None for length, word in zip(lengths, self.ends)]
@@ -142,7 +152,12 @@ class Mixture(Dataset[Any]):
         return self._num_samples
 
     def __getitem__(self, position: int) -> Any:
-        """Return the sample at a position of the current epoch."""
+        """Return the sample at a position of the current epoch.
+
+        Raises:
+            IndexError: If the position is negative or not less than the length.
+            DataError: If the sample already has an entry "source", and the index of its source would be added.
+        """
         source, index = self.find_sample(position)
         return attach_source(self.sources[source][index], source, self.adds_source)
 
@@ -151,6 +166,10 @@ class Mixture(Dataset[Any]):
 
         A source with `__getitems__`, such as a `datasets.Dataset`, reads its samples of the batch at once. If all
         sources are `datasets.Dataset`s with equal columns and formats, all samples are read at once.
+
+        Raises:
+            IndexError: If a position is negative or not less than the length.
+            DataError: If a sample already has an entry "source", and the index of its source would be added.
         """
         epoch = self.epoch
         found = [self._find_sample(position, epoch) for position in positions]
@@ -174,7 +193,7 @@ class Mixture(Dataset[Any]):
         """Return the index of the source at a position of the current epoch, and the sample's index in that source.
 
         Raises:
-            IndexError: If the position is not less than the length.
+            IndexError: If the position is negative or not less than the length.
         """
         return self._find_sample(position, self.epoch)
 
@@ -225,7 +244,7 @@ class Mixture(Dataset[Any]):
         return f"a Mixture of {', '.join(self.names)} with the order {digest}"
 
     def _read_block(self, number: int, epoch: int) -> tuple[list[int], list[int]]:
-        """Return two lists for a block of positions: source indices, and sample indices within the sources."""
+        """Return two lists for block `number` of the order: source indices, and sample indices within the sources."""
         block = self._order.read_block(number)
         sources = numpy.array(block.sources)
         indices = numpy.empty(len(sources), dtype=numpy.int64)
@@ -236,7 +255,9 @@ class Mixture(Dataset[Any]):
         return block.sources, indices.tolist()
 
     def _find_indices(self, source: int, first: int, count: int, epoch: int) -> Any:
-        """Return the dataset indices of consecutive samples in the shuffled order of a source.
+        """Return the dataset indices of consecutive samples in the shuffled order of a source with a length.
+
+        If the source is not shuffled, they are consecutive indices, which start again at 0 after the last sample.
 
         Args:
             source: Index of the source.
@@ -262,7 +283,7 @@ class Mixture(Dataset[Any]):
 
 
 def is_stream(source: object) -> bool:
-    """Whether a source can only be iterated, because it has no length or no random access."""
+    """Whether a source is only iterated: an `IterableDataset`, or an iterable without a length or random access."""
     if isinstance(source, IterableDataset):
         return True
     return not (hasattr(source, "__getitem__") and hasattr(source, "__len__")) and hasattr(source, "__iter__")
@@ -272,8 +293,8 @@ def check_sources(sources: Any) -> tuple[str, ...]:
     """Return the names of a mixture's sources, or raise an error if the sources are invalid.
 
     Raises:
-        ConfigError: If `sources` is not a mapping from names to datasets, or is empty.
-        DataError: If a source is empty, or is not a dataset.
+        ConfigError: If `sources` is not a mapping, is empty, or has names that are not strings.
+        DataError: If a source is empty, is not a dataset, or is an iterator that can be read only once.
     """
     if not isinstance(sources, Mapping) or not sources:
         given = "no sources" if not sources else f"a {type(sources).__name__}"
@@ -324,13 +345,16 @@ def read_ends(words: str | Mapping[str, str], names: Sequence[str]) -> tuple[str
 def attach_source(sample: Any, source: int, adds_source: bool | None) -> Any:
     """Return a sample to which the index of its source has been added, if requested.
 
+    A mapping becomes a dict with the entry "source". A tuple gets the index as its last item. Any other sample becomes
+    a pair of (sample, index). If no index is to be added, the sample is returned unchanged.
+
     Args:
         sample: Sample of the source.
         source: Index of the source.
-        adds_source: Whether to add the index; None: only to a mapping.
+        adds_source: Whether to add the index. None: only to a mapping.
 
     Raises:
-        DataError: If the sample already has an entry "source".
+        DataError: If the sample is a mapping that already has an entry "source", and `adds_source` is not False.
     """
     # The check for an abstract class takes longer than the rest of this function.
     if type(sample) is dict or isinstance(sample, Mapping):
@@ -353,15 +377,16 @@ def _check_number(name: str, value: Any, least: int) -> int:
 
 
 State = dict[str, Any]
+"""State of a `StreamMixture`, as `StreamMixture.state_dict` returns it."""
 
 
 class StreamMixture(Mixture, IterableDataset[Any]):
     """Mixture in which some sources can only be iterated. Create it with `Mixture`, which documents the arguments.
 
-    Sources take turns as in a `Mixture`: in every prefix of the order, the number of samples from each source differs
-    from its share by less than one. After a source has been dropped, the shares of the others are counted from the
-    position at which it was dropped. An iterable source is read in its own order. Each epoch reads all sources from
-    their start, after calling `set_epoch` on those that have this method.
+    Sources take turns as in a `Mixture`. In every prefix of the order, the number of samples from each source differs
+    by less than one from the number that the weights call for. After a source has been dropped, this number is counted
+    from the position at which it was dropped. An iterable source is read in its own order. Each epoch reads all sources
+    from their start. Before each pass over an iterable source, its method `set_epoch` is called, if it has one.
 
     Read it with at most one worker. Each rank reads all samples and keeps its share of them, so the order does not
     depend on the number of ranks. `state_dict` contains the position, including the states of sources that have a
@@ -370,9 +395,10 @@ class StreamMixture(Mixture, IterableDataset[Any]):
     """
 
     def _set_up(self, num_samples: int | None) -> None:
-        """Prepare the order of the sources.
+        """Prepare for reading. The order of the sources and the end of an epoch are only found by reading.
 
-        Unless `num_samples` is given, the end of an epoch is only found by reading.
+        Args:
+            num_samples: Maximum number of samples in an epoch. None: an epoch ends only when the sources end it.
         """
         self._limit = num_samples
         self._is_continued = False
@@ -394,22 +420,23 @@ class StreamMixture(Mixture, IterableDataset[Any]):
         return self._limit
 
     def __getitem__(self, position: int) -> Any:
-        """Raise an error, because iterable sources have no random access."""
+        """Raise `DataError`, because iterable sources have no random access."""
         raise DataError("a mixture with iterable sources has no positions; iterate it")
 
     def find_sample(self, position: int) -> tuple[int, int]:
-        """Raise an error, because iterable sources have no random access."""
+        """Raise `DataError`, because iterable sources have no random access."""
         raise DataError("a mixture with iterable sources has no positions; iterate it")
 
     def count_samples(self, position: int) -> dict[str, int]:
-        """Raise an error, because the number of samples of an iterable source is only known after reading it."""
+        """Raise `DataError`, because the samples of an iterable source can only be counted by reading them."""
         raise DataError("a mixture with iterable sources counts no samples in advance; count batch['source']")
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the samples of the current epoch, from the loaded position or else from the first one.
 
         Raises:
-            DataError: If several workers would read the sources, or a source yields no sample.
+            DataError: If several workers would read the sources, or a source yields no sample. Also if a sample already
+                has an entry "source", and the index of its source would be added.
         """
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:
@@ -422,16 +449,21 @@ class StreamMixture(Mixture, IterableDataset[Any]):
         return self._reading.read(self._limit)
 
     def state_dict(self) -> State:
-        """Return the state from which iteration continues after the most recently yielded sample."""
+        """Return the state from which iteration continues after the most recently yielded sample.
+
+        Before the first iteration, this is the loaded state, or else a state with position 0.
+        """
         if self._reading is None:
             return self._loaded or {"position": 0}
         return self._reading.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Make the next iteration continue from a state that `state_dict` returned.
+        """Make the next iteration continue from a state that `state_dict` returned, in the epoch of that state.
+
+        A state with position 0 makes the next iteration start at the beginning of the current epoch.
 
         Raises:
-            StateError: If the state belongs to a mixture with other sources, weights or seed.
+            StateError: If the state belongs to a mixture with another order, such as other sources, weights or seed.
         """
         if state.get("mixture", self._description) != self._description:
             raise StateError(
@@ -446,11 +478,11 @@ class StreamMixture(Mixture, IterableDataset[Any]):
 
 
 class Reading:
-    """One pass over the sources of a `StreamMixture`. It records its position, from which a resumed run continues.
+    """Reading of one epoch of a `StreamMixture`. It records its position, from which a resumed run continues.
 
     Args:
         mixture: Mixture to read.
-        epoch: Index of the epoch.
+        epoch: Index of the epoch, which an epoch in `loaded` replaces.
         loaded: State to continue from, or None for the start.
     """
 
@@ -500,7 +532,13 @@ class Reading:
                     return
 
     def _take(self, source: int) -> list[Any]:
-        """Return the next sample of a source in a list of one item, or an empty list if the source has ended."""
+        """Return the next sample of a source in a list of one item, or an empty list if the source has ended.
+
+        A source that repeats never ends. Its next pass begins instead.
+
+        Raises:
+            DataError: If a complete pass over the source yields no sample.
+        """
         mixture = self._mixture
         while True:
             if self._iterators[source] is None:
@@ -561,14 +599,17 @@ class Reading:
 
 
 def drop_sources(pieces: list[Piece], start: int, dropped: set[int]) -> list[Piece]:
-    """Return the ranges of constant weights from a position on, without some of the sources.
+    """Return the ranges of constant weights from a position on, with the weight 0 for dropped sources.
 
-    Positions in the result are counted from `start`. The result is empty if no remaining source has a weight.
+    A position is the place of one sample in a mixture's order. Positions in the result are counted from `start`. In
+    each range, the weights of the remaining sources are scaled to add up to 1. From the first range in which all of
+    them have the weight 0, ranges are left out, so the result can be empty. The last range has no end. If `start` is 0
+    and nothing is dropped, `pieces` is returned unchanged.
 
     Args:
         pieces: Ranges of positions with constant weights, for all sources.
         start: Position from which the ranges are needed.
-        dropped: Indices of the sources to leave out.
+        dropped: Indices of the dropped sources.
     """
     if not start and not dropped:
         return pieces

@@ -17,6 +17,8 @@ def read_weights(
 ) -> list[Piece]:
     """Convert the weights of a mixture to ranges of positions (`Piece`) in which they are constant.
 
+    A position is the place of one sample in the mixture's order.
+
     Args:
         weights: Weights of all sources. If the weights change during training, a dict from the number of an update to
             the weights that apply from that update on.
@@ -24,8 +26,9 @@ def read_weights(
         samples_per_update: Number of samples per update over all ranks. Required if weights are given by update.
 
     Raises:
-        ConfigError: If the weights are not numbers of 0 or more, add up to 0, do not fit the sources, or are given by
-            update without `samples_per_update`.
+        ConfigError: If the weights are not finite numbers of 0 or more, add up to 0, or do not fit the sources. Also if
+            a positive weight is below 1 / `LARGEST_BLOCK` of their sum. Weights by update must begin at update 0, and
+            need a positive `samples_per_update`.
     """
     if not _is_schedule(weights):
         return build_pieces([0], [_read_row(weights, names)])
@@ -57,7 +60,11 @@ def _is_schedule(weights: Any) -> bool:
 
 
 def _read_row(weights: Any, names: Sequence[str]) -> list[Fraction]:
-    """Return the weights as fractions that add up to 1, in the order of the sources."""
+    """Return the weights as fractions that add up to 1, in the order of the sources.
+
+    Raises:
+        ConfigError: If a weight is invalid or too small, or if all weights are 0.
+    """
     values = [_read_weight(value, name) for name, value in zip(names, _order_weights(weights, names))]
     total = sum(values)
     if not total:

@@ -68,8 +68,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
             `shuffle=True` would lose.
 
     Raises:
-        ConfigError: If an argument is not allowed, or `seed` would shuffle a `Mixture` whose weights change.
-        DataError: If the dataset has no length, or a sample is too long and `long_samples="error"`.
+        ConfigError: If an argument is not allowed, the number of lengths is not that of the samples, or `seed` would
+            shuffle a `Mixture` whose weights change.
+        DataError: If the dataset has no length, all samples are empty, or a sample is too long and
+            `long_samples="error"`.
     """
 
     def __init__(
@@ -132,8 +134,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the underlying dataset, if it has the method `set_epoch`.
 
-        The sequences are planned again if `lengths` is a function, or if the dataset reorders its samples in each
-        epoch.
+        The sequences are planned again if `lengths` is a function. If it was not given, and the dataset reorders its
+        samples in each epoch, they are planned again when the epoch changes.
         """
         if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(epoch)
@@ -169,7 +171,12 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return sequence
 
     def _read(self, piece: SamplePiece) -> tuple[dict[str, Array], Any]:
-        """Return the entries of a document by name, and the value of its sample's `source` entry."""
+        """Return the entries of a document by name, and the `source` entry of its sample (None if it has none).
+
+        Raises:
+            DataError: If the sample has no `input_ids`, is padded, or does not have the planned number of tokens. Also
+                if its number of labels differs, or it has its own numbering of positions.
+        """
         sample = self.dataset[piece.sample]
         if not isinstance(sample, Mapping):
             sample = {TOKENS: sample}
@@ -231,7 +238,7 @@ class OrderedLengths:
 
 
 def measure_lengths(dataset: Any) -> Array:
-    """Return the number of tokens in each sample.
+    """Return the number of tokens in each sample, as an int64 array.
 
     Each sample is read once, except in Hugging Face datasets, whose Arrow tables give the lengths directly.
 
@@ -285,7 +292,10 @@ def _check_unpadded(sample: Mapping[str, Any], index: int, num_tokens: int) -> N
 
 
 def _as_numbers(value: Any) -> Array | None:
-    """Return a list, array or tensor of numbers as an array, or None for anything else."""
+    """Convert a one-dimensional list, tuple, array or tensor of numbers to an array.
+
+    Return None for anything else, and for an empty sequence.
+    """
     if not isinstance(value, list | tuple | numpy.ndarray | torch.Tensor) or not len(value):
         return None
     if isinstance(value, list | tuple) and not isinstance(value[0], int | float):
@@ -295,12 +305,14 @@ def _as_numbers(value: Any) -> Array | None:
 
 
 def choose_window(starts: Sequence[int], num_samples: int) -> int:
-    """Return the number of consecutive samples that are packed together.
+    """Return the number of consecutive samples that are packed together: at most `WINDOW`.
 
-    The number is small enough that packing moves samples only a little across a change of a mixture's weights.
+    It is an eighth of the shortest range of constant weights if that is less. Then packing moves samples only a little
+    across a change of a mixture's weights.
 
     Args:
-        starts: Positions at which the weights of a mixture change; empty for other datasets.
+        starts: Index of the first sample of each range in which the weights of a mixture are constant. Empty for other
+            datasets.
         num_samples: Number of samples in the dataset.
     """
     if len(starts) < 2:

@@ -19,10 +19,10 @@ class PackingCollator:
 
     Args:
         attention: Form in which document boundaries are passed to the model. "position_ids": only positions, from which
-            transformers' sdpa, eager and flex attention derive their masks. "varlen": all sequences are joined into one
-            row, with the arguments of transformers' flash attention (such as `cu_seq_lens_q` and `max_length_q`), which
-            would ignore the boundaries in a batch of several rows. "mask": a boolean `attention_mask` of shape (rows,
-            1, tokens, tokens) for models that pass it to `scaled_dot_product_attention`.
+            transformers' sdpa, eager and flex attention derive their masks. "varlen": all sequences are concatenated
+            in one row, with the arguments of transformers' flash attention, such as `cu_seq_lens_q` and `max_length_q`.
+            In a batch of several rows, flash attention would ignore the boundaries. "mask": a boolean `attention_mask`
+            of shape (rows, 1, tokens, tokens) for models that pass it to `scaled_dot_product_attention`.
         is_causal: Whether tokens attend only to earlier tokens. Used only with "mask".
         check_model: Whether models are checked with `check_document_boundaries` when they are prepared for a loader
             with this collator. Pass False for a model that finds the boundaries in another way, such as by end tokens.
@@ -39,13 +39,14 @@ class PackingCollator:
         self.check_model = check_model
 
     def __call__(self, sequences: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the batch as a dict of tensors by name. Tensors with one value per token have shape (rows, tokens).
+        """Return the batch as a dict. Tensors with one value per token have shape (rows, tokens).
 
-        If the samples have an integer `source` (`Mixture` adds it), the batch contains the source of each token, which
-        is -1 for padding. Sources that are not integers become one list per row, with one entry per document.
+        With `attention="varlen"`, they have shape (1, rows * tokens). If the samples have an integer `source`
+        (`Mixture` adds it), the batch contains the source of each token, which is -1 for padding. Sources that are not
+        integers become one list per row, with one entry per document.
 
         Raises:
-            DataError: If the sequences do not come from a `PackedDataset`.
+            DataError: If the sequences have no `position_ids` and `input_ids`, so are not from a `PackedDataset`.
         """
         first = sequences[0]
         if not isinstance(first, Mapping) or POSITIONS not in first or TOKENS not in first:
@@ -75,7 +76,7 @@ class PackingCollator:
 def make_token_sources(sequences: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:
     """Return the source index of each token as a tensor of shape (rows, tokens). Padding has the index -1.
 
-    Return None if the sources are not integers.
+    Return None if any sequence has no sources, or sources that are not integers.
 
     Args:
         sequences: Sequences of a `PackedDataset`.

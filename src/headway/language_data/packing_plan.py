@@ -106,7 +106,8 @@ def make_packing_plan(
 
     Raises:
         ConfigError: If an argument is not allowed.
-        DataError: If a length is negative, all lengths are 0, or a sample is too long and `long_samples="error"`.
+        DataError: If `lengths` is not a one-dimensional sequence of integers, a length is negative, all lengths are 0,
+            or a sample is too long and `long_samples="error"`.
     """
     check_count(sequence_length=sequence_length, window=window)
     for name, value, allowed in (("strategy", strategy, STRATEGIES), ("long_samples", long_samples, LONG_SAMPLES)):
@@ -156,7 +157,13 @@ def _check_lengths(lengths: Sequence[int] | _Integers) -> _Integers:
 
 
 def _join_and_cut(order: _Integers, sizes: _Integers, capacity: int) -> PackingPlan:
-    """Return the plan that concatenates all samples and cuts them every `capacity` tokens."""
+    """Return the plan that concatenates all samples and cuts them every `capacity` tokens.
+
+    Args:
+        order: Index of each sample, in the order in which samples are packed.
+        sizes: Number of tokens in each sample of `order`, 1 or more.
+        capacity: Number of tokens per sequence.
+    """
     ends = numpy.cumsum(sizes)
     total = int(ends[-1])
     cuts = numpy.union1d(ends, numpy.arange(capacity, total, capacity))  # where pieces end in the concatenated samples
@@ -171,7 +178,16 @@ def _join_and_cut(order: _Integers, sizes: _Integers, capacity: int) -> PackingP
 
 
 def _cut_long(order: _Integers, sizes: _Integers, capacity: int) -> tuple[_Integers, _Integers, _Integers]:
-    """Cut samples into pieces of at most `capacity` tokens. Return the sample, start and stop of each piece."""
+    """Cut samples into pieces of at most `capacity` tokens.
+
+    Args:
+        order: Index of each sample, in the order in which samples are packed.
+        sizes: Number of tokens in each sample of `order`, 1 or more.
+        capacity: Number of tokens per sequence.
+
+    Returns:
+        Three arrays with one entry per piece: index of its sample, and start and stop of its tokens in the sample.
+    """
     num_pieces = -(-sizes // capacity)
     first = numpy.cumsum(num_pieces) - num_pieces
     starts = (numpy.arange(int(num_pieces.sum())) - numpy.repeat(first, num_pieces)) * capacity
@@ -181,6 +197,11 @@ def _cut_long(order: _Integers, sizes: _Integers, capacity: int) -> tuple[_Integ
 
 def _fill_in_order(sizes: _Integers, capacity: int, window: int) -> tuple[_Integers, list[int]]:
     """Fill sequences with pieces in the given order, without moving any piece.
+
+    Args:
+        sizes: Number of tokens in each piece, at most `capacity`.
+        capacity: Number of tokens per sequence.
+        window: Not used. `_fill_best` has the same arguments.
 
     Returns:
         Indices of the pieces in order, and the number of pieces in each sequence.
@@ -196,6 +217,11 @@ def _fill_in_order(sizes: _Integers, capacity: int, window: int) -> tuple[_Integ
 
 def _fill_best(sizes: _Integers, capacity: int, window: int) -> tuple[_Integers, list[int]]:
     """Fill sequences with pieces by best-fit decreasing, separately for each window of `window` pieces.
+
+    Args:
+        sizes: Number of tokens in each piece, at most `capacity`.
+        capacity: Number of tokens per sequence.
+        window: Number of consecutive pieces that are packed together.
 
     Returns:
         Indices of the pieces in the order of the sequences, and the number of pieces in each sequence.

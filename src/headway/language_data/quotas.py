@@ -31,7 +31,11 @@ from sys import maxsize
 
 _SMALLEST_BLOCK = 1024
 LARGEST_BLOCK = 1 << 20
-"""Maximum number of positions in a block. Therefore a source's share must be 0 or at least 1 / `LARGEST_BLOCK`."""
+"""Number of consecutive samples of a mixture among which each source must have at least one.
+
+This limits the size of the blocks in which the order is computed. The weight of a source must therefore be 0, or at
+least 1 / `LARGEST_BLOCK` of the sum of all weights.
+"""
 _LONGEST_PERIOD = 1 << 16
 
 
@@ -39,13 +43,15 @@ _LONGEST_PERIOD = 1 << 16
 class Piece:
     """Range of positions in which the weights of the sources are constant.
 
-    The share of source i after n samples, `A_i(n)`, is `(base[i] + rates[i] * (n - start)) / scale`.
+    A position is the place of one sample in a mixture's order, counted from 0. The share of source i before position n
+    is the number of samples, in general a fraction, that the weights grant to the source up to there. It is
+    `(base[i] + rates[i] * (n - start)) / scale`.
 
     Attributes:
         start: First position.
-        base: Share of each source at `start`, in samples, times `scale`.
+        base: Share of each source before `start`, in samples, times `scale`.
         rates: Increase of each source's share per position, times `scale`.
-        scale: Common denominator.
+        scale: Common denominator of the fractions.
     """
 
     start: int
@@ -56,6 +62,8 @@ class Piece:
 
 def build_pieces(starts: Sequence[int], weights: Sequence[Sequence[Fraction]]) -> list[Piece]:
     """Build the ranges of positions with constant weights (`Piece`) for a schedule of weights.
+
+    A position is the place of one sample in a mixture's order, counted from 0.
 
     Args:
         starts: First position of each range, ascending from 0.
@@ -74,7 +82,7 @@ def limit_pieces(pieces: Sequence[Piece], limits: Sequence[int | None]) -> tuple
     """Limit the number of samples that each source contributes.
 
     After a source has reached its limit, the other sources share its weight, in proportion to their own weights. The
-    order ends where all remaining sources have the weight 0.
+    order ends where all remaining sources have the weight 0. A position is the place of one sample in that order.
 
     Args:
         pieces: Ranges of positions with constant weights, without limits.
@@ -112,12 +120,12 @@ def limit_pieces(pieces: Sequence[Piece], limits: Sequence[int | None]) -> tuple
 
 
 def share_rates(piece: Piece, dropped: Collection[int]) -> list[Fraction] | None:
-    """Return the weights in a range of positions after some sources have been dropped, scaled to add up to 1.
+    """Return the weight of each source without some dropped sources, scaled so that the weights add up to 1.
 
     Return None if the weights of all remaining sources are 0.
 
     Args:
-        piece: Range of positions with constant weights.
+        piece: Range of a mixture's order in which the weights are constant.
         dropped: Indices of the dropped sources. Their weights are 0 in the result.
     """
     rates = [0 if source in dropped else rate for source, rate in enumerate(piece.rates)]
@@ -136,7 +144,7 @@ def _share_rates(
 
     Args:
         row: Weight of each source.
-        curves: Share of each source so far, in samples.
+        curves: Number of samples, in general a fraction, that the weights have granted to each source so far.
         limits: Maximum number of samples per source, or None for a source without a limit.
 
     Returns:
@@ -150,20 +158,28 @@ def _share_rates(
 def _count_steps_to_limit(
     rates: Sequence[Fraction], curves: Sequence[Fraction], limits: Sequence[int | None]
 ) -> int | None:
-    """Return the largest number of whole positions after which no source's share exceeds its limit.
+    """Return the largest number of further positions after which no source has been granted more than its limit.
 
     Return None if no source with a positive weight has a limit.
+
+    Args:
+        rates: Number of samples, as a fraction, that each source is granted per position.
+        curves: Number of samples, in general a fraction, that each source has been granted so far.
+        limits: Maximum number of samples per source, or None for a source without a limit.
     """
     steps = [int((limit - at) / rate) for rate, at, limit in zip(rates, curves, limits) if limit is not None and rate]
     return min(steps) if steps else None
 
 
 def _fill_position(row: Sequence[Fraction], curves: Sequence[Fraction], limits: Sequence[int | None]) -> list[Fraction]:
-    """Return the share of each source, in samples, at the end of a position in which some sources reach their limits.
+    """Return the number of samples granted to each source after a position in which some sources reach their limits.
+
+    A position is the place of one sample in a mixture's order, so one sample is divided among the sources. A source
+    gets no more than its limit allows. The others share the rest in proportion to their weights.
 
     Args:
         row: Weight of each source.
-        curves: Share of each source at the start of the position, in samples.
+        curves: Number of samples, in general a fraction, granted to each source before the position.
         limits: Maximum number of samples per source, or None for a source without a limit.
     """
     now = list(curves)
@@ -176,7 +192,7 @@ def _fill_position(row: Sequence[Fraction], curves: Sequence[Fraction], limits: 
         span = min([rest, *spans])
         now = [at + rate * span for at, rate in zip(now, rates)]
         rest -= span
-    # No source with a weight is left. The rest of the position completes samples of which a source has a fraction.
+    # If a rest is left, no remaining source has a weight. It then completes samples of which a source has a fraction.
     for source, at in enumerate(now):
         added = min(rest, -at % 1)
         now[source] += added
@@ -187,6 +203,8 @@ def _fill_position(row: Sequence[Fraction], curves: Sequence[Fraction], limits: 
 @dataclass(frozen=True)
 class Block:
     """Block of consecutive positions in the order of a mixture, with the source at each position.
+
+    A position is the place of one sample in the order, counted from 0.
 
     Attributes:
         start: First position.
@@ -202,11 +220,16 @@ class Block:
 class QuotaOrder:
     """Order in which a mixture takes samples from its sources, computed as a function of the position.
 
-    Positions are divided into blocks of `block_size`, each of which is computed without those before it.
+    A position is the place of one sample in the order, counted from 0. Positions are divided into blocks of
+    `block_size`. A block is computed without those before it, except near a change of weights.
 
     Args:
         pieces: Ranges of positions with constant weights. The first begins at position 0.
         end: Number of positions, or None if the order never ends.
+
+    Attributes:
+        num_sources: Number of sources.
+        block_size: Number of positions in a block.
     """
 
     def __init__(self, pieces: Sequence[Piece], end: int | None = None) -> None:
@@ -237,9 +260,9 @@ class QuotaOrder:
         return Block(begin, counts, sources)
 
     def _describe_block(self, begin: int, end: int) -> tuple[int, ...] | None:
-        """Return a key under which the sources of a block can be cached, or None if they must not be cached.
+        """Return a key under which the sources of a block can be cached, or None if they cannot be cached.
 
-        Blocks of positions with equal keys have equal sources.
+        Blocks with equal keys have the same source at each position.
 
         Args:
             begin: First position of the block.
@@ -259,7 +282,7 @@ class QuotaOrder:
         return (number, *parts) if number == self._find_piece(max(0, first)) == self._find_piece(last) else None
 
     def count(self, position: int) -> list[int]:
-        """Return the number of samples per source before `position`."""
+        """Return the number of samples that each source contributes to the order before `position`."""
         block = self.read_block(position // self.block_size)
         counts = list(block.counts)
         for source in block.sources[: position - block.start]:
@@ -267,7 +290,7 @@ class QuotaOrder:
         return counts
 
     def find_occurrence(self, source: int, number: int) -> int | None:
-        """Return the position of a source's sample in the order, or None if the order does not contain it.
+        """Return the position of a source's sample in the order, or None if the weights never grant any part of it.
 
         Args:
             source: Index of the source.
@@ -293,9 +316,9 @@ class QuotaOrder:
         return bisect_right(self._starts, position) - 1
 
     def _read_curves(self, position: int) -> tuple[list[int], list[bool]]:
-        """Return the integer part of each source's share at a position, and whether each share has a fractional part.
+        """Return the integer part of each source's share before a position, and whether it has a fractional part.
 
-        The share is the number of samples that the weights grant to the source before the position.
+        The share is the number of samples, in general a fraction, that the weights grant to the source.
         """
         piece = self._pieces[self._find_piece(position)]
         steps = position - piece.start
@@ -306,7 +329,8 @@ class QuotaOrder:
         """Return the release and the deadline of a sample, which limit its position in the order.
 
         The release is the first position at which the sample may be placed. The deadline is the position before which
-        it must have been placed. Either is `sys.maxsize` if the source's share never grows that far.
+        it must have been placed. A sample that the weights never grant has `sys.maxsize` as its deadline. If they do not
+        even grant a part of it, its release is `sys.maxsize`, too.
 
         Args:
             source: Index of the source.
@@ -378,9 +402,10 @@ class QuotaOrder:
     def _estimate_counts(self, number: int) -> list[int]:
         """Estimate the number of samples per source before a block of positions.
 
-        The estimate is the integer part of each source's share. It is increased by one for as many sources, in the
-        order of their next deadlines, as are needed to reach the total number of positions. For a source whose
-        weight has become 0, the number at the end of the first full block after this change is used instead.
+        The estimate is the integer part of each source's share, which is the number of samples that the weights grant
+        to it. If these add up to less than the number of positions before the block, the estimates of the sources with
+        the earliest deadlines are increased by one. If the weight of a source has become 0, the source's number
+        at the end of the first full block after this change is used instead.
 
         Args:
             number: Index of the block.
@@ -405,7 +430,8 @@ class QuotaOrder:
     ) -> tuple[list[int], list[int]]:
         """Choose the source at each position of a range: the one whose next sample has the earliest deadline.
 
-        The deadline of a sample is the position before which it must be placed for its source to get its share.
+        The deadline of a sample is the position before which it must be placed, so that its source gets the samples
+        that the weights grant to it.
 
         Args:
             counts: Number of samples per source before `begin`.
@@ -466,6 +492,8 @@ class QuotaOrder:
     def _list_owed(self, index: int, counts: Sequence[int]) -> list[tuple[int, int]]:
         """Return the samples that sources must still contribute although their weight has become 0.
 
+        Such a source may be owed a fraction of a sample. Only whole samples, summed over these sources, are placed.
+
         Args:
             index: Index of the range of constant weights (`Piece`).
             counts: Number of samples per source, at the start of the range or later in it.
@@ -511,7 +539,8 @@ def _choose_block_size(pieces: Sequence[Piece]) -> tuple[int, bool]:
     """Choose the number of positions in a block.
 
     Each source with a positive weight must have at least one sample in a block. If the order of sources repeats after a
-    short period in each range of constant weights, the size is a multiple of all these periods.
+    short period in each range of constant weights, the size is a multiple of all these periods. Ranges of one position
+    are ignored.
 
     Returns:
         Pair of (size of a block, whether it is a multiple of the periods).

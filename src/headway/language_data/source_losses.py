@@ -19,6 +19,9 @@ class SourceLosses:
         names: Names of the sources: `mixture.names`.
         prefix: Text before the names in the result.
 
+    Raises:
+        ConfigError: If `names` is a single string or empty.
+
     Example::
 
         losses = SourceLosses(accelerator, mixture.names)
@@ -45,7 +48,7 @@ class SourceLosses:
         Args:
             losses: Loss of each row, of shape [rows], or of each token, of shape [rows, tokens].
             sources: Source index of each row, of shape [rows], or of each token, of shape [rows, tokens], as in packed
-                batches. Rows or tokens with a negative index are not counted.
+                batches. Rows or tokens with a negative index, such as padding, are not counted.
             mask: Boolean tensor of shape [rows] or of the shape of `losses`, which is True for the rows or tokens to
                 count. Default: None, all are counted.
 

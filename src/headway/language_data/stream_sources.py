@@ -43,9 +43,11 @@ def hash_sources(dataset: Any) -> float:
 
 
 def _list_parts(node: Any, depth: int, seen: set[int]) -> Iterator[str]:
-    """Yield texts that describe a dataset's source. Two sources that differ yield different texts.
+    """Yield texts that describe a dataset's source, so that sources can be compared by a hash of the texts.
 
-    Only the file name of a path is included, because directories may differ between machines.
+    Only the file name of a path is included, because directories may differ between machines. Included are strings,
+    numbers, None, random generators, containers of these, and the attributes of objects from the `datasets` library.
+    Other values are ignored, and an object that was already described is not described again.
 
     Args:
         node: Source, or a value inside it.
@@ -69,7 +71,9 @@ def _list_parts(node: Any, depth: int, seen: set[int]) -> Iterator[str]:
 
 
 def _list_members(node: Any, depth: int, seen: set[int]) -> Iterator[str]:
-    """Yield texts that describe the attributes of an object from the `datasets` library.
+    """Yield texts that describe the class and the attributes of an object from the `datasets` library.
+
+    A map-style dataset is described by its length, and by its first and last row.
 
     Args:
         node: Object to describe.

@@ -15,7 +15,7 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 _WINDOW = 64
-"""Approximate number of updates whose samples are sorted together by length."""
+"""Approximate number of updates whose samples are sorted together by length. A window has at least 1,024 samples."""
 
 TOO_LONG = ("error", "drop", "alone")
 
@@ -24,8 +24,9 @@ class TokenBatchSampler(Sampler[list[int]]):
     """Batch sampler whose batches have at most a given number of tokens, counting padding.
 
     The plan of an epoch is a function of the lengths, the seed and the epoch, so every rank computes the same plan.
-    Samples are shuffled, sorted by length within windows of about 64 updates, and divided into batches. The batches
-    are then shuffled. A batch's number of tokens is its number of samples times the length of its longest sample.
+    Samples are shuffled, sorted by length within windows of about 64 updates (at least 1,024 samples), and divided into
+    batches. The batches are then shuffled. A batch's number of tokens is its number of samples times the length of its
+    longest sample.
 
     With `global_batch_tokens`, an optimizer update consists of `batches_per_update` batches over all ranks, and has
     about `global_batch_tokens` tokens. The number of batches in an epoch is a multiple of `batches_per_update`: some
@@ -49,6 +50,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     Attributes:
         batches_per_update: Number of batches in an update, over all ranks.
+        epoch: Index of the current epoch, which `set_epoch` selects.
         num_dropped: Number of samples that are longer than a batch and left out.
 
     Raises:
@@ -117,7 +119,11 @@ class TokenBatchSampler(Sampler[list[int]]):
         return len(self.plan_epoch())
 
     def plan_epoch(self) -> list[list[int]]:
-        """Return the batches of the current epoch, over all ranks. Each batch is a list of sample indices."""
+        """Return the batches of the current epoch, over all ranks. Each batch is a list of sample indices.
+
+        Raises:
+            DataError: If there are too few samples to fill all batches of the last update.
+        """
         if self._plan is None or self._plan[0] != self.epoch:
             self._plan = self.epoch, self._build_plan()
         return self._plan[1]
@@ -164,10 +170,13 @@ class TokenBatchSampler(Sampler[list[int]]):
         return self._complete_updates(batches)
 
     def _complete_updates(self, batches: list[list[int]]) -> list[list[int]]:
-        """Cut some of the last batches in two, so that the number of batches is a multiple of `batches_per_update`.
+        """Cut some batches in two, so that the number of batches is a multiple of `batches_per_update`.
+
+        The largest of the last `batches_per_update` batches is cut. If these have one sample each, the largest of all
+        batches is cut.
 
         Raises:
-            DataError: If there are fewer samples than batches in an update.
+            DataError: If batches are missing, but no batch has two samples.
         """
         missing = -len(batches) % self.batches_per_update
         while missing:
@@ -202,7 +211,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
 
 def read_lengths(lengths: Iterable[int]) -> Any:
-    """Convert lengths to an array of integers.
+    """Convert lengths to a one-dimensional int64 array.
 
     Raises:
         DataError: If `lengths` is empty, or a length is not a whole number of at least 1.

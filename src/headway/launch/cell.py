@@ -10,7 +10,10 @@ from headway.common.optional import require
 
 
 def main(folder: str) -> None:
-    """Run the pickled call in `folder`. Write the result to `result<rank>`, or the exception to `error<rank>`."""
+    """Run the pickled call in `folder`. Write the result to `result<rank>`, or the exception to `error<rank>`.
+
+    The exception is then raised again, so that the process fails.
+    """
     function, args = pickle.loads(Path(folder, "call").read_bytes())
     try:
         result = function(*args)
@@ -23,7 +26,8 @@ def main(folder: str) -> None:
 def _write(path: Path, obj: Any) -> None:
     """Pickle an object to a file for the notebook.
 
-    If the object cannot be pickled and loaded again, no file is written, and the notebook receives None.
+    If the object cannot be pickled and loaded again, no file is written. The notebook then receives None as the result
+    of this rank, or an error without the rank's exception.
     """
     cloudpickle = require("cloudpickle", "notebook_launcher needs", "cloudpickle")
     try:

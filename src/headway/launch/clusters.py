@@ -35,6 +35,8 @@ class ClusterTask:
     def has_own_devices(self, num_visible: int) -> bool:
         """Whether each task sees only its own accelerators, not all accelerators of the machine.
 
+        This is inferred from the number of accelerators. False if the task sees none.
+
         Args:
             num_visible: Number of accelerators that this task sees.
         """
@@ -64,7 +66,8 @@ def detect_cluster(environment: Mapping[str, str]) -> Cluster | None:
         environment: Environment variables of this process.
 
     Raises:
-        ConfigError: If the cluster's variables contradict each other.
+        ConfigError: If a variable that must be a whole number is not one, or if the tasks are not spread evenly over
+            the machines.
     """
     return _detect_slurm(environment) or _open_mpi(environment) or _detect_kubernetes(environment)
 
@@ -127,7 +130,7 @@ class _Reader:
             self.decide("machine_rank", machine_rank, variables[1])
 
     def decide_port(self, job: int | None, variable: str) -> None:
-        """Derive the rendezvous port from the job's number. Do nothing if the number is None.
+        """Derive the rendezvous port (20000 to 31999) from the job's number. Do nothing if the number is None.
 
         The number is equal on all machines of a job and differs between jobs.
 
@@ -143,6 +146,9 @@ def _detect_slurm(environment: Mapping[str, str]) -> Cluster | None:
     """Return the SLURM cluster if srun started this process, or None if it did not.
 
     A shell in an allocation (from salloc, or an sbatch script) was not started by srun and does not count.
+
+    Raises:
+        ConfigError: If a variable is not a whole number, or if the tasks are not spread evenly over the machines.
     """
     if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
         return None

@@ -18,7 +18,7 @@ def resolve_layout(resolved: Resolved, num_machines: int, num_local: int) -> Lay
         The layout, or None if the script chooses it or a strategy from another package is named.
 
     Raises:
-        ConfigError: If the layout does not fit the number of processes, or is not supported.
+        ConfigError: If the strategy is unknown, does not fit the number of processes, or is not supported.
     """
     text = resolved.get("strategy")
     if text is None or mesh.find_entry_point(text) is not None:
@@ -65,7 +65,7 @@ def list_layouts_after_losses(
 
     Args:
         resolved: Resolved settings. `min_machines` is the smallest number of machines with which the run continues.
-        found: Layout of the full run.
+        found: Layout of the full run. If None, there are no notes.
         num_machines: Number of machines in the full run.
         num_local: Number of processes on each machine.
     """
@@ -96,7 +96,7 @@ def count_data_shards(num_processes: int, found: Layout | None) -> str:
     """Return text for the launcher's banner, such as "8 processes" or "2 data shards".
 
     The text gives the number of shards into which the global batch is divided. Processes that read the same data share
-    a shard.
+    a shard. If the layout is unknown (None), each process counts as a shard.
     """
     if found is None or found.num_data_shards == num_processes:
         return f"{num_processes} process{'es' if num_processes > 1 else ''}"

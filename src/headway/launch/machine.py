@@ -118,7 +118,8 @@ def _find_accelerators(root: Path) -> tuple[str | None, int]:
 def _count_nvidia(root: Path) -> int:
     """Return the number of NVIDIA devices that CUDA enumerates.
 
-    The number is queried from NVML, else from nvidia-smi, else from the device files.
+    The number is queried from NVML, else from nvidia-smi, else from the device files. If `root` is not "/", only its
+    device files are counted. If a device is divided by MIG, the number is 1.
     """
     if root == Path("/"):
         if is_available("pynvml") and (counted := _count_by_nvml()) is not None:

@@ -21,7 +21,11 @@ class MemoryWatch:
         self._before = self._num_kills()
 
     def describe_kills(self) -> str:
-        """Return a description of the out-of-memory kills since this object was created. Empty if there were none."""
+        """Return a description of the out-of-memory kills since this object was created. Empty if there were none.
+
+        The description continues a sentence about a rank that SIGKILL has ended. Kills of any process on this host or
+        in this process's control group count.
+        """
         kills = self._num_kills() - self._before
         if kills <= 0:
             return ""

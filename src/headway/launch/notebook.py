@@ -64,28 +64,33 @@ def notebook_launcher(
         args: Positional arguments of the function.
         num_processes: Number of processes on this machine. Default: one per accelerator, or one if there is no
             accelerator.
-        mixed_precision: Precision of the computation, as for `headway launch`.
+        mixed_precision: Precision of the computation, as for `headway launch`. Default: None, the function chooses.
         use_port: Free port on machine 0 for the rendezvous.
         master_addr: Address of machine 0 for the rendezvous.
         node_rank: Rank of this machine.
         num_nodes: Number of machines, each with a notebook that runs this cell.
         rdzv_backend: Rendezvous backend, as for `headway launch`. With `num_nodes=1` there is no rendezvous: the
             launcher binds a free port, and all `rdzv_*` arguments, `use_port` and `master_addr` have no effect.
-        rdzv_endpoint: Address and port of the rendezvous in one string, "address:port".
-        rdzv_conf: Options of the rendezvous backend, as for `headway launch`.
+            With several machines, "static" (the default) becomes "c10d" if `max_restarts` is above 0.
+        rdzv_endpoint: Address and port of the rendezvous in one string, "address:port". Default: "", `master_addr` and
+            `use_port` are used.
+        rdzv_conf: Options of the rendezvous backend, as for `headway launch`. Default: None, no options.
         rdzv_id: ID of the run, as for `headway launch`.
         max_restarts: Number of times that all processes are restarted after a failure.
         monitor_interval: Seconds between two checks of the processes.
-        log_line_prefix_template: Accepted for compatibility. Lines of ranks appear in the cell without a prefix.
+        log_line_prefix_template: Ignored, with a warning. Accepted for compatibility with Accelerate. Lines of ranks
+            appear in the cell without a prefix.
         cpu: Whether to compute on the CPU even if there is an accelerator.
 
     Returns:
         Return values of the function by rank. None for values that cannot be pickled and for ranks on other machines.
 
     Raises:
-        LaunchError: If a process failed. The error's cause is the exception that ended the run.
+        LaunchError: If a process failed. The error's cause is the exception of the function that was recorded first,
+            if there is one and it can be pickled.
         ConfigError: If an argument has a wrong type or is out of range, or a launcher has started this process itself
             as one of several.
+        OptionalDependencyMissing: If cloudpickle is not installed.
     """
     cloudpickle = require("cloudpickle", "notebook_launcher needs", "cloudpickle")
     if not callable(function):
@@ -142,7 +147,9 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 
     Raises:
         LaunchError: If a process failed.
-        ConfigError: If `num_processes` is not an integer of at least 1.
+        ConfigError: If `num_processes` is not an integer of at least 1, or if `function` or `args` has a wrong type.
+            Also if a launcher has started this process itself as one of several.
+        OptionalDependencyMissing: If cloudpickle is not installed.
     """
     return notebook_launcher(function, args, num_processes, cpu=True)
 
@@ -184,7 +191,13 @@ def _build_endpoint(
     rdzv_conf: Mapping[str, Any] | None,
     rdzv_id: str,
 ) -> dict[str, Any]:
-    """Return the rendezvous settings of several notebooks, or {} for a single notebook, which uses a free port."""
+    """Return the rendezvous settings of several notebooks, or {} for a single notebook, which uses a free port.
+
+    For a single notebook, warn about rendezvous arguments that were given but have no effect.
+
+    Raises:
+        ConfigError: If the port is not a number, or if several machines would meet at a loopback address.
+    """
     if num_nodes == 1 and node_rank == 0:
         unused = {
             "use_port": (use_port, DEFAULT_PORT),
@@ -225,7 +238,8 @@ def _build_endpoint(
 def _report_used_memory() -> None:
     """Print how much GPU memory this process holds and where it first used the GPU.
 
-    The ranks share the GPU with this process, so this memory is not available to them.
+    The ranks share the GPU with this process, so this memory is not available to them. Do nothing if this process has
+    not initialized CUDA.
     """
     first_use = sys.modules.get("headway.core.runtime.first_use")
     torch = sys.modules.get("torch")
@@ -244,6 +258,8 @@ def _report_used_memory() -> None:
 
 def _run(planned: LaunchPlan, environment: dict[str, str]) -> int:
     """Start the plan's command, copy its output to this process's output, and wait until the command ends.
+
+    After a KeyboardInterrupt, send SIGINT to the command, wait for its end, and raise the KeyboardInterrupt again.
 
     Returns:
         Exit code of the command.

@@ -124,9 +124,9 @@ class LaunchPlan:
         removals: Names of environment variables that the command must not inherit.
         world_size: Number of processes on all machines.
         num_local: Number of processes on this machine.
-        banner: Line that describes the launch.
-        notes: Further messages for the user.
-        layout: Layout of the model. None if the script chooses it.
+        banner: Line that describes the launch. Empty on a cluster's tasks other than task 0. No notes are printed then.
+        notes: Messages for the user that are printed after the banner.
+        layout: Layout of the model. None if the script chooses it, or if another package defines the strategy.
     """
 
     argv: tuple[str, ...]
@@ -170,11 +170,13 @@ def make_plan(
         program: Program to start.
         machine: Hardware of this machine.
         environment: Environment variables of the launcher.
-        cluster: Cluster that started the launcher. Its settings are already contained in `resolved`. Default: none.
-        notes: Messages about the settings to show to the user.
+        cluster: Cluster that started the launcher. Its settings are already contained in `resolved`. Default: None, no
+            cluster started it.
+        notes: Messages about the settings to show to the user. The plan's `notes` begin with them.
 
     Raises:
-        ConfigError: If the settings contradict each other, or request something that the machine cannot do.
+        ConfigError: If the settings contradict each other, or request something that the machine cannot do. Also if the
+            environment shows that another launcher has started this process as one of several.
     """
     if cluster is None:
         _refuse_nesting(resolved, program, environment)
@@ -229,7 +231,12 @@ _NO_ACCELERATOR = "{} has no accelerator that torch can use; check the driver an
 
 
 def _select_devices(resolved: Resolved, machine: Machine) -> Machine:
-    """Return the description of the machine with only those accelerators that the settings allow."""
+    """Return the description of the machine with only those accelerators that the settings allow.
+
+    Raises:
+        ConfigError: If the settings request accelerators that the machine does not have or that are hidden, or if they
+            contradict each other.
+    """
     on_cpu = bool(resolved.get("cpu", False))
     if machine.hidden_by and not on_cpu:
         raise ConfigError(
@@ -282,7 +289,12 @@ def _choose_visible_variable(resolved: Resolved, machine: Machine) -> str:
 
 
 def _count_processes(resolved: Resolved, machine: Machine, task: ClusterTask | None) -> tuple[int, int]:
-    """Return the number of machines and the number of processes on each machine."""
+    """Return the number of machines and the number of processes on each machine.
+
+    Raises:
+        ConfigError: If the processes cannot be spread evenly over the machines, if there are more processes than
+            accelerators, or if the machine's rank is too large.
+    """
     num_machines = resolved.get("num_machines", 1)
     per_machine = len(machine.device_ids) or 1
     total = resolved.get("num_processes", num_machines * per_machine)
@@ -356,7 +368,11 @@ def _build_order(resolved: Resolved, program: Program, num_machines: int, num_lo
 
 
 def _choose_min_machines(resolved: Resolved, num_machines: int, backend: str) -> int:
-    """Return the smallest number of machines with which the run continues after it has lost one."""
+    """Return the smallest number of machines with which the run continues after it has lost one.
+
+    Raises:
+        ConfigError: If the number exceeds `num_machines`, or if the run cannot be restarted with fewer machines.
+    """
     fewest: int = resolved.get("min_machines", num_machines)
     origin = resolved.origin("min_machines")
     if fewest > num_machines:
@@ -370,7 +386,12 @@ def _choose_min_machines(resolved: Resolved, num_machines: int, backend: str) ->
 
 
 def _build_task_order(resolved: Resolved, order: AgentOrder, task: ClusterTask, machine: Machine) -> AgentOrder:
-    """Return the instructions for an agent that manages the single process of a task started by the cluster."""
+    """Return the instructions for an agent that manages the single process of a task started by the cluster.
+
+    Raises:
+        ConfigError: If the requested processes are not the cluster's tasks, if no port was given for a run on one
+            machine, or if `min_machines` is set.
+    """
     num_asked = order.num_machines * order.num_local
     if (num_asked, order.num_local) != (task.world_size, task.local_world_size):
         raise ConfigError(
@@ -453,10 +474,10 @@ def _set_network(
 
 
 def _hide_warnings(resolved: Resolved, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variable that hides C++ warnings about retries and lost sockets.
+    """Return the environment variable that hides C++ warnings about retries and lost sockets, as a dict.
 
-    The launcher itself reports retries and lost sockets. The warnings stay visible if the user requests them with
-    torch's own variables, `--debug` or `HEADWAY_LOG_LEVEL=debug`.
+    The launcher itself reports retries and lost sockets. Return {} if the user requests the warnings with torch's own
+    variables, `--debug` or `HEADWAY_LOG_LEVEL=debug`.
     """
     is_asked_for = any(name in environment for name in ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG"))
     is_debugging = environment.get("HEADWAY_LOG_LEVEL", "").strip().lower() in ("debug", "10")

@@ -23,7 +23,7 @@ def execute_plan(plan: LaunchPlan, environment: Mapping[str, str], *, is_quiet: 
     Args:
         plan: Launch to execute.
         environment: Environment variables of the launcher, to which the plan's changes are applied.
-        is_quiet: Whether to omit the banner and the notes.
+        is_quiet: Whether to omit the banner and the notes. If the plan's banner is empty, both are always omitted.
 
     Raises:
         LaunchError: If the command cannot be found or started.

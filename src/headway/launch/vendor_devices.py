@@ -28,15 +28,16 @@ def find_vendor_accelerator(
 
     If no such package is installed, this function only scans the installed packages (milliseconds). Otherwise it
     imports torch in a subprocess. It also does so if HEADWAY_DEVICE names a device type other than "cpu", because on
-    some machines only CUDA itself reports NVIDIA devices.
+    some machines only CUDA itself reports NVIDIA devices. With TORCH_DEVICE_BACKEND_AUTOLOAD=0, torch loads no such
+    package, so installed packages are ignored.
 
     Args:
         environment: Environment variables with which a process would start.
         folders: Folders of installed packages. Default: this interpreter's search path.
 
     Returns:
-        Pair of (torch's name of the device type, number of devices). None if no package adds a device type, or if its
-            driver finds no device.
+        Pair of (torch's name of the device type, number of devices). None if torch was not queried, finds no device,
+            or does not answer within 120 seconds.
     """
     is_loaded = environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "0"
     if not (is_loaded and has_vendor_package(folders)) and environment.get("HEADWAY_DEVICE", "cpu") == "cpu":

@@ -41,7 +41,8 @@ def describe_hiding_variables(kind: str, environment: Mapping[str, str]) -> str:
 def list_visible_ids(kind: str, num_devices: int, environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the IDs of the devices that a process may see, as listed in the vendor's environment variable.
 
-    An index that does not exist ends the list, as it does in the drivers.
+    An index that does not exist ends the list, as it does in the drivers. If no variable is set, the IDs are the
+    indices of all devices.
 
     Args:
         kind: Kind of accelerator, a key of `VISIBLE`.

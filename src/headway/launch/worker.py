@@ -1,7 +1,7 @@
 """Start a worker's program exactly as Python would, and record the exception that ends it.
 
 This module is run as `python -m headway.launch worker AGENT_PID KIND STREAMS TARGET ARGS...`. KIND is "script",
-"module" or "program". STREAMS is "merge" if stderr goes to the same file or screen as stdout.
+"module" or "program". STREAMS is "merge" if stderr goes to the same file or screen as stdout, otherwise "apart".
 """
 
 import builtins
@@ -26,11 +26,14 @@ _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the program that the arguments describe.
+    """Run the program that the arguments describe, and end this process with its exit code. Does not return.
+
+    A program that is neither script nor module replaces this process.
 
     Args:
-        arguments: Process ID of the agent, kind of program ("script", "module" or "program"), "merge" to merge stderr
-            into stdout, path or name of the program, and the program's arguments.
+        arguments: Process ID of the agent, kind of program, treatment of stderr, path or name of the program, and the
+            program's arguments. The kind is "script", "module" or "program". "merge" merges stderr into stdout, and
+            "apart" keeps both.
     """
     agent_pid, kind, streams, target, *args = arguments
     die_with(int(agent_pid))
@@ -49,7 +52,13 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _run_program(kind: str, target: str, record: str | None) -> int:
-    """Run the program and return the exit code with which Python would end."""
+    """Run the program and return the exit code with which Python would end.
+
+    Args:
+        kind: "script" or "module".
+        target: Path of the script, or name of the module.
+        record: File into which an exception of the program is written. None to write none.
+    """
     try:
         code = _prepare_module(target) if kind == "module" else _prepare_script(target)
         exec(code, sys.modules["__main__"].__dict__)
@@ -87,7 +96,8 @@ def die_with(parent_pid: int, number: int = _SIGKILL) -> None:
 def _record_faults(record: str | None) -> None:
     """Enable faulthandler, so that a crash (SIGSEGV, SIGABRT ...) writes its Python stack to a `.fault` file.
 
-    The file is next to the exception record.
+    The file is next to the exception record. Do nothing if there is no such record, or if faulthandler is already
+    enabled.
     """
     if record and not faulthandler.is_enabled():
         faulthandler.enable(open(f"{record}.fault", "w"))  # noqa: SIM115  (faulthandler holds it open)
@@ -126,6 +136,9 @@ def _prepare_script(target: str) -> CodeType:
     """Prepare `__main__`, `sys.path` and `sys.argv` as `python TARGET` does, and return the code to execute.
 
     TARGET is a file, or a folder or archive that contains a `__main__.py`.
+
+    Raises:
+        LaunchError: If TARGET is none of these, or contains no Python code.
     """
     path = os.path.join(os.getcwd(), target)
     if os.path.isfile(path) and not path.endswith((".zip", ".pyz", ".egg")):
@@ -141,7 +154,11 @@ def _prepare_script(target: str) -> CodeType:
 
 
 def _prepare_module(target: str) -> CodeType:
-    """Prepare `__main__`, `sys.path` and `sys.argv` as `python -m TARGET` does, and return the code to execute."""
+    """Prepare `__main__`, `sys.path` and `sys.argv` as `python -m TARGET` does, and return the code to execute.
+
+    Raises:
+        LaunchError: If the module does not exist, is a package without a `__main__.py`, or contains no Python code.
+    """
     _set_first_path(os.getcwd())
     spec = _find_spec(target)
     if spec is not None and spec.submodule_search_locations is not None:

@@ -84,16 +84,16 @@ def load_checkpoint_in_model(
         keep_in_fp32_modules: Components of dotted names, such as "lm_head". Weights whose names contain one are loaded
             as float32 regardless of `dtype`.
         offload_8bit_bnb: Not supported.
-        strict: Whether to raise an error if the checkpoint has names that the model lacks, or lacks buffers of the
-            model.
+        strict: Whether to raise CheckpointError if the checkpoint has names that the model lacks, or lacks persistent
+            buffers of the model.
         full_state_dict: Whether the checkpoint has full tensors. False is not supported.
         broadcast_from_rank0: No effect, because all ranks on a machine share the pages of the mapped files.
 
     Raises:
         CheckpointError: If the checkpoint is missing or damaged, or does not fit the model. The model is then
             unchanged.
-        ConfigError: If the device map does not match the model, or if an offload folder is needed and not given, or
-            belongs to another model.
+        ConfigError: If the device map does not match the model, or `dtype` is not a dtype of torch. Also if an offload
+            folder is needed and not given, or belongs to another model.
         UnsupportedError: If `offload_8bit_bnb=True` or `full_state_dict=False` is given.
     """
     check_kind(full_state_dict, offload_8bit_bnb)
@@ -132,6 +132,11 @@ def load_weights(
         homes: Target of each tensor by name: a device, or "disk". None leaves tensors on their devices, and loads
             tensors on the meta device to the CPU.
         in_fp32: Components of dotted names, such as "lm_head". Weights whose names contain one are loaded as float32.
+
+    Raises:
+        CheckpointError: If the checkpoint is missing or damaged, or does not fit the model.
+        ConfigError: If `dtype` is not a dtype of torch, or an offload folder is needed and not given, or belongs to
+            another model.
     """
     opened = open_checkpoint(checkpoint)
     places = map_locations(model)
@@ -315,8 +320,12 @@ def load_checkpoint_and_dispatch(
             weights of such a module are loaded together with those of its submodules.
 
     Raises:
-        CheckpointError: If the checkpoint is damaged or does not fit the model. The model is then unchanged.
-        DeviceMapError: If the device map does not match the model or the machine's devices.
+        CheckpointError: If the checkpoint is missing or damaged, or does not fit the model. The model is then
+            unchanged.
+        DeviceMapError: If the device map or `max_memory` does not match the model or the machine's devices.
+        ConfigError: If `dtype` is not a dtype of torch, or an offload folder is needed and not given, or belongs to
+            another model.
+        UnsupportedError: If `full_state_dict=False` is given.
     """
     check_kind(full_state_dict)
     placement = None
@@ -374,7 +383,9 @@ def dispatch_model(
 
     Raises:
         DeviceMapError: If the device map does not match the model or the machine's devices.
-        ConfigError: If a tensor has no values, or the offload folder is missing or belongs to another model.
+        ConfigError: If a tensor has no values, or an offload folder is needed and not given, or belongs to another
+            model.
+        CheckpointError: If a file of `offload_index` is missing or does not match the model.
     """
     undispatch_model(model)
     placement = make_placement(model, resolve_device_map(model, device_map), main_device, offload_buffers)
@@ -393,7 +404,16 @@ def _attach_execution(
 ) -> None:
     """Move every tensor to its target device or file, and attach the hooks that run the model with this placement.
 
-    If the whole model is on one device and runs there, hooks are attached only if `force_hooks` is True.
+    If the whole model is on one accelerator, or on the CPU and runs there, hooks are attached only if `force_hooks` is
+    True. The model gets the attribute `hf_device_map` in any case.
+
+    Args:
+        model: Model with values.
+        placement: Devices on which the model's tensors are stored, and on which its parts run.
+        folder: Offload folder for tensors that are placed on disk and are not in a mapped file yet, or None.
+        skip_keys: Names of keyword arguments of `forward` that are not moved between devices.
+        preload: Names of classes whose weights are loaded together with those of their submodules.
+        force_hooks: Whether hooks are attached even if they are not needed.
     """
     _move_home(map_locations(model), placement.homes, folder)
     kinds = set(placement.homes.values())
@@ -413,13 +433,17 @@ def cpu_offload(
     """Keep all weights in host memory, and run the model on another device, to which weights are copied ahead of use.
 
     Args:
-        model: Model to place.
-        execution_device: Device that runs the model, or None for this process's current accelerator. If it is the CPU,
-            nothing is moved.
-        offload_buffers: Whether buffers are offloaded, too.
+        model: Model to place, which is also returned.
+        execution_device: Device that runs the model. None: this process's current accelerator, or the CPU if the
+            machine has no accelerator. If it is the CPU, weights are used in place.
+        offload_buffers: Whether buffers are offloaded, too. If False, they are on the execution device.
         state_dict: Values for parts on the meta device.
         preload_module_classes: Classes whose modules use the weights of submodules without calling the submodules. The
             weights of such a module are loaded together with those of its submodules.
+
+    Raises:
+        DeviceMapError: If this machine does not have the execution device.
+        ConfigError: If a tensor has no values.
     """
     return dispatch_model(
         model,
@@ -441,16 +465,17 @@ def disk_offload(
     """Keep all weights on disk, and run the model on a device. Weights are read ahead of use.
 
     Args:
-        model: Model to place.
+        model: Model to place, which is also returned.
         offload_dir: Folder for weights that are not in a mapped file yet. A file that an earlier call wrote for this
             model is reused.
         execution_device: Device that runs the model. None: this process's current accelerator, or the CPU if the
             machine has no accelerator.
-        offload_buffers: Whether buffers are offloaded, too.
+        offload_buffers: Whether buffers are offloaded, too. If False, they are on the execution device.
         preload_module_classes: Classes whose modules use the weights of submodules without calling the submodules. The
             weights of such a module are loaded together with those of its submodules.
 
     Raises:
+        DeviceMapError: If this machine does not have the execution device.
         ConfigError: If a tensor has no values, or the folder contains another model's weights.
     """
     return dispatch_model(
@@ -482,7 +507,19 @@ def _fill_meta_tensors(
     index: Mapping[str, Mapping[str, object]] | None,
     folder: str | Path | None,
 ) -> None:
-    """Replace tensors on the meta device with values from the user's state dict or, if missing there, from files."""
+    """Replace tensors on the meta device with values from the user's state dict or, if missing there, from files.
+
+    Tensors that are in neither stay on the meta device.
+
+    Args:
+        places: Modules and attributes that hold each tensor of the model, by name.
+        state_dict: Values by name, or None.
+        index: Entries that locate values in files, by name, or None.
+        folder: Offload folder with the files of the entries, or None.
+
+    Raises:
+        CheckpointError: If a file is missing or does not match its entry or the model.
+    """
     if state_dict is None and index is None:
         return
     groups, stored = map_ties(places), OffloadedWeightsLoader(save_folder=folder, index=index or {})
@@ -501,6 +538,15 @@ def _move_home(places: Mapping[str, TensorLocation], homes: Mapping[str, Home], 
 
     If the target of a tensor is the disk and the tensor is not in a mapped file yet, it is first written to the offload
     folder.
+
+    Args:
+        places: Modules and attributes that hold each tensor of the model, by name.
+        homes: Target of each tensor by name: a device, or "disk".
+        folder: Offload folder, or None.
+
+    Raises:
+        ConfigError: If a tensor has no values, or an offload folder is needed and not given, or belongs to another
+            model.
     """
     groups = map_ties(places)
     leaders = {name: group[0] for name, group in groups.items()}
@@ -533,6 +579,7 @@ def _write_to_disk(
     places: Mapping[str, TensorLocation], names: Iterable[str], specs: dict[str, TensorSpec], folder: str | Path | None
 ) -> dict[str, torch.Tensor]:
     if all(places[name].tensor.is_meta for name in names):
+        # Without values, the tensors can only be those that an earlier run has written to the folder.
         found = find_existing(folder, specs)
         return {} if found is None else {name: found.tensors[name].tensor() for name in names}
     if folder is None:

@@ -43,6 +43,12 @@ class Execution:
         skip_keys: Names of keyword arguments that are not moved between devices.
         preload: Names of classes whose weights are loaded together with those of their submodules.
         transport: Transport of copies to the device, or None for the device's default.
+
+    Attributes:
+        model: The dispatched model.
+        stream: Stream that copies weights to the main device (`DeviceStream`), or reader that reads them ahead in place
+            (`ReadAhead`). None if no weights have to be copied or read.
+        pace: Throughput of the forwards that have been recorded.
     """
 
     def __init__(
@@ -236,7 +242,7 @@ class ThroughputRatio:
     def ceiling(self) -> float | None:
         """Maximum number of forwards per second that the measured bandwidth allows.
 
-        It is None if the last forward transferred no weights.
+        It is None if the last forward transferred no weights, or no bandwidth was measured.
         """
         return self.bandwidth / self.num_bytes if self.bandwidth and self.num_bytes else None
 
@@ -305,7 +311,9 @@ class _MoveArguments:
 def _list_units(
     model: nn.Module, homes: Mapping[str, Home], whole: set[str], streams: bool
 ) -> list[tuple[nn.Module, list[TensorLocation]]]:
-    """Return the modules in the order of registration, each with the tensors that must be loaded for its forward.
+    """Return the modules whose forward needs tensors to be loaded first, each with these tensors.
+
+    The modules are in the order of registration.
 
     Args:
         model: Dispatched model.
@@ -348,7 +356,7 @@ def _list_moving(module: nn.Module, dot: str, homes: Mapping[str, Home], streams
 
 
 def undispatch_model(model: nn.Module) -> None:
-    """Remove the hooks and attributes that dispatch_model() attached. Tensors are not moved."""
+    """Remove the hooks and attributes that dispatch_model() attached, if any. Tensors are not moved."""
     execution = model.__dict__.get(EXECUTION)
     if execution is not None:
         execution.remove_hooks()
@@ -364,7 +372,8 @@ def find_device_stream(module: nn.Module) -> DeviceStream | None:
 def offload_pace(model: nn.Module) -> ThroughputRatio | None:
     """Return a dispatched model's throughput, compared with the maximum that the measured bandwidth allows.
 
-    Return None if the model is not offloaded.
+    Forwards that the device has not finished are awaited. Return None if the model is not dispatched, or if no weights
+    are copied to a device or read ahead.
     """
     execution = model.__dict__.get(EXECUTION)
     if execution is None or execution.stream is None:

@@ -59,11 +59,11 @@ def offload_tensors(
         specs: Names, shapes and dtypes of all tensors that `values` yields, in any order.
         owner: Identifier of the source from which the tensors were made, which must match that of existing tensors.
             With "", the values of existing tensors are compared with the new values instead.
-        values: Function that yields (name, tensor) pairs, with the dtypes of `specs`.
+        values: Function that returns an iterable of (name, tensor) pairs, with the dtypes of `specs`.
 
     Raises:
         ConfigError: If the folder contains another model's weights, or is a file.
-        CheckpointError: If the file could not be written.
+        CheckpointError: If the file could not be written, or the existing file is damaged.
     """
     folder = Path(folder)
     if folder.is_file():
@@ -96,6 +96,7 @@ def find_existing(folder: str | Path | None, specs: Mapping[str, TensorSpec]) ->
 
     Raises:
         ConfigError: If the folder contains the weights of a model with other names, shapes or dtypes.
+        CheckpointError: If the file is damaged.
     """
     if folder is None or not (Path(folder) / FILE).exists():
         return None
@@ -158,7 +159,8 @@ def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, obj
         weight_info: Entry of the file in the index, with `dtype` and `shape`.
 
     Raises:
-        CheckpointError: If the file is missing, or its size does not match its entry.
+        CheckpointError: If the file is missing, its size does not match its entry, or the entry has no valid dtype and
+            shape. A tensor without elements needs no file.
     """
     path, (dtype, shape) = Path(weight_file), _parse_entry(str(weight_file), weight_info)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -237,8 +239,10 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tens
         state_dict: Tensors with values.
 
     Raises:
-        ConfigError: If the folder already has a tensor of the same name with another shape or dtype. Nothing is
-            written.
+        ConfigError: If the folder already has a tensor of the same name with another shape or dtype, or a name cannot
+            be a file name. Nothing is written then. Also if a tensor is on the meta device. The tensors before it are
+            then written, but not added to the index.
+        CheckpointError: If the existing index is damaged.
     """
     folder = Path(save_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -267,8 +271,12 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         device: Device to which tensors of safetensors files are moved. None: The tensors are mapped from the files, on
             the CPU.
 
+    Attributes:
+        all_keys: Names of all tensors: those of `state_dict`, then those of the index.
+
     Raises:
         ConfigError: If `state_dict`, `save_folder` and `index` are all None.
+        CheckpointError: If the folder's own index is needed, and is missing or damaged.
     """
 
     def __init__(
@@ -307,7 +315,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return load_offloaded_weight(_make_path(self.save_folder, key), info)
 
     def is_mapped(self, key: str, dtype: torch.dtype) -> bool:
-        """Whether a tensor can be used directly from a mapped file, without a conversion to `dtype`."""
+        """Whether a tensor can be used directly from a mapped file, without a conversion to `dtype`.
+
+        False for tensors of the state dict, and for all tensors if the loader has a `device`.
+        """
         if key in self.state_dict or self.device is not None:
             return False
         info = self.index[key]
@@ -379,6 +390,7 @@ def load_offloaded_weights(
     Raises:
         CheckpointError: If a file is missing or truncated, or names, shapes or dtypes do not match the model. The model
             is then unchanged.
+        ConfigError: If an entry refers to a `.dat` file, but `offload_folder` is None. The model is then unchanged.
     """
     if not index:
         return

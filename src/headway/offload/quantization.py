@@ -62,7 +62,11 @@ class QuantizationOptions:
         return self.weights == "int8" or layer.in_features % self.group_size == 0
 
     def convert_layers(self, model: nn.Module, names: Iterable[str], device: torch.device) -> None:
-        """Quantize the named layers in place, in the format for the device on which they will run."""
+        """Quantize the named layers in place, in the format for the device on which they will run.
+
+        Raises:
+            OptionalDependencyMissing: If torchao is not installed.
+        """
         torchao, wanted = require("torchao.quantization", "QuantizationOptions needs", TORCHAO), set(names)
         if self.weights == "int8":
             how = torchao.Int8WeightOnlyConfig()
@@ -139,7 +143,11 @@ class BnbQuantizationConfig:
         return True
 
     def convert_layers(self, model: nn.Module, names: Iterable[str], device: torch.device) -> None:
-        """Replace the named layers with bitsandbytes layers on `device`, where their weights are quantized."""
+        """Replace the named layers with bitsandbytes layers on `device`, where their weights are quantized.
+
+        Raises:
+            OptionalDependencyMissing: If bitsandbytes is not installed.
+        """
         for name in names:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, self._make_layer(model.get_submodule(name)).to(device))
@@ -180,7 +188,11 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Whether the model has a `Linear4bit` layer of bitsandbytes."""
+    """Whether the model has a `Linear4bit` layer of bitsandbytes.
+
+    Raises:
+        OptionalDependencyMissing: If bitsandbytes is not installed.
+    """
     layers = require("bitsandbytes", "has_4bit_bnb_layers() needs", BITSANDBYTES).nn
     return any(isinstance(each, layers.Linear4bit) for each in model.modules())
 
@@ -201,8 +213,9 @@ def load_and_quantize_model(
         model: Model built under init_empty_weights(), or with values. It is quantized in place.
         bnb_quantization_config: QuantizationOptions (torchao) or BnbQuantizationConfig (bitsandbytes).
         weights_location: File, index, folder, or model ID on the Hugging Face Hub. Required if the model has no values.
-        device_map: Name of a placement strategy such as "auto", or devices by module name. None: this process's
-            accelerator, or else the CPU. If a map by module name offloads layers to disk, or to host memory while the
+        device_map: Name of a placement strategy such as "auto" or of a device, or devices by module name. None: this
+            process's accelerator, or else the CPU. A name means the CPU if the machine has no accelerator and
+            `max_memory` is not given. If a map by module name offloads layers to disk, or to host memory while the
             model runs on an accelerator, these layers are not quantized.
         no_split_module_classes: Classes whose modules are not split over devices, or None for the classes that the
             model declares.
@@ -212,7 +225,8 @@ def load_and_quantize_model(
         offload_state_dict: No effect, because a checkpoint is mapped and is never entirely in memory.
 
     Raises:
-        ConfigError: If there is nothing to load, or the model has no linear layer that can be quantized.
+        ConfigError: If the model has no values and there is nothing to load, or no linear layer can be quantized. Also
+            if the device map does not match the model or the machine (DeviceMapError).
         CheckpointError: If the checkpoint is damaged or does not fit the model.
         UnsupportedError: If `device_map` is the name of a strategy, and the resulting map offloads layers that should
             be quantized.

@@ -95,7 +95,10 @@ def _get_page_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def measure_resident_share(tensor: torch.Tensor) -> float | None:
-    """Return the fraction of a tensor's pages that is in memory, or None if the system does not report it."""
+    """Return the fraction of a tensor's pages that is in memory.
+
+    Return None if the tensor has no elements, or the system does not report its pages.
+    """
     libc = _load_libc()
     if libc is None or not tensor.numel():
         return None
@@ -108,7 +111,7 @@ def measure_resident_share(tensor: torch.Tensor) -> float | None:
 
 
 def is_resident(tensor: torch.Tensor) -> bool:
-    """Whether all pages of the tensor are known to be in memory. False if the system does not report it."""
+    """Whether all pages of the tensor are known to be in memory. False if the system does not report its pages."""
     return not tensor.numel() or measure_resident_share(tensor) == 1.0
 
 
@@ -188,6 +191,10 @@ class UnitReader:
     Args:
         units: Groups of tensors that are used together, called units.
         window: Bytes to load ahead of use. If the largest unit is larger, its size is used instead.
+
+    Attributes:
+        window: Bytes to load ahead of use.
+        order: Predictor of the order in which units are used.
     """
 
     _NOT_COPIED: tuple[str, ...] = ()
@@ -230,6 +237,9 @@ class ReadAhead(UnitReader):
         units: Groups of tensors that are used together, called units, in the order of registration.
         window: Bytes to read ahead of use.
         budget: Bytes of page cache to fill.
+
+    Attributes:
+        traffic: Statistics of the reads.
     """
 
     _NOT_COPIED = ("_changed", "_thread", "_wanted", "_ready", "_used")

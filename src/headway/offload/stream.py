@@ -173,7 +173,8 @@ class DeviceStream(UnitReader):
     def _get_device_copy(self, home: torch.Tensor) -> torch.Tensor:
         """Return a tensor's copy on the device, and make the computation wait until the copy is complete.
 
-        If a copy that was started ahead of use has failed, it is repeated once.
+        If a copy that was started ahead of use has failed, it is repeated once. Any other failure is raised. A tensor
+        that needs a gradient is copied here, by an operation that autograd records.
 
         Args:
             home: Original tensor.
@@ -198,6 +199,8 @@ class DeviceStream(UnitReader):
 
     def _start_copies(self, homes: Iterable[torch.Tensor], is_ahead: bool = False) -> None:
         """Start to copy those tensors that have no copy, or whose copy has failed or is outdated.
+
+        Tensors that need a gradient are left out, because autograd copies them when they are used.
 
         Args:
             homes: Original tensors.

@@ -57,6 +57,8 @@ class HostTransport:
     def start_copy(self, home: torch.Tensor, copy: torch.Tensor, after: Any) -> Any:
         """Start to copy `home` into `copy`. Return a ticket, which must be passed to `finish_copy`.
 
+        This class copies at once, and its ticket is None.
+
         Args:
             home: Original tensor.
             copy: Target tensor.
@@ -68,7 +70,7 @@ class HostTransport:
         self.traffic.add_transfer(home.nbytes, time.perf_counter() - begin)
 
     def finish_copy(self, copy: torch.Tensor, ticket: Any) -> None:
-        """Make the computation wait for the copy that is identified by `ticket`.
+        """Make the computation wait for the copy that is identified by `ticket`. In this class, do nothing.
 
         Call this before the copy is used, or before it is dropped without having been used.
 

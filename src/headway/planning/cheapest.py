@@ -43,7 +43,8 @@ class Configuration:
         least: Lower bound of the memory in use on the device.
         total: Likely memory in use on the device.
         most: Upper bound of the memory in use on the device.
-        fits: True if `most` fits into the budget, False if not even `least` fits, and None if the answer is uncertain.
+        fits: True if `most` fits into the budget, False if not even `least` fits, and None if the answer is uncertain
+            or the configuration was not traced.
         cost: Cost of an update relative to the cheapest configuration that fits, or to the cheapest of all if none
             fits. None if the configuration was not traced. The cost is no forecast of time. docs/forecast_reference.md
             explains what it counts.
@@ -108,7 +109,8 @@ def cheapest(
         One row for each combination. If no micro-batch fits, the row shows the smallest one.
 
     Raises:
-        ConfigError: If an argument is wrong, or no allowed micro-batch divides the global batch.
+        ConfigError: If an argument is wrong, or no allowed micro-batch divides the global batch. Also if the table
+            lacks the device's memory size and `budget` is None.
         LossError: If there is no loss, or the loss has no gradient.
         UnsupportedError: If no combination can be traced. If only some combinations cannot be traced, their rows
             contain the reason.

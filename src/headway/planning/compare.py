@@ -50,7 +50,7 @@ class ComparedPlan:
     Attributes:
         strategy: Name of the layout as the user gave it.
         plan: Plan of the layout, or None if the layout is not possible.
-        cost: Lower bound of the time of an update, or None if no step was planned.
+        cost: Lower bound of the time of an update. None if no step was planned or the layout is not possible.
         reason: Reason why the layout is not possible or does not fit. Empty if it fits.
     """
 
@@ -66,7 +66,7 @@ class PlanComparison:
 
     Attributes:
         rows: Plans of the layouts: first those that fit, by cost, then those that do not fit, by memory, then those
-            that are not possible.
+            that are not possible. Without a step there are no costs, and layouts that fit are sorted by memory.
         cluster: Bandwidths, computing rate and memory that were assumed for the comparison.
     """
 
@@ -101,7 +101,7 @@ def plan(
     Args:
         make: Function that makes the model. It is called within `init_empty_weights()`, where parameters take no
             memory.
-        strategy: Layout, such as "fsdp", "hsdp=8" or "fsdp+tp=8".
+        strategy: Layout, such as "fsdp", "hsdp=8" or "fsdp+tp=8", or a `Layout` object.
         num_ranks: World size of the run.
         step: Function from the model to the loss of one data shard's batch. It is called with tensors that have shapes
             but no values. A transformers model builds no causal mask, as in a run without padding, unless the step has a
@@ -112,13 +112,14 @@ def plan(
         precision: "no", "bf16" or "fp16", like the Accelerator's `mixed_precision`.
         tokens: Tokens in the batch of one data shard, used to compute tokens per second. 0 if unknown.
         kwargs_handlers: Options that the Accelerator accepts as `kwargs_handlers`: ShardingOptions,
-            TensorParallelOptions, PipelineOptions, TorchContextParallelConfig, ActivationCheckpointing.
+            TensorParallelOptions, PipelineOptions, TorchContextParallelConfig, ActivationCheckpointing. None: none.
         machine_ranks: Ranks per machine. Default: 8.
 
     Raises:
         ConfigError: If the layout does not divide the ranks, or another argument is wrong.
+        PrepareError: If the model cannot be sharded.
         StateError: If this process has joined a process group.
-        UnsupportedError: If the layout cannot be planned or the model cannot be sharded.
+        UnsupportedError: If the layout cannot be planned, or the step cannot be run without values.
     """
     check_count(num_ranks=num_ranks)
     check_precision(precision)

@@ -27,7 +27,7 @@ class StageTraffic:
 
     Attributes:
         ranks: Simulated ranks. The simulation does not wait for any other rank.
-        sent: Arrival times of the messages in order, by (sender, receiver).
+        sent: Arrival times of the messages that are not received yet, in order, by (sender, receiver).
         met: For each collective, the times at which ranks reach it, by rank. The key of a collective is a pair of the
             participating ranks and the index of the collective in their group.
     """
@@ -113,7 +113,10 @@ class ClusterRates:
         intra: Bandwidth in bytes per second at which a rank sends within its machine.
         inter: Bandwidth in bytes per second at which a rank sends to other machines through its own network card.
         flops: Floating point operations per second of each rank, as reached in practice, not the advertised peak.
-        memory: Bytes of memory per device, or None for no limit.
+        memory: Bytes of memory per rank, or None for no limit.
+
+    Raises:
+        ConfigError: If any value but `memory` is not above 0.
     """
 
     machine_ranks: int = 8
@@ -130,7 +133,12 @@ class ClusterRates:
             )
 
     def is_within_machine(self, axis: str, layout: Layout) -> bool:
-        """Whether every process group along an axis is within a single machine."""
+        """Whether every process group along an axis is within a single machine.
+
+        Args:
+            axis: Name of an axis, or several names joined by "x" or "_". If the layout has none of them, all axes.
+            layout: Layout of the run.
+        """
         along = list(_list_strides(axis, layout))
         span = sum((size - 1) * stride for size, stride in along)
         block = max((size * stride for size, stride in along), default=1)
@@ -143,6 +151,10 @@ class ClusterRates:
         neighboring ranks are in one group, each can send eight times as much as with one card. The result is at most
         the bandwidth of the links within the machine. A rank whose peers are all on other machines has only its own
         card.
+
+        Args:
+            axis: Name of an axis, or several names joined by "x" or "_". If the layout has none of them, all axes.
+            layout: Layout of the run.
         """
         if self.is_within_machine(axis, layout):
             return self.intra
@@ -153,7 +165,7 @@ class ClusterRates:
 
 
 def _list_strides(axis: str, layout: Layout) -> Iterator[tuple[int, int]]:
-    """Yield a pair of (size, stride in ranks) for each axis in a joined name such as "shardxtp".
+    """Yield a pair of (size, stride in ranks) for each axis in a name that joins several, such as "shardxtp".
 
     If the layout has none of the named axes, pairs for all axes of the layout are yielded.
     """

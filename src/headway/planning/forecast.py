@@ -67,8 +67,8 @@ def forecast(
             of the micro-batch do not matter.
         batch_size: Samples per micro-batch.
         optimizer: Name of an optimizer ("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "adafactor",
-            "adafactor_transformers", "adamw8bit", "adamw8bit_bnb", "muon", "none"), or a function that makes an
-            optimizer from parameters.
+            "adafactor_transformers", "adamw8bit", "adamw4bit", "adamwfp8", "adamw8bit_bnb", "muon", "none"), or a
+            function that makes an optimizer from parameters.
         loss: Loss function of the model's outputs and the batch's targets. None if the model returns the loss, or an
             object with a `loss` attribute.
         device: Name of a device, as listed in docs/forecast.md.
@@ -92,7 +92,7 @@ def forecast(
         largest: Whether to search for the largest batch within the budget.
         longest: Options of the search for the longest sequence within the budget at `batch_size`, or None for no
             search.
-        strategy: Layout in the form that the Accelerator accepts: "ddp", "fsdp", "hsdp=8", "tp" or "fsdp+tp=2". None
+        strategy: Layout, as the Accelerator's argument `strategy`: "ddp", "fsdp", "hsdp=8", "tp" or "fsdp+tp=2". None
             for one process. The forecast is for the rank that needs the most memory. Batch sizes are per rank.
         ranks: World size. Required with `strategy`.
         kwargs_handlers: Options that the Accelerator accepts as `kwargs_handlers`: ShardingOptions,
@@ -106,7 +106,7 @@ def forecast(
         ConfigError: If an argument is wrong.
         LossError: If there is no loss, or the loss has no gradient.
         PrepareError: If the model cannot be sharded.
-        StateError: If a strategy is given and this process has joined a process group.
+        StateError: If `strategy` shards or splits the model and this process has joined a process group.
         UnsupportedError: If the step cannot be traced or the layout cannot be forecast. If an operation of the step
             cannot be traced, the message names the operation and the user's line.
     """
@@ -191,7 +191,7 @@ def make_model(model_fn: Callable[[], nn.Module], batch: Any) -> nn.Module:
 
     Args:
         model_fn: Function that makes the model.
-        batch: Batch with which the model is traced.
+        batch: Batch for the trace of the model.
 
     Raises:
         ConfigError: If `model_fn` does not return a module.

@@ -43,9 +43,11 @@ class ModelSizes:
         num_bytes: Bytes of all weights and buffers.
         largest: Bytes of the largest layer.
         largest_name: Name of the largest layer.
-        device_map: Result of `device_map="auto"` on this machine, or None if the largest layer fits on no device.
+        device_map: Result of `device_map="auto"` on this machine, or None if the model cannot be placed, for example
+            because the largest layer fits on no device.
         reason: Reason why there is no device map. Empty if there is one.
-        traffic: Bytes of weights that a forward of one token reads, by the device that stores the weights.
+        traffic: Bytes of weights that a forward of one token reads, by the device that stores the weights. Empty if
+            there is no device map.
     """
 
     dtype: str
@@ -57,7 +59,10 @@ class ModelSizes:
     traffic: dict[Device, int] = field(default_factory=dict)
 
     def list_places(self) -> dict[Device, int]:
-        """Return the bytes of weights on each device to which the model's weights are mapped."""
+        """Return the bytes of weights on each device to which the model's weights are mapped.
+
+        The dict is empty if there is no device map.
+        """
         if self.device_map is None or self.device_map.plan is None:
             return {}
         return {row.device: row.weights for row in self.device_map.plan.rows if row.weights}
@@ -165,7 +170,7 @@ def measure_sizes(model: nn.Module, dtype: Dtype, workload: Workload | None = No
         device_map = resolve_device_map(model, "auto", dtype=dtype, workload=workload)
     except DeviceMapError as error:
         if workload is not None and isinstance(error.__cause__, Exception):
-            raise
+            raise  # an error with a cause is from the measurement of the workload, not from the placement
         return replace(base, reason=str(error))
     return replace(base, device_map=device_map, traffic=count_traffic(model, device_map, dtype))
 
@@ -226,7 +231,8 @@ def compute_ceiling(sizing: ModelSizes, bandwidths: Bandwidths) -> float | None:
         bandwidths: Bandwidths of this machine.
 
     Returns:
-        Forwards per second. None if there is no placement, or if the disk must be measured and cannot be.
+        Forwards per second. None if there is no placement, if a forward reads no weights, or if the disk must be
+        measured and cannot be.
     """
     if sizing.device_map is None:
         return None
@@ -313,7 +319,13 @@ def tabulate(folder: Path, dtype: str | None, batch_size: int, num_tokens: int |
         folder: Folder with a transformers config, and possibly weights.
         dtype: Name of the dtype in which the model is placed, or None for the dtype in the config.
         batch_size: Samples per forward.
-        num_tokens: Tokens per sample, or None to leave out caches and logits.
+        num_tokens: Tokens per sample, or None to leave out the sizes of caches, activations and logits.
+
+    Raises:
+        CheckpointError: If the weights in the folder are damaged, or if there are several checkpoints.
+        ConfigError: If there is no such folder or config, or transformers cannot build a model from it.
+        DeviceMapError: If the model does not run with `batch_size` samples of `num_tokens` tokens.
+        OptionalDependencyMissing: If transformers is not installed.
     """
     model, stored = load_meta_model(folder), open_stored_weights(folder)
     workload = None if num_tokens is None else Workload(batch_size, num_tokens)
@@ -379,7 +391,14 @@ def _describe_placement(sizing: ModelSizes, unit: str) -> list[str]:
 def _describe_generation(model: nn.Module, dtype: str, workload: Workload | None, unit: str) -> list[str]:
     """Return lines of text about the memory that generation needs in addition to the weights.
 
-    This memory consists of a growing cache and temporary logits.
+    This memory consists of a growing cache and temporary logits. The list is empty if the model does not generate
+    tokens, or the memory cannot be measured.
+
+    Args:
+        model: Model on the meta device.
+        dtype: Name of the model's dtype.
+        workload: Batch size and length to measure, or None to describe only how the cache grows.
+        unit: "tokens/s" if the model generates tokens, else "forwards/s".
     """
     found = measure_generation(model, dtype, workload) if unit == "tokens/s" else None
     if found is None:

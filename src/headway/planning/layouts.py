@@ -52,7 +52,10 @@ class TracedLane(CopyLane):
         self._under_way: torch.Tensor | None = None
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return a host tensor with the shape of the given one. In the trace, it takes no memory on the device."""
+        """Return a host tensor with the shape of the given one, and None, because there is no copy to wait for.
+
+        In the trace, the host tensor takes no memory on the device.
+        """
         assert isinstance(tensor, FakeTensor)
         with disable_current_modes(), tensor.fake_mode:
             host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -60,7 +63,7 @@ class TracedLane(CopyLane):
         return host, None
 
     def to_device(self, host: torch.Tensor | Host, ready: Any) -> torch.Tensor:
-        """Return a copy of the host tensor on the device."""
+        """Return a copy of the host tensor on the device. `ready` is ignored, because there is no copy to wait for."""
         self._under_way = None
         assert isinstance(host, torch.Tensor)
         return host.clone()
@@ -89,7 +92,10 @@ class TracedNumbers(StorageNumbers):
 
 
 def move_to_host() -> AbstractContextManager[None]:
-    """Return a context in which offloaded activations do not count as memory of the traced device."""
+    """Return a context in which offloaded activations do not count as memory of the traced device.
+
+    Only the activation that is being copied counts.
+    """
     return replace_settings(OffloadSettings(TracedLane, FakeTensor, TracedNumbers(), from_host=True))
 
 
@@ -109,7 +115,7 @@ class ShardedEngine(StepEngine):
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def make_modes(self) -> Iterable[AbstractContextManager[Any]]:
-        """Return the dispatch mode in which real tensors, such as the ranks of a device mesh, keep their values."""
+        """Return a list with the dispatch mode in which real tensors, such as a mesh's ranks, keep their values."""
         return [KeepRealTensors()]  # type: ignore[no-untyped-call]
 
     def run_micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
@@ -153,7 +159,7 @@ class ShardedEngine(StepEngine):
         self._updates.step_optimizer(optimizer, closure)
 
     def clip_gradients(self, max_norm: float) -> None:
-        """Clip the gradients by their total norm over all ranks."""
+        """Clip the gradients by their total L2 norm over all ranks."""
         self._strategy.clip_gradients(self._parameters, max_norm, 2.0)
 
 
@@ -170,7 +176,7 @@ class FakeRank:
         options: Options of the engines.
         precision: "no", "bf16" or "fp16".
         machine_ranks: Ranks per machine.
-        computes_on: Type of the device to forecast for.
+        computes_on: Type of the device to forecast for: "cuda" or "cpu".
         rank: Number of the rank.
     """
 
@@ -187,6 +193,11 @@ class FakeRank:
         """Return a context in which the model is distributed over the ranks.
 
         The context yields the engine that runs the model's steps.
+
+        Raises:
+            PrepareError: If the model cannot be sharded.
+            StateError: If the layout shards the model and this process has joined a process group.
+            UnsupportedError: If there are several ranks and `torch.compile` has compiled the model or a submodule.
         """
         if self.layout.num_ranks > 1:
             refuse_compiled(model)
@@ -247,11 +258,12 @@ def place_rank(
         options: Options of the engines.
         precision: "no", "bf16" or "fp16".
         machine_ranks: Ranks per machine.
-        computes_on: Type of the device to forecast for.
+        computes_on: Type of the device to forecast for: "cuda" or "cpu".
 
     Raises:
         ConfigError: If the layout's sizes do not divide the ranks, or a number is invalid.
-        UnsupportedError: If the layout cannot be forecast.
+        UnsupportedError: If the layout is DeepSpeed's, splits the model into pipeline stages or splits sequences
+            (context parallelism). Also if parameters are offloaded to host memory.
     """
     check_count(ranks=num_ranks, machine_ranks=machine_ranks)
     asked = parse_layout(strategy)

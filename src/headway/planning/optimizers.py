@@ -35,7 +35,11 @@ _CAVEATS = {
 
 
 def make_transformers_adafactor(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
-    """Make transformers' own Adafactor, with the arguments of its Trainer's `optim="adafactor"`."""
+    """Make transformers' own Adafactor, with the arguments of its Trainer's `optim="adafactor"`.
+
+    Raises:
+        OptionalDependencyMissing: If transformers is not installed.
+    """
     transformers = require("transformers", "optimizer='adafactor_transformers' needs", "transformers")
     made: optim.Optimizer = transformers.Adafactor(
         list(parameters), scale_parameter=False, relative_step=False, lr=1e-3
@@ -52,6 +56,9 @@ def make_torchao_adamw(parameters: Iterable[nn.Parameter], name: str = "AdamW8bi
     Args:
         parameters: Parameters of the optimizer.
         name: Name of torchao's class: "AdamW8bit", "AdamW4bit" or "AdamWFp8".
+
+    Raises:
+        OptionalDependencyMissing: If torchao is not installed.
     """
     found = require("torchao.optim", f"optimizer={name.lower()!r} needs", "torchao")
     from torchao.optim import subclass_4bit, subclass_8bit
@@ -85,7 +92,11 @@ def make_torchao_adamw(parameters: Iterable[nn.Parameter], name: str = "AdamW8bi
 
 
 def make_bitsandbytes_adamw(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
-    """Make bitsandbytes' AdamW8bit. The scratch memory of its kernel is modeled in `forecasting/device/kernels.py`."""
+    """Make bitsandbytes' AdamW8bit. The scratch memory of its kernel is modeled in `forecasting/device/kernels.py`.
+
+    Raises:
+        OptionalDependencyMissing: If bitsandbytes is not installed.
+    """
     bitsandbytes = require("bitsandbytes", "optimizer='adamw8bit_bnb' needs", "bitsandbytes")
 
     class TabulatedAdamW8bit(bitsandbytes.optim.AdamW8bit):  # type: ignore[name-defined]
@@ -120,7 +131,7 @@ class MuonAndAdamW(optim.Optimizer):
         return loss
 
     def collect_state(self) -> None:
-        """Read the state of the inner optimizers, so that `state` has the state of all parameters."""
+        """Add the state of the inner optimizers to `state`, so that it has the state of all parameters."""
         for part in self.parts:
             self.state.update(part.state)
 
@@ -172,7 +183,10 @@ def resolve_optimizer(optimizer: Optimizer) -> MakeOptimizer | None:
 
 
 def list_parts(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
-    """Return the optimizers that a run would prepare separately, in place of one that `_MAKERS` combines from several."""
+    """Return the inner optimizers of a `MuonAndAdamW`, which a run would prepare separately.
+
+    Return a list with only the given optimizer for any other class.
+    """
     return optimizer.parts if isinstance(optimizer, MuonAndAdamW) else [optimizer]
 
 

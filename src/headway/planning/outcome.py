@@ -19,7 +19,7 @@ NOT_COUNTED = "not counted"
 
 @dataclass(frozen=True)
 class RankShare:
-    """Memory of one rank between two updates, in bytes.
+    """Memory of one rank that does not depend on the batch, in bytes.
 
     Attributes:
         rank: Number of the rank.
@@ -147,7 +147,7 @@ class RankShares:
         )
 
     def find_fullest(self) -> RankShare:
-        """Return the memory of the rank that needs the most. If several ranks tie, the first one is used."""
+        """Return the memory of the rank that needs the most, including `at_peak`. Of equal ranks, the first is used."""
         return self.get_share(int((self._weights + self._gradients + self._state + self._at_peak).argmax()))
 
 
@@ -198,8 +198,9 @@ class Plan:
         gathered: Estimated peak bytes of gathered parameters and of gradients in transit.
         tokens: Tokens of one data shard in one update, or 0 if unknown.
         stages: Plans by stage, or empty without a pipeline.
-        traced: Traced peak bytes of tensors, including temporaries, on rank 0. For a pipeline, those of the rank with
-            the highest peak. None if no step was planned.
+        traced: Traced peak bytes of tensors, including temporaries, on rank 0. If single ranks update full parameters
+            for all others, those of the rank that needs the most memory for updates. For a pipeline, those of the rank
+            with the highest peak. None if no step was planned.
     """
 
     strategy: str
@@ -226,7 +227,7 @@ class Plan:
 
     @property
     def last_rank(self) -> RankShare:
-        """Memory of the last rank. It needs the least memory, because uneven sharding gives it the smallest shards."""
+        """Memory of the last rank. In its pipeline stage, uneven sharding gives this rank the smallest shards."""
         return self.shares.get_share(self.num_ranks - 1)
 
     @property
@@ -253,7 +254,7 @@ class Plan:
     def sent(self) -> dict[tuple[str, str], int]:
         """Return the bytes that a rank sends in one update, by (axis of the layout, name of the collective).
 
-        Collectives are assumed to send along rings of ranks.
+        Collectives are assumed to send along rings of ranks. The dict is empty if no step was planned.
         """
         found: Counter[tuple[str, str]] = Counter()
         for exchange, volume in (self.exchanges or {}).items():
@@ -270,7 +271,8 @@ def build_plan(strategy: str, layout: Layout, trials: Sequence[StepDryRun], toke
     Args:
         strategy: Name of the layout as the user gave it.
         layout: Layout of the run.
-        trials: Dry runs of the first replica, one for each pipeline stage. Without a pipeline, the dry run of rank 0.
+        trials: Dry runs of the first replica, one for each pipeline stage. Without a pipeline, a single dry run: of
+            rank 0, or of the rank that needs the most memory for updates.
         tokens: Tokens of one data shard in one update, or 0 if unknown.
     """
     cut, states = _join_trials(layout, trials)
@@ -332,7 +334,7 @@ def _estimate_gathered(volumes: dict[MeteredCollective, Volume], is_pipeline: bo
 
     With FSDP, it is the sum for the FSDP unit that computes, the prefetched unit, the root unit and the gradients of
     one unit. The root unit stays gathered. In a pipeline, it is the sum of all parameters of a stage and their
-    gradients.
+    gradients. It is 0 if nothing is gathered.
 
     Args:
         volumes: Number of calls and bytes of each kind of collective.
@@ -353,13 +355,14 @@ class Cost:
 
     Attributes:
         compute: Seconds of computation.
-        by_axis: Seconds of communication, by axis of the layout.
+        by_axis: Seconds of communication, by axis of the layout. A key can join several axes, as in "shardxtp".
         seconds: Seconds of the update if everything that can overlap does overlap.
         bottleneck: "compute", "bubble", or the axis whose communication takes the longest.
         tokens_per_second: Tokens per second of all ranks together, or 0 if the tokens of an update are unknown.
         per_unit: Seconds of an update multiplied by the number of ranks, per token, or per data shard if the tokens are
             unknown. Layouts are sorted by this value.
-        bubble: Seconds for which the pipeline rank that computes the most waits for others.
+        bubble: Those `seconds` that are neither in `compute` nor in `by_axis`, because pipeline ranks wait for each
+            other. 0 without a pipeline.
     """
 
     compute: float

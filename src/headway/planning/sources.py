@@ -40,9 +40,9 @@ class Source:
 
     Attributes:
         title: Description of the model for the user.
-        make: Function that makes the model.
+        make: Function that makes the model. Call it within `init_empty_weights()`, so that parameters take no memory.
         step: Function that takes the model and returns the loss of one data shard's batch. None if it is unknown how to
-            call the model.
+            call the model, or if the user's function returns no step.
         tokens: Tokens in the batch of `step`, or 0 if unknown.
         batch: Description of the batch for the user.
         has_plan: Whether the model defines how tensor parallelism splits its weights.
@@ -61,12 +61,15 @@ def find_source(text: str, batch: int = 1, sequence: int | None = None, task: st
 
     Args:
         text: Folder with a transformers config.json, path of such a file, model type ("llama"), or "module:function".
+            The function returns a model, or a pair of a model and a training step. The other arguments do not apply to
+            it.
         batch: Samples of one data shard.
         sequence: Tokens per sample, or None for the largest number that the model allows, up to 4096.
         task: One of `TASKS`, or None for the task of the config's architecture or else of the model type.
 
     Raises:
-        ConfigError: If the text has none of these forms, or cannot be read.
+        ConfigError: If the text has none of these forms, the model cannot be built, or the sequence is longer than the
+            model allows.
         OptionalDependencyMissing: If transformers is not installed.
     """
     path = Path(text)
@@ -120,11 +123,12 @@ def build_meta_model(
     Args:
         config: The transformers config.
         where: Origin of the config, for messages.
-        kinds: transformers' Auto classes to try in order if the config does not name a class.
+        kinds: transformers' Auto classes to try in order if the config does not name a class that transformers has.
         include_buffers: Whether buffers take no memory either (see `init_empty_weights`).
 
     Raises:
         ConfigError: If transformers cannot build the model.
+        OptionalDependencyMissing: If transformers is not installed.
     """
     transformers = require("transformers", "building a model from its config.json needs", "transformers")
     named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
@@ -148,7 +152,8 @@ def make_config_source(
     """Make the `Source` of a transformers model from its config.
 
     Args:
-        config: Config of transformers.
+        config: Config of transformers. It is changed: `use_cache` becomes False, and with `task`, `architectures`
+            becomes None.
         where: Origin of the config, for messages.
         batch: Samples of one data shard.
         sequence: Tokens per sample, or None for the largest number that the model allows, up to 4096.
@@ -180,6 +185,16 @@ def _make_step(
     """Return the training step of a transformers model, the number of tokens in its batch, and the batch's description.
 
     The step is None if it is unknown how to call the model.
+
+    Args:
+        model: Model of the transformers config.
+        where: Origin of the config, for messages.
+        batch: Samples of one data shard.
+        sequence: Tokens per sample, or None for the largest number that the model allows, up to 4096.
+        task: One of `TASKS`. None: labels or decoder inputs are chosen by the model's class.
+
+    Raises:
+        ConfigError: If the sequence is longer than the model allows.
     """
     _, of_tokens, of_samples = TASKS[task] if task is not None else ("", _name_second_input(model), ())
     kind: str = getattr(model, "main_input_name", "")
@@ -234,7 +249,11 @@ class BatchOfModel:
     per_sample: tuple[str, ...] = ()
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """Return the keyword arguments to call the model with."""
+        """Return the keyword arguments to call the model with.
+
+        The values are zeros of shape [batch, *shape]: int64 if the inputs are tokens, else float32. Labels per sample
+        are int64 zeros of shape [batch].
+        """
         dtype = torch.long if self.longest else torch.float32
         labels = dict.fromkeys(self.per_sample, torch.zeros(self.batch, dtype=torch.long))
         return dict.fromkeys(self.names, torch.zeros(self.batch, *self.shape, dtype=dtype)) | labels
@@ -249,17 +268,17 @@ class BatchOfModel:
 
 
 def get_loss(outputs: Any) -> torch.Tensor:
-    """Return the loss in a model's outputs, or the mean of the first output if there is no loss."""
+    """Return the loss in a model's outputs. If there is none, return the float32 mean of the first output."""
     found = getattr(outputs, "loss", None)
     first: torch.Tensor = outputs[0]
     return first.float().mean() if found is None else found
 
 
 def parse_lora_rank(text: str) -> int:
-    """Parse the LoRA rank N from the text "r=N".
+    """Parse the LoRA rank N from the text "r=N" or "N".
 
     Raises:
-        ConfigError: If the text has another form.
+        ConfigError: If the text has another form, or the rank is below 1.
     """
     number = text.removeprefix("r=")
     if not number.isdecimal() or int(number) < 1:
@@ -286,8 +305,8 @@ def make_trainable(
             positions.
 
     Raises:
-        ConfigError: If it is unknown how to call the model, if `is_packed` is True and the model takes no position IDs,
-            or if PEFT does not know which layers of the model to adapt.
+        ConfigError: If it is unknown how to call the model. Also if `is_packed` is True and the model takes no position
+            IDs. The first returned function raises it if PEFT does not know which layers of the model to adapt.
         OptionalDependencyMissing: If PEFT, or bitsandbytes for int4, is not installed.
     """
     step = source.step

@@ -39,7 +39,7 @@ class Range(NamedTuple):
     Attributes:
         low: Smallest allowed value.
         below: Upper bound, which is not allowed itself.
-        also: Further allowed value outside of the range, or None.
+        also: Additional allowed value outside of the range, or None.
         meaning: Description of the allowed values, for error messages.
     """
 
@@ -70,14 +70,15 @@ RANGES = {
 
 
 def check_values(arguments: Any, kind: type) -> dict[str, Any]:
-    """Check types and ranges of a dataclass's fields, and return their values by name.
+    """Check types and ranges of training arguments, and return their values by name.
 
     NumPy scalars become Python numbers, 0 and 1 become bools where a bool is expected, and floats without a fraction
-    become integers where an integer is expected.
+    become integers where an integer is expected. `per_device_train_batch_size` is neither checked nor returned, and
+    `resume_from_checkpoint` may be a bool, too.
 
     Args:
         arguments: Instance of `kind` or of a subclass.
-        kind: Dataclass whose fields are checked. Fields that only the subclass has are not checked.
+        kind: `TrainingArguments`, whose fields are checked. Fields that only the subclass has are not checked.
 
     Raises:
         ConfigError: If a value has the wrong type or is out of range. The message names the first such field.
@@ -108,10 +109,14 @@ def _check_value(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
 
 
 def _convert(value: Any, kind: type) -> tuple[bool, Any]:
-    """Convert a value to an expected type.
+    """Check whether a value fits an expected type, and convert it.
+
+    NumPy scalars become Python numbers. For a bool, 0 and 1 become bools. For an int, floats without a fraction become
+    integers. All other values stay unchanged.
 
     Returns:
-        Pair of (whether the value fits this type, converted value).
+        Pair of (whether the value fits this type, converted value). The second item has no meaning if the first is
+            False.
     """
     if isinstance(value, numpy.generic):
         value = value.item()

@@ -95,7 +95,7 @@ def translate_arguments(given: dict[str, Any], known: Collection[str]) -> dict[s
         known: Names of Headway's arguments.
 
     Raises:
-        ConfigError: If a name is unknown, or one argument is given under two names.
+        ConfigError: If a name is unknown, one argument is given under two names, or `mixed_precision` is not allowed.
     """
     found: dict[str, Any] = {}
     given = {name: value for name, value in given.items() if not _has_no_effect(name, value)}
@@ -134,7 +134,7 @@ def accept_other_names(kind: Class) -> Class:
 
 
 class UnknownMembers:
-    """Base class whose instances raise an error with advice if an unknown attribute is read."""
+    """Base class whose instances raise AttributeNotServed, with advice, if an unknown attribute is read."""
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this only if the object does not have the attribute.

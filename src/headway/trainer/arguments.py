@@ -57,7 +57,7 @@ class TrainingArguments(UnknownMembers):
         max_steps: Number of updates. If positive, it overrides `num_train_epochs`.
         learning_rate: Peak learning rate.
         lr_scheduler_type: Name of the learning-rate schedule, one of `headway.trainer.schedules.SCHEDULES`.
-        lr_scheduler_kwargs: Further arguments of the schedule.
+        lr_scheduler_kwargs: Additional arguments of the schedule.
         warmup_steps: Updates of linear warm-up. Below 1: that fraction of all updates.
         warmup_ratio: Older name of `warmup_steps` as a fraction of all updates.
         weight_decay: Weight decay. Biases and parameters of norms are exempt.
@@ -65,13 +65,13 @@ class TrainingArguments(UnknownMembers):
         adam_beta2: Second beta of Adam-type optimizers.
         adam_epsilon: Epsilon of Adam-type optimizers.
         optim: Name of the optimizer, one of `headway.trainer.optimizer.OPTIMIZERS`.
-        optim_args: Further arguments of the optimizer, as "name=value, name=value".
+        optim_args: Additional arguments of the optimizer, as "name=value, name=value".
         max_grad_norm: Global norm to which gradients are clipped. 0: do not clip.
         bf16: Whether to use bf16 mixed precision. If neither this nor `fp16` is set, the launcher's setting applies.
         fp16: Whether to use fp16 mixed precision.
         ema_decay: Decay of an exponential moving average of the weights. Evaluations use the averages, and so does the
             model after the training. None: no average.
-        ema_kwargs: Further arguments of `headway.ExponentialMovingAverage`, such as `{"update_after": 100}`.
+        ema_kwargs: Additional arguments of `headway.ExponentialMovingAverage`, such as `{"update_after": 100}`.
         label_smoothing_factor: Fraction of each target's probability that is spread evenly over all classes.
         gradient_checkpointing: Whether to recompute activations in backward instead of storing them.
         gradient_checkpointing_kwargs: Fields of `headway.ActivationCheckpointing`.
@@ -83,7 +83,7 @@ class TrainingArguments(UnknownMembers):
         logging_steps: Updates between two log entries. Below 1: that fraction of all updates.
         logging_first_step: Whether to log the first update too.
         logging_dir: Folder of the run's log. None: `output_dir`.
-        run_name: Name of the run in trackers. None: the name of `output_dir`.
+        run_name: Name of the run in trackers. It is used only with `logging_dir`. None: the name of `output_dir`.
         report_to: Trackers in addition to the JSON lines: "none", "all", a name or a list of names.
         log_level: Level of Headway's messages. None and "passive" do not change it.
         disable_tqdm: Whether to print lines instead of a progress bar.
@@ -93,16 +93,18 @@ class TrainingArguments(UnknownMembers):
         eval_on_start: Whether to evaluate before the first update.
         eval_sanity_check: Whether to try the evaluation on a few rows before the first update, so that errors in it
             occur early.
-        eval_accumulation_steps: Accepted for compatibility. Predictions are moved to host memory batch by batch.
+        eval_accumulation_steps: Ignored. Accepted for compatibility with transformers. Predictions are moved to host
+            memory batch by batch.
         batch_eval_metrics: Whether to call `compute_metrics(prediction, compute_result)` for each batch.
         prediction_loss_only: Whether to evaluate only the loss.
         save_strategy: "no", "steps", "epoch", or "best" (save whenever the metric is the best so far).
-        save_steps: Updates between two checkpoints. Below 1: that fraction of all updates. The last update is always
-            saved.
+        save_steps: Updates between two checkpoints. Below 1: that fraction of all updates. With
+            `save_strategy="steps"`, the last update is saved, too.
         save_total_limit: Number of checkpoints to keep in addition to the best one. None: all.
         load_best_model_at_end: Whether to load the weights of the best evaluation at the end.
-        metric_for_best_model: Metric that determines the best evaluation, with or without the prefix "eval_". Default:
-            the loss.
+        metric_for_best_model: Metric that determines the best evaluation, with or without the prefix "eval_". None: the
+            loss if `load_best_model_at_end`, `save_strategy="best"` or "reduce_lr_on_plateau" needs a metric. Otherwise
+            no evaluation counts as the best one.
         greater_is_better: Whether a greater metric is better. None: True unless the metric's name ends in "loss".
         seed: Seed of all random number generators.
         data_seed: Seed of the order of the data. None: `seed`.
@@ -119,7 +121,7 @@ class TrainingArguments(UnknownMembers):
         length_column_name: Column with the lengths. Without such a column, `input_ids` are measured.
         packing: Whether to pack several samples into each sequence, as `headway.PackedDataset` does, for training and
             for evaluations without `compute_metrics`. Batch sizes then count sequences.
-        packing_length: Tokens per packed sequence.
+        packing_length: Tokens per packed sequence. Required with `packing`, and not allowed without it.
         packing_strategy: "best_fit", "in_order" or "split", as for `headway.PackedDataset`.
         packing_long_samples: Treatment of samples longer than a sequence: "error", "split" or "truncate".
         use_cpu: Whether to compute on the CPU.
@@ -135,7 +137,7 @@ class TrainingArguments(UnknownMembers):
         hub_token: Token for the Hub, as in `Accelerator.push_to_hub`.
         hub_private_repo: Whether the repository is private, as in `Accelerator.push_to_hub`.
         hub_revision: Branch to upload to, as in `Accelerator.push_to_hub`.
-        accelerator_config: Further arguments of `headway.Accelerator` by name. If "project_config" is a dict, it
+        accelerator_config: Additional arguments of `headway.Accelerator` by name. If "project_config" is a dict, it
             changes only the fields that it names, such as `keep_in_memory`.
 
     Raises:
@@ -346,20 +348,22 @@ class TrainingArguments(UnknownMembers):
 
     @property
     def mixed_precision(self) -> str | None:
-        """Mixed precision for the Accelerator: "bf16", "fp16" or None."""
+        """Mixed precision for the Accelerator: "bf16", "fp16", or None for the launcher's setting."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else None
 
     @property
     def trackers(self) -> list[str]:
-        """Names of the trackers in `report_to`. Empty for "none"."""
+        """Names of the trackers in `report_to`. Empty for "none" and None."""
         given = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
         return [] if given == ["none"] else given
 
     def get_checkpointing_plan(self) -> ActivationCheckpointing:
-        """Return `gradient_checkpointing_kwargs` in the form that `Accelerator.checkpoint_activations` accepts.
+        """Return `gradient_checkpointing_kwargs` as an `ActivationCheckpointing`.
+
+        `use_reentrant` is ignored, and `every_n_layers` is another name of `every`.
 
         Raises:
-            ConfigError: If `gradient_checkpointing_kwargs` contains an unknown name.
+            ConfigError: If `gradient_checkpointing_kwargs` contains an unknown name or a value that is not allowed.
         """
         # Headway's checkpointing is never reentrant, so the argument is not needed.
         given = {k: v for k, v in (self.gradient_checkpointing_kwargs or {}).items() if k != "use_reentrant"}
@@ -392,7 +396,10 @@ class TrainingArguments(UnknownMembers):
         return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(self.warmup_steps * num_training_steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all arguments as a dict for JSON. The Hub token is replaced by a placeholder."""
+        """Return all arguments as a dict for JSON. The Hub token is replaced by a placeholder.
+
+        Paths and the values in `accelerator_config` become text.
+        """
         found = asdict(self) if self.accelerator_config is None else asdict(_replace_objects_by_text(self))
         found["hub_token"] = found["hub_token"] and "<HUB_TOKEN>"  # this dict is written to logs and files
         return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
@@ -481,7 +488,7 @@ class TrainingArguments(UnknownMembers):
 
         Args:
             local: Whether each machine has its own first process. Otherwise rank 0 is the only one. Default: True.
-            desc: Accepted for compatibility.
+            desc: Ignored. Accepted for compatibility with transformers.
         """
         runtime = process.start(cpu=self.use_cpu)
         ranks = RankAware(runtime, Collectives(runtime))

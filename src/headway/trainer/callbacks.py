@@ -25,9 +25,9 @@ class TrainerState:
         eval_steps: Updates between two evaluations.
         save_steps: Updates between two checkpoints.
         log_history: All logged values, each entry with its `step`.
-        best_metric: Metric of the best evaluation so far.
-        best_global_step: Number of updates before the best evaluation.
-        best_model_checkpoint: Path of the checkpoint that was saved after the best evaluation.
+        best_metric: Metric of the best evaluation so far. None: no evaluation had the metric for the best model yet.
+        best_global_step: Number of updates before the best evaluation, or None.
+        best_model_checkpoint: Path of the checkpoint that was saved after the best evaluation, or None.
         is_world_process_zero: Whether this process is rank 0.
         is_local_process_zero: Whether this process is the first one on its machine.
         owes_epoch_end: Whether an epoch has started and its `on_epoch_end` has not been called yet.
@@ -149,7 +149,10 @@ class Events:
     Attributes:
         all: Callbacks in the order in which they are called.
         state: Progress of the training run.
-        control: Next actions of the training loop. A callback may replace it.
+        control: Flags that determine the next actions of the training loop. A callback may replace this object.
+
+    Raises:
+        ConfigError: If one of the user's callbacks implements no event.
     """
 
     def __init__(
@@ -194,7 +197,8 @@ class Events:
         """Remove a callback and return it. Return None if there is no such callback.
 
         Args:
-            callback: Callback object, or a class, whose first instance is removed.
+            callback: Callback object, or a class, whose first instance is removed. Instances of its subclasses do not
+                count.
         """
         for known in self.all:
             if known is callback or (isinstance(callback, type) and type(known) is callback):
@@ -205,20 +209,20 @@ class Events:
 
     @property
     def has_foreign(self) -> bool:
-        """Whether the user has added callbacks.
+        """Whether there are callbacks of classes that are not Headway's own.
 
-        Their decisions may differ between ranks, so the control must be synchronized.
+        Their requests may differ between ranks, so the flags in `control` must be combined over all ranks.
         """
         return any(not type(callback).__module__.startswith("headway.") for callback in self.all)
 
     def call_event(self, event: str, **more: object) -> None:
         """Call an event's method on every callback that implements it.
 
-        A callback may change the control, or return a new one, which replaces it.
+        A callback may change the flags of `control`, or return another `TrainerControl`, which replaces it.
 
         Args:
             event: Name of the event, such as "on_step_end".
-            more: Further keyword arguments of this event.
+            more: Keyword arguments of this event, in addition to those that every event receives.
         """
         for method in self._find_methods(event):
             objects = {name: getattr(self._trainer, name) for name in _EVENT_OBJECTS}
@@ -239,7 +243,8 @@ class Events:
     def load_state_dict(self, states: Sequence[tuple[str, Any]]) -> None:
         """Restore the states of the callbacks.
 
-        States and callbacks are matched by class name, and by order if several callbacks have the same class.
+        States and callbacks are matched by class name, and by order if several callbacks have the same class. A state
+        without such a callback is ignored.
         """
         waiting = [each for each in self.all if _has_state(each)]
         for name, state in states:

@@ -137,6 +137,8 @@ def make_checkpoint_path(output_dir: str | Path, number: int) -> Path:
 def record_if_best(state: TrainerState, args: TrainingArguments, metrics: Metrics) -> bool:
     """Record an evaluation in the state if it is the best so far. Return whether it is.
 
+    Return False if no metric for the best model is set, or if the metric is NaN.
+
     Args:
         state: Progress of the training run, which is changed.
         args: Training arguments that name the metric for the best model.
@@ -169,6 +171,7 @@ def load_weights(folder: str | Path, model: torch.nn.Module, is_average: bool = 
 
     Raises:
         CheckpointError: If the checkpoint is missing or damaged.
+        KeyError: If the checkpoint contains a tensor that the model does not have.
     """
     place = to_path(folder)
     manifest = verify_checkpoint(place)
@@ -265,9 +268,10 @@ class Continuation:
         self._changed = changed
 
     def resume(self, accelerator: Accelerator) -> None:
-        """Resume from the requested checkpoint, or from the newest checkpoint if this command was preempted.
+        """Resume from the newest checkpoint of the preempted run, or else from the requested checkpoint.
 
-        Every rank must call it. Without a request or a marker file, the run starts from the beginning.
+        The preempted run is resumed if a marker file shows that this command was preempted. Otherwise the marker file
+        is removed. Without a request, the run then starts from the beginning. Every rank must call it.
 
         Raises:
             CheckpointError: If the checkpoint is damaged or does not fit this run.
@@ -305,6 +309,9 @@ class Continuation:
     def write_marker(self, accelerator: Accelerator, checkpoint: str | Path, update: int) -> None:
         """Write the marker file after a preempted run has saved a checkpoint.
 
+        With `resume_from_checkpoint=False`, only log that the next start is from the beginning. If the file cannot be
+        written, log a warning.
+
         Args:
             accelerator: Accelerator of the run. The first process on each machine writes.
             checkpoint: Checkpoint that was just committed.
@@ -324,9 +331,10 @@ class Continuation:
                 )
 
     def remove_marker(self, accelerator: Accelerator) -> None:
-        """Remove the marker file that a preempted run has written.
+        """Remove the marker file that this training run wrote when it was preempted at an earlier start of the command.
 
-        This is called when the training run has ended normally, or does not continue the preempted run.
+        This is called when the run has ended normally, or does not continue the preempted run. The first process on
+        each machine removes the file. Markers of other training runs of the command are kept.
         """
         if accelerator.is_local_main_process:
             mark = read_marker(self._folder)
@@ -335,7 +343,7 @@ class Continuation:
 
 
 def check_folder(accelerator: Accelerator, asked: str | Path | bool | None, output_dir: str | Path) -> None:
-    """Raise CheckpointError if no machine has the folder to resume from. Every rank must call this.
+    """Raise an error if no machine has the folder to resume from. Every rank must call this.
 
     Args:
         accelerator: Accelerator whose ranks take part.

@@ -43,9 +43,10 @@ _PADDING = {
 class Collator:
     """Collate function for rows that are dicts of values. All other rows are collated by torch's default_collate.
 
-    `label` and `label_ids` are renamed to `labels`, and columns of strings are dropped. If the rows of a column differ
-    in length, they are padded: by the processing class (a tokenizer) if there is one, otherwise at the end with a
-    default value. Labels are always padded with -100.
+    `label` and `label_ids` are renamed to `labels`. Columns of strings, and columns that are None in the first row, are
+    dropped. If the rows of a column differ in length, they are padded: by the processing class (a tokenizer) if there
+    is one, otherwise at the end with the column's default value. Labels are always padded with -100. If `input_ids` are
+    padded and there is no `attention_mask`, one is added.
 
     Args:
         processing_class: Object with `pad(rows, return_tensors=...)`, or None.
@@ -60,7 +61,8 @@ class Collator:
         """Collate a list of rows into a batch.
 
         Raises:
-            DataError: If the rows cannot be collated.
+            DataError: If the rows differ in length and no padding is defined for their column, or if their values do
+                not make one tensor.
         """
         if not isinstance(rows[0], Mapping):
             return default_collate(rows)
@@ -161,7 +163,14 @@ class LoaderCollator:
     collate_sources: Callable[[list[Any]], torch.Tensor | None] | None = None
 
     def __call__(self, rows: list[Any]) -> Batch:
-        """Collate a list of rows into a batch. If labels are counted, the batch has an entry `NUM_ITEMS`."""
+        """Collate a list of rows into a batch.
+
+        A batch that is a dict has an entry `NUM_ITEMS` if its labels can be counted, and an entry `SOURCES` if the rows
+        have sources.
+
+        Raises:
+            DataError: If only label columns would be kept.
+        """
         kept = self.kept
         sources = None if self.collate_sources is None else self.collate_sources(rows)
         if sources is not None and (kept is None or "source" not in kept):
@@ -197,7 +206,10 @@ class LabelCount:
     is_shifted: bool
 
     def __call__(self, batch: Batch) -> Counts | None:
-        """Return the number of labels in each row that are not -100, or None if the batch has no integer labels."""
+        """Return the number of labels in each row that are not -100, or None if the batch has no integer labels.
+
+        If the batch contains `shift_labels`, these are counted instead of `labels`, from the first one on.
+        """
         labels = batch.get("shift_labels") if isinstance(batch, Mapping) else None
         if labels is None:
             labels = batch.get("labels") if isinstance(batch, Mapping) else None

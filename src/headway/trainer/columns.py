@@ -23,7 +23,10 @@ def list_forward_parameters(model: torch.nn.Module) -> list[str] | None:
 
 
 def find_label_names(model: torch.nn.Module) -> list[str]:
-    """Return the names of the forward's parameters that are labels; ["labels"] if the forward has no such parameter."""
+    """Return the names of the forward's parameters that are labels; ["labels"] if the forward has no such parameter.
+
+    Their names contain "label". The pair `start_positions` and `end_positions` counts too.
+    """
     names = list_forward_parameters(model) or []
     found = [name for name in names if "label" in name]
     if "start_positions" in names and "end_positions" in names:
@@ -34,22 +37,26 @@ def find_label_names(model: torch.nn.Module) -> list[str]:
 def select_columns(model: torch.nn.Module, label_names: Sequence[str]) -> set[str] | None:
     """Return the names of the dataset's columns that a batch contains, or None for all columns.
 
+    They are the forward's parameters, the label columns, and `LABEL_NAMES`. All columns are kept if the forward accepts
+    only arbitrary keyword arguments.
+
     Args:
         model: Model whose forward determines the columns.
-        label_names: Names of the label columns, which a batch always contains.
+        label_names: Names of the label columns.
     """
     names = list_forward_parameters(model)
     return None if names is None else {*names, *label_names, *LABEL_NAMES}
 
 
 def drop_columns(dataset: Any, kept: set[str] | None, labels: Collection[str] = LABEL_NAMES) -> Any:
-    """Remove columns that the model does not use from a dataset of the `datasets` library.
+    """Remove columns that the model does not use from a dataset of the `datasets` library. Warn once about them.
 
-    Other datasets are returned unchanged.
+    A list of dicts is checked, but returned unchanged, because the collate function drops its columns. Other datasets
+    are returned unchanged, without a check.
 
     Args:
         dataset: Dataset of the Trainer.
-        kept: Columns to keep. None: all.
+        kept: Columns to keep. None: all, so nothing is checked.
         labels: Names of columns that are labels, not inputs of the model. Default: `LABEL_NAMES`.
 
     Raises:
@@ -77,12 +84,15 @@ def warn_of_dropped_columns(unused: Sequence[str]) -> None:
 
 
 def check_remaining_columns(columns: Sequence[str], kept: set[str], labels: Collection[str]) -> None:
-    """Raise DataError if only labels remain after columns were dropped, so that the model has no inputs.
+    """Raise an error if only labels remain after columns were dropped, so that the model has no inputs.
 
     Args:
         columns: Names of the dataset's columns.
         kept: Names of the columns to keep.
         labels: Names of columns that are labels, not inputs of the model.
+
+    Raises:
+        DataError: If only labels remain.
     """
     if any(name in kept and name not in labels for name in columns):
         return

@@ -1,6 +1,6 @@
 """Input of a Trainer: types of datasets, lengths of rows, and sampling by length."""
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
 import torch
@@ -42,8 +42,8 @@ EvalData = Data | dict[str, Data]
 class LengthGroupedSampler(Sampler[int]):
     """Random sampler that groups rows of similar length, so that batches need little padding.
 
-    The shuffled order is divided into chunks of 50 global batches, each sorted by length, longest first. The longest
-    row of all comes first, so that an out-of-memory error occurs immediately or never. Random numbers are drawn from
+    The shuffled order is divided into chunks with the rows of 50 updates, each sorted by length, longest first. The
+    longest row of all comes first, so that memory runs out at the first update or never. Random numbers are drawn from
     torch's global generator.
 
     Args:
@@ -98,13 +98,15 @@ def find_lengths(dataset: Any, column: str) -> list[int]:
 def make_train_sampler(dataset: Data, args: TrainingArguments, batch_size: int) -> Sampler[int] | None:
     """Return the sampler of the training data for `train_sampling_strategy`, or None for an iterable dataset.
 
+    With "random", a dataset that defines its own order, such as a `Mixture`, is read in this order.
+
     Args:
         dataset: Training data with all of its columns.
         args: Training arguments.
         batch_size: Rows per update over all processes.
 
     Raises:
-        DataError: If an iterable dataset is to be grouped by length, or rows have no length.
+        DataError: If the rows of an iterable dataset should be grouped by length, or if a row has no length.
     """
     if isinstance(dataset, IterableDataset):
         if args.train_sampling_strategy == "group_by_length":
@@ -122,7 +124,7 @@ def make_train_sampler(dataset: Data, args: TrainingArguments, batch_size: int) 
 
 
 def get_length(data: object) -> int | None:
-    """Return the number of rows of a dataset, or of batches of a loader; None for an iterable dataset."""
+    """Return the number of rows of a dataset, or of batches of a loader; None if it has no length."""
     try:
         return len(data)  # type: ignore[arg-type]
     except TypeError:
@@ -135,9 +137,8 @@ def check_dataset(dataset: object) -> Data:
     Raises:
         DataError: If the argument is not a dataset.
     """
-    if not isinstance(dataset, IterableDataset) and not (
-        isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")
-    ):
+    is_indexed = isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")
+    if not isinstance(dataset, IterableDataset) and (not is_indexed or isinstance(dataset, str | bytes | Mapping)):
         raise DataError(
             f"a {type(dataset).__name__} is not a dataset: give one of the datasets library or of torch, or a list of rows"
         )

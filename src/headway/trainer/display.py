@@ -17,7 +17,10 @@ _OF_SPEED = ("_runtime", "_per_second", "train_loss")
 
 
 def format_value(name: str, value: Any) -> str:
-    """Return a logged value as text for the screen, with the unit that its name implies."""
+    """Return a logged value as text for the screen, with the unit that its name implies.
+
+    Names with "memory" are in bytes, and names that end in "runtime" are in seconds. Other numbers have no unit.
+    """
     if not isinstance(value, int | float) or isinstance(value, bool):
         return str(value)
     if "memory" in name:
@@ -38,7 +41,10 @@ class PrinterCallback(TrainerCallback):
 
 
 class ProgressCallback(TrainerCallback):
-    """Callback that shows progress bars for updates and evaluations, with the latest values, and a table at the end."""
+    """Callback that shows progress bars for updates and evaluations, with the latest values, and a table at the end.
+
+    All output is on rank 0. In a notebook, a table of all logged losses and evaluation results is shown, too.
+    """
 
     def __init__(self) -> None:
         self._bar: track[int] | None = None
@@ -90,7 +96,10 @@ class ProgressCallback(TrainerCallback):
     on_predict = on_evaluate
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Remove the progress bar, and print the final table."""
+        """Remove the progress bar, and print the final table on rank 0.
+
+        The table is left out if `log_level` is "error" or "critical".
+        """
         self.close()
         if state.is_world_process_zero and args.log_level not in ("error", "critical"):
             show_summary(state)

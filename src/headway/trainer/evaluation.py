@@ -3,11 +3,12 @@
 The sanity check runs a few rows, spread over the evaluation data, through the model and `compute_metrics`. An error
 that would otherwise occur after the first epoch then occurs at once. Some metrics raise errors if there are only few
 rows (an area under the curve with only one class), or have names that depend on the data (a score per class). So if a
-metric raises an error, or does not return the requested name, it is tried on many more rows before the check fails.
+metric raises an error, or does not return the requested name, it is tried on up to 32 batches before the check fails.
 
 The check restores the modes and buffers of modules and the global RNG states. It does not affect loaders, callbacks,
-logs, files or the optimizer. A metric with state is copied, and skipped if it cannot be copied. Side effects of the
-user's own code (dataset, collate function, `compute_loss`, `prediction_step`, a metric function) cannot be undone.
+logs, files or the optimizer. A metric object is copied. One that cannot be copied is used itself if it has `reset`, and
+is otherwise left out of the check. Side effects of the user's own code (dataset, collate function, `compute_loss`,
+`prediction_step`, a metric function) cannot be undone.
 `TrainingArguments(eval_sanity_check=False)` skips the check.
 """
 
@@ -46,7 +47,14 @@ class PredictionMethods(Protocol):
     def prediction_step(
         self, model: torch.nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> StepOutput:
-        """Return the loss, the predictions and the labels of one batch. Missing parts are None."""
+        """Return the loss, the predictions and the labels of one batch. Missing parts are None.
+
+        Args:
+            model: Model in evaluation mode.
+            inputs: Batch on the device.
+            prediction_loss_only: Whether to omit predictions and labels.
+            ignore_keys: Names of model outputs that are not predictions. None: those that the model's config names.
+        """
 
 
 class Evaluation:
@@ -59,7 +67,8 @@ class Evaluation:
         measure: Settings that select the predictions to keep.
 
     Attributes:
-        num_samples: Number of rows of all ranks so far.
+        num_samples: Number of rows of all ranks so far, without padding. A batch whose rows cannot be counted counts as
+            one row per data shard.
         num_batches: Number of batches of this rank so far.
     """
 
@@ -74,7 +83,10 @@ class Evaluation:
         self._weight = 0.0
 
     def iterate_batches(self) -> Iterator[tuple[Tree, Tree]]:
-        """Yield a pair of (predictions, labels) for each batch, gathered from all ranks. Missing parts are None."""
+        """Yield a pair of (predictions, labels) for each batch, gathered from all ranks. Missing parts are None.
+
+        Every rank must iterate to the end. If ranks differ in the size of dim 1, values are padded with -100.
+        """
         for batch in self._loader:
             batch, num_items = split_label_count(batch)
             loss, predictions, labels = self._step(batch)
@@ -86,6 +98,7 @@ class Evaluation:
         num_valid = 1 if self._loader.num_valid is None else self._loader.num_valid
         self.num_batches += 1
         self.num_samples += sum(counts) if counts is not None else self._accelerator.strategy.data_shard.count
+        # A batch that consists of padding rows alone has no weight, although its labels were counted.
         weight = num_valid if num_items is None or not num_valid else num_items
         if loss is not None and weight:
             share = loss.detach().float().reshape(()) * weight
@@ -106,7 +119,9 @@ class Evaluation:
         """
         total = 0.0 if self._loss is None else self._loss.item()
         mean = self._accelerator.reduce_mean(total, self._weight).item()
-        return None if mean != mean and (self._loss is None or not self._weight) else mean
+        has_loss = self._loss is not None and bool(self._weight)
+        # A rank can have no sample of its own. All ranks must return the same, also if the mean is NaN.
+        return mean if self._accelerator.collectives.reduce_numbers([has_loss], "max")[0] else None
 
 
 class Session:
@@ -153,9 +168,11 @@ class Evaluator:
 
     @contextmanager
     def open_session(self, model: torch.nn.Module, optimizer: object) -> Iterator[Session]:
-        """Return a context manager that sets the model to evaluation mode and disables gradients.
+        """Return a context manager that yields a session: it sets the model to evaluation mode and disables gradients.
 
-        Nested sessions share the model.
+        If there is an average of the weights, the model contains it in the block. Outside of a training run, the model
+        is prepared first, and released at the end. A session inside another one uses the outer session's model, and
+        changes nothing.
 
         Args:
             model: The Trainer's model.
@@ -190,7 +207,14 @@ class Evaluator:
 
     @contextmanager
     def set_num_rows(self, model: torch.nn.Module, num_rows: int) -> Iterator[None]:
-        """Return a context manager for evaluating a batch of `num_rows` rows that did not come from a loader."""
+        """Return a context manager in which `self.num_rows()` returns the given number of rows.
+
+        It is used for a batch that does not come from a loader.
+
+        Args:
+            model: Model in evaluation mode.
+            num_rows: Number of rows in the batch.
+        """
         with self._enter_session(Session(model, lambda: num_rows)):
             yield
 
@@ -207,7 +231,10 @@ class Evaluator:
         return self._sessions[-1].num_rows() if self._sessions else None
 
     def prepare_loader(self, loader: DataLoader[Any]) -> PreparedLoader:
-        """Return a loader in its prepared form. A loader that is already prepared is returned unchanged."""
+        """Return a loader in its prepared form. A loader that is already prepared is returned unchanged.
+
+        In a session, `num_rows()` then returns the number of rows in this loader's current batch.
+        """
         made = self._accelerator.prepare_data_loader(loader)
         self._use_row_count(made)
         return made
@@ -243,15 +270,17 @@ class Evaluator:
         ignored: list[str] | None,
         prefix: str,
     ) -> tuple[Metrics, int]:
-        """Run one pass over the loader. Return the metrics and the number of rows.
+        """Run one pass over the loader. Return the metrics and the number of rows of all ranks.
+
+        The metrics include the mean loss, if there is one, and the speed. Every rank must call it.
 
         Args:
             session: Session with the model.
             loader: Prepared loader of the data.
             metric: Metric that receives the predictions. None: only the loss is computed.
             measure: Settings that select the predictions to keep.
-            ignored: Names of model outputs that are not predictions.
-            prefix: Prefix of the metrics' names.
+            ignored: Names of model outputs that are not predictions. None: those that the model's config names.
+            prefix: Prefix of the metrics' names, such as "eval".
         """
         began = time.monotonic()
         evaluation = Evaluation(self._accelerator, loader, self._make_step(session, metric is None, ignored), measure)
@@ -273,12 +302,15 @@ class Evaluator:
     ) -> EvalLoopOutput:
         """Run one pass, and return all predictions in host memory and the metrics computed from them at the end.
 
+        Every rank must call it. Without labels, `compute_metrics` is not called. If only the loss is requested, the
+        predictions and labels in the result are None.
+
         Args:
             session: Session with the model.
             loader: Prepared loader of the data.
             measure: Metric, and settings that select the predictions to keep.
-            ignored: Names of model outputs that are not predictions.
-            prefix: Prefix of the metrics' names.
+            ignored: Names of model outputs that are not predictions. None: those that the model's config names.
+            prefix: Prefix of the metrics' names, such as "eval".
         """
         everything = None if measure.is_loss_only else Accumulated(None, count_rows(loader))
         found, num_samples = self.run(session, loader, everything, measure, ignored, prefix)
@@ -296,13 +328,13 @@ class Evaluator:
     ) -> Iterator[tuple[Tree, Tree]]:
         """Return an iterator over pairs of (predictions, labels), one pair per batch.
 
-        The values are gathered from all ranks and are on the device.
+        The values are gathered from all ranks and are on the device. Every rank must iterate to the end.
 
         Args:
             session: Session with the model.
             loader: Prepared loader of the data.
             measure: Settings that select the predictions to keep.
-            ignored: Names of model outputs that are not predictions.
+            ignored: Names of model outputs that are not predictions. None: those that the model's config names.
         """
         return Evaluation(
             self._accelerator, loader, self._make_step(session, False, ignored), measure
@@ -313,7 +345,7 @@ class Evaluator:
 
 
 def count_rows(loader: PreparedLoader) -> int | None:
-    """Return the number of rows of all ranks in one pass over the loader, or None for an iterable dataset."""
+    """Return the number of rows in the loader's dataset, over all ranks, or None if it has no length."""
     try:
         return loader.total_dataset_length
     except TypeError:
@@ -321,11 +353,13 @@ def count_rows(loader: PreparedLoader) -> int | None:
 
 
 def select_per_sample(values: Tree, num_rows: int | None) -> Tree:
-    """Return the tensors that have one row per sample; None if there are none.
+    """Return the tensors that have one row per sample, detached; None if there are none.
+
+    Several tensors are returned as a tuple, and a single one without a tuple.
 
     Args:
-        values: Tensor, or tuple of tensors. Tensors without one row per sample are left out.
-        num_rows: Number of samples, or None if unknown.
+        values: Tensor, or tuple or list of tensors. Other values, and tensors without one row per sample, are left out.
+        num_rows: Number of samples. None: unknown, so only 0-d tensors are left out.
     """
     if isinstance(values, torch.Tensor):
         return values.detach() if values.ndim and (num_rows is None or len(values) == num_rows) else None
@@ -363,12 +397,12 @@ def spread_rows(num_rows: int, batch_size: int, num_batches: int) -> list[list[i
 def read_rows(loader: PreparedLoader, num_batches: int) -> Iterator[tuple[Batch, int]] | None:
     """Return an iterator over pairs of (batch, number of rows), read directly from the dataset of a loader.
 
-    The loader itself is not iterated over. Return None for an iterable dataset or a custom batch sampler, which cannot
-    be read without side effects.
+    The loader itself is not iterated over. Return None if its dataset is iterable, empty or without a length, or if it
+    has a custom batch sampler.
 
     Args:
         loader: Prepared loader.
-        num_batches: Maximum number of batches.
+        num_batches: Maximum number of batches. Their rows are spread over the whole dataset.
     """
     dataset, sampler = loader.dataset, loader.batch_sampler
     num_rows = None if isinstance(dataset, IterableDataset) else get_length(dataset)

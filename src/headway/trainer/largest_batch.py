@@ -56,6 +56,8 @@ class LargestBatch:
     def find_size(self, dataset: Any, num_shards: int) -> int:
         """Return the largest number of rows per micro-batch that fits into memory. Every rank must call it.
 
+        The result may be up to 5 % too low. The model's weights and buffers are restored.
+
         Args:
             dataset: Training data.
             num_shards: Number of parts into which the ranks divide the data. One part is the upper limit of the search.
@@ -86,7 +88,7 @@ class LargestBatch:
     def _choose_first_size(self, rows: Sequence[Any], most: int) -> int:
         """Return the batch size of the first trial, equal on all ranks.
 
-        It is the smallest forecast of all ranks, or 8 if memory cannot be forecast, and at most `most`.
+        It is the smallest forecast of all ranks, where a rank without a forecast counts as 8. It is from 1 to `most`.
 
         Args:
             rows: Long rows of the training data, from `_list_long_rows`.

@@ -37,7 +37,10 @@ class FileMethods:
     state: TrainerState
 
     def _get_output_folder(self, given: str | Path | None = None) -> Path:
-        """Return the given folder; if None, the `output_dir` of the arguments. The main process creates the folder."""
+        """Return the given folder; if None, the `output_dir` of the arguments.
+
+        The main process creates the folder if it is missing.
+        """
         folder = to_path(given) if given else self.args.folder
         if self.accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +69,7 @@ class FileMethods:
         (folder / "training_args.json").write_text(self.args.to_json_string() + "\n")
 
     def save_state(self) -> None:
-        """Write the progress of training and all logged values to `trainer_state.json`.
+        """Write the progress of training and all logged values to `trainer_state.json`, on the main process.
 
         Weights, optimizer state and other state are not written. Checkpoints contain them.
         """
@@ -92,8 +95,11 @@ class FileMethods:
     def create_model_card(self, **about: object) -> None:
         """Write `README.md` with a description of the training run and the results of the last evaluation.
 
+        The main process writes it into `output_dir`.
+
         Args:
-            about: Further entries of the card by name: language, license, dataset, tasks, ...
+            about: Additional entries of the card by name: language, license, dataset, tasks, ... `model_name` is its
+                title; by default, this is the name of the folder.
         """
         if not self.accelerator.is_main_process:
             return
@@ -136,7 +142,8 @@ class Log:
     def write_values(self, values: Metrics) -> None:
         """Write values and the epoch to the history, the callbacks, the run's log and its trackers.
 
-        The run's log and the trackers are used only if at least one update has been made.
+        The epoch is added to the given dict. The run's log and the trackers are used only if at least one update has
+        been made.
         """
         self._add_to_history(values)
         if self.accelerator.num_updates:
@@ -175,9 +182,10 @@ class TrainingLog(Log):
     monitor: MemoryMonitor
 
     def write_values(self, values: Metrics) -> None:
-        """Log values together with the memory use.
+        """Log values together with the memory use of this process's device in bytes.
 
-        If the values include a loss, also log the throughput since the last entry with a loss.
+        If the values include "loss", also log the throughput since the last entry with "loss". The epoch is added to
+        the given dict.
         """
         self._add_to_history(values)
         peaks = self.list_peaks("memory_peak", "memory/")

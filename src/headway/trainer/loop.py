@@ -37,10 +37,20 @@ class TrainingMethods(Protocol):
     def training_step(
         self, model: torch.nn.Module, inputs: Batch, num_items_in_batch: int | None = None
     ) -> torch.Tensor:
-        """Run forward and backward of a micro-batch, and return its loss."""
+        """Run forward and backward of a micro-batch, and return its detached loss.
+
+        Args:
+            model: Prepared model.
+            inputs: Micro-batch on the device.
+            num_items_in_batch: Number of labels that are not ignored. None: the loss is a mean over samples.
+        """
 
     def evaluate(self, *, ignore_keys: list[str] | None = None) -> Metrics:
-        """Run an evaluation and return its metrics."""
+        """Evaluate the model on the Trainer's evaluation data, and return the metrics by name.
+
+        Args:
+            ignore_keys: Names of model outputs that are not predictions. None: those that the model's config names.
+        """
 
     def log(self, logs: Metrics) -> None:
         """Log values by name to the history, the callbacks and the run's log."""
@@ -169,6 +179,7 @@ class Training:
         owes = events.control.should_evaluate
         self._log_evaluate_and_save()  # includes an evaluation that was interrupted before the run was resumed
         self._caught_up_at = events.state.global_step if owes else -1
+        # With `max_steps`, only the number of updates ends the run.
         num_epochs = sys.maxsize if args.max_steps > 0 else events.state.num_train_epochs
         if not events.control.should_training_stop:
             for epoch in self._accelerator.epochs(num_epochs):
@@ -192,7 +203,11 @@ class Training:
         self._log_evaluate_and_save()
 
     def _train_epoch(self, epoch: int) -> None:
-        """Train on one pass over the data. After a resume, train on the remaining batches of the epoch."""
+        """Train on one pass over the data. After a resume, train on the remaining batches of the epoch.
+
+        Raises:
+            DataError: If an epoch that was not resumed has no batch.
+        """
         loader, accelerator, events = self._loader, self._accelerator, self._events
         state, num_batches = events.state, self._prepared.num_batches
         first = loader.num_consumed // loader.total_batch_size if loader.total_batch_size else 0
@@ -261,7 +276,8 @@ class Training:
     def _synchronize_control(self) -> None:
         """Combine the control flags of all ranks, so that a request by any rank's callbacks applies to all ranks.
 
-        It does nothing if there are only the Trainer's own callbacks, whose requests do not differ between ranks.
+        It does nothing in a single-process run, or if all callbacks are Headway's own, whose requests do not differ
+        between ranks.
         """
         accelerator, events = self._accelerator, self._events
         if accelerator.num_processes > 1 and events.has_foreign:
@@ -270,10 +286,10 @@ class Training:
             events.control.set_flags([flag > 0 for flag in flags])
 
     def _log_evaluate_and_save(self) -> None:
-        """Log, evaluate and save if the control requests it.
+        """Log, evaluate and save if the control's flags request it, and clear these flags.
 
-        A resumed run first executes the actions that were still pending when its checkpoint was saved. If an epoch
-        ends at that update, they are not executed a second time.
+        No update is logged or saved twice. A resumed run first executes an evaluation and a save that were still
+        pending when its checkpoint was saved. If an epoch ends at that update, the evaluation is not repeated.
         """
         events, state = self._events, self._events.state
         if events.control.should_log and state.global_step > self._last_logged:
@@ -313,7 +329,8 @@ class Training:
         """Start saving a checkpoint. It is written in the background.
 
         Args:
-            metrics: Metrics of the latest evaluation, by which the best checkpoint is selected.
+            metrics: Metrics of the evaluation at this update, by which the best checkpoint is selected. Empty if there
+                was no evaluation.
         """
         state, args, accelerator = self._events.state, self._args, self._accelerator
         value = metrics.get(args.wanted_metric or "")

@@ -30,7 +30,7 @@ class LossOf:
     A batch that is a dict is passed to the model as keyword arguments, a tuple or list as positional arguments. With
     a loss function, the labels (in a tuple, the last item) are first removed from the batch, and the function is called
     with the model's outputs and the labels. Otherwise the model's own loss is used: `outputs["loss"]`,
-    `outputs.loss`, a tuple's first item, or a scalar.
+    `outputs.loss`, a tuple's first item, or the outputs themselves if they are a scalar tensor.
 
     Args:
         model: Model to train.
@@ -42,6 +42,9 @@ class LossOf:
 
     Attributes:
         by_source: Recorder of the loss of each dataset in a mixture. None: no training run on a mixture is in progress.
+
+    Raises:
+        ConfigError: If there are both a loss function and label smoothing.
     """
 
     def __init__(
@@ -68,11 +71,12 @@ class LossOf:
         Args:
             model: Model to call.
             inputs: Batch, including its labels.
-            num_items: Number of labels that are not ignored, for a loss function that accepts `num_items_in_batch`.
-                Default: None.
+            num_items: Number of labels that are not ignored, which a loss function gets if it accepts
+                `num_items_in_batch`. None: unknown.
 
         Raises:
-            LossError: If the model returns no loss.
+            LossError: If the model's own loss is used, and its outputs contain none, or its forward does not accept the
+                batch. With smoothing, if there are no `logits` or no labels.
         """
         if self.function is None and not self.smoothing:
             if not self._is_called:
@@ -91,7 +95,12 @@ class LossOf:
         return self.function(outputs, labels, **more), outputs
 
     def split_labels(self, inputs: Batch) -> tuple[Batch, Tree]:
-        """Split a batch into the inputs of the model and the labels. The labels are None if the batch has none."""
+        """Split a batch into the inputs of the model and the labels. The labels are None if the batch has none.
+
+        In a dict, the labels are the entries in `label_names`, or a tuple of them if there are several. In a tuple or
+        list of at least two items, they are the last item. With smoothing, a dict keeps its labels if the model's
+        forward accepts `labels`.
+        """
         if isinstance(inputs, Mapping):
             names = [name for name in self.label_names if name in inputs] or [
                 n for n in ("labels", "label") if n in inputs
@@ -139,7 +148,7 @@ def split_label_count(batch: Batch) -> tuple[Batch, int | None]:
 def call_model(model: torch.nn.Module, inputs: Batch) -> Tree:
     """Call the model with a batch and return its outputs.
 
-    A dict is passed as keyword arguments, a tuple or list as positional arguments.
+    A dict is passed as keyword arguments, a tuple or list as positional arguments, and anything else as one argument.
     """
     if isinstance(inputs, Mapping):
         return model(**inputs)
@@ -151,7 +160,8 @@ def call_model(model: torch.nn.Module, inputs: Batch) -> Tree:
 def check_call(model: torch.nn.Module, inputs: Batch) -> None:
     """Raise an error if the model's forward does not accept a batch that includes labels.
 
-    Without labels, the model cannot compute its own loss.
+    Without labels, the model cannot compute its own loss. A batch that is a single tensor is not checked, nor is a
+    forward without a signature.
 
     Raises:
         LossError: If the forward does not accept the contents of the batch.
@@ -174,9 +184,10 @@ def check_call(model: torch.nn.Module, inputs: Batch) -> None:
 
 
 def find_named_loss(outputs: Tree) -> torch.Tensor | None:
-    """Return the loss among a model's outputs, or None if there is none.
+    """Return the loss among a model's outputs as a 0-d tensor, or None if there is none.
 
-    It is `outputs["loss"]`, `outputs.loss`, a tuple's first item, or a scalar.
+    It is `outputs["loss"]`, `outputs.loss`, a tuple's first item, or the outputs themselves. It must be a
+    floating-point tensor with one element.
     """
     if isinstance(outputs, Mapping):
         loss = outputs.get("loss")
@@ -189,9 +200,10 @@ def find_named_loss(outputs: Tree) -> torch.Tensor | None:
 
 
 def find_loss(outputs: Tree, model: torch.nn.Module) -> torch.Tensor:
-    """Return the loss among a model's outputs.
+    """Return the loss among a model's outputs as a 0-d tensor.
 
-    It is `outputs["loss"]`, `outputs.loss`, a tuple's first item, or a scalar.
+    It is `outputs["loss"]`, `outputs.loss`, a tuple's first item, or the outputs themselves. It must be a
+    floating-point tensor with one element.
 
     Args:
         outputs: Outputs of the model.
@@ -217,8 +229,9 @@ def drop_loss(outputs: Tree, has_loss: bool, ignored: list[str]) -> Tree:
 
     Args:
         outputs: Outputs of the model.
-        has_loss: Whether a tuple's first item is the loss.
-        ignored: Names of outputs to omit.
+        has_loss: Whether the loss is among the outputs: a tuple's first item, or outputs that are a single object. For
+            a dict, the entry "loss" is always omitted.
+        ignored: Names of outputs to omit from a dict.
     """
     if isinstance(outputs, Mapping):
         values = tuple(value for name, value in outputs.items() if name not in (*ignored, "loss") and value is not None)

@@ -65,7 +65,10 @@ class LossBook:
             self.by_source.end_batch(num_rows)
 
     def end_window(self) -> None:
-        """Record that the accumulation window is complete."""
+        """Record that the accumulation window is complete. Every rank must call it.
+
+        If the losses of 512 windows have not been read yet, read them from the device, which is a collective.
+        """
         if self._window:
             self._windows.append(self._window)
             self._window = []
@@ -75,7 +78,8 @@ class LossBook:
     def _read_losses(self) -> None:
         """Read the recorded losses from the device and reduce them over all ranks.
 
-        It is a collective, so all ranks must call it after the same number of accumulation windows.
+        It does nothing if no accumulation window has ended since the last call. Otherwise it is a collective, so all
+        ranks must call it after the same number of windows.
         """
         if not self._windows:
             return
@@ -115,16 +119,16 @@ class LossBook:
         return self._total / self._num_windows if self._num_windows else float("nan")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sum and number of all losses, and the losses that have not been logged yet.
+        """Return the sum and number of all windows' mean losses, and those that have not been logged yet.
 
-        Every rank must call it.
+        With a mixture, the state of `by_source` is included. Every rank must call it.
         """
         self._read_losses()
         state = {"recent": list(self._recent), "total": self._total, "num_windows": self._num_windows}
         return state if self.by_source is None else {**state, "by_source": self.by_source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the sum and number of all losses, and the losses that had not been logged at the time of the save."""
+        """Restore the sum and number of all mean losses, and those that had not been logged before the save."""
         self._recent = list(state["recent"])
         self._total = state["total"]
         self._num_windows = state["num_windows"]

@@ -76,7 +76,7 @@ def check_overrides(kind: type) -> None:
 
 
 class _Records:
-    """Object that writes the model card and the training arguments when a model is published.
+    """Writer of the model card and the training arguments of a model that is published.
 
     It has the method `save_pretrained`, so that it can be published like a model.
 
@@ -124,7 +124,7 @@ class LegacyMembers(FileMethods, UnknownMembers):
         """Return a context manager that enables the run's mixed precision.
 
         Args:
-            cache_enabled: Accepted for compatibility.
+            cache_enabled: Ignored. Accepted for compatibility with transformers.
         """
         return self.accelerator.autocast()
 
@@ -187,10 +187,11 @@ class LegacyMembers(FileMethods, UnknownMembers):
 
         Args:
             commit_message: Message of the commit.
-            blocking: Accepted for compatibility. The call always waits until the upload is complete.
+            blocking: Ignored. Accepted for compatibility with transformers. The call always waits until the upload is
+                complete.
             token: Token for the Hub. None: `hub_token` of the arguments.
             revision: Branch to upload to. None: `hub_revision` of the arguments.
-            kwargs: Further entries of the model card, as in `create_model_card`.
+            kwargs: Additional entries of the model card, as in `create_model_card`.
 
         Returns:
             URL of the commit on the main process; None on other processes.
@@ -258,7 +259,7 @@ class EvaluationMethods(LegacyMembers):
                 samples.
 
         Raises:
-            LossError: If the model returns no loss.
+            LossError: If the model returns no loss, or its forward does not accept the batch.
         """
         loss, outputs = self._signature.loss_of(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
@@ -290,7 +291,8 @@ class EvaluationMethods(LegacyMembers):
             batch_size: Rows per batch.
             sampler: Sampler of the rows. None: the order of the dataset.
             drop_last: Whether to omit a last batch with fewer rows.
-            packed: Collate function of packed sequences. None: determined by the dataset.
+            packed: Collate function of packed sequences. None: the packer's if the dataset is a `PackedDataset`, else
+                the Trainer's.
             is_training: Whether the loader is for training. If its data is a mixture whose losses can be logged by
                 source, batches contain the source of each row.
         """
@@ -338,14 +340,18 @@ class EvaluationMethods(LegacyMembers):
         """Return a loader of the evaluation data. It is not prepared yet.
 
         Args:
-            eval_dataset: Dataset, or the name of one of the Trainer's evaluation datasets. None: the Trainer's own.
+            eval_dataset: Dataset, or the name of one of the Trainer's evaluation datasets. None: the Trainer's only
+                evaluation dataset.
 
         Raises:
-            DataError: If there is no evaluation data.
+            DataError: If there is no evaluation data, if it is not a dataset, or if there are several and none is chosen.
+            KeyError: If the Trainer has several evaluation datasets, but none with this name.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str) and isinstance(self.eval_dataset, dict):
             dataset = self.eval_dataset[dataset]
+        elif isinstance(dataset, dict):
+            raise DataError(f"there are several evaluation datasets; choose one by its name: {', '.join(dataset)}")
         if dataset is None:
             raise DataError("the Trainer was given no eval_dataset; give one to it or to evaluate()")
         rows = check_dataset(dataset)
@@ -358,6 +364,9 @@ class EvaluationMethods(LegacyMembers):
 
         Args:
             test_dataset: Dataset to predict.
+
+        Raises:
+            DataError: If the argument is not a dataset.
         """
         check_dataset(test_dataset)
         sampler = self._get_eval_sampler(test_dataset)
@@ -377,9 +386,9 @@ class EvaluationMethods(LegacyMembers):
         labels that are not ignored. It does not depend on the number of processes.
 
         Args:
-            eval_dataset: Dataset to evaluate. With a dict of several datasets, each is evaluated under its name. None:
-                the Trainer's own.
-            ignore_keys: Names of model outputs that are not predictions.
+            eval_dataset: Dataset to evaluate, or the name of one of the Trainer's evaluation datasets. With a dict of
+                several datasets, each is evaluated under its name. None: the Trainer's own.
+            ignore_keys: Names of model outputs that are not predictions. None: those that the model's config names.
             metric_key_prefix: Prefix of the metrics' names.
 
         Returns:
@@ -388,6 +397,7 @@ class EvaluationMethods(LegacyMembers):
         Raises:
             DataError: If there is no evaluation data.
             ConfigError: If `compute_metrics` is neither a function nor a streaming metric.
+            MetricError: If `compute_metrics` returns neither a dict nor a number.
         """
         several = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(several, dict):
@@ -425,7 +435,8 @@ class EvaluationMethods(LegacyMembers):
     def _get_eval_loader(self, dataset: Data | str | None) -> PreparedLoader:
         """Return a prepared loader of evaluation data.
 
-        The loader of the Trainer's own data is prepared once per training run. Other loaders are prepared at each call.
+        During a training run, the loader of the Trainer's own data is prepared only once. Outside of a run, and for
+        other datasets, a new loader is prepared at each call.
 
         Args:
             dataset: Dataset, or the name of one of the Trainer's evaluation datasets. None: the Trainer's own.
@@ -448,13 +459,15 @@ class EvaluationMethods(LegacyMembers):
 
         `train` calls it if the training run includes evaluations. It does not affect training:
         `headway.trainer.evaluation` describes what is restored. Iterable datasets are skipped, because the check
-        would consume them. There is no check with `eval_sanity_check=False`, or if a subclass overrides `evaluate` or
-        `evaluation_loop`. There is none during a forecast by `headway estimate --script` either, because its tensors
-        have no values.
+        would consume them, and so are loaders with a custom batch sampler. There is no check with
+        `eval_sanity_check=False`, or if a subclass overrides `evaluate` or `evaluation_loop`. There is none during
+        a forecast by `headway estimate --script` either, because its tensors have no values.
+
+        Every rank must call it.
 
         Raises:
-            MetricError: If `compute_metrics` raises.
-            ConfigError: If `metric_for_best_model` is not among the metrics.
+            MetricError: If `compute_metrics` raises, or the check failed on another rank only.
+            ConfigError: If `metric_for_best_model` is not among the metrics or not a number.
         """
         args = self.args
         if is_forecast() or not args.eval_sanity_check or (args.eval_strategy == "no" and not args.eval_on_start):
@@ -480,9 +493,9 @@ class EvaluationMethods(LegacyMembers):
 
         Args:
             dataloader: Loader, prepared or not.
-            description: Accepted for compatibility.
+            description: Ignored. Accepted for compatibility with transformers.
             prediction_loss_only: Whether to compute only the loss. None: the value in the arguments.
-            ignore_keys: Names of model outputs that are not predictions.
+            ignore_keys: Names of model outputs that are not predictions. None: those that the model's config names.
             metric_key_prefix: Prefix of the metrics' names.
         """
         with self._evaluator.open_session(self.model, self.optimizer) as session:
@@ -497,7 +510,7 @@ class EvaluationMethods(LegacyMembers):
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Return the number of rows in a loader's dataset.
 
-        If the dataset has no length, return the number of batches times their size.
+        If the dataset has no length, return the number of batches times `per_device_eval_batch_size`.
         """
         rows = get_length(getattr(dataloader, "dataset", None))
         return rows if rows is not None else len(dataloader) * self.args.per_device_eval_batch_size
@@ -505,9 +518,10 @@ class EvaluationMethods(LegacyMembers):
     def prediction_step(
         self, model: torch.nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> StepOutput:
-        """Return the loss, the predictions and the labels of one batch, computed under `no_grad`.
+        """Return the loss, the predictions and the labels of one batch. The caller disables gradients.
 
-        Missing values are None.
+        Missing values are None. Of predictions and labels, only tensors with one row per sample are returned: a single
+        tensor, or a tuple of several.
 
         Args:
             model: Model in evaluation mode.
@@ -544,7 +558,7 @@ class EvaluationMethods(LegacyMembers):
 
         Args:
             test_dataset: Dataset with or without labels.
-            ignore_keys: Names of model outputs that are not predictions.
+            ignore_keys: Names of model outputs that are not predictions. None: those that the model's config names.
             metric_key_prefix: Prefix of the metrics' names.
         """
         with self._evaluator.open_session(self.model, self.optimizer):
@@ -564,7 +578,7 @@ class EvaluationMethods(LegacyMembers):
 
         Args:
             test_dataset: Dataset with or without labels.
-            ignore_keys: Names of model outputs that are not predictions.
+            ignore_keys: Names of model outputs that are not predictions. None: those that the model's config names.
         """
         with self._evaluator.open_session(self.model, self.optimizer) as session:
             loader = self._evaluator.prepare_loader(self.get_test_dataloader(test_dataset))

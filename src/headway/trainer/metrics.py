@@ -31,7 +31,10 @@ class StreamingMetric(Protocol):
     """
 
     def update(self, predictions: Tree, labels: Tree) -> Any:
-        """Process the predictions and labels of one batch of all ranks: tensors on the device, or tuples of tensors."""
+        """Process the predictions and labels of one batch of all ranks: tensors on the device, or tuples of tensors.
+
+        Labels are None if the data has none, and predictions are None if the model returns none.
+        """
 
     def compute(self) -> Any:
         """Return the metrics as a dict of numbers by name, or as a single number."""
@@ -104,16 +107,22 @@ class Batchwise:
         self._held = EvalPrediction(_join_batches([_to_host(predictions)]), _join_batches([_to_host(labels)]))
 
     def compute(self) -> Any:
-        """Call the function with the last batch and `compute_result=True`, and return the metrics."""
+        """Call the function with the last batch and `compute_result=True`, and return the metrics.
+
+        Return {} if there was no batch.
+        """
         return {} if self._held is None else self.function(self._held, compute_result=True)
 
 
 def make_metric(given: Any, is_batchwise: bool, num_rows: int | None) -> StreamingMetric | None:
     """Return a streaming metric for a Trainer's `compute_metrics`, or None if `given` is None.
 
+    An object that is a streaming metric already, with `update` and `compute`, is returned itself. Its `reset` is called
+    first, if it has one.
+
     Args:
         given: Value of `compute_metrics`: a function, a streaming metric, or None.
-        is_batchwise: Whether the function is called for each batch.
+        is_batchwise: Whether a function is called for each batch. If False, it is called once, at the end.
         num_rows: Expected number of rows, or None if unknown.
 
     Raises:
@@ -161,11 +170,14 @@ class Measure:
 
         Args:
             num_rows: Expected number of rows, or None if unknown.
+
+        Raises:
+            ConfigError: If `compute` is neither a function nor a streaming metric.
         """
         return None if self.is_loss_only else make_metric(self.compute, self.is_batchwise, num_rows)
 
     def select_predictions(self, predictions: Tree, labels: Tree) -> Tree:
-        """Return the part of the predictions to keep, as selected by `preprocess`."""
+        """Return the part of the predictions to keep, as selected by `preprocess`; all of them if it is None."""
         return predictions if predictions is None or self.preprocess is None else self.preprocess(predictions, labels)
 
 
@@ -196,12 +208,14 @@ def check_wanted(wanted: str, given: str, found: Metrics) -> None:
 def make_named_metrics(found: Any, prefix: str) -> Metrics:
     """Return metrics as a dict in which all names have the prefix. A single number gets the name "metric".
 
+    Names that already have the prefix are kept. Arrays and tensors become Python numbers or lists.
+
     Args:
-        found: Result of a metric: a dict or a number.
-        prefix: Prefix of the names.
+        found: Result of a metric: a dict, a number, an array or a tensor.
+        prefix: Prefix of the names, without the underscore that follows it.
 
     Raises:
-        MetricError: If the result is neither a dict nor a number.
+        MetricError: If the result is none of these.
     """
     if isinstance(found, int | float | numpy.number | numpy.ndarray | torch.Tensor):
         found = {"metric": found}
@@ -211,8 +225,11 @@ def make_named_metrics(found: Any, prefix: str) -> Metrics:
 
 
 def _to_number(value: Any) -> Any:
-    if isinstance(value, torch.Tensor | numpy.ndarray | numpy.generic):
-        return value.item() if getattr(value, "ndim", 0) == 0 or value.size == 1 else value.tolist()
+    """Return a tensor or array with one element as a number, and one with several as a list. Other values are kept."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, numpy.ndarray | numpy.generic):
+        return value.item() if value.size == 1 else value.tolist()
     return value
 
 
@@ -223,7 +240,10 @@ def _to_host(values: Tree) -> Tree:
 
 
 def _join_batches(parts: list[Tree]) -> Tree:
-    """Concatenate the values of several batches. Rows of different lengths are padded with -100."""
+    """Concatenate the values of several batches, and return them as NumPy arrays, or tuples of arrays.
+
+    Rows of different lengths are padded with -100. Lists become one list of rows. Return None if there are no values.
+    """
     if not parts or parts[0] is None:
         return None
     if isinstance(parts[0], tuple):

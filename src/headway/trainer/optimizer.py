@@ -31,7 +31,10 @@ _OF_ADAMS_KIND = (torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.
 
 
 def list_decaying_names(model: torch.nn.Module) -> list[str]:
-    """Return the names of the parameters that get weight decay: all except biases and the parameters of norms."""
+    """Return the names of the parameters that get weight decay: all except biases and the parameters of norms.
+
+    Biases have "bias" in their name, and norms have "norm" in the name of their class. Case is ignored.
+    """
     return [
         f"{place}.{name}" if place else name
         for place, module in model.named_modules()
@@ -45,10 +48,12 @@ def make_parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the trainable parameters in two groups: those with weight decay and those without.
 
+    An empty group is left out.
+
     Args:
         model: Model with the parameters.
         weight_decay: Weight decay of the first group.
-        decaying: Names of the parameters in the first group. Default: `list_decaying_names(model)`.
+        decaying: Names of the parameters in the first group. None: `list_decaying_names(model)`.
     """
     names = set(list_decaying_names(model) if decaying is None else decaying)
     spared = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in names}
@@ -66,16 +71,18 @@ def create_optimizer(
     given: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
     decaying: Sequence[str] | None = None,
 ) -> torch.optim.Optimizer:
-    """Create the optimizer whose name is in the training arguments.
+    """Create an optimizer of a given class, or the one whose name is in the training arguments.
 
     Args:
-        model: Model whose parameters are updated.
-        args: Training arguments with the optimizer's name, learning rate, weight decay and further settings.
-        given: Optimizer class and its keyword arguments, which take precedence over the name. Default: None.
-        decaying: Names of the parameters with weight decay. Default: all except biases and parameters of norms.
+        model: Model whose trainable parameters are updated.
+        args: Training arguments with the optimizer's name, learning rate, weight decay and other settings.
+        given: Optimizer class and its keyword arguments. Of `args`, only the weight decay is then used. None: the class
+            and settings are those in `args`.
+        decaying: Names of the parameters with weight decay. None: all except biases and parameters of norms.
 
     Raises:
-        ConfigError: If there are no trainable parameters, or the optimizer does not accept the settings.
+        ConfigError: If there are no trainable parameters, or if `args.optim_args` is malformed or contains a name that
+            the optimizer does not accept. Errors of a given class are raised unchanged.
     """
     groups = make_parameter_groups(model, args.weight_decay, decaying)
     if not groups:
@@ -97,8 +104,10 @@ def create_optimizer(
 def read_settings(text: str | None) -> dict[str, Any]:
     """Parse a text "name=value, name=value" into a dict. Python literals are evaluated; other values remain strings.
 
+    Spaces are removed, and values cannot contain commas. None and "" result in an empty dict.
+
     Raises:
-        ConfigError: If a part of the text has no "=".
+        ConfigError: If a part between two commas has no name or no "=".
     """
     found: dict[str, Any] = {}
     for part in (text or "").replace(" ", "").split(","):
@@ -121,8 +130,10 @@ def make_stateless(optimizer: Any, schedule: Any) -> tuple[Any, Any]:
     """Return copies of an optimizer and its schedule without the optimizer's state, to be read after training.
 
     The copies have the parameter groups, learning rates and settings. They hold no reference to the original state,
-    so it can be freed. Reading their state raises an error instead of returning an empty dict. Objects that are not
-    torch's are returned unchanged.
+    so it can be freed. The optimizer copy's `state_dict()` raises StateError instead of returning an empty state.
+
+    The wrappers that `prepare` added are removed. An optimizer that is not torch's is returned itself, together with
+    its schedule, and so is a schedule that is not torch's.
 
     Args:
         optimizer: Optimizer, prepared or not.
@@ -149,7 +160,7 @@ def _refuse_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _copy_schedule(optimizer: torch.optim.Optimizer, schedule: Any) -> Any:
-    """Copy a schedule so that it refers to the given optimizer.
+    """Copy a schedule so that it refers to the given optimizer. One that is not torch's is returned unchanged.
 
     The schedules inside a composite schedule are copied too.
     """

@@ -17,9 +17,10 @@ from headway.trainer.data import Data, check_dataset, find_lengths
 
 
 class Packer:
-    """Helper that packs the samples of a Trainer's datasets into sequences, and collates them.
+    """Packer of a Trainer's datasets: it packs their samples into sequences, and collates them.
 
-    It does nothing unless the arguments request packing.
+    Without `packing=True` in the arguments, nothing is packed. A `PackedDataset` of the user is still collated and
+    checked.
 
     Args:
         args: Training arguments.
@@ -45,6 +46,8 @@ class Packer:
     def pack(self, dataset: Any, model: torch.nn.Module, kept: set[str] | None, *, is_training: bool) -> Any:
         """Return the packed dataset if packing is requested and the dataset is not packed yet, else the dataset itself.
 
+        Each dataset is packed only once. Later calls return the result of the first one.
+
         Args:
             dataset: Dataset of the Trainer, or None.
             model: Model, whose config names the token that fills sequences.
@@ -52,7 +55,8 @@ class Packer:
             is_training: Whether to pack in a random order if the arguments request it.
 
         Raises:
-            DataError: If the dataset has no length, or a sample is too long.
+            DataError: If the dataset has no length, only its labels would be kept, or a sample is too long although
+                `packing_long_samples` is "error".
         """
         args = self._args
         if dataset is None or not args.packing or isinstance(dataset, PackedDataset):
@@ -87,7 +91,10 @@ class Packer:
         return next((token for token in found if isinstance(token, int) and token >= 0), 0)
 
     def choose_collator(self, dataset: Data, model: torch.nn.Module) -> Collate | None:
-        """Return the collate function of a packed dataset, or None if the dataset is not packed."""
+        """Return the collate function of a packed dataset, or None if the dataset is not packed.
+
+        It is the user's collate function, if there is one, else a `PackingCollator` that fits the model.
+        """
         if not isinstance(dataset, PackedDataset):
             return None
         return PackingCollator(choose_attention(model)) if self._collator is None else self._collator
@@ -103,15 +110,16 @@ class Packer:
     def check_model(self, accelerator: Accelerator, model: torch.nn.Module, dataset: Data) -> None:
         """Raise an error if packed documents influence each other in the model. Every rank must call it.
 
-        A model is checked only once.
+        Do nothing if the dataset is not packed, the collate function has `check_model=False`, or this model was checked
+        last. The check also does not run during a memory forecast, in which tensors have no values.
 
         Args:
             accelerator: Accelerator that has prepared the model.
             model: Prepared model.
-            dataset: Dataset of a loader. Nothing is checked if it is not packed.
+            dataset: Dataset of a loader.
 
         Raises:
-            PrepareError: If the model ignores the boundaries of documents.
+            PrepareError: If the model ignores the boundaries of documents, or does not accept packed batches.
         """
         collate = self.choose_collator(dataset, model)
         if collate is None or is_forecast() or self._checked is model or not getattr(collate, "check_model", True):

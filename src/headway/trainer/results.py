@@ -15,7 +15,8 @@ class TrainOutput(NamedTuple):
         global_step: Number of completed updates, including those before a resume.
         training_loss: Mean loss over all updates.
         metrics: train_runtime in seconds, train_samples_per_second and train_steps_per_second since the last start or
-            resume, train_loss, epoch, and train_memory_peak in bytes on this process's device.
+            resume, train_loss, epoch, and train_memory_peak in bytes on this process's device. With
+            `skip_memory_metrics=False`, also train_memory_peak_<phase> for each phase.
     """
 
     global_step: int

@@ -15,7 +15,10 @@ class DefaultFlowCallback(TrainerCallback):
     """
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Request the logging, evaluation and saving that are due after this number of updates."""
+        """Request the logging, evaluation and saving that are due after this number of updates.
+
+        After the last update, request the end of training, and with `save_strategy="steps"` also a checkpoint.
+        """
         step = state.global_step
         if (step == 1 and args.logging_first_step) or _is_due(args.logging_strategy, step, state.logging_steps):
             control.should_log = True
@@ -45,8 +48,11 @@ class EarlyStoppingCallback(TrainerCallback):
     """Callback that ends training when the metric for the best model has not improved for several evaluations.
 
     Args:
-        early_stopping_patience: Number of consecutive evaluations without an improvement.
-        early_stopping_threshold: Amount by which the metric must improve for an evaluation to be an improvement.
+        early_stopping_patience: Number of consecutive evaluations without an improvement after which to stop.
+        early_stopping_threshold: Amount that the improvement of the metric must exceed to count.
+
+    Raises:
+        ConfigError: If the patience is less than 1, or the threshold is negative.
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
@@ -75,7 +81,10 @@ class EarlyStoppingCallback(TrainerCallback):
             self._stopping.reset()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Compare the metric with the best one, and end training after too many evaluations without an improvement."""
+        """Compare the metric with the best one, and end training after too many evaluations without an improvement.
+
+        An evaluation that does not report the metric is ignored.
+        """
         value = kwargs["metrics"].get(args.wanted_metric)
         if value is not None and self._stopping.update(value):
             control.should_training_stop = True

@@ -57,8 +57,10 @@ class EvaluationSanityCheck:
                 loaders does not change.
 
         Raises:
-            MetricError: If `compute_metrics` raises.
-            ConfigError: If `metric_for_best_model` is not among the metrics.
+            MetricError: If `compute_metrics` raises, or returns neither a dict nor a number. Also if the check failed,
+                for any reason, on another rank only.
+            ConfigError: If `metric_for_best_model` is not among the metrics or not a number, or if `compute_metrics` is
+                neither a function nor a streaming metric.
         """
         hardware = self.accelerator.runtime.hardware
         rng_states, failure, error = read_rng_states(hardware), None, None
@@ -88,14 +90,16 @@ class EvaluationSanityCheck:
             check_wanted(wanted, self.args.metric_for_best_model or wanted, found)
 
     def _check_one(self, loader: PreparedLoader, prefix: str, wanted: str | None) -> Metrics | None:
-        """Run one evaluation on a few rows and return its metrics; None if they cannot be computed.
+        """Run one evaluation on a few rows and return its metrics.
 
-        If the metric raises an error or does not return the wanted name, more rows are tried.
+        Return None if the loader cannot be read without side effects, or if the metric cannot be tried. If the metric
+        raises an error or does not return the wanted name, up to 32 batches are tried. A NameError or ImportError is
+        reported at once, because it does not depend on the data.
 
         Args:
             loader: Prepared loader of the evaluation.
             prefix: Prefix of the metrics' names.
-            wanted: Name of the metric for the best model, if this evaluation should compute it.
+            wanted: Name of the metric for the best model, if this evaluation should compute it, else None.
         """
         try:
             found = self._run_batches(loader, prefix, 1)

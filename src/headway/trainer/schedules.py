@@ -102,7 +102,10 @@ class Factor:
 
     Args:
         function: Function of the number of completed updates, called after the warm-up.
-        settings: Keyword arguments of the function.
+        settings: Keyword arguments of the function. They include `num_warmup_steps`.
+
+    Raises:
+        TypeError: If the function does not accept the settings, or requires others.
     """
 
     __slots__ = ("__dict__", "_function")
@@ -129,6 +132,8 @@ class Factor:
 def create_schedule(optimizer: torch.optim.Optimizer, args: TrainingArguments, num_updates: int) -> Any:
     """Create the learning-rate schedule whose name is in the arguments. It must be stepped once per update.
 
+    The exception is ReduceLROnPlateau, which must be stepped once per evaluation, with the metric.
+
     Args:
         optimizer: Optimizer whose learning rates the schedule sets.
         args: Training arguments with the schedule's name and settings.
@@ -152,7 +157,9 @@ def create_schedule(optimizer: torch.optim.Optimizer, args: TrainingArguments, n
 
 
 def stretch_schedule(schedule: Any, args: TrainingArguments, num_updates: int) -> None:
-    """Change the total number of updates of a schedule from `create_schedule`. Other schedules are left unchanged.
+    """Set the total number of updates of a schedule from `create_schedule`, and the length of its warm-up accordingly.
+
+    Schedules that were not created by it are left unchanged, and so is ReduceLROnPlateau.
 
     Args:
         schedule: Schedule to change.

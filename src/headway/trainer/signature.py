@@ -31,6 +31,9 @@ def read_signature(model: torch.nn.Module, args: TrainingArguments, function: Lo
         model: The user's model.
         args: Training arguments with label names and label smoothing.
         function: Loss function. None: the model's own loss.
+
+    Raises:
+        ConfigError: If there are both a loss function and label smoothing.
     """
     names = list(args.label_names or find_label_names(model))
     kept = select_columns(model, names) if args.remove_unused_columns else None

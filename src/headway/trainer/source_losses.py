@@ -45,7 +45,8 @@ def find_mixture(dataset: object) -> Mixture | None:
 def collate_sources(rows: Sequence[Any]) -> torch.Tensor | None:
     """Return the index of the source dataset of each row, as a tensor of shape [rows].
 
-    For packed rows, return the index for each token, with shape [rows, tokens]. Return None if a row has no source.
+    For packed rows, return the index for each token, with shape [rows, tokens]. Padding tokens have the index -1.
+    Return None if a row has no source, or sources are not integers.
 
     Args:
         rows: Rows of a mixture, or sequences into which such rows are packed.
@@ -102,6 +103,9 @@ class SourceBook:
     def add_outputs(self, labels: Tree, outputs: Tree, batch: Batch) -> None:
         """Compute the losses by source from the model's outputs for the part of the batch that `begin_piece` started.
 
+        Do nothing if the part has no sources. If the outputs have no `logits`, or the labels are not one class per row
+        or token, only warn once.
+
         Args:
             labels: Labels of the part.
             outputs: Outputs of the model.
@@ -143,6 +147,8 @@ class SourceBook:
 
     def end_piece(self, num_rows: int) -> None:
         """Record the losses of the part of the batch that `begin_piece` started.
+
+        If the part has sources but `add_outputs` was not called, warn once that the losses are not logged.
 
         Args:
             num_rows: Number of rows in the part.
@@ -207,7 +213,7 @@ class SourceBook:
 def mask_padding(batch: Batch, num_valid: int | None) -> Batch:
     """Return a batch in which padding rows, which were added to complete the batch, have the source -1.
 
-    The given batch is not modified.
+    The given batch is not modified. It is returned itself if it has no sources or no padding rows.
 
     Args:
         batch: Batch with the sources of its rows or tokens, or without.

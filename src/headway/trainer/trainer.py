@@ -1,6 +1,6 @@
 """The `Trainer` class, which combines arguments, evaluator, log and training loop.
 
-It uses only the public Accelerator.
+Preparation, updates and checkpoints go through the Accelerator.
 """
 
 import inspect
@@ -90,7 +90,8 @@ class Trainer(EvaluationMethods):
             `compute()`, which does not keep all predictions in memory.
         callbacks: Callbacks as objects or classes.
         optimizers: Pair of (optimizer, schedule). If one of them is None, it is created from the arguments.
-        optimizer_cls_and_kwargs: Class of the optimizer and its keyword arguments.
+        optimizer_cls_and_kwargs: Class of the optimizer and its keyword arguments, which replace the optimizer settings
+            in `args` except `weight_decay`.
         preprocess_logits_for_metrics: Function of (predictions, labels) that returns the part of the predictions to
             keep.
         loss_function: Function `f(outputs, labels)` that returns a mean over the batch. None: the model's forward
@@ -102,7 +103,7 @@ class Trainer(EvaluationMethods):
         model: The user's model object, also while it is prepared.
         accelerator: Accelerator of the current training, or of the last one.
         state: Progress of the training.
-        control: Next actions of the loop.
+        control: Flags that determine the next actions of the loop.
         optimizer: Optimizer, given or created. None before the first training run creates it. After a training run,
             groups, learning rates and settings of a created optimizer can be read, but its state has been freed.
         lr_scheduler: Schedule, given or created. None before the first training run creates it.
@@ -111,7 +112,8 @@ class Trainer(EvaluationMethods):
         label_names: Keys of the batch that are labels.
 
     Raises:
-        ConfigError: If arguments contradict each other.
+        ConfigError: If arguments contradict each other, `model` or `args` has the wrong type, or a subclass overrides a
+            method that Headway never calls.
     """
 
     def __init__(
@@ -207,10 +209,13 @@ class Trainer(EvaluationMethods):
             Tuple of (global_step, training_loss, metrics); see `TrainOutput`.
 
         Raises:
-            ConfigError: If `trial` is given.
-            DataError: If there is no training data.
+            ConfigError: If `trial` is given, or the arguments do not fit the model or the data.
+            DataError: If there is no training data, or an epoch has no batch.
+            MetricError: If `compute_metrics` raises an error in the sanity check of the evaluation.
             CheckpointError: If the checkpoint is damaged or does not fit this run.
             MemoryExhausted: If not even one row fits into memory, with `auto_find_batch_size`.
+            BatchSizeError: If not even one row fits into memory, with `per_device_train_batch_size="largest"`.
+            Preempted: If the run is preempted, after a checkpoint was saved. The process then exits with code 75.
         """
         args, folder = self.args, self.args.output_dir or "."
         if trial is not None:
@@ -289,7 +294,10 @@ class Trainer(EvaluationMethods):
         return PreparedTraining(accelerator, model, self.optimizer, self.lr_scheduler, loader, average)
 
     def _create_source_book(self, dataset: Data) -> SourceBook | None:
-        """Return the recorder of losses by source if the training data is a mixture, else None."""
+        """Return the recorder of losses by source, or None.
+
+        Losses are recorded if the training data is a mixture and the model computes its own loss.
+        """
         mixture, loss_of = find_mixture(dataset), self._signature.loss_of
         if mixture is None or not self._can_divide_loss(dataset):
             return None
@@ -310,7 +318,7 @@ class Trainer(EvaluationMethods):
     def _release_training(self) -> None:
         """Undo the preparation of the model after a training run.
 
-        Gradients, the loader, and an optimizer that the Trainer created are freed.
+        Gradients, the loader, and the state of an optimizer that the Trainer created are freed.
         """
         accelerator = self.accelerator
         self.is_in_train = False
@@ -380,17 +388,30 @@ class Trainer(EvaluationMethods):
         """Return a loader of the training data. It is not prepared yet.
 
         Raises:
-            DataError: If there is no training data.
+            DataError: If there is no training data, or it is not a dataset.
         """
-        if self.train_dataset is None:
-            raise DataError("the Trainer was given no train_dataset, so there is nothing to train on")
-        dataset = self._pack(check_dataset(self.train_dataset), is_training=True)
+        dataset = self._get_training_rows()
         sampler = self._get_train_sampler(dataset)
         drops_last = self.args.dataloader_drop_last
         return self._make_loader(dataset, self._train_batch_size, sampler, drops_last, is_training=True)
 
+    def _get_training_rows(self) -> Data:
+        """Return the training data, packed if the arguments ask for it.
+
+        Raises:
+            DataError: If there is no training data, or it is not a dataset.
+        """
+        if self.train_dataset is None:
+            raise DataError("the Trainer was given no train_dataset, so there is nothing to train on")
+        rows: Data = self._pack(check_dataset(self.train_dataset), is_training=True)
+        return rows
+
     def _get_train_sampler(self, train_dataset: Data | None = None) -> Sampler[int] | None:
-        """Return the sampler of the training data, or None for an iterable dataset. A subclass may override it."""
+        """Return the sampler of the training data, or None for an iterable dataset. A subclass may override it.
+
+        Args:
+            train_dataset: Dataset whose rows are sampled. None: the Trainer's own.
+        """
         dataset = self.train_dataset if train_dataset is None else train_dataset
         return make_train_sampler(check_dataset(dataset), self.args, self.get_total_train_batch_size())
 
@@ -398,7 +419,7 @@ class Trainer(EvaluationMethods):
         """Return the number of samples per update over all processes.
 
         Args:
-            args: Accepted for compatibility.
+            args: Ignored. Accepted for compatibility with transformers.
         """
         num_shards = self.accelerator.strategy.data_shard.count
         return self._train_batch_size * self.args.gradient_accumulation_steps * num_shards
@@ -420,33 +441,47 @@ class Trainer(EvaluationMethods):
 
         Args:
             model: Model whose parameters are updated. None: the Trainer's model.
+
+        Raises:
+            ConfigError: If there are no trainable parameters, or the optimizer does not accept `optim_args`.
         """
         chosen = self.model if model is None else model
         decaying = self.get_decay_parameter_names(chosen)
         return create_optimizer(chosen, self.args, self._optimizer_cls_and_kwargs, decaying)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
-        """Return the names of the parameters that get weight decay: all except biases and the parameters of norms."""
+        """Return the names of the parameters that get weight decay: all except biases and the parameters of norms.
+
+        A subclass may override it.
+        """
         return list_decaying_names(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Create the learning-rate schedule whose name is in the arguments. It must be stepped once per update.
 
+        "reduce_lr_on_plateau" must be stepped once per evaluation instead, with the metric.
+
         Args:
             num_training_steps: Number of updates of the training run.
             optimizer: Optimizer whose learning rates the schedule sets. None: the Trainer's optimizer.
+
+        Raises:
+            ConfigError: If `lr_scheduler_kwargs` does not fit the schedule.
         """
         return create_schedule(self.optimizer if optimizer is None else optimizer, self.args, num_training_steps)
 
     def find_largest_batch_size(self) -> int:
-        """Return the largest number of rows per micro-batch that fits into memory.
+        """Return the largest number of rows per micro-batch that fits into memory, up to 5 % too low.
 
-        The search runs updates on the longest rows of the training data. The weights are restored afterward.
+        The search runs updates on the longest rows of the training data. The weights are restored afterward. Every rank
+        must call it.
 
         Raises:
             BatchSizeError: If not even one row fits into memory.
+            ConfigError: If the training data is an iterable dataset.
+            DataError: If there is no training data, or it is not a dataset.
         """
-        dataset = self._pack(self.train_dataset, is_training=True)
+        dataset = self._get_training_rows()
         loader = partial(self._make_loader, packed=self._packer.choose_collator(dataset, self.model))
         search = LargestBatch(
             self.args, self.model, self._signature, self.create_accelerator, self.create_optimizer, loader
@@ -481,16 +516,20 @@ class Trainer(EvaluationMethods):
         self._events.control = control
 
     def call_event(self, event: str, **more: object) -> None:
-        """Call the method for an event on all callbacks. A callback may change the control.
+        """Call the method for an event on all callbacks. A callback may change or replace `control`.
 
         Args:
             event: Name of the event, such as "on_step_end".
-            more: Further keyword arguments of this event.
+            more: Keyword arguments of this event, in addition to those that every event receives.
         """
         self._events.call_event(event, **more)
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback, given as an object or as a class to instantiate."""
+        """Add a callback, given as an object or as a class to instantiate.
+
+        Raises:
+            ConfigError: If the callback implements no event.
+        """
         self.callbacks.add(callback)
 
     def pop_callback(self, callback: Any) -> Any:
@@ -512,9 +551,11 @@ class Trainer(EvaluationMethods):
     def log(self, logs: results.Metrics, start_time: float | None = None) -> None:
         """Log values to `state.log_history`, the callbacks, the run's log and its trackers.
 
+        The run's log and its trackers get no values before the first update of the run, unless training is in progress.
+
         Args:
-            logs: Values by name. The epoch is added.
-            start_time: Accepted for compatibility.
+            logs: Values by name. The epoch is added to this dict.
+            start_time: Ignored. Accepted for compatibility with transformers.
         """
         self._log.write_values(logs)
 

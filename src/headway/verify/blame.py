@@ -1,6 +1,6 @@
 """Searches the `CallTrace` records of two runs for the first torch call whose results differ. Imports no torch.
 
-The loss of a batch on one process is compared with the losses of the batch's parts. A part is the share of one rank, or
+The loss of a batch in one process is compared with the losses of the batch's parts. A part is the rows of one rank, or
 one micro-batch. If a torch call's result has one row per sample, it must consist of the rows of all parts. A result
 without such rows must be equal on all parts, or it must be the mean or the sum of the parts' results.
 """
@@ -13,6 +13,7 @@ from typing import Any
 from headway.verify.random_calls import RANDOM_CALLS
 
 Call = dict[str, Any]
+"""Record of one torch call, made by `CallTrace`."""
 Losses = Sequence[dict[str, Any]]
 """`CallTrace` entries for one update: one dict per loss."""
 
@@ -69,10 +70,10 @@ class Blame:
 def blame_parts(whole: Losses, parts: Sequence[Losses], *, loose: float = _LOOSE) -> Blame | None:
     """Return the first torch call whose result on a whole batch does not match its results on the batch's parts.
 
-    Return None if the results of all torch calls in the update match.
+    Return None if the results of all torch calls in the update match, or if the calls of a part were not recorded.
 
     Args:
-        whole: Losses of the update on one process, which computes the whole batch.
+        whole: Losses of the update in the single-process run, which computes the whole batch.
         parts: Losses of the update for each part of the batch: each rank, or each micro-batch.
         loose: Largest relative difference that is attributed to rounding.
     """
@@ -97,6 +98,8 @@ def blame_parts(whole: Losses, parts: Sequence[Losses], *, loose: float = _LOOSE
 class _PartComparison:
     """Comparison of the torch calls behind a batch's loss with the torch calls behind the losses of the batch's parts.
 
+    A part is the rows of one rank, or one micro-batch.
+
     Args:
         whole: `CallTrace` entry for the loss of the whole batch.
         parts: `CallTrace` entry for the loss of each part.
@@ -113,9 +116,9 @@ class _PartComparison:
         self._weights = [float(each or 0) for each in weights] if all(each is not None for each in weights) else None
 
     def run(self) -> Blame | None:
-        """Return the first call behind the loss whose result on the whole batch does not match its results on parts.
+        """Return a `Blame` for the first call behind the loss whose result on the whole batch does not match the parts.
 
-        Return None if all results match.
+        If the results of all calls match, compare the values of the losses. Return None if these match, too.
         """
         needed = find_needed(self._calls, self._whole["loss"])
         for index, theirs in _align(self._calls, [each["calls"] for each in self._parts]):
@@ -132,6 +135,8 @@ class _PartComparison:
 
     def find_uneven_mean(self) -> Blame | None:
         """Return a `Blame` for a mean over a number of elements that differs between the parts, or None.
+
+        Return None also if the script passed loss weights or `reduction="sum"`.
 
         Call it after `run`, which relates the calls of the whole batch to those of the parts.
 
@@ -157,7 +162,7 @@ class _PartComparison:
 
         Args:
             call: Division on the whole batch.
-            theirs: Corresponding division on each part.
+            theirs: Corresponding division on each part of the batch.
         """
         if any(len(each["in"]) != 2 or each["in"][1] < 0 for each in (call, *theirs)):
             return False
@@ -168,7 +173,7 @@ class _PartComparison:
         return not all(self._are_close(counts[0], each) for each in counts)
 
     def _judge(self, index: int, call: Call, theirs: Sequence[Call]) -> str:
-        """Return how a call's result on the whole batch relates to its results on the parts.
+        """Return how a call's result on the whole batch relates to its results on the parts of the batch.
 
         The relations "same", "mean", "sum", "weighted", "rows" and "constructed" are expected. The relation is
         "unknown" if the results cannot be compared. All other relations are faults.
@@ -176,7 +181,7 @@ class _PartComparison:
         Args:
             index: Index of the call on the whole batch.
             call: Call on the whole batch.
-            theirs: Corresponding call on each part.
+            theirs: Corresponding call on each part of the batch.
         """
         inputs = [self._states.get(each, "unknown") for each in call["in"] if each < index]
         is_draw = call["func"] in RANDOM_CALLS
@@ -228,7 +233,10 @@ class _PartComparison:
         return [each / total for each in weights] if total else []
 
     def _has_rows(self, call: Call, theirs: Sequence[Call]) -> bool:
-        """Whether the rows of the parts, concatenated, are equal to the rows of the whole batch up to rounding."""
+        """Whether the rows of the parts, concatenated, are equal to the rows of the whole batch up to rounding.
+
+        If the rows were not recorded one by one, only their totals are compared.
+        """
         joined = [row for each in theirs for row in each["rows"]]
         if len(joined) == len(call["rows"]) == call["shape"][0]:
             return self._are_close(call["rows"], joined)
@@ -258,7 +266,7 @@ class _PartComparison:
 
         Args:
             call: Call on the whole batch.
-            theirs: Corresponding call on each part.
+            theirs: Corresponding call on each part of the batch.
         """
         for loss, there in zip(self._parts, theirs, strict=True):
             for ours, other in zip(call["in"], there["in"], strict=False):
@@ -315,7 +323,8 @@ class _PartComparison:
     def _judge_loss(self) -> Blame | None:
         """Return a `Blame` if the loss is not the mean of the losses of the parts, else None.
 
-        The mean is weighted if the script passed loss weights.
+        The mean is weighted if the script passed loss weights. Return None also if the script passed
+        `reduction="sum"`, or if there is only one part.
         """
         ours, theirs = self._whole["value"], [each["value"] for each in self._parts]
         if self._whole["reduction"] == "sum" or len(theirs) < 2:
@@ -356,7 +365,7 @@ def _find_number(call: Call, theirs: Sequence[Call]) -> tuple[str, tuple[str, ..
 
     Args:
         call: Call on the whole batch.
-        theirs: Corresponding call on each part.
+        theirs: Corresponding call on each part of the batch.
     """
     ours = call.get("numbers", [])
     for each in theirs:

@@ -113,7 +113,7 @@ class CallTrace:
         self.is_on = False
 
     def resume(self) -> None:
-        """Record calls again."""
+        """Record calls again, unless recording is disabled (`is_enabled`)."""
         self.is_on = self._is_enabled
 
     def close(self, loss: torch.Tensor, weight: float | None, reduction: str) -> None:
@@ -151,6 +151,8 @@ class CallTrace:
     def note_inputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Store a model's inputs, in order to recognize a loss whose target is an input shifted by one step.
 
+        Only floating-point inputs with at least two dimensions are stored, and only in the first update.
+
         Args:
             args: Positional arguments of the model.
             kwargs: Keyword arguments of the model.
@@ -178,7 +180,9 @@ class CallTrace:
         return -1
 
     def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Record one torch call while recording is on. In-place changes of parameters and buffers are always recorded.
+        """Record one torch call while recording is on.
+
+        In-place changes of parameters, buffers and gradients are recorded even if recording is off.
 
         Args:
             func: Function that was called.
@@ -358,8 +362,10 @@ class CallTrace:
             tensor: Tensor to look up.
             line: Line of the script that uses the tensor. With "", an unknown tensor is not recorded, and -1 is
                 returned. Default: "".
-            frame: Stack frame of this line, whose variables are searched for the tensor's name. Default: None.
-            module: Module that uses the tensor. Default: None.
+            frame: Stack frame of this line, whose variables are searched for the tensor's name. Default: None, no
+                variables are searched.
+            module: Module that uses the tensor. Its parameters and buffers are searched for the tensor's name. Default:
+                None, no module is searched.
         """
         known = self._known.get(id(tensor))
         if known is not None and known[0]() is tensor:
@@ -402,8 +408,9 @@ class CallTrace:
     def _find_place(self) -> tuple[FrameType | None, torch.nn.Module | None]:
         """Return the innermost stack frame of the script, and the innermost module whose forward is running.
 
-        The frame is None if an optimizer step, Headway or a library made the current torch call. The module is None if
-        no forward is running.
+        A torch call of a library belongs to the line of the script that called the library. The frame is None if an
+        optimizer step, gradient clipping or Headway made the call, or if the script is not on the stack. The module is
+        None if no forward is running.
         """
         module = None
         for depth, frame in enumerate(walk_stack()):
@@ -423,10 +430,12 @@ class CallTrace:
         return None, None
 
     def _summarize(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """Return the shape of a tensor and three sums for each of its rows.
+        """Return a dict with the "shape" of a tensor, its "kind" of numbers, and three sums for each of its "rows".
 
         The three sums are the sum of the values, the sum of their absolute values, and the sum of the values weighted
-        by position. Sparse, quantized, nested, meta and distributed tensors get only their shape.
+        by position. The kind is "f" for floating-point numbers, "b" for bools, else "i". If a tensor has more than
+        `_MOST_ROWS` rows, the rows of each sample are summed together if possible, else all rows. Sparse, quantized,
+        nested, meta and sharded tensors get only their shape.
         """
         shape = list(tensor.shape)
         if is_dtensor(tensor) and all(each.is_replicate() for each in tensor.placements):
@@ -482,7 +491,7 @@ def get_function_name(func: Any) -> str:
 
 
 def _is_in_place(name: str) -> bool:
-    """Whether a function with this name changes its first argument."""
+    """Whether a function with this name changes the values of its first argument in place."""
     if name.endswith("__"):
         return name == "__setitem__" or name in _IN_PLACE
     return name.endswith("_") and name not in _KEEPS_VALUES
@@ -523,9 +532,9 @@ def _list_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> list[float]:
 
 
 def find_script_frame() -> FrameType | None:
-    """Return the innermost stack frame of the script.
+    """Return the innermost stack frame of the script, even if it has called a library that makes the torch call.
 
-    Return None if an optimizer step, Headway or a library made the current torch call.
+    Return None if an optimizer step, gradient clipping or Headway made the call, or if the script is not on the stack.
     """
     for depth, frame in enumerate(walk_stack()):
         file = frame.f_code.co_filename
@@ -543,7 +552,7 @@ def find_script_frame() -> FrameType | None:
 def find_gradient_frame() -> FrameType | None:
     """Return the innermost stack frame of the script, even if it has called a torch function like `clip_grad_norm_`.
 
-    Return None if an optimizer or Headway made the current torch call.
+    Return None if an optimizer or Headway made the torch call, or if the script is not on the stack.
     """
     for depth, frame in enumerate(walk_stack()):
         file = frame.f_code.co_filename

@@ -24,11 +24,14 @@ _WEIGHTED_BY_HAND = (
     "divide the sum of the losses by this number, added over all ranks and micro-batches of the update "
     "(accelerator.gather(count).sum()), and multiply it by accelerator.num_processes and gradient_accumulation_steps"
 )
-"""Advice for a mean over a number other than rows, for Accelerate, whose `backward` takes no `weight`."""
+"""Advice for a loss that is divided by a number other than the number of rows, such as a number of tokens.
+
+It is for scripts that use Accelerate's API, whose `backward` takes no `weight`.
+"""
 
 
 def explain_parts(blame: Blame, parts: str, *, is_accelerate: bool = False) -> Cause:
-    """Return the cause of a difference between the whole batch on one process and the parts of the batch.
+    """Return the cause of a difference between a whole batch in one process and the parts into which it was divided.
 
     Args:
         blame: First call that differs.

@@ -36,6 +36,8 @@ _NOTHING_CHECKED = "nothing was checked: each requested proof is NOT CHECKED, fo
 def run_command(given: dict[str, Any]) -> int:
     """Verify a script, print the results, and return the exit code of the command.
 
+    The code is 1 if a proof failed. It is 2 if the script cannot be verified or no proof could be checked, else 0.
+
     Args:
         given: Parsed JSON that the command line passes.
     """

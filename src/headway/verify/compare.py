@@ -61,7 +61,7 @@ class Difference:
 
     @property
     def is_proportional(self) -> bool:
-        """Whether the gradients of the two runs differ only by a factor."""
+        """Whether the gradients of the two runs differ only by a factor, which is not 1."""
         return self.residual < _PROPORTIONAL and abs(self.factor - 1) > 5 * max(self.residual, FLOOR)
 
 
@@ -127,6 +127,9 @@ class Tolerance:
 
 def estimate_tolerance(reference: RunRecord, reordered: RunRecord | None, update: int) -> Tolerance:
     """Estimate the tolerance for an update from the differences that a changed order of summation causes.
+
+    A default tolerance is returned if `reordered` has not recorded the update, or if reversing the rows of a batch
+    changes more than the order of summation.
 
     Args:
         reference: Run that is assumed to be correct.

@@ -44,7 +44,8 @@ class SharedDraws(TorchFunctionMode):
 
     Attributes:
         num_dropped: Number of calls with active dropout. Calls whose dropout this mode turned off are included.
-        seen: Names of the functions that drew random numbers, by the script line that called each of them.
+        seen: Names of the functions that drew random numbers, by the script line that called each of them. Draws
+            outside of a batch, and draws from a generator that the script passed, are left out.
         unshared: Entries of `seen` whose draws could not be made for the global batch.
     """
 
@@ -63,8 +64,8 @@ class SharedDraws(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Call a function and record the call.
 
-        In runs that are compared across numbers of processes, random numbers are replaced by ones that do not depend on
-        that number, and dropout is off.
+        If draws are shared, random numbers are replaced by ones that do not depend on the number of processes, and
+        dropout is off.
         """
         kwargs = kwargs or {}
         result = self._call(func, args, kwargs)
@@ -91,7 +92,7 @@ class SharedDraws(TorchFunctionMode):
         return self._draw_globally(name, func, args, kwargs, place, where)
 
     def _call_dropout(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a dropout function. Its rate is set to 0 in runs that are compared across numbers of processes."""
+        """Call a dropout function, with a rate of 0 if draws are shared."""
         rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
         is_on = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
         if rate and is_on:  # also without gradients: a teacher's outputs are part of the loss
@@ -118,8 +119,9 @@ class SharedDraws(TorchFunctionMode):
     ) -> Any:
         """Draw random numbers for the global batch, and return the rows of this rank.
 
-        If the rows of the result cannot be assigned to samples, the result is returned unchanged, and the call is
-        recorded in `unshared`.
+        After such a draw, torch's global CPU generator has the state that it had before the call. If the rows of the
+        result cannot be assigned to samples, the function's own result is returned, and the call is recorded in
+        `unshared`.
 
         Args:
             name: Name of the function.

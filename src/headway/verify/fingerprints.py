@@ -34,7 +34,7 @@ def hash_tensor(tensor: torch.Tensor) -> str:
 
 
 def sample_values(tensor: torch.Tensor) -> "numpy.ndarray[Any, Any]":
-    """Return the values of a tensor as a float32 array. Tensors with more than `MOST_VALUES` values are sampled.
+    """Return the values of a tensor as a 1-D float32 array. Tensors with more than `MOST_VALUES` values are sampled.
 
     A sample is followed by the norm and the sum of all values, so that changes outside of the sample are noticed.
     """
@@ -56,7 +56,14 @@ def sample_values(tensor: torch.Tensor) -> "numpy.ndarray[Any, Any]":
 
 
 def walk_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield pairs of (path, leaf) for the leaves of nested lists, tuples, mappings and dataclasses."""
+    """Yield pairs of (path, leaf) for the leaves of nested lists, tuples, mappings and dataclasses.
+
+    Leaves that are not tensors are yielded, too. A path consists of keys, indices and field names, such as ".0.labels".
+
+    Args:
+        tree: Nested collections.
+        path: Text that each path begins with. Default: "".
+    """
     if isinstance(tree, Mapping):
         for key in tree:
             yield from walk_tensors(tree[key], f"{path}.{key}")
@@ -76,7 +83,7 @@ def hash_rows(tree: Any, num_rows: int) -> tuple[list[str], list[str]]:
     The second list ignores padding, so that it does not depend on the length to which a batch was padded.
 
     Args:
-        tree: Batch, as nested collections of tensors. Tensors without rows are ignored.
+        tree: Batch, as nested collections of tensors. Only tensors whose first dimension is `num_rows` are hashed.
         num_rows: Number of rows of the batch.
     """
     exact: list[list[bytes]] = [[] for _ in range(num_rows)]
@@ -93,7 +100,11 @@ def hash_rows(tree: Any, num_rows: int) -> tuple[list[str], list[str]]:
 
 
 def _strip_padding(row: torch.Tensor) -> torch.Tensor:
-    """Return the values of a row that are not padding."""
+    """Return the values of a row that are not padding. A scalar is returned unchanged.
+
+    In a 1-D row of integers, the values in `_PADDING` and the repetitions of the last other value count as padding. In
+    all other rows, zeros do.
+    """
     if not row.ndim:
         return row
     if row.is_floating_point() or row.dtype == torch.bool or row.ndim > 1:
@@ -111,7 +122,10 @@ def _strip_padding(row: torch.Tensor) -> torch.Tensor:
 
 
 def reverse_rows(tree: Any, num_rows: int) -> Any:
-    """Return a batch with its rows in reverse order. Tensors without rows are unchanged."""
+    """Return a batch with its rows in reverse order. Lists with one entry per row are reversed, too.
+
+    Everything else is unchanged, such as tensors whose first dimension is not `num_rows`.
+    """
     if isinstance(tree, torch.Tensor):
         return tree.flip(0) if tree.ndim and tree.shape[0] == num_rows else tree
     if isinstance(tree, Mapping):

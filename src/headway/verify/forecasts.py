@@ -13,7 +13,7 @@ _MOST_REASON = 200
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """Forecast of the memory of a script on one process. Sizes are in bytes.
+    """Forecast of the memory of a script that runs in a single process. Sizes are in bytes.
 
     Attributes:
         device: Name of the device, as listed in docs/forecast.md.

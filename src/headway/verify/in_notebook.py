@@ -78,22 +78,25 @@ def verify_function(
 ) -> FunctionProofs:
     """Verify a function that builds an Accelerator and trains, and print the table of proofs.
 
-    `Accelerator.verify` documents the arguments.
+    If this machine has fewer devices than `num_processes`, all runs use the CPU, and a note about it is printed.
 
     Args:
         run: Run of the Accelerator in the notebook.
         function: Function that creates its own Accelerator and trains.
         args: Positional arguments of the function.
-        num_processes: Number of processes in each run that is compared with the run on one process. Default: 2.
-        strategy: Additional layout, such as "fsdp", whose run is compared with the run on one process. Default: None.
-        only: Keys of the proofs to run, or None for all. Default: None.
-        skip: Keys of the proofs to leave out. Default: ().
+        num_processes: Number of processes, at least 2, in each run that is compared with the single-process run.
+            Default: 2.
+        strategy: Layout, such as "fsdp", of an additional run with `num_processes` processes. Default: None, no such
+            run.
+        only: Keys of the proofs to run. Default: None, all proofs.
+        skip: Keys of the proofs to leave out. Default: (), none.
         updates: Number of updates of each run. Default: 6.
-        time_limit: Number of seconds that each run may take. Default: 60.
+        time_limit: Number of seconds that each run may go without a batch or an update. Default: 60.
 
     Raises:
         ConfigError: If an argument is invalid, or if this process is part of a run on several processes.
-        VerifyError: If the function fails or makes no update on one process.
+        VerifyError: If the function fails, creates no Accelerator, or makes no update in the single-process run.
+        OptionalDependencyMissing: If cloudpickle is not installed.
     """
     cloudpickle = require("cloudpickle", "accelerator.verify needs", "cloudpickle")
     if run.runtime.world_size > 1:
@@ -156,7 +159,7 @@ def _choose_proofs(only: Sequence[str] | None, skip: Sequence[str], strategy: st
     Args:
         only: Keys of the proofs to run; None for all.
         skip: Keys of the proofs to leave out.
-        strategy: Layout that is compared with one process, or None.
+        strategy: Layout of the run that is compared with the single-process run. None if there is no such run.
 
     Raises:
         ConfigError: If a key does not name a proof, or if no proof is left that can be checked.

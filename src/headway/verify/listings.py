@@ -50,10 +50,10 @@ class ReversedListings:
     def _is_user_call(self, num_files: int) -> bool:
         """Whether the user's code lists the folder, directly or through Python's glob or pathlib.
 
-        If so, the calling line of the user's code is recorded, provided that the folder has at least two files.
+        If so, the calling line of the user's code is recorded, provided that the folder has at least two entries.
 
         Args:
-            num_files: Number of files in the folder.
+            num_files: Number of entries of the folder.
         """
         for frame in walk_stack():
             name = frame.f_code.co_filename

@@ -33,9 +33,11 @@ class LeakProbe:
         batch: Batch from the loader, which can contain labels that the model does not get; None if there is no loader.
 
     Attributes:
-        findings: One dict for each kind of leak that could be tested: "kind", "leaks" (whether the model leaks), and
-            "where" (description of the leak, with the first torch call that leaks; "" if there is no leak).
-        changing: Names of the persistent buffers whose values change when the model is called in evaluation mode.
+        findings: One dict for each kind of leak that could be tested: "kind", "leaks" (whether the model leaks),
+            "where" (description of the leak, with the first torch call that leaks; "" if there is no leak), and "call"
+            (this torch call; "" if it is unknown).
+        changing: Names of the persistent floating-point buffers whose values change when the model is called in
+            evaluation mode. Buffers of torch's own modules are left out.
     """
 
     def __init__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> None:
@@ -50,7 +52,10 @@ class LeakProbe:
         self._labels: torch.Tensor | None = None
 
     def run(self) -> None:
-        """Test the model for each kind of leak that is possible with its inputs, and fill `findings`."""
+        """Test the model for each kind of leak that is possible with its inputs, and fill `findings` and `changing`.
+
+        `findings` stays empty if two calls with equal inputs return different outputs.
+        """
         inputs = [leaf for _, leaf in walk_tensors([self._args, self._kwargs]) if isinstance(leaf, torch.Tensor)]
         with _preserve(self._model):
             kept = set(self._model.state_dict())  # buffers that are not in the state dict are caches
@@ -237,7 +242,8 @@ class LeakProbe:
     def find_targets(self) -> tuple[float, float] | None:
         """Return two cross entropies of the model's logits: with the input tokens as labels, and with the next tokens.
 
-        Return None unless the model was found to be causal and returns logits over the vocabulary.
+        Call it after `run`, which tests whether the model is causal. Return None unless the model was found to be
+        causal and returns logits over the vocabulary.
         """
         tokens = self._tokens
         if tokens is None or not any(each["kind"] == "future" and not each["leaks"] for each in self.findings):

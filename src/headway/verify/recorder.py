@@ -64,7 +64,9 @@ _NORMALIZED = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 def redirect_settings(settings: Settings) -> Settings:
     """Return an Accelerator's settings with output in the scratch folder, and without trackers and preemption handling.
 
-    If the process's `RunRequest` asks for it, also set the global seed, and make loaders shuffle with a seeded sampler.
+    Also start to record where the script creates objects and reads clocks, and turn torch.compile off where calls are
+    recorded. If the process's `RunRequest` asks for it, set the global seed, and make loaders shuffle with a seeded
+    sampler.
     """
     request = read_request()
     assert request is not None
@@ -237,9 +239,14 @@ class RunRecorder:
         self._write_facts()
 
     def _share_batches(self, preparation: Any) -> None:
-        """Make the Accelerator split the batches of each loader over all processes, if the request asks for it.
+        """Record the script line that creates each loader, and split its batches over the ranks if the request says so.
 
-        A loader is unchanged if the script has already divided its batch size by the number of processes.
+        Batches are split only if the batch size is the same as in the single-process run. Otherwise the script has
+        already divided it by the number of processes. If the batch size is not a multiple of the number of data shards,
+        batches are not split, and the size is recorded as "undivided".
+
+        Args:
+            preparation: Object that prepares the Accelerator's loaders. Its `prepare_loader` is replaced.
         """
         self._facts["orders_apart"] = type(preparation.behavior.loading_rules) is not LoadingRules
         request, count = self._request, self._run.strategy.data_shard.count
@@ -325,7 +332,14 @@ class RunRecorder:
     # ---------------------------------------------------------------- batches
 
     def _watch_loader(self, loader: PreparedLoader, deliveries: Iterator[Any]) -> Iterator[Any]:
-        """Yield a loader's batches to the script, and record each batch and how long the script waited for it."""
+        """Yield a loader's batches to the script, and record each batch and how long the script waited for it.
+
+        The rows of each batch are reversed if the request asks for it.
+
+        Args:
+            loader: Loader that the script iterates over.
+            deliveries: Iterator over pairs of (batch, share). The share describes the batch's rows and dataset indices.
+        """
         self._note_loader(loader)
         number = str(self._find_number(loader))
         versions = _list_versions(loader.dataset)
@@ -497,7 +511,7 @@ class RunRecorder:
             raise torch.OutOfMemoryError("CUDA out of memory. Injected by headway verify.")
 
     def _note_start(self) -> None:
-        """Record the model and the optimizers before the first update, once."""
+        """Record the models and the optimizers before the first update, and start to watch them. Do this only once."""
         if self._initial:
             return
         self._facts.setdefault("seeds_at_start", self._hash_generators())
@@ -722,9 +736,13 @@ class RunRecorder:
     # ---------------------------------------------------------------- the end
 
     def _save_if_due(self, loader: PreparedLoader) -> None:
-        """Save an automatic checkpoint once the requested number of updates is reached.
+        """Save one checkpoint as soon as possible after the requested number of updates.
 
-        The script's `resume("latest")` can find it.
+        The script's `resume("latest")` can find it. Wait while the loop cannot stop at this batch, or while gradients
+        are being accumulated. Save nothing if the script does not use automatic checkpoint naming.
+
+        Args:
+            loader: Loader that is about to fetch a batch.
         """
         request = self._request
         if self._has_saved or not request.saves_after or self._closed < request.saves_after or self._is_done:
@@ -768,7 +786,7 @@ class RunRecorder:
     def _watch_progress(self) -> None:
         """Wait until any rank makes no progress for too long, then write this rank's stack and end this process.
 
-        This method runs in a separate thread of each rank.
+        The exit code is then 70. This method runs in a separate thread of each rank.
         """
         patience = self._request.patience
         while time.monotonic() - self._progressed < patience and not is_any_stuck(self._folder):
@@ -828,7 +846,7 @@ class RunRecorder:
                 yield (f"{type(model).__name__.removeprefix('Prepared')} {number}: {name}" if several else name), tensor
 
     def _hash_generators(self) -> dict[str, str]:
-        """Return hashes of the states of the global random number generators, by library."""
+        """Return a hash of the state of each global random number generator on the CPU: "torch", "random", "numpy"."""
         states = {
             "torch": hash_bytes(torch.get_rng_state().numpy().tobytes()),
             "random": hash_bytes(repr(random.getstate()).encode()),

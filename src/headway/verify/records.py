@@ -125,11 +125,14 @@ class RunRecord:
         return self._load("start")
 
     def gradients(self, update: int) -> Arrays:
-        """Return the gradients of an update, by parameter name."""
+        """Return the gradients of an update, by parameter name, as `sample_values` has recorded them."""
         return {name[2:]: value for name, value in self._read(update).items() if name.startswith("g:")}
 
     def values(self, update: int) -> Arrays:
-        """Return the values of the parameters after an update, by name. Update 0 is the start of the run."""
+        """Return the values of the parameters after an update, by name, as `sample_values` has recorded them.
+
+        Update 0 is the start of the run.
+        """
         arrays = self.start if update == 0 else self._read(update)
         return {name[2:]: value for name, value in arrays.items() if name.startswith("p:")}
 
@@ -176,6 +179,8 @@ def read_record(
     request: RunRequest, num_processes: int, code: int | None, output: str, seconds: float, note: str = ""
 ) -> RunRecord:
     """Return the record of a run, read from the folder of its request.
+
+    Ranks from the first one on that has not written its file `facts<rank>.json` are left out.
 
     Args:
         request: Options of the run.

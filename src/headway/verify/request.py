@@ -20,7 +20,7 @@ class RunRequest:
         num_updates: Number of updates after which the run ends.
         splits_batches: Whether each batch of the script's loaders is split over all processes. A loader whose batch
             size the script has already divided by the number of processes is not changed.
-        batch_sizes: Batch size of each loader on one process, by loader number.
+        batch_sizes: Batch size of each loader in the single-process run, by loader number.
         shares_order: Whether loaders shuffle with a seeded sampler, so that the order does not depend on the number of
             processes.
         seed: Seed that is set when the Accelerator is created; -1 to keep the seeds of the script.
@@ -71,6 +71,8 @@ def read_request() -> RunRequest | None:
 
 def redirect_path(place: Any, request: RunRequest) -> Path:
     """Return the path in the scratch folder that replaces a path to which the script writes.
+
+    A path that is already in the run's output folder is only made absolute.
 
     Args:
         place: Path that the script uses.

@@ -41,7 +41,10 @@ _SERVER_ENDED = (
 
 
 class VerifyError(HeadwayError):
-    """Raised if no proof is possible: the script fails, makes no update on one process, or cannot be started."""
+    """Raised if a script cannot be verified.
+
+    Either it cannot be started, or its single-process run fails, creates no Accelerator, or makes no update.
+    """
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ def mirror_working_folder(request: RunRequest) -> None:
 
     Small files are copied. Folders and larger files are linked, and `EscapeWatch` reports writes through the links.
     Folders with names that are common for output, such as "runs", are not linked. The run creates new folders instead,
-    so that it does not find checkpoints of earlier runs.
+    so that it does not find checkpoints of earlier runs. Do nothing if the working directory already exists, as that of
+    a resumed run does.
     """
     folder = get_working_folder(request)
     if folder.exists():
@@ -246,7 +250,14 @@ class RunningScript:
             )
 
     def wait(self) -> RunRecord:
-        """Wait until the run ends, end it if the time limit has passed, and return its records."""
+        """Wait until the run ends, end it if the time limit has passed, and return its records.
+
+        A run whose updates are to be recorded is ended earlier if it creates no Accelerator within `request.patience`
+        plus `_STACK_GRACE` seconds.
+
+        Raises:
+            VerifyError: If the server that forks the run has ended.
+        """
         request = self._request
         code = self._wait_for(request.patience + _STACK_GRACE) if request.is_recorded else None
         has_begun = Path(request.folder, "facts0.json").exists()

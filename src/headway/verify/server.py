@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,10 @@ def _follow(order: dict[str, Any], runs: dict[int, ForkedRun]) -> None:
         if not pid:
             try:
                 _become_rank(order, rank, port)
-            finally:
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+            finally:  # the exit handlers belong to the server
                 os._exit(1)
         run.alive.add(pid)
 
@@ -116,6 +120,9 @@ def _become_rank(order: dict[str, Any], rank: int, port: int) -> None:
         rank: Rank of this process.
         port: Free port for the rendezvous.
     """
+    parent = os.getppid()
+    os.setsid()
+
     import numpy
     import torch
 
@@ -124,8 +131,6 @@ def _become_rank(order: dict[str, Any], rank: int, port: int) -> None:
     from headway.verify.listings import reverse_listings_if_asked
     from headway.verify.sources import watch_sources
 
-    parent = os.getppid()
-    os.setsid()
     output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
@@ -160,7 +165,7 @@ def _become_rank(order: dict[str, Any], rank: int, port: int) -> None:
 
 
 def _watch_start(rank: int) -> None:
-    """Make this process write its stack at its time limit if it has created no Accelerator by then."""
+    """Make this process write its stack after `RunRequest.patience` seconds if there is no Accelerator by then."""
     request = read_request()
     if request is not None and request.patience:
         folder = Path(request.folder)
@@ -189,8 +194,11 @@ def _collect(run: ForkedRun) -> None:
 def _kill(run: ForkedRun) -> None:
     run.code = run.code or -signal.SIGKILL
     for pid in run.alive:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(PermissionError):
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:  # the rank has not made its process group yet
+                os.kill(pid, signal.SIGKILL)
 
 
 def _find_free_port() -> int:

@@ -29,14 +29,15 @@ class Options:
     """Options of a verification.
 
     Attributes:
-        orders: Commands that start the script: on one process ("one"), on several processes ("several"), and under the
+        orders: Commands that start the script: with one process ("one"), with several ("several"), and under the
             layout that was given on the command line ("layout"). Also the commands that forecast the script's memory:
             on the device of the runs ("forecast") and on the device of the full run ("full").
         is_forked: Whether runs are forked from a process that has imported torch. Only runs on the CPU can be forked.
-        num_processes: Number of processes of the runs that are compared with a run on one process.
+        num_processes: Number of processes of the runs that are compared with a single-process run.
         layout_name: Name of the layout that was given on the command line; "" if there is none.
         num_updates: Number of updates of each run.
-        time_limit: Number of seconds that each run may take.
+        time_limit: Number of seconds that each run may go without a batch or an update. In all, a run may take three
+            times as long plus 20 seconds.
         proofs: Keys of the requested proofs, such as "resume".
         notes: Remarks for the user.
         resume_args: Arguments that are added to those of the script when it is started again after a kill.
@@ -121,7 +122,8 @@ class VerifySession:
         """Run the script as often as the proofs need, and return the records of all runs.
 
         Raises:
-            VerifyError: If the script fails or makes no update on one process.
+            VerifyError: If the script fails, creates no Accelerator, or makes no update in the first run, which has one
+                process. Also if a server that forks runs has ended.
         """
         options = self._options
         needs_repeat = options.needs("repeat", "resume")
@@ -223,7 +225,7 @@ class VerifySession:
         """Return the number of a backward pass in the middle of the run, in which to inject an out-of-memory error.
 
         Args:
-            first: Record of the run on one process.
+            first: Record of the single-process run.
         """
         return max(2, int(first.fact.get("num_backwards", 2)) // 2 + 1)
 
@@ -277,10 +279,10 @@ class VerifySession:
         raise VerifyError("the verification has ended")
 
     def _check_first(self, first: RunRecord) -> None:
-        """Raise an error unless the script's run on one process succeeded, created an Accelerator and made updates.
+        """Raise an error unless the script's single-process run succeeded, created an Accelerator and made updates.
 
         Args:
-            first: Record of the run on one process.
+            first: Record of the single-process run.
 
         Raises:
             VerifyError: If the script fails, creates no Accelerator, or makes no update.
@@ -331,7 +333,7 @@ class VerifySession:
         """Return what the script lacks if it computed gradients but made no update; else "".
 
         Args:
-            first: Record of the run on one process.
+            first: Record of the single-process run.
         """
         num_backwards = int(first.fact.get("num_backwards", 0))
         if not num_backwards or first.num_updates:

@@ -118,7 +118,7 @@ class SourceWatch:
         setattr(module, name, call_and_record)
 
     def _watch_generators(self) -> None:
-        """Record NumPy random generators that are created without a seed."""
+        """Record NumPy random generators that `default_rng` creates without a seed."""
         for name in ("default_rng", "RandomState"):
             original = getattr(numpy.random, name)
             if isinstance(original, type):

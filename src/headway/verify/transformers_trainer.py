@@ -19,8 +19,8 @@ class _Recorder(Protocol):
 def watch_transformers_trainer(recorder: _Recorder, request: RunRequest) -> None:
     """Add a callback to each Trainer of transformers that this process creates from now on.
 
-    This can be called when the Trainer's Accelerator is created, because the Trainer reads its list of default
-    callbacks later.
+    Do nothing if the script has not imported this Trainer. The function can be called when the Trainer's Accelerator is
+    created, because the Trainer reads its list of default callbacks later.
 
     Args:
         recorder: Recorder of the run.

@@ -36,7 +36,7 @@ class Verdict:
 
 
 def shorten_paths(verdict: Verdict) -> Verdict:
-    """Return a verdict whose paths are relative to the current folder instead of a run's working directory."""
+    """Return a copy of a verdict in which paths of files in the current folder are relative to this folder."""
     here = os.getcwd() + os.sep
     return replace(
         verdict,
@@ -51,14 +51,14 @@ class RunSet:
     """Records of all runs of the user's script. A run that was not needed or could not be made is None.
 
     Attributes:
-        first: Plain run on one process.
+        first: Plain single-process run.
         repeat: Repetition of `first` with reversed folder listings. It saves a checkpoint and is killed later.
-        reference: Run on one process with which runs on several processes are compared. It is `first` itself unless
+        reference: Single-process run with which runs on several processes are compared. It is `first` itself unless
             the seed, the order of samples or random draws must be made independent of the number of processes.
         reordered: Repetition of `reference` with the rows of each batch reversed.
         several: Run on several processes with the global batch of `reference`.
         layout: Run on several processes under the layout that was given on the command line.
-        resumed: Run on one process that continues `repeat` from its checkpoint.
+        resumed: Single-process run that continues `repeat` from its checkpoint.
         resumed_on_several: Run on several processes that continues `repeat` from its checkpoint.
         replayed: Repetition of `first` with one injected out-of-memory error.
         probed: Run of one update in which the model is tested for leaks between parts of a batch.

@@ -10,6 +10,8 @@ from headway.core.weights.pieces import is_dtensor, list_own_boxes, make_slices
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full values of a tensor on all ranks of its mesh. A plain tensor is returned unchanged.
 
+    All ranks of the mesh must call this function.
+
     torch's `full_tensor()` raises an error for tensors with two strided shards. Under fsdp+ep+tp, experts have two: one
     for the order of the axes, and one for packed matrices.
     """

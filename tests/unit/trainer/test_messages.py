@@ -1,6 +1,7 @@
 """Test that common mistakes with a Trainer raise an error at once, with advice."""
 
 import datasets
+import numpy
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -129,3 +130,33 @@ def test_loss_function_needs_no_labels_in_forward(tmp_path):
         Trainer(Net(), arguments(tmp_path), train_dataset=Points(8), loss_function=cross_entropy).train().global_step
         == 2
     )
+
+
+def test_text_and_dicts_are_no_datasets(tmp_path):
+    trainer = Trainer(Net(), arguments(tmp_path), eval_dataset=ROWS)
+    with pytest.raises(DataError, match="a str is not a dataset"):
+        trainer.evaluate("validation")
+    several = Trainer(Net(), arguments(tmp_path), eval_dataset={"first": ROWS, "second": ROWS})
+    with pytest.raises(DataError, match="choose one by its name: first, second"):
+        several.get_eval_dataloader()
+    assert len(several.get_eval_dataloader("second").dataset) == len(ROWS)
+
+
+def test_largest_batch_size_without_training_data(tmp_path):
+    trainer = Trainer(Net(), arguments(tmp_path, per_device_train_batch_size="largest"), eval_dataset=ROWS)
+    with pytest.raises(DataError, match="was given no train_dataset"):
+        trainer.find_largest_batch_size()
+
+
+@pytest.mark.parametrize(
+    "value", [torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([0.5]).numpy(), numpy.float32(0.5)]
+)
+def test_metric_of_one_element_is_a_number(tmp_path, value):
+    trainer = Trainer(
+        Net(),
+        arguments(tmp_path),
+        eval_dataset=ROWS,
+        loss_function=cross_entropy,
+        compute_metrics=lambda _: {"score": value},
+    )
+    assert trainer.evaluate()["eval_score"] == 0.5

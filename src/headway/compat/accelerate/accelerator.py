@@ -1,8 +1,8 @@
 """The `Accelerator` class that `import accelerate` provides when Headway replaces Accelerate.
 
-Scripts and libraries written for Accelerate rely on two rules: losses are divided by the number of accumulation steps,
-and model outputs are float32. This class follows both rules. `headway.Accelerator` instead weights losses by their
-number of samples and leaves outputs unchanged.
+Scripts and libraries written for Accelerate rely on two rules. Losses are divided by the number of accumulation steps,
+and model outputs under mixed precision are float32. This class follows both rules. `headway.Accelerator` instead
+weights losses by their number of samples and leaves outputs unchanged.
 """
 
 import warnings
@@ -116,7 +116,7 @@ class _LiveSettings(KwargsHandler):
 
     Args:
         now: Current settings.
-        use: Function called with all fields after each assignment.
+        use: Function called after each assignment, with a dict of all fields.
     """
 
     _use: Callable[[dict[str, Any]], None]
@@ -151,7 +151,18 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
 
     Args:
         split_batches: Ignored, as in Accelerate. Set it in `dataloader_config`.
-        others: The other parameters are those of `headway.Accelerator`.
+        gradient_accumulation_steps: Micro-batches per update. The environment variable
+            ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides it, unless `gradient_accumulation_plugin` is given.
+            Default: 1, or the launcher's setting.
+        rng_types: Names of random number generators to synchronize across ranks. None: only the generators of samplers
+            ("generator").
+        others: The other parameters are those of `headway.Accelerator`. Environment variables of Accelerate's launcher
+            determine mixed_precision, fsdp_plugin and parallelism_config if these are not given.
+
+    Raises:
+        ConfigError: If an argument is invalid or contradicts a setting of the launcher.
+        UnsupportedError: If settings are given that Headway does not support, such as those of Transformer Engine,
+            MS-AMP or Megatron-LM.
     """
 
     def __init__(
@@ -253,8 +264,8 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
 
         Args:
             project_name: Name of the run's directory, and of the project or experiment in the trackers.
-            config: Configuration of the run: a mapping, a dataclass or an argparse.Namespace.
-            init_kwargs: Keyword arguments for the start of each tracker, by tracker name.
+            config: Configuration of the run: a mapping, a dataclass or an argparse.Namespace. None: no configuration.
+            init_kwargs: Keyword arguments for the start of each tracker, by tracker name. None: none.
         """
         self._project = project_name
         super().init_trackers(project_name, config, init_kwargs)
@@ -262,11 +273,14 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by its name.
 
-        If `log_with` was not given, return a placeholder on which every call does nothing.
+        If `log_with` names no installed tracker, return a placeholder on which every call does nothing.
 
         Args:
             name: Name of the tracker, as in `log_with`.
             unwrap: Whether to return the package's own object instead, such as W&B's run. Default: False.
+
+        Raises:
+            ConfigError: If `log_with` names installed trackers, but none of this name.
         """
         return super().get_tracker(name, unwrap) if self.trackers or self._asked_trackers else BlankTracker()
 
@@ -281,7 +295,8 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
             objects: Models, optimizers, DataLoaders and schedulers, in any order.
             device_placement: One boolean per object: whether to move it to the device. Default: the constructor's
                 setting.
-            strict: Whether an object of any other type is an error. Default: False.
+            strict: Whether an object of any other type raises `PrepareError`. False (the default): it is returned
+                unchanged.
         """
         prepared = super().prepare(*objects, device_placement=device_placement, strict=strict)
         for each in objects:
@@ -356,8 +371,8 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
 
         Args:
             joinables: Ignored. Objects that are not prepared are accepted too.
-            even_batches: Value of `even_batches` within the context. None: unchanged. It has no effect in runs on CPUs,
-                as in Accelerate.
+            even_batches: Value of `even_batches` within the context. None: unchanged. As in Accelerate, it has no
+                effect if several processes run on CPUs.
         """
         if even_batches is not None and self.num_processes > 1 and self.device.type == "cpu":
             log.warning_once(
@@ -376,7 +391,9 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         return super().accumulate()
 
     def gather(self, tensor: Tree) -> Tree:
-        """Return tensors of all ranks, concatenated along dimension 0. On one process the input is returned unchanged.
+        """Return tensors of all ranks, concatenated along dimension 0. All ranks must call it.
+
+        In a single-process run, the input is returned unchanged.
 
         Args:
             tensor: Tensor, or nested containers of tensors.
@@ -390,7 +407,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         return super().gather(tensor)
 
     def reduce(self, tensor: Tree, reduction: str = "sum", scale: float = 1.0) -> Tree:
-        """Return the tensors combined over all ranks. Shapes must be equal on all ranks.
+        """Return the tensors combined over all ranks. Shapes must be equal on all ranks, and all ranks must call it.
 
         Args:
             tensor: Tensor, or nested containers of tensors.
@@ -405,6 +422,8 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
 
     def pad_across_processes(self, tensor: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
         """Return tensors padded along one dimension to the largest size of all ranks, so that they can be gathered.
+
+        All ranks must call it.
 
         Args:
             tensor: Tensor, or nested containers of tensors.
@@ -423,13 +442,16 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
     ) -> Tree:
         """Return the concatenated results of all ranks, without samples that were repeated to fill the last batch.
 
-        Values that do not have one entry per sample are concatenated too. After the last batch of a loader, they are
-        truncated to the number of that batch's samples, as in Accelerate.
+        Values that do not have one entry per sample are concatenated too. If the last global batch of a loader is
+        incomplete, they are truncated to the number of its samples, as in Accelerate. All ranks must call it.
 
         Args:
             input_data: Tensors, arrays or lists in nested containers, usually with one entry per sample.
             use_gather_object: Whether to treat every list as one item per sample, whatever it contains. Default: False.
             loader: Loader that the batch came from. Default: the innermost loader that is being iterated.
+
+        Raises:
+            StateError: If values have one entry per sample and `loader` is not being iterated.
         """
         chosen = loader if loader is not None else self._training_step.windows.loader
         if not use_gather_object and not is_per_sample(input_data, chosen, self._readers):
@@ -443,7 +465,10 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
     # ---------------------------------------------------------------- checkpoints
 
     def _choose_last_save_hook(self) -> Writer | None:
-        """Return the save hook that writes Accelerate's files, or None if checkpoints of this run do not need them."""
+        """Return the save hook that writes Accelerate's files, or None if checkpoints of this run have no such files.
+
+        They have none if models are sharded, if the run uses several machines, or if HEADWAY_ACCELERATE_FILES is 0.
+        """
         asked = env.get_bool("HEADWAY_ACCELERATE_FILES")
         is_replicated = self.distributed_type in _REPLICATED
         is_one_machine = self.runtime.local_world_size == self.num_processes
@@ -470,7 +495,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
             blocking: Whether to wait until the checkpoint is on disk. Default: True.
             metric: Value of the metric for this state, by which `ProjectConfiguration(keep_best=...)` selects
                 checkpoints.
-            save_model_func_kwargs: Further keyword arguments of `headway.Accelerator.save_state`, such as `weights`.
+            save_model_func_kwargs: Other keyword arguments of `headway.Accelerator.save_state`, such as `weights`.
 
         Returns:
             The directory of the checkpoint.
@@ -496,19 +521,22 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         Args:
             input_dir: Directory of the checkpoint. None: the newest checkpoint, which requires automatic naming.
             load_kwargs: Ignored, as in `headway.Accelerator.load_state`.
-            strict: Whether to refuse a checkpoint saved with a different world size, batch size, precision or version.
-                Default: False.
-            changed: Intended differences from the checkpoint, as in `headway.Accelerator.load_state`. None (the
-                default): only warn if data or schedules differ.
-            load_model_func_kwargs: Further keyword arguments. With `strict=False`, a checkpoint of Accelerate may lack
-                weights of the model or contain unknown ones.
+            strict: Whether to refuse a checkpoint of Headway saved with a different world size, layout, batch size,
+                precision or version. False (the default): these differences are only listed in the result. Ignored for
+                a checkpoint of Accelerate, whose weights must have exactly the names of the model's weights.
+            changed: Intended differences from a checkpoint of Headway: "data", "schedule", "groups" or several of them,
+                as in `headway.Accelerator.load_state`. A difference of these kinds that is not named raises
+                `CheckpointError`. None (the default): only warn if data or schedules differ.
+            load_model_func_kwargs: Ignored. Accelerate's arguments are accepted for compatibility.
 
         Returns:
             Description of what was restored.
 
         Raises:
-            CheckpointError: If the checkpoint is missing or damaged, or does not fit this run.
-            ConfigError: If `input_dir` does not exist.
+            CheckpointError: If the checkpoint is missing, damaged or does not fit this run, or if it differs in a way
+                that `strict` or `changed` does not allow.
+            ConfigError: If `input_dir` does not exist, or if it is None and automatic naming is off. Also if an
+                argument or a name in `changed` is unknown.
             UnsupportedError: If Accelerate wrote the checkpoint and this run's models are sharded.
         """
         place = self._checkpoints.place

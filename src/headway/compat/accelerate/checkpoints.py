@@ -53,7 +53,8 @@ def get_file_name(name: str, index: int) -> str:
 def is_accelerate_checkpoint(folder: Path) -> bool:
     """Whether a directory is a checkpoint that Accelerate wrote.
 
-    False for Headway's checkpoints, and for the staging directories of its saves, whose names start with a dot.
+    Any directory with `model.safetensors` or `pytorch_model.bin` counts as one. False for Headway's checkpoints, and
+    for the staging directories of its saves, whose names start with a dot.
     """
     if (folder / MANIFEST).is_file() or not folder.is_dir() or folder.name.startswith("."):
         return False
@@ -85,7 +86,9 @@ class Writer:
         self.safe_serialization = True
 
     def __call__(self, models: list[torch.nn.Module], weights: list[dict[str, torch.Tensor]], folder: str) -> None:
-        """Write the weights and all other files of Accelerate's checkpoint format.
+        """Write this rank's files of Accelerate's checkpoint format. All ranks must call it.
+
+        Rank 0 writes the weights and the states of all objects. Every rank writes its own RNG states.
 
         Args:
             models: Models of the checkpoint.
@@ -160,10 +163,11 @@ class Reader:
         self._folder = folder
 
     def restore(self, models: list[torch.nn.Module], strict: bool = True) -> Restored:
-        """Read all files, restore the objects, and return a summary of what was restored.
+        """Read all files, restore the objects, and return a summary of what was restored. All ranks must call it.
 
         All ranks exchange their errors before any weights change. If any rank fails, all ranks undo their changes to
-        other objects.
+        other objects. RNG states are restored last. If this rank's file of them is missing, its RNG states stay
+        unchanged, with a warning.
 
         Args:
             models: Models to load, without those that the user's load hooks have already loaded.
@@ -171,7 +175,8 @@ class Reader:
 
         Raises:
             CheckpointError: On every rank, if on any rank a file is missing, does not fit this run, or contains objects
-                that Headway refuses to unpickle.
+                that Headway refuses to unpickle. Only on this rank, after the weights were loaded, if its file of RNG
+                states is damaged.
         """
         undo, failure, cause, weights = LoadRollback(), None, None, []
         try:

@@ -126,8 +126,8 @@ def distributed_type(runtime: ProcessRuntime, chosen: ResolvedLayout | None = No
 
     Args:
         runtime: Runtime of this process.
-        chosen: Layout of the run. If it has several shards, the result is FSDP or DEEPSPEED. None: only the world size
-            and the device determine the type.
+        chosen: Layout of the run. If it shards parameters over several ranks along dim 0, the result is FSDP or
+            DEEPSPEED. None: only the world size and the device determine the type.
     """
     if runtime.world_size == 1:
         return DistributedType.NO

@@ -89,7 +89,7 @@ class AccelerateMembers(RankAware):
 
     @property
     def multi_device(self) -> bool:
-        """Whether there are several processes that each use an accelerator."""
+        """Whether there are several processes. False for replicas on CPUs, but True for a sharded layout on CPUs."""
         return self.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU)
 
     @property
@@ -101,13 +101,14 @@ class AccelerateMembers(RankAware):
     def parallelism_config(self) -> ParallelismConfig | None:
         """`ParallelismConfig` with the number of processes along each axis of the run's layout.
 
-        None if the script gave no ParallelismConfig and each process holds a full replica of the model.
+        None if the script gave no ParallelismConfig, and the run uses DeepSpeed or each process holds a full replica of
+        the model.
         """
         return self.state.parallelism_config
 
     @property
     def torch_device_mesh(self) -> Any:
-        """torch's device mesh with the axes pp, replicate, shard, cp and tp.
+        """torch's device mesh, with axes named as in `headway.core.config.mesh`, such as "shard" and "tp".
 
         None if each process holds a full replica of the model and no mesh was created.
         """
@@ -115,7 +116,7 @@ class AccelerateMembers(RankAware):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether parameters are sharded by FSDP2."""
+        """Whether FSDP2 shards parameters over several ranks."""
         return self.state.is_fsdp2
 
     @property

@@ -36,8 +36,10 @@ class FullyShardedDataParallelPlugin:
     Options of FSDP1 and FSDP2 are accepted, but FSDP2 is always used.
 
     Values of fields are converted to torch's enumerations and policies, as in Accelerate. A field that is None takes
-    the value of the environment variable `FSDP_<NAME>`. An option for which neither is set is determined by the
-    launcher's flags, else by the config file, else by Headway's default.
+    the value of the environment variable `FSDP_<NAME>`. The variables of two fields have other names:
+    FSDP_OFFLOAD_PARAMS for `cpu_offload`, and FSDP_TRANSFORMER_CLS_TO_WRAP for `transformer_cls_names_to_wrap`.
+    Variables that the FSDP version or the wrapping policy does not use are ignored. An option for which neither is set
+    is determined by the launcher's flags, else by the config file, else by Headway's default.
 
     Attributes:
         fsdp_version: FSDP version whose rules apply to the other fields: 1 (the default) or 2. It becomes 2 when an
@@ -57,7 +59,7 @@ class FullyShardedDataParallelPlugin:
         state_dict_config, optim_state_dict_config: No effect.
         backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params, sync_module_states,
             cpu_ram_efficient_loading: No effect, because FSDP2 or prepare() always provides the requested behavior.
-        ignored_modules, param_init_fn: Not supported. The Accelerator raises an error if one of them is set.
+        ignored_modules, param_init_fn: Not supported. The Accelerator raises `UnsupportedError` if one of them is set.
 
     Raises:
         ConfigError: If a field has an invalid value.
@@ -200,6 +202,9 @@ class FullyShardedDataParallelPlugin:
         Args:
             state_dict_type: Name or member of torch's `StateDictType`. None: the current type, else the default type of
                 `fsdp_version`.
+
+        Raises:
+            ConfigError: If there is no such type.
         """
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         kind = _find_member(fsdp.StateDictType, state_dict_type or self.state_dict_type or default)
@@ -258,7 +263,11 @@ class TorchTensorParallelPlugin:
 
     Attributes:
         tp_size: Number of ranks over which each weight matrix is sharded.
-        torch_device_mesh: Not supported, because the Accelerator creates its own mesh.
+        torch_device_mesh: Not supported, because the Accelerator creates its own mesh. The Accelerator raises
+            `UnsupportedError` if it is given.
+
+    Raises:
+        ConfigError: If `tp_size` is not a whole number, 1 or more.
     """
 
     argument: ClassVar[str] = "torch_tp_plugin"
@@ -271,7 +280,10 @@ class TorchTensorParallelPlugin:
             raise ConfigError(f"tp_size={self.tp_size!r}; give a number of processes, 1 or more")
 
     def request_layout(self, request: LayoutRequest) -> None:
-        """Add tensor parallelism over `tp_size` ranks to a layout request."""
+        """Add tensor parallelism over `tp_size` ranks to a layout request, unless `tp_size` is 1.
+
+        Also record in the request that `torch_device_mesh` is not supported, if it is given.
+        """
         if self.torch_device_mesh is not None:
             request.refuse_key("torch_tp_plugin.torch_device_mesh", "the Accelerator creates the mesh; give only sizes")
         if self.tp_size > 1:
@@ -283,7 +295,7 @@ class TorchTensorParallelConfig:
     """Options of tensor parallelism in a ParallelismConfig. `headway.TensorParallelOptions` has more options.
 
     Attributes:
-        enable_async_tp: No effect, as in Accelerate.
+        enable_async_tp: No effect, as in Accelerate. True causes a warning.
     """
 
     enable_async_tp: bool = False
@@ -299,12 +311,15 @@ class TorchTensorParallelConfig:
 class DeepSpeedSequenceParallelConfig:
     """Options of DeepSpeed's sequence parallelism, which Headway does not support.
 
-    An Accelerator raises an error if `sp_size` is above 1.
+    An Accelerator raises `UnsupportedError` if `sp_size` is above 1.
 
     Attributes:
         sp_seq_length: Length of the sequences. Required if `sp_seq_length_is_variable` is False.
         sp_seq_length_is_variable: Whether the length may vary between batches. Default: True.
         sp_attn_implementation: Name of the attention implementation. Stored without effect.
+
+    Raises:
+        ConfigError: If `sp_seq_length_is_variable` is False and `sp_seq_length` is None.
     """
 
     sp_seq_length: int | None = None
@@ -337,13 +352,16 @@ class ParallelismConfig:
         dp_shard_size: Number of processes over which a replica's parameters are sharded.
         tp_size: Number of processes over which each weight matrix is sharded.
         cp_size: Number of processes over which each sequence is split.
-        sp_size: Size of DeepSpeed's sequence parallelism. The Accelerator raises an error for a value above 1.
+        sp_size: Size of DeepSpeed's sequence parallelism. The Accelerator raises `UnsupportedError` for a value above
+            1.
         cp_backend: Backend of context parallelism. Only "torch" is allowed.
         sp_backend: Backend of sequence parallelism. Only "deepspeed" is allowed.
-        tp_handler, cp_handler, sp_handler: Options of tensor, context and sequence parallelism.
+        tp_handler, cp_handler, sp_handler: Options of tensor, context and sequence parallelism. None: the default
+            options if the size is above 1.
 
     Raises:
-        ConfigError: If a size is not a number of processes, or if two sizes cannot be combined.
+        ConfigError: If a size is not a number of processes, if two sizes cannot be combined, or if a backend or a
+            handler is not an allowed one.
     """
 
     argument: ClassVar[str] = "parallelism_config"
@@ -396,7 +414,7 @@ class ParallelismConfig:
         return {kind: int(getattr(self, f"{kind}_size")) for kind in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
 
     def request_layout(self, request: LayoutRequest) -> None:
-        """Add the sizes of this config, such as `tp_size`, to a layout request."""
+        """Add the sizes of this config that are above 1, such as `tp_size`, and `cp_handler` to a layout request."""
         for name, size in self.sizes.items():
             if size > 1:
                 read_size(request, f"{name}_size", size, f"parallelism_config.{name}_size")
@@ -469,7 +487,9 @@ class ParallelismConfig:
         return made
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
-        """Return the device mesh of this config, which the first call creates.
+        """Return the device mesh of this config, which the first call creates. None if every size is 1.
+
+        All processes must make the first call.
 
         Args:
             device_type: Device type, such as "cuda". Required on the first call.

@@ -36,10 +36,10 @@ class CountedWindows(AccumulationWindows):
         return window
 
     def set_due(self, is_due: bool) -> None:
-        """Set whether `optimizer.step()` and `zero_grad()` take effect. If False, both do nothing.
+        """Set whether `optimizer.step()` and `zero_grad()` take effect until the next micro-batch begins.
 
-        Inside a `with accelerator.accumulate()` block, True also makes the current micro-batch the last one of the
-        accumulation window.
+        If False, both do nothing. Inside a `with accelerator.accumulate()` block, True also makes the current
+        micro-batch the last one of the accumulation window.
         """
         super().set_due(is_due)
         if is_due and self.is_inside:
@@ -96,7 +96,7 @@ class AcceleratedOptimizer(_AccelerateAttributes, PreparedOptimizer):
     def check_owned(self, known: set[int]) -> None:
         """Raise an error if a parameter belongs to no prepared model and there are several processes.
 
-        On one process, such parameters can be trained. On several processes, their values would diverge.
+        In a single-process run, such parameters can be trained. With several processes, their values would diverge.
 
         Args:
             known: IDs of the parameters of prepared models.
@@ -173,7 +173,10 @@ class AcceleratedScheduler(_AccelerateAttributes, PreparedScheduler):
 
     @property
     def split_batches(self) -> bool:
-        """Whether a call of step() advances the schedule by one step instead of one step per process."""
+        """Whether a call of step() advances the schedule by one step instead of one step per process.
+
+        False in a single-process run, where both are equal.
+        """
         return self.rule.ticks(1) < self.accelerator_state.num_processes
 
     def _count_updates(self) -> int:
@@ -189,7 +192,11 @@ class AcceleratedScheduler(_AccelerateAttributes, PreparedScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule by one step per process if the current micro-batch ends its accumulation window.
 
-        Do nothing if an optimizer skipped its step. Without `step_with_optimizer`, advance by one step in any case.
+        Do nothing if an optimizer skipped its step. A schedule with `total_steps` is not advanced beyond its end.
+        Without `step_with_optimizer`, advance by one step in any case.
+
+        Args:
+            args, kwargs: Arguments of the wrapped scheduler's step().
         """
         if not self.follows_optimizer:
             self.scheduler.step(*args, **kwargs)

@@ -112,12 +112,18 @@ def _get_param_device(param: str, device_map: Mapping[str, Any]) -> Any:
 
 
 def _gpu_gather(tensor: Tree) -> Tree:
-    """Return the tensors of all processes, concatenated along dimension 0."""
+    """Return the tensors of all processes, concatenated along dimension 0. All processes must call it.
+
+    In a single-process run, the input is returned unchanged.
+    """
     return gather(tensor)
 
 
 def _gpu_gather_object(object: Any) -> Any:  # noqa: A002 - its name in Accelerate
-    """Return the objects of all processes in one list, in rank order."""
+    """Return the objects of all processes in one list, in rank order. All processes must call it.
+
+    In a single-process run, the input is returned unchanged.
+    """
     return gather_object(object)
 
 
@@ -131,7 +137,8 @@ def _get_model_state_dict(model: torch.nn.Module, adapter_only: bool = False, sd
 
     Args:
         model: Model whose state is read.
-        adapter_only: Whether to leave out all weights except those of the PEFT adapter. Default: False.
+        adapter_only: Whether to leave out all weights except those of the PEFT adapter. No effect on other models.
+            Default: False.
         sd_options: `StateDictOptions` of torch.distributed.checkpoint. None: use `model.state_dict()`.
     """
     is_adapter = adapter_only and is_peft_model(model)
@@ -156,7 +163,7 @@ def _set_model_state_dict(
     Args:
         model: Model to load the state dict into.
         state_dict: State dict that `_get_model_state_dict` returned.
-        adapter_only: Whether the state dict contains only a PEFT adapter. Default: False.
+        adapter_only: Whether the state dict contains only a PEFT adapter. No effect on other models. Default: False.
         sd_options: `StateDictOptions` of torch.distributed.checkpoint. None: use `model.load_state_dict`.
     """
     is_adapter = adapter_only and is_peft_model(model)

@@ -11,7 +11,7 @@ from headway.errors import ConfigError, UnsupportedError
 class _Engine(KwargsHandler):
     """Base class of settings for float8 libraries that Headway does not support.
 
-    An Accelerator that gets such settings raises an error.
+    An Accelerator that gets such settings raises `UnsupportedError`.
     """
 
 
@@ -38,9 +38,13 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
 
 @dataclass
 class TERecipeKwargs(_Engine):
-    """Settings of Transformer Engine, which Headway does not support. An Accelerator that gets them raises an error.
+    """Settings of Transformer Engine, which Headway does not support.
 
-    The fields are those of Accelerate's class. They are stored without effect.
+    An Accelerator that gets them raises `UnsupportedError`. The fields are those of Accelerate's class. They are stored
+    without effect.
+
+    Raises:
+        ConfigError: If `fp8_format` or `amax_compute_algo` is not an allowed word.
     """
 
     use_autocast_during_eval: bool = False
@@ -60,10 +64,13 @@ class TERecipeKwargs(_Engine):
 
 @dataclass
 class MSAMPRecipeKwargs(_Engine):
-    """Settings of MS-AMP, which Headway does not support. An Accelerator that gets them raises an error.
+    """Settings of MS-AMP, which Headway does not support. An Accelerator that gets them raises `UnsupportedError`.
 
     Attributes:
         opt_level: Optimization level of MS-AMP, "O1" or "O2". Stored without effect.
+
+    Raises:
+        ConfigError: If `opt_level` is another word.
     """
 
     opt_level: str = "O2"
@@ -74,10 +81,13 @@ class MSAMPRecipeKwargs(_Engine):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """Deprecated settings of Transformer Engine or MS-AMP. An Accelerator that gets them raises an error.
+    """Deprecated settings of Transformer Engine or MS-AMP. An Accelerator that gets them raises `UnsupportedError`.
 
     Attributes:
         backend: Library that the settings are for: "TE" (Transformer Engine) or "MSAMP".
+
+    Raises:
+        ConfigError: If `backend` or another field is not an allowed word.
     """
 
     backend: str = "TE"
@@ -95,12 +105,15 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
 
 class MegatronLMPlugin:
-    """Settings of Megatron-LM, which Headway does not support. An Accelerator that gets them raises an error.
+    """Settings of Megatron-LM, which Headway does not support. An Accelerator that gets them raises `UnsupportedError`.
 
     Args:
         args: Values of up to five fields of Accelerate's class: tp_degree, pp_degree, num_micro_batches,
             gradient_clipping and sequence_parallelism.
-        options: Values of further fields by name. All values are stored as given.
+        options: Values of other fields by name. All values are stored as given.
+
+    Raises:
+        TypeError: If more than five values are given by position.
     """
 
     tp_degree = pp_degree = num_micro_batches = 1

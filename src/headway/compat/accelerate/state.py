@@ -37,7 +37,7 @@ from headway.layouts.deepspeed.plugin import DeepSpeedPlugin
 def collectives() -> Collectives:
     """Return the `Collectives` of the Accelerator that was created last.
 
-    If there is no Accelerator for the current runtime, return a new object.
+    If there is no Accelerator for the current runtime, return a new object. If this process has no runtime, start it.
     """
     runtime, latest = process.current(), AcceleratorFacts.latest
     return latest.collectives if latest is not None and latest.collectives.runtime is runtime else Collectives(runtime)
@@ -96,6 +96,7 @@ class PartialState(RankAware):
         backend, init_method, timeout: As in `InitProcessGroupKwargs`.
 
     Raises:
+        ConfigError: If this process has a runtime on another device, or `timeout` contradicts the command line.
         UnsupportedError: If SageMaker's data parallelism is requested.
     """
 
@@ -171,7 +172,10 @@ class PartialState(RankAware):
 
     @property
     def backend(self) -> str | None:
-        """Backend of the process group for this device, such as "nccl". None on one process or without a group."""
+        """Backend of the process group for this device, such as "nccl".
+
+        None in a single-process run, or if there is no process group.
+        """
         if self.num_processes == 1:
             return None
         return find_engine(self.device) if dist.is_initialized() else None
@@ -215,7 +219,7 @@ class AcceleratorState(PartialState):
     """State of this process, plus the settings of the Accelerator that was created last.
 
     Args:
-        mixed_precision: Precision to report if there is no Accelerator yet. None: the launcher's setting.
+        mixed_precision: Precision to report if there is no Accelerator yet. None: the launcher's setting, else "no".
         cpu: Whether to compute on the CPU even if an accelerator is available.
 
     Raises:
@@ -274,7 +278,8 @@ class AcceleratorState(PartialState):
     def parallelism_config(self) -> ParallelismConfig | None:
         """`ParallelismConfig` with the number of processes along each axis of the run's layout.
 
-        None if the script gave no ParallelismConfig and each process holds a full replica of the model.
+        None without an Accelerator. Also None if the script gave no ParallelismConfig, and the run uses DeepSpeed or
+        each process holds a full replica of the model.
         """
         return None if self._run is None else get_parallelism_config(self._run.chosen)
 
@@ -290,7 +295,7 @@ class AcceleratorState(PartialState):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether parameters are sharded by FSDP2."""
+        """Whether FSDP2 shards parameters over several ranks."""
         return self.distributed_type == DistributedType.FSDP
 
     @property
@@ -307,9 +312,9 @@ class AcceleratorState(PartialState):
 
     @property
     def device_mesh(self) -> Any:
-        """torch's device mesh, with the axis names of `headway.core.config.mesh`.
+        """torch's device mesh, with the axis names of `headway.core.config.mesh`, such as "shard" and "tp".
 
-        None if each process holds a full replica of the model and no mesh was created.
+        None without an Accelerator, or if each process holds a full replica of the model and no mesh was created.
         """
         return None if self._run is None else self._run.device_mesh
 
@@ -335,7 +340,7 @@ class GradientState:
     Without an Accelerator, the properties of this object have their initial values, those before the first micro-batch.
 
     Args:
-        gradient_accumulation_plugin: Ignored if an Accelerator exists, else an error.
+        gradient_accumulation_plugin: Ignored if an Accelerator exists. Otherwise only None is allowed.
 
     Raises:
         UnsupportedError: If a plugin is given and there is no Accelerator.
@@ -375,7 +380,10 @@ class GradientState:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch ends its accumulation window. Can be assigned."""
+        """Whether the current micro-batch ends its accumulation window. Can be assigned.
+
+        Also False after a script has assigned False, until the next micro-batch begins.
+        """
         return self._windows.is_due
 
     @sync_gradients.setter
@@ -438,7 +446,7 @@ class GradientState:
     def remainder(self) -> int:
         """Number of samples in the active loader's last global batch if that batch is incomplete, not counting padding.
 
-        0 if the last global batch is complete, -1 if the number is unknown.
+        0 if the last global batch is complete. -1 if the number is unknown or no loader is being iterated.
         """
         loader = self._loader
         return -1 if loader is None else remainder(loader)

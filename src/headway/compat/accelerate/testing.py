@@ -29,7 +29,7 @@ Test = Any
 
 
 def get_backend() -> tuple[str, int, Callable[..., int]]:
-    """Return the accelerator type, the number of devices, and a function that returns the bytes allocated on them.
+    """Return the accelerator type, the number of devices, and a function that returns the bytes allocated on a device.
 
     Without an accelerator, the type is "cpu", the number is 1, and the function returns 0.
     """
@@ -192,7 +192,7 @@ class MockingTestCase(unittest.TestCase):
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has equal values on all processes."""
+    """Whether a tensor has equal values on all processes. All processes must call it."""
     state = PartialState()
     shared = gather(tensor[None].clone().to(state.device)).cpu()
     return all(torch.equal(each, tensor.cpu()) for each in shared)
@@ -234,7 +234,8 @@ def execute_subprocess_async(
         echo: Whether to print the command. Default: True.
 
     Raises:
-        LaunchError: If the command fails. The message ends with the command's standard error.
+        LaunchError: If the command fails. The message ends with the command's standard error, or else its output.
+        subprocess.TimeoutExpired: If the command runs longer than `timeout`.
     """
     line = [str(each) for each in cmd]
     if echo:
@@ -250,6 +251,11 @@ def execute_subprocess_async(
 
 def run_command(command: Sequence[str], return_stdout: bool = False, env: Any = None) -> str | None:
     """Run a command to its end, and return its output if `return_stdout` is True, else None.
+
+    Args:
+        command: Program and arguments.
+        return_stdout: Whether to return standard output and standard error as one text. Default: False.
+        env: Environment variables of the command. None: the environment of this process.
 
     Raises:
         SubprocessCallException: If the command fails.
@@ -282,6 +288,8 @@ def path_in_accelerate_package(*components: str) -> Path:
 @contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
     """Return a context manager that raises `AssertionError` unless the block raises an exception of the given class.
+
+    The expected exception is suppressed. Exceptions of other classes are raised unchanged.
 
     Args:
         exception_class: Class of the expected exception.

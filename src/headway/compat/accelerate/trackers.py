@@ -91,7 +91,7 @@ class _Named(Tracker if TYPE_CHECKING else object):  # type: ignore[misc]
 
     @on_main_process
     def log_images(self, values: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Log images, a mapping from names to arrays or PIL images, on the main process only."""
+        """Log images on the main process only: `values` maps each name to a sequence of arrays or PIL images."""
         super().log_images(values, step, **kwargs)
 
     @on_main_process
@@ -116,7 +116,7 @@ class _OfProject(_Named):
 class TensorBoardTracker(_OfProject, TensorBoardAdapter, GeneralTracker):
     """TensorBoard tracker that writes to the folder `logging_dir/run_name`.
 
-    Further arguments are passed to SummaryWriter.
+    Other keyword arguments are passed to SummaryWriter.
     """
 
     def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
@@ -144,8 +144,8 @@ class WandBTracker(_OfProject, WandbAdapter, GeneralTracker):
             columns: Names of the columns.
             data: Rows of values.
             dataframe: Dataframe, instead of columns and rows.
-            step: Number of the step.
-            kwargs: Further keyword arguments of `log`.
+            step: Number of the step. None: the table is logged without one.
+            kwargs: Other keyword arguments of `log`.
         """
         self.log({table_name: self._package.Table(columns=columns, data=data, dataframe=dataframe)}, step, **kwargs)
 
@@ -173,13 +173,14 @@ class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
     corresponding arguments.
 
     Args:
-        experiment_name: Name of the experiment.
+        experiment_name: Name of the experiment. None: the name that was passed to `init_trackers`.
         logging_dir: Location of artifacts for a new experiment. None: MLflow's setting.
-        run_id: ID of a run to continue.
-        tags: Tags of the run, as a dict or as JSON text.
+        run_id: ID of a run to continue. None: a new run, or that of the run log if the Accelerator's run continues.
+        tags: Tags of the run, as a dict or as JSON text. None: no tags.
         nested_run: Whether the run is nested in the active run. Default: False.
-        run_name: Name of a new run.
-        description: Description of the run.
+        run_name: Name of a new run. None: a name that MLflow chooses.
+        description: Description of the run. None: no description.
+        kwargs: Other keyword arguments of `mlflow.start_run`, or `tracking_uri`.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
         self._artifacts = logging_dir
 
     def begin(self, run: TrackedRun) -> None:
-        """Start a run in MLflow. If the experiment does not exist, create it with the given artifact location."""
+        """Start a run in MLflow. If its named experiment does not exist, create it with the given artifact location."""
         if self._artifacts is not None and self._experiment:
             if self._uri is not None:
                 self._package.set_tracking_uri(str(self._uri))
@@ -230,7 +231,7 @@ class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
             artifact_path: Directory in the run. None: the root of the run's artifacts.
             step: Number of the step. Only `Accelerator.log_artifact` passes it. `artifact_path` is then the name of the
                 artifact, not a directory.
-            kwargs: Further arguments that `Accelerator.log_artifact` passes.
+            kwargs: Other arguments that `Accelerator.log_artifact` passes. Ignored without `step`.
         """
         if step is not _UNSET:  # called by Accelerator.log_artifact, which passes the artifact's name
             super().log_artifact(Path(local_path), artifact_path or Path(local_path).name, step, **kwargs)
@@ -239,7 +240,7 @@ class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
 
     @on_main_process
     def log_artifacts(self, local_dir: Any, artifact_path: str | None = None) -> None:
-        """Upload all files of a local directory to the run's directory `artifact_path`."""
+        """Upload all files of a local directory to the run's directory `artifact_path`. None: the root."""
         self._package.log_artifacts(str(local_dir), artifact_path, run_id=self._run.info.run_id)
 
     @on_main_process
@@ -251,7 +252,7 @@ class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
 class ClearMLTracker(_Named, ClearMLAdapter, GeneralTracker):
     """ClearML tracker. By default, the project and the task are both named `run_name`.
 
-    Further arguments are passed to `Task.init`.
+    Other keyword arguments are passed to `Task.init`.
     """
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
@@ -275,8 +276,8 @@ class ClearMLTracker(_Named, ClearMLAdapter, GeneralTracker):
             columns: Names of the columns. None: the first row is the header.
             data: Rows of values.
             dataframe: Dataframe, instead of columns and rows.
-            step: Number of the step.
-            kwargs: Further arguments of ClearML's `report_table`.
+            step: Number of the step. None: ClearML's default.
+            kwargs: Other arguments of ClearML's `report_table`.
 
         Raises:
             ConfigError: If neither rows nor a dataframe is given.
@@ -289,7 +290,13 @@ class ClearMLTracker(_Named, ClearMLAdapter, GeneralTracker):
 
 
 class DVCLiveTracker(_Named, DVCLiveAdapter, GeneralTracker):
-    """DVCLive tracker. `run_name` is ignored, as in Accelerate. Other arguments are passed to `dvclive.Live`."""
+    """DVCLive tracker. `run_name` is ignored, as in Accelerate.
+
+    Args:
+        run_name: Ignored.
+        live: `dvclive.Live` to log to. None: a new one.
+        kwargs: Arguments for a new `dvclive.Live`.
+    """
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         super().__init__(live, **kwargs)
@@ -317,6 +324,7 @@ def register_tracker_class(tracker_class: type[Any]) -> None:
     """Register a tracker class under its `name`, so that `log_with` can refer to it.
 
     The Accelerator creates instances with the project's name, and with the logging directory if the class requires one.
+    A class that is already registered under this name is replaced, with a warning.
 
     Raises:
         ConfigError: If `tracker_class` is not a subclass of `Tracker`, or lacks `name` or `requires_logging_directory`.
@@ -345,11 +353,11 @@ def get_available_trackers() -> list[LoggerType]:
 
 
 def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
-    """Return those trackers of `log_with` whose packages are installed, without duplicates.
+    """Return those trackers of `log_with` whose packages are installed. Names are returned without duplicates.
 
     Args:
-        log_with: One or more trackers: names of built-in or registered trackers, "all", or instances.
-        logging_dir: Logging directory. None: a tracker that requires one is an error.
+        log_with: One or more trackers: names of built-in or registered trackers, "all", or instances. None: none.
+        logging_dir: Logging directory. None: the name of a tracker that requires one raises `ConfigError`.
 
     Raises:
         ConfigError: If a name is unknown, or if a tracker requires a logging directory that is not given.
@@ -378,7 +386,8 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
 def replace_tracker_names(log_with: Any, project: Callable[[], str], logging_dir: Callable[[], Any]) -> Any:
     """Return the items of `log_with`, with each name replaced by a factory for Accelerate's tracker class of this name.
 
-    Names of trackers that are not installed are left out. A factory creates its tracker when a run begins.
+    Names of trackers that are not installed are left out. Instances and unknown names are kept, and None is returned
+    unchanged. A factory creates its tracker when a run begins.
 
     Args:
         log_with: Trackers, as passed to the Accelerator.

@@ -35,7 +35,14 @@ def find_store(folder: Path) -> CheckpointStore:
 
 
 def call_save_hook(hook: Callable[[Path], None], staging: Path) -> None:
-    """Call a hook with the staging directory of a save. The hook may add files to the checkpoint."""
+    """Call a hook with the staging directory of a save. The hook may add files to the checkpoint.
+
+    In an object store, the hook gets a temporary local folder, whose files are uploaded after the call.
+
+    Args:
+        hook: Function of the folder.
+        staging: Staging directory, or prefix in an object store.
+    """
     with open_writable(staging) as folder:
         hook(folder)
 
@@ -76,7 +83,7 @@ def read_about(folder: Path) -> Mapping[str, Any]:
 def find_original_name(folder: Path) -> str:
     """Return the name under which a run committed a checkpoint, or "" if its folder still has this name.
 
-    A checkpoint with another name is a copy that a user made.
+    A checkpoint with another name is a copy that a user made. Return "" also if the manifest is missing or damaged.
     """
     name = str(read_about(folder).get("name", folder.name))
     return "" if name == folder.name else name
@@ -102,14 +109,15 @@ def read_run_id(folder: Path) -> str | None:
 def remove_old_checkpoints(
     parent: Path, keep: int, protected: Iterable[Path] = (), run: str | None = None
 ) -> list[Path]:
-    """Remove old checkpoints from a folder, and return the removed ones.
+    """Remove old checkpoints from a folder, and return their paths.
 
-    The newest `keep` checkpoints, protected checkpoints, and copies that a user made are not removed.
+    The newest `keep` checkpoints, protected checkpoints, and copies that a user made are not removed. If a removal
+    fails, only a warning is logged. The returned list contains that checkpoint nevertheless.
 
     Args:
         parent: Folder that holds the checkpoints.
         keep: Number of newest checkpoints to keep. Values below 1 count as 1.
-        protected: Additional checkpoints to keep, regardless of their age. Default: ().
+        protected: Additional checkpoints to keep, regardless of their age. Default: (), none.
         run: ID of the run whose checkpoints are counted and removed. Default: None, the checkpoints of all runs.
     """
     safe = {path.resolve() for path in protected}
@@ -143,7 +151,7 @@ class Locks:
     def hold(self, folder: Path, run: str, start: str) -> None:
         """Lock a folder. If this process has locked the folder already, check that it still holds the lock.
 
-        If the disk does not support locks, only log a warning.
+        If the lock file cannot be created or read (`OSError`), only log a warning.
 
         Args:
             folder: Folder to lock.
@@ -151,7 +159,7 @@ class Locks:
             start: ID of this launch of the run, as in `LockOwner`.
 
         Raises:
-            CheckpointError: If another run holds the lock.
+            CheckpointError: If another run holds the lock, or has taken it from this one.
         """
         known = self._held.get(folder)
         try:

@@ -81,7 +81,7 @@ class LockOwner:
     def is_alive(self) -> bool | None:
         """Whether the owner's process is alive. None if the process might run on another machine.
 
-        In the latter case, only further touches of the lock show that the owner is alive.
+        If the value is None, only changes of the lock's modification time or content show that the owner is alive.
         """
         return _read_start_time(self.pid) == self.born if self.machine and self.machine == _machine() else None
 
@@ -89,7 +89,8 @@ class LockOwner:
 class PlaceLock(ABC):
     """Base class of the locks of a checkpoint directory. A lock is a file or an object next to the directory.
 
-    The constructor takes the lock.
+    The constructor takes the lock. If the holder of an existing lock might be on another machine, the constructor waits
+    up to `SILENCE` seconds to see whether the holder is alive.
 
     Args:
         folder: Directory to lock.
@@ -98,6 +99,7 @@ class PlaceLock(ABC):
 
     Raises:
         CheckpointError: If another run holds the lock.
+        OSError: If the lock file cannot be created, for example because the disk is full.
     """
 
     _path: Any
@@ -120,18 +122,27 @@ class PlaceLock(ABC):
         """
 
     def release(self) -> None:
-        """Release the lock, so that other runs can take it. Does nothing in a forked child process."""
+        """Release the lock, so that other runs can take it.
+
+        Do nothing in a forked child process, or if the lock has already been released.
+        """
         if os.getpid() == self._pid and not self._over.is_set():
             self._over.set()
             self._remove()
 
     @abstractmethod
     def _take(self) -> None:
-        """Create the lock file or object if no other run holds it."""
+        """Create the lock file or object. The lock of a dead process is replaced.
+
+        If another machine of this run has created it already, nothing is written.
+
+        Raises:
+            CheckpointError: If another run holds the lock.
+        """
 
     @abstractmethod
     def _remove(self) -> None:
-        """Remove the lock file or object if it still belongs to this run."""
+        """Remove the lock file or object if this process created it and no other run has taken it since."""
 
     def _is_own(self, text: bytes) -> bool:
         """Whether a lock's content has the ID of this launch of the run.

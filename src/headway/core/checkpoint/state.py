@@ -71,11 +71,14 @@ class StatefulObjects:
         optimizers: torch's own optimizers, without wrappers.
         others: Objects with `state_dict` and `load_state_dict`, by kind (`scheduler`, `loader`, `custom` ...).
         export: Function that yields the (name, value) pairs of a model's state dict.
-        left_out: Indices in `models` of models that are neither compared with a checkpoint nor loaded from it.
-        part_of: Function that returns this rank's part of a parameter: the parameter itself or a shard.
+        left_out: Indices in `models` of models that are neither compared with a checkpoint nor loaded from it. Default:
+            none.
+        part_of: Function that returns this rank's part of a parameter: the parameter itself or a shard. Default: the
+            parameter itself.
         exposed: Function that returns a context manager for an optimizer. Within it, the optimizer holds its state,
-            which some training backends otherwise keep elsewhere.
-        settle: Function called after a load, so that training backends continue from the loaded values.
+            which some training backends otherwise keep elsewhere. Default: a context manager that does nothing.
+        settle: Function called after a load, so that training backends continue from the loaded values. Default: a
+            function that does nothing.
     """
 
     models: Sequence[torch.nn.Module]
@@ -155,7 +158,9 @@ def collect_state(parts: StatefulObjects) -> CollectedState:
 
 
 def split_dtensors(collected: CollectedState) -> CollectedState:
-    """Return a state in which each DTensor is replaced by this rank's `ShardPiece`. All ranks compute the same split.
+    """Return a state in which each DTensor is replaced by a `ShardPiece`, which describes this rank's shard.
+
+    All ranks compute the same split without communication.
 
     Args:
         collected: State to convert. It is not changed.
@@ -192,9 +197,10 @@ def is_extra(name: str) -> bool:
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a tensor of any subclass as a plain tensor with equal values.
+    """Return a tensor subclass as a plain, detached tensor that shares its memory.
 
-    A load copies the values into the existing object, so the subclass need not be saved.
+    DTensors are only detached. Values that are not tensors are returned unchanged. A load copies the values into the
+    existing tensor, so its subclass need not be saved.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -205,7 +211,14 @@ def _to_plain(value: Any) -> Any:
 
 
 def map_parameter_names(models: Iterable[torch.nn.Module]) -> dict[int, str]:
-    """Return a dict from the `id` of each parameter to the name under which it is saved."""
+    """Return a dict from the `id` of each parameter to its logical name without the prefix `model/`.
+
+    This name is the model's index, a slash, and the parameter's name in the model, such as `0/head.weight`. Optimizer
+    state is saved under it.
+
+    Args:
+        models: Models without wrappers.
+    """
     return {
         id(parameter): to_logical_name(f"{index}/{name}")
         for index, model in enumerate(models)
@@ -247,7 +260,7 @@ def list_parameter_keys(optimizer: torch.optim.Optimizer, names: Mapping[int, st
 
     Args:
         optimizer: Optimizer with the parameter groups.
-        names: Logical names by parameter `id`.
+        names: Names by parameter `id`, as `map_parameter_names` returns them.
     """
     return [
         [names.get(id(p), f"group{g}/{i}") for i, p in enumerate(group["params"])]
@@ -262,12 +275,12 @@ def collect_optimizer(
 
     Args:
         optimizer: Optimizer whose state is collected.
-        names: Names under which parameters are saved, by parameter `id`.
+        names: Names by parameter `id`, as `map_parameter_names` returns them.
         index: Index of the optimizer.
         tensors: Dict to which the state's tensors are added, by logical name.
 
     Raises:
-        CheckpointError: If the state holds something that only pickle could store, or belongs to a tensor in no
+        CheckpointError: If the state holds something that only pickle could store, or state of a tensor that is in no
             parameter group.
     """
     check_owners(optimizer, index)
@@ -317,7 +330,8 @@ def get_state_exporter(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]
 def has_torch_form(optimizer: torch.optim.Optimizer, saved: Any) -> bool:
     """Whether an optimizer's state dict has torch's format: states by parameter number, and the parameter groups.
 
-    A wrapper can use another format, such as its inner optimizer's state dict under another key.
+    Each group must list as many parameters as the optimizer's group. A wrapper can use another format, such as its
+    inner optimizer's state dict under another key.
 
     Args:
         optimizer: Optimizer to which the state dict belongs.
@@ -362,9 +376,15 @@ def _collect_whole(
 
 
 def _encode_by_key(values: Any, prefix: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Encode a value in the same way as `values.encode_value`.
+    """Encode a value like `values.encode_value`, but name the tensors in a dict by `prefix`, a slash, and their keys.
 
-    If the value is a dict, each tensor in it is named by `prefix`, a slash, and the tensor's key.
+    This applies only to a dict whose keys are all strings. For another value, the name of each tensor is `prefix` plus
+    its path.
+
+    Args:
+        values: Value to encode.
+        prefix: Prefix of the tensors' names.
+        tensors: Dict to which the value's tensors are added, by logical name.
     """
     if type(values) is dict and is_object(values):
         return {key: encode_value(value, f"{prefix}/{key}", tensors) for key, value in values.items()}
@@ -408,7 +428,7 @@ def find_optimizer_misfits(
 
     Args:
         optimizer: Optimizer that should load the state.
-        names: Logical names by parameter `id`.
+        names: Names by parameter `id`, as `map_parameter_names` returns them.
         entry: Saved state, whose structure has been checked.
         index: Index of the optimizer, for messages.
     """
@@ -448,11 +468,12 @@ def decode_optimizer(
 ) -> dict[str, Any]:
     """Return a state dict that an optimizer can load, built from its saved state.
 
-    Parameters are numbered in the order of this optimizer, not in that of the saved run.
+    Parameters are numbered in the order of this optimizer, not in that of the saved run. A state dict that was saved as
+    one value, because it did not have torch's format, is returned as it was saved.
 
     Args:
         optimizer: Optimizer that will load the state dict.
-        names: Logical names by parameter `id`.
+        names: Names by parameter `id`, as `map_parameter_names` returns them.
         entry: Saved state as JSON.
         tensors: Saved tensors by logical name.
 
@@ -485,7 +506,7 @@ def list_devices(optimizer: torch.optim.Optimizer) -> dict[int, torch.device]:
 
 
 def _number_parameters(optimizer: torch.optim.Optimizer) -> list[list[int]]:
-    """Return the parameter numbers that torch's state dict uses, as one list per parameter group.
+    """Number an optimizer's parameters consecutively for a state dict. Return one list of numbers per parameter group.
 
     A parameter that occurs more than once keeps the number of its first occurrence.
     """
@@ -529,7 +550,9 @@ def _wrap_opaque_values(value: Any) -> Any:
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a state dict into an optimizer without casts.
 
-    torch's `load_state_dict` would cast floating-point state to the parameter's dtype, even inside containers.
+    torch's `load_state_dict` would cast floating-point state to the parameter's dtype, even inside containers. A state
+    dict in another format than torch's is passed to the optimizer unchanged. The values of a low-bit optimizer are
+    quantized again.
 
     Args:
         optimizer: Optimizer that loads the state.
@@ -580,7 +603,7 @@ def _restore_dtypes(wanted: Any, loaded: Any, device: torch.device) -> Any:
 
 
 def _move_tensors(value: Any, device: torch.device) -> Any:
-    """Return a copy of a value whose tensors are on the device."""
+    """Return a value with its tensors moved to the device. Containers are copied, other values returned unchanged."""
     return (
         value.to(device)
         if isinstance(value, torch.Tensor)
@@ -589,7 +612,10 @@ def _move_tensors(value: Any, device: torch.device) -> Any:
 
 
 def undo_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Record an optimizer's attributes, parameter groups and state, and return a function that restores them."""
+    """Record an optimizer's attributes, parameter groups and state, and return a function that restores them.
+
+    Tensors are recorded by reference. A later change of their values is not undone.
+    """
     attributes = dict(vars(optimizer))
     groups = [(group, dict(group)) for group in optimizer.param_groups]
     state = getattr(optimizer, "state", {})

@@ -44,17 +44,20 @@ def prepare_loader(
         device: Device to move batches to; None to leave them on the host.
         collectives: Collectives of the ranks among which the data is split, in shard order. None if this process reads
             alone.
-        events: Callbacks of the run's loaders, and the registry in which the new loader is entered.
+        events: Callbacks of the run's loaders, and record of the passes in progress.
         seed: Seed of the sample order, equal on all ranks.
         rng_types: Names of the RNGs to synchronize. Only "generator" has an effect: with it, the random generators in
-            samplers get rank 0's state at the start of each epoch. Default: ("generator",).
+            samplers get rank 0's state at the start of each epoch. None: none are synchronized. Default:
+            ("generator",).
         stream: Random number stream from which the run's loaders draw. Default: None, torch's global generator.
         everyone: Collectives of all ranks. Needed only if several ranks read one data shard. Default: None, to use
             `collectives`.
         rules: Rules for ordering, reading and splitting the data. Default: None, rules that follow torch's loaders.
 
     Raises:
-        DataError: If the loader's settings and the configuration are incompatible.
+        DataError: If the loader cannot be split among ranks, such as one that already uses a DistributedSampler. Also
+            if the ranks' data differ in length or, unless `rules` allow it, in their shards.
+        OptionalDependencyMissing: If the configuration requests torchdata's loader and torchdata is not installed.
     """
     if isinstance(loader, PreparedLoader):
         return loader
@@ -108,8 +111,8 @@ def _find_epoch_listeners(loader: DataLoader[Any], feed: BatchFeed) -> list[Any]
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
     """Return a loader whose next pass starts at batch `num_batches`. Later passes are complete.
 
-    Skipped samples of a map-style dataset are not fetched. Skipped samples of an iterable dataset are read, but not
-    collated.
+    The returned loader is a new object. Skipped samples of a map-style dataset are not fetched. Skipped samples of an
+    iterable dataset are read, but not collated.
 
     Args:
         dataloader: Prepared loader, or a plain DataLoader. A plain loader shuffles with torch's global RNG, as it does
@@ -117,7 +120,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
         num_batches: Number of this rank's batches to skip. Default: 0.
 
     Raises:
-        DataError: If `num_batches` is negative, or `dataloader` is not a DataLoader.
+        DataError: If `num_batches` is negative or not an integer, or `dataloader` is not a DataLoader.
     """
     if not isinstance(dataloader, DataLoader):
         raise DataError(f"skip_first_batches got a {type(dataloader).__name__}; give a DataLoader, prepared or not")

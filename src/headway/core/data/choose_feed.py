@@ -43,7 +43,7 @@ class FeedRecipe:
         seed: Seed of the sample order, equal on all ranks.
         is_synchronized: Whether random generators in samplers start each epoch with rank 0's state.
         stream: Random number stream from which the run's loaders draw.
-        everyone: Collectives of all ranks. None: the same as `collectives`.
+        everyone: Collectives of all ranks; None or a single rank to use `collectives` instead.
         rules: Rules for ordering, reading and splitting the data.
         is_placed: Whether batches are moved to a device.
     """
@@ -80,7 +80,14 @@ class FeedRecipe:
         - `dispatch_batches` is in effect: one rank reads all batches and sends them to the others.
         - The dataset is map-style: each rank reads its samples by index.
         - The dataset is iterable and can be sharded: each rank reads its own dataset shards.
-        - The dataset is iterable: each rank reads all samples and keeps its share.
+        - The dataset is iterable: each rank reads all samples and keeps its slice of each step.
+
+        All ranks must call this method, because they compare the lengths or the shards of their data.
+
+        Raises:
+            DataError: If the ranks' map-style datasets differ in length. Also if their shards of an iterable dataset do
+                not fit together, unless `rules` allow different data.
+            OptionalDependencyMissing: If the configuration requests torchdata's loader and torchdata is not installed.
         """
         kind = choose_loader_class(self.loader, self.config)
         if self.is_dispatched and self.everyone is not None:
@@ -127,7 +134,10 @@ class FeedRecipe:
         )
 
     def _compare_order(self, opening: list[Any]) -> None:
-        """Raise `DataError` or warn if the ranks' samplers begin a pass with different indices.
+        """Raise `DataError` if the ranks' samplers begin a pass with different indices.
+
+        If the loading rules allow different data on different ranks, warn once instead. All ranks must call this
+        method.
 
         Args:
             opening: First indices (or first batches of indices) that this rank's sampler yielded in this pass.
@@ -245,7 +255,10 @@ class FeedRecipe:
         )
 
     def _check_sources(self) -> None:
-        """Raise `DataError` or warn if the shards of the iterable dataset, or their order, differ between ranks."""
+        """Raise `DataError` if the shards of the iterable dataset, or their order, differ between ranks.
+
+        If the loading rules allow different data on different ranks, warn once instead.
+        """
         assert self.everyone is not None
         hash_sources = extensions.load("feature", "read_by_shards")
         if len({row[0] for row in self.everyone.gather_numbers([hash_sources(self.loader.dataset)])}) == 1:
@@ -277,13 +290,17 @@ def _is_stream(loader: DataLoader[Any]) -> bool:
 
 
 def choose_loader_class(loader: DataLoader[Any], config: DataLoaderConfiguration) -> type[DataLoader[Any]]:
-    """Return the DataLoader class with which to read the dataset.
+    """Return the DataLoader class that reads the dataset.
 
-    It is torchdata's StatefulDataLoader if the configuration requests it or `loader` is one, else torch's DataLoader.
+    It is torchdata's StatefulDataLoader if the configuration requests it, or the class of `loader` if that is one of
+    torchdata's stateful classes. Otherwise it is torch's DataLoader.
 
     Args:
         loader: User's loader.
         config: Loader configuration of the run.
+
+    Raises:
+        OptionalDependencyMissing: If the configuration requests torchdata's loader and torchdata is not installed.
     """
     if config.use_stateful_dataloader:
         module = require("torchdata.stateful_dataloader", "use_stateful_dataloader=True needs", "headway[stateful]")

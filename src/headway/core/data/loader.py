@@ -36,7 +36,7 @@ _READ_WHEN_A_PASS_BEGINS = frozenset(["collate_fn", "worker_init_fn", "timeout",
 
 @dataclass
 class LoaderEvents:
-    """Callbacks around each fetch, and record of the batches that the script has requested but not trained on yet.
+    """Callbacks around each fetch, and record of the batches that were yielded to the script but not trained on yet.
 
     A script can request a batch from one loader while it holds a batch of another. It does so in `zip(one, other)`, or
     if it evaluates the model before it trains on the current batch. It can also collect all micro-batches of an update
@@ -47,12 +47,13 @@ class LoaderEvents:
         active: Loaders that are being iterated, innermost last.
         in_hand: One entry for each batch that was yielded and not trained on yet, in order: the loader that yielded it.
             Training on a micro-batch clears the list.
-        before_fetch: Functions called with the loader before a batch is requested.
+        before_fetch: Functions called with the loader before each batch is requested, and once before the end is found.
         after_fetch: Functions called with the loader when the batch is on its device, or being copied to it.
-        after_pass: Functions called when a pass has ended or was left early.
+        after_pass: Functions called without arguments when a pass has ended or was left early.
         is_registered: Function that returns whether the script registered a dataset to be saved in checkpoints.
         prepared: Functions called with each loader that is prepared.
-        repeats: Functions that wrap the iterator over the batches of a pass, and can repeat some batches.
+        repeats: Functions of a loader and the iterator over a pass's (batch, `RankBatch`) pairs. Each returns an
+            iterator that may repeat some of the pairs.
     """
 
     active: list["PreparedLoader"] = field(default_factory=list)
@@ -119,7 +120,7 @@ class PreparedLoader(DataLoader[Any]):
         shard: Data shard of this rank.
         device: Device of the batches; None to leave them where the loader creates them.
         transfer: Function that moves batches to the device; None if nothing is moved.
-        events: Callbacks of the run's loaders, and the registry in which they are entered.
+        events: Callbacks of the run's loaders, and record of the passes in progress.
         listeners: Objects whose `set_epoch` is called with each epoch's number.
         opens_late: Whether a pass draws its order when the first batch is requested. Otherwise it does so in `iter()`,
             as torch's loaders do. Default: False.
@@ -171,11 +172,13 @@ class PreparedLoader(DataLoader[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of this loader.
 
-        A setting of torch's DataLoader is also set on the loader that reads the data.
+        The settings `collate_fn`, `worker_init_fn`, `timeout`, `pin_memory` and `prefetch_factor` are set on the user's
+        loader and on the loader that reads the data. They take effect with the next pass. An attribute that only the
+        user's loader has is set there.
 
         Raises:
             ValueError: If torch does not allow changes of the setting after construction.
-            DataError: If the setting cannot change after prepare().
+            DataError: If Headway does not allow changes of the setting after prepare(), as for `num_workers`.
         """
         if name in _FIXED_AT_PREPARE:
             raise DataError(
@@ -195,9 +198,10 @@ class PreparedLoader(DataLoader[Any]):
     # ---------------------------------------------------------------- iteration
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Start a pass over one epoch.
+        """Start a pass over one epoch, or over the rest of it after `load_state_dict` or `skip`.
 
-        Leaving the loop with `break` ends the epoch, so the next pass reads the next epoch.
+        Leaving the loop with `break` ends the epoch, so the next pass reads the next epoch. The pass is empty after
+        `stop`, or if `skip_passes` made it empty.
         """
         return LazyIterator(self._start_pass) if self._opens_late else self._start_pass()
 
@@ -286,19 +290,21 @@ class PreparedLoader(DataLoader[Any]):
                 end()
 
     def stop(self) -> None:
-        """End the current pass after the current batch, as `break` does.
+        """End the current pass after the current batch. Later passes yield nothing until `load_state_dict` is called.
 
-        Later passes yield nothing until `load_state_dict` is called.
+        Unlike `break`, this does not end the epoch. A state that is saved afterwards continues after the current batch.
         """
         self.pass_position.is_stopped = True
 
     @property
     def is_stopped(self) -> bool:
-        """Whether `stop` has been called."""
+        """Whether `stop` has been called since the last call of `load_state_dict`."""
         return self.pass_position.is_stopped
 
     def __len__(self) -> int:
-        """Return the number of batches in a pass, equal on every rank.
+        """Return the number of batches in a pass on this rank, equal on every rank.
+
+        The length of a loader returned by `skip` does not include the skipped batches until its first pass has ended.
 
         Raises:
             TypeError: If the data has no length.
@@ -345,7 +351,7 @@ class PreparedLoader(DataLoader[Any]):
     def num_rows(self) -> int | None:
         """Number of rows in the current batch, including padding; None if they cannot be counted.
 
-        They can always be counted if the loader builds batches (`batch_size` is not None).
+        They can always be counted if the loader builds batches (`batch_size` is not None). None before the first batch.
         """
         return self.pass_position.share.num_rows
 
@@ -367,7 +373,7 @@ class PreparedLoader(DataLoader[Any]):
     def mask(self) -> torch.Tensor | None:
         """Bool tensor of shape [num_rows] on the loader's device; False marks padding rows of the current batch.
 
-        None if the rows cannot be counted.
+        None if the rows cannot be counted, or before the first batch of a pass.
         """
         num_rows, num_valid = self.num_rows, self.num_valid
         if num_rows is None or num_valid is None:
@@ -401,8 +407,9 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a run resumed from a checkpoint saved now would continue in the middle of the current epoch.
+        """Whether a run that resumes from a checkpoint saved now would continue the current epoch.
 
+        Also True for a loaded position from which no pass has started yet, and during the last batch of an epoch.
         False if the epoch was left early (by `break`), because the next pass then reads another epoch.
         """
         position = self.pass_position
@@ -410,14 +417,17 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def next_epoch(self) -> int:
-        """Number of the epoch that the next pass reads.
+        """Number of the epoch that a run reads first if it resumes from a checkpoint saved now.
 
-        This holds for the next pass in this process, and for a run that resumes from a checkpoint saved now.
+        While a pass is in progress, this is the current epoch. Otherwise the next pass in this process reads it too.
         """
         return self.pass_position.next_epoch if self.pass_position.is_left else self.pass_position.epoch
 
     def end_epoch(self) -> None:
-        """End the current epoch, even if it was resumed from a checkpoint and its pass has not started yet."""
+        """End a resumed epoch whose pass has not started yet, so that the next pass reads the next epoch.
+
+        If there is no such epoch, only undo `skip_passes`. A pass in progress is not affected.
+        """
         self.pass_position.num_over = 0
         if self.pass_position.is_waiting:
             self.pass_position.end_epoch()
@@ -441,12 +451,12 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the current pass has not yielded any batch so far."""
+        """Whether the latest pass has yielded no batch so far. Also True if no pass has started."""
         return self.pass_position.share is NOTHING
 
     @property
     def seed(self) -> int:
-        """Seed of the sample order and of the workers' random numbers. It can be changed until the next pass starts."""
+        """Seed of the sample order and of the workers' random numbers. A change takes effect with the next pass."""
         return self._feed.seed
 
     @seed.setter
@@ -455,6 +465,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass. Also call `set_epoch` of the user's samplers and dataset if they have it.
+
+        A loaded position is discarded if it belongs to another epoch.
 
         Args:
             epoch: Number of the epoch.
@@ -500,22 +512,22 @@ class PreparedLoader(DataLoader[Any]):
     def load_state_dict(self, state: State) -> None:
         """Load a saved position, from which the next pass resumes. The world size may have changed since the save.
 
-        Consumed samples of a map-style dataset are not fetched.
+        Consumed samples of a map-style dataset are usually not fetched.
 
         Args:
             state: State returned by `state_dict` or `run_state`.
 
         Raises:
-            StateError: If `state` is not the state of a loader.
+            StateError: If `state` lacks "epoch" or "consumed".
         """
         self.pass_position.load_state_dict(state)
         self._feed.load_state(state.get("source", {}))
 
     def read_from_start(self) -> None:
-        """Make the next pass read the loaded epoch again from its first batch, in the same order.
+        """Make the next pass read the loaded epoch again from its first batch, in the original order.
 
-        Batches that the script skips with `skip` are still skipped. If the state was saved after the last batch of
-        its epoch, the next pass reads the next epoch.
+        Do nothing if no position inside an epoch was loaded. Batches that the script skips with `skip` are still
+        skipped. If the state was saved after the last batch of its epoch, the next pass reads the next epoch.
         """
         self.pass_position.is_from_start = self.pass_position.is_waiting
 
@@ -523,7 +535,10 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_batch_size(self) -> int | None:
-        """Number of samples that all ranks together get per step; None if it varies."""
+        """Number of samples that all ranks together get per step; None if it varies.
+
+        If the loader does not batch (`batch_size=None`), the dataset's items are counted.
+        """
         return self._feed.round_size
 
     @property
@@ -549,8 +564,8 @@ class PreparedLoader(DataLoader[Any]):
     def request_window(self, window: int, num_rounds: int, unit: int) -> None:
         """Use the number of samples per gradient update that the script requests, from the next pass on.
 
-        The values are stored in `requested_window`. In contrast, `keep_window` is used for the number that a checkpoint
-        requires, and stores nothing.
+        The first two values are stored in `requested_window`. In contrast, `keep_window` is used for the number that a
+        checkpoint requires, and does not change `requested_window`.
 
         Args:
             window: Number of samples per update, over all ranks.
@@ -573,14 +588,18 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples in the dataset."""
+        """Number of samples in the dataset.
+
+        Raises:
+            TypeError: If the dataset has no length.
+        """
         return len(self._source.dataset)  # type: ignore[arg-type]
 
     @property
     def even_batches(self) -> bool:
         """Whether an incomplete last step is completed with repeated samples, so that every rank gets a full batch.
 
-        A change takes effect with the next pass.
+        A change takes effect with the next pass. The value stays False if there is only one data shard.
         """
         return self._feed.is_even
 

@@ -17,13 +17,17 @@ from headway.errors import DataError
 
 
 def check_loader(loader: DataLoader[Any], shard: ShardIndex, config: DataLoaderConfiguration, is_shared: bool) -> None:
-    """Raise `DataError` if a loader cannot be split among ranks. No data is read.
+    """Check that a loader can be split among ranks. No data is read.
 
     Args:
         loader: User's loader.
         shard: Data shard of this process.
         config: Loader configuration of the run.
-        is_shared: Whether several processes read the data.
+        is_shared: Whether several processes read the data, even if all of them read one shard.
+
+    Raises:
+        DataError: If the loader overrides `__iter__`, shuffles a dataset that has an order of its own, or is already
+            split by rank. Also if `split_batches` cannot divide its batches by the number of shards.
     """
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):

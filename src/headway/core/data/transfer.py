@@ -32,7 +32,7 @@ class BlockingTransfer:
         self._device = device
 
     def __call__(self, batch: Tree) -> Tree:
-        """Return the batch on the device."""
+        """Return the batch with all tensors on the device. The input batch is not changed."""
         return to_device(batch, self._device)
 
 
@@ -45,7 +45,7 @@ class SideStreamTransfer:
         device: Target device.
         are_pinned_fresh: Whether tensors that arrive in pinned memory were created for this batch. Otherwise they may
             be buffers of the dataset that the next batch overwrites, so the host waits for their copies (but not for
-            the queued computation). Default: False.
+            the queued computation).
 
     Attributes:
         wants_pinned: Whether batches in pinned memory are moved faster. Always True.
@@ -116,10 +116,12 @@ def _is_plain(leaf: Any) -> bool:
 def make_transfer(
     device: torch.device | None, non_blocking: bool | None, are_pinned_fresh: bool = False
 ) -> DeviceTransfer | None:
-    """Return the function that moves batches to a device, or None if nothing has to be moved.
+    """Return the callable that moves batches to a device, or None if nothing has to be moved.
+
+    To find out what the device supports, this function copies one small tensor to it.
 
     Args:
-        device: Target device; None to leave batches where they are.
+        device: Target device; None or the CPU to leave batches where they are.
         non_blocking: None or True to copy without blocking the host, if the device supports it. False to block for each
             copy.
         are_pinned_fresh: Whether tensors that arrive in pinned memory were created for this batch, so that the host

@@ -158,8 +158,8 @@ def is_in_progress() -> bool:
 def hold_back(hook: Hook) -> Hook:
     """Wrap DDP's communication hook so that it waits until all ranks have reported whether they ran out of memory.
 
-    It waits only in the first updates of the current attempt.
-    Outside an attempt, or on a single process, the hook is returned unchanged.
+    It waits only in the first updates of the current attempt. Outside an attempt, or in a single-process run, the hook
+    is returned unchanged.
     """
     attempt = _current.get()
     return attempt.hold_back(hook) if attempt is not None and has_peers() else hook
@@ -191,7 +191,7 @@ class Attempt:
     """One call of the user's function with one batch size. Every rank makes the same attempts in the same order.
 
     Args:
-        size: Batch size. Ranks that try different sizes get an error.
+        size: Batch size, equal on all ranks. `run` raises StateError otherwise.
     """
 
     def __init__(self, size: int) -> None:
@@ -207,7 +207,12 @@ class Attempt:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         """Call `function(size, *args, **kwargs)` and return the outcome.
 
-        An error is raised to the caller unless it was caused by lack of memory on this or another rank.
+        An error of the function is raised to the caller unless it was caused by lack of memory on this or another rank.
+
+        Raises:
+            StateError: If ranks try different sizes, or make different numbers of updates.
+            UnsupportedError: If memory runs out in a run on several processes whose process group was not created by
+                Headway.
         """
         if not has_peers():
             return self._run(function, args, kwargs)
@@ -279,6 +284,9 @@ class Attempt:
 
         Returns:
             Whether memory ran out on any rank.
+
+        Raises:
+            StateError: If ranks try different sizes, or if the function has ended on some ranks only.
         """
         runtime = process.current()
         failed = [float(is_out and rank == runtime.rank) for rank in range(runtime.world_size)]

@@ -269,7 +269,8 @@ class _SearchSettings:
         """Return a new search for the largest batch size that fits, by the method that `search` selects.
 
         Args:
-            size: First batch size to try. If the method predicts the size, the largest batch size to consider.
+            size: First batch size to try. If the method predicts the size, the largest batch size to consider, unless
+                `limit` is set.
             is_known: Whether an earlier call has found that this size fits.
         """
         if self.search == "predicted":
@@ -312,8 +313,9 @@ def find_executable_batch_size(
 
     The function's first parameter is the batch size (for a method, the first after `self`). Call the decorated
     function without it. If memory runs out on any rank, the call ends on all ranks, its memory is freed, and RNG states
-    are restored. Then the function is called again with a smaller size. A later call of the decorated function starts
-    with the size that fitted last. This size is stored in the decorated function's attribute `batch_size`.
+    and update counters are restored. Then the function is called again with a smaller size. A later call of the
+    decorated function starts with the size that fitted last. This size is stored in the decorated function's attribute
+    `batch_size`, which is None before the first call.
 
     Args:
         function: Function to decorate; None if the decorator is used with arguments.
@@ -345,6 +347,7 @@ def find_executable_batch_size(
         ConfigError: If settings contradict each other, or `reduce_batch_size_fn` does not return a smaller size.
         UnsupportedError: From the call, if memory runs out in a run on several processes whose process group was not
             created by Headway.
+        StateError: From the call, if ranks try different sizes, or make different numbers of updates.
     """
     plan = _SearchSettings(
         _check_size(starting_batch_size, "starting_batch_size"),
@@ -556,6 +559,7 @@ class _SearchCall:
         return None if most < 0 else most
 
     def _agree(self, size: int) -> int:
+        """Return the smallest of all ranks' sizes, found by a vote. In a single-process run, return `size`."""
         return int(control.current().vote([size], "min")[0]) if has_peers() and process.current() else size
 
     def _nothing_fits(self, last: Outcome | None) -> BatchSizeError:

@@ -21,7 +21,7 @@ class DriverReport:
         total: Capacity of the device in bytes.
         occupied: Bytes in use by all processes.
         utilization: Fraction of recent time in which the device was busy, from 0 to 1. None if it is not reported.
-        processes: Bytes in use by process ID.
+        processes: Bytes in use by process ID; 0 for a process whose size the driver hides.
     """
 
     total: int

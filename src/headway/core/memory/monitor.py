@@ -103,13 +103,22 @@ class KernelMeter(PeakMeter):
         """Reset the kernel's peak counter.
 
         Writing 5 to clear_refs resets only this counter (see proc_pid_clear_refs(5)).
+
+        Raises:
+            OSError: If the file is missing or not writable, as on other systems and in some sandboxes.
         """
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
 
 
 class SampledMeter(PeakMeter):
-    """Peak resident memory sampled by a thread, for systems without a peak counter. Short peaks are missed."""
+    """Peak resident memory of this process, sampled by a thread, for systems without a peak counter.
+
+    Peaks shorter than the interval are missed.
+
+    Args:
+        interval: Seconds between two samples. Default: 0.005.
+    """
 
     source = "samples of resident memory"
 
@@ -142,7 +151,10 @@ class SampledMeter(PeakMeter):
 
 
 def choose_meter(device: torch.device) -> PeakMeter:
-    """Create the most accurate meter of peak memory that works for a device on this system."""
+    """Create the most accurate meter of peak memory that works for a device on this system.
+
+    For a device whose allocator counts no peak, this process's resident memory on the host is sampled.
+    """
     if device.type != "cpu":
         hardware = HARDWARE[device.type]
         return PeakReader(hardware, device) if hardware.find_memory_function("max_memory_allocated") else SampledMeter()

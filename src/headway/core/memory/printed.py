@@ -38,7 +38,7 @@ def print_gpu_utilization() -> None:
 
 
 def print_summary(result: Any) -> None:
-    """Print time, speed and memory of a finished training run.
+    """Print time, speed and memory of a finished training run. Only the main process prints.
 
     Args:
         result: Object with `metrics` (such as the result of a trainer's train()), or the metrics: a dict that contains

@@ -39,8 +39,8 @@ class MemoryUse:
         used: Memory of this process's tensors; on the host, this process's resident memory.
         reserved: Memory that torch's allocator holds, in use or cached; on the host, this process's address space.
         peak: Highest `used` since the last reset (by `MemoryMonitor` or automatic micro-batching), or since the start.
-        total: Total memory; on the host, the control group's limit if that is lower.
-        occupied: Memory held by all processes together.
+        total: Total memory; on the host, the control group's limit if that is lower. 0 if unknown.
+        occupied: Memory held by all processes together; `reserved` if the device reports only this process's memory.
         utilization: Utilization of the device's cores, 0 to 1; None if unknown.
         processes: Bytes by process ID, as far as known; on the host, this process and its children.
         source: Origin of the numbers.
@@ -230,7 +230,8 @@ def _source(hardware: Hardware, has_told: bool) -> str:
 def read_free_bytes(hardware: Hardware, device: torch.device) -> int:
     """Return the bytes that the driver can still give this process. Memory cached by torch's allocator is not included.
 
-    If this process has no context on the device yet, the estimated size of a context is subtracted.
+    If this process holds no memory on the device yet, NVML is queried if it is available, because it needs no context.
+    The estimated size of a context is then subtracted.
 
     Args:
         hardware: Device type.

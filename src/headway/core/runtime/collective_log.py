@@ -78,6 +78,8 @@ class CollectiveLog:
     def record_entry(self, *step: Any) -> None:
         """Record the collective that is about to be entered. Call `record_exit` after the collective.
 
+        Do nothing if no batch is being processed.
+
         Args:
             step: Group name, operation, and values, in the order that `Step` describes.
         """

@@ -94,7 +94,7 @@ class CopyStream:
             return torch.empty_like(like, device=self.device, requires_grad=False)
 
     def record_position(self) -> StreamPoint:
-        """Return the current position in the computation's stream."""
+        """Return the current position in the computation's stream, the current stream of the calling thread."""
         return record_point(self.device)
 
     def begin_copies(self, after: StreamPoint) -> StreamPoint:

@@ -125,7 +125,10 @@ class Hardware:
         return device
 
     def supports_bf16(self) -> bool:
-        """Whether bf16 arithmetic runs on this device type, natively or by emulation."""
+        """Whether bf16 arithmetic runs on this device type, natively or by emulation.
+
+        True if torch's module for the device type cannot tell.
+        """
         probe = self.find_function("is_bf16_supported")
         return True if probe is None else bool(probe())
 
@@ -159,7 +162,7 @@ class Hardware:
             return False
 
     def synchronize(self) -> None:
-        """Wait until the current device has finished its work."""
+        """Wait until the current device has finished its work. Do nothing on a CPU."""
         if self.kind != "cpu":
             (self.find_function("synchronize") or torch.accelerator.synchronize)()
 
@@ -228,7 +231,10 @@ HARDWARE: Mapping[str, Hardware] = _HardwareByName()
 
 
 def detect_hardware() -> Hardware:
-    """Return the accelerator that torch finds on this machine, or the CPU."""
+    """Return the type of the accelerator that torch finds on this machine, or the CPU.
+
+    An accelerator that Headway does not support (TPU) is ignored.
+    """
     found = torch.accelerator.current_accelerator(check_available=True)
     return CPU if found is None or found.type in _REFUSED else HARDWARE[found.type]
 

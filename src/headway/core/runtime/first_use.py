@@ -28,7 +28,8 @@ def describe_frame(frame: FrameType | None) -> str:
     the cells' texts, which IPython keeps in `In`.
 
     Args:
-        frame: Innermost frame of the user's code, or None if unknown.
+        frame: Innermost frame of the user's code. None if unknown; the text then says that the use was before Headway
+            was imported.
     """
     if frame is None:
         return _UNKNOWN

@@ -48,7 +48,7 @@ class FlightRecorder:
 
         Returns:
             The collectives; an empty list if there is no process group. None while collectives advance, which means
-                that the process does not hang.
+                that the process does not hang, and before the first reading.
         """
         if not _is_joined():
             return []

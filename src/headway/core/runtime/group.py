@@ -32,7 +32,10 @@ _YES, _NO = b"yes", b"no"
 
 
 def map_engines(backend: str, kind: str) -> str:
-    """Return a backend string for `init_process_group` that always includes a backend for CPU tensors.
+    """Return a backend string for `init_process_group` that includes a backend for CPU tensors.
+
+    An unknown backend is returned without a CPU backend, because torch itself reports the error later. All results are
+    in lower case.
 
     Args:
         backend: Backend that the user requested, such as "nccl", "gloo" or "cpu:gloo,cuda:nccl". Case is ignored.
@@ -120,7 +123,8 @@ def has_waiting_engine() -> bool:
 def create_cpu_group(timeout: timedelta) -> dist.ProcessGroup | None:
     """Create a gloo group of all ranks if the default group has no backend for CPU tensors.
 
-    This can happen only if other code created the default group, because groups that Headway creates include gloo.
+    This can happen only if other code created the default group, because groups that Headway creates include gloo. All
+    ranks must call this.
 
     Args:
         timeout: Timeout of the new group's collectives.
@@ -139,7 +143,7 @@ class _ExtendedTimeouts(dict[str, tuple[timedelta, timedelta]]):
 
 
 def extend_timeouts(seconds: float) -> None:
-    """Extend the timeouts of later collectives in all existing process groups.
+    """Extend the timeouts of later collectives in all existing process groups. Do nothing if there are none.
 
     A later call replaces the extension instead of adding to it.
 
@@ -153,7 +157,7 @@ def extend_timeouts(seconds: float) -> None:
 
 
 def end_group(group: dist.ProcessGroup | None) -> None:
-    """Destroy a process group. Do nothing if it has already been destroyed together with all other groups."""
+    """Destroy a process group. Do nothing if it is None, or has already been destroyed together with all groups."""
     if group is not None and dist.is_initialized():
         with contextlib.suppress(ValueError):
             dist.destroy_process_group(group)

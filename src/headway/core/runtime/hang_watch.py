@@ -10,7 +10,8 @@ from headway.core.runtime import process, pulse
 def start_hang_watch() -> None:
     """Start the hang watch: a thread that finds ranks that no longer advance. It runs until the process runtime ends.
 
-    Does nothing if a launcher's agent watches this process, if there is only one rank, or if the timeout is infinite.
+    Do nothing if a launcher's agent watches this process, if there is only one rank, or if the run has no timeout
+    (`--timeout 0`).
     """
     runtime = process.current()
     if runtime.world_size > 1 and not pulse.is_watched() and runtime.timeout < process.FOR_EVER:

@@ -72,7 +72,7 @@ class Heartbeat:
     def stop(self) -> None:
         """Stop the thread, and mark the program as ended in the pulse.
 
-        In a forked child process this has no effect, because only the parent process is the rank.
+        A second call has no effect. Nor has a call in a forked child process, because only the parent is the rank.
         """
         if self._over.is_set():
             return
@@ -133,7 +133,10 @@ def _of_this_process() -> Heartbeat:
 
 
 def start_heartbeat() -> None:
-    """Start the heartbeat of this process, unless it has been started."""
+    """Start the heartbeat of this process, unless it has been started.
+
+    Also limit torch's flight recorder to `NUM_RECORDED` entries, unless an environment variable sets another number.
+    """
     if not scope.has(_of_this_process):
         # torch's default of 2,000 entries takes a third of a second to read; some versions of torch record none.
         if env.get("TORCH_NCCL_TRACE_BUFFER_SIZE") is None:  # the older name of the variable

@@ -23,7 +23,8 @@ def plan_arenas(
         max_bytes: Maximum size of one piece, unless a single tensor is larger. Default: 1 GiB.
 
     Yields:
-        For each piece, its size in bytes and a list of pairs (tensor index, offset in the piece in bytes).
+        For each piece, its size in bytes and a list of pairs (tensor index, offset in the piece in bytes). Offsets are
+            multiples of 256 bytes.
     """
     needed = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
     index, rest = 0, sum(needed)

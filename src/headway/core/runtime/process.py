@@ -80,12 +80,12 @@ class _Process:
     Attributes:
         runtime: Current runtime; None if none is running.
         link: Connection to the control plane; None if there is none.
-        store: Store for the rendezvous of every process group of this process.
+        store: Store for the rendezvous of every process group that Headway creates; None before the first.
         asked: Backend string, timeout and bound device for the process groups that Headway creates.
         after: Exception hook that ends the process after an uncaught exception. None if the process can end without
             waiting for its peers.
         endings: Functions that are called before the runtime ends.
-        engines: Functions that are called before the process group ends.
+        engines: Functions that are called in `leave_group`, before only the process group ends.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,17 @@ class _Process:
         """Create the process group together with the other ranks.
 
         A process can create several groups in turn. Each group uses a different key prefix in the store, so that no
-        rank reads the addresses of an earlier group.
+        rank reads the addresses of an earlier group. The first call also opens the store and waits for all ranks.
+
+        Args:
+            init_method: URL as for torch's `init_process_group`; None for "env://". Used only by the first call.
+            rank: Rank of this process.
+            world_size: Number of processes.
+            timeout: Maximum time that the first call waits for the other ranks.
+
+        Raises:
+            LaunchError: If ranks are missing at the timeout, two processes have the same rank, or the launcher's store
+                cannot be reached.
         """
         backend, engine_timeout, device = self.asked
         # The functions of this torch module take the current default group as a default argument. If it were imported
@@ -138,9 +148,13 @@ class _Process:
 
     @property
     def seal(self) -> Seal:
-        """Object that computes and checks HMACs before the control plane exists.
+        """Object that computes and checks HMACs for values in the rendezvous store, before the control plane exists.
 
-        It uses the launcher's secret if there is a launcher, else the user's.
+        If a connection to a launcher is open, it uses the launcher's secret. Otherwise it uses the user's secret
+        (HEADWAY_SECRET), which is empty if the user has set none. HMACs with an empty secret do not stop an attacker.
+
+        Raises:
+            ConfigError: If the user's secret is too short.
         """
         return (
             self.link.seal if self.link is not None and self.link.is_launched else Seal(read_secret(), self._strangers)
@@ -161,9 +175,9 @@ class _Process:
         return self.link
 
     def host_control(self, runtime: ProcessRuntime) -> None:
-        """Host the control plane on rank 0 and publish its address, if there is no launcher.
+        """Host the control plane and publish its address, if this is rank 0 and there is no launcher.
 
-        Does not wait for other ranks.
+        Do nothing on other ranks. They connect in `get_control_link`, and rank 0 does not wait for them.
         """
         if self.get_launched_link(runtime.timeout) is None and runtime.rank == 0:
             is_alone = runtime.local_world_size == runtime.world_size
@@ -171,7 +185,10 @@ class _Process:
             atexit.register(_end_at_exit)  # the link's end announces the exit of rank 0
 
     def get_group_store(self) -> SealedStore:
-        """Return the store that the ranks used for the rendezvous of the process group."""
+        """Return the process group's rendezvous store, wrapped so that keys have a prefix and values carry an HMAC.
+
+        The prefix counts the runtimes that this process has started, so that no value of an earlier runtime is read.
+        """
         store: Store = self.store if self.store is not None else _torch.get_default_store()
         name = f"headway/beside/{self._num_starts}"
         return SealedStore(PrefixStore(name, store), name, self.seal)
@@ -214,7 +231,8 @@ class _Process:
     def install_exception_hook(self) -> None:
         """Install the exception hook as the outermost one, if ending the process group would wait for peers.
 
-        torch installs its own hook for each process group, so this method is called for each group.
+        Otherwise, only uninstall an earlier hook of this object. torch installs its own hook for each process group, so
+        this method is called for each group.
         """
         if self.after is not None:
             self.after.uninstall()
@@ -226,7 +244,10 @@ class _Process:
         return owns_group and group.has_waiting_engine()
 
     def _are_all_ending(self, runtime: ProcessRuntime) -> bool:
-        """Announce that this rank is ending, and return whether all ranks announce their end within the time limit."""
+        """Announce that this rank is ending, and return whether all ranks announce their end within the time limit.
+
+        If this process exits because of an error, announce nothing and return False at once.
+        """
         if has_failed():
             return False
         return group.wait_for_all_to_end(self.get_group_store(), runtime.rank, runtime.world_size, _TOGETHER)
@@ -250,18 +271,24 @@ def start(
 ) -> ProcessRuntime:
     """Start the runtime of this process, or return the one that is running.
 
+    With several processes, all ranks must call this, because it creates the process group. A runtime that is already
+    running ignores all arguments except `cpu`.
+
     Args:
         cpu: Whether to compute on the CPU even if there is an accelerator.
         backend: Backend for `init_process_group`. Default: gloo for CPU tensors plus the device's own backend.
-        init_method: URL as for torch's `init_process_group`. Default: taken from the launcher's environment.
-        timeout: Maximum time that a rank may keep the others waiting. Default: `--timeout` or HEADWAY_TIMEOUT.
+        init_method: URL as for torch's `init_process_group`. Default: None, for "env://".
+        timeout: Maximum time that a rank may keep the others waiting. Default: `--timeout` or HEADWAY_TIMEOUT, else
+            10 minutes.
 
     Raises:
-        LaunchError: If the number of processes differs from the number that the launcher was asked for.
-        ConfigError: If a runtime on another device is already running, or if code and command line disagree about the
-            timeout.
+        LaunchError: If the number of processes differs from the number that the launcher was asked for. Also if ranks
+            are missing at the timeout, or if two processes have the same rank.
+        ConfigError: If `cpu` is True and the running runtime uses an accelerator. Also if `backend` does not support
+            the device, or if code and command line disagree about the timeout.
         DeviceUnavailable: If this machine has fewer devices than local ranks, or lacks the device type that the
-            launcher found.
+            launcher found or HEADWAY_DEVICE names.
+        UnsupportedError: If `backend` is None and torch has no default backend for the device.
     """
     here = scope.own(_Process)
     if here.runtime is not None:
@@ -310,13 +337,13 @@ def start(
 
 
 def current() -> ProcessRuntime:
-    """Return the runtime of this process. Start it if this process has none."""
+    """Return the runtime of this process. If it has none, start one with default settings (see `start`)."""
     runtime = scope.own(_Process).runtime
     return runtime if runtime is not None else start()
 
 
 def is_started() -> bool:
-    """Whether this process has a runtime. Does not start one."""
+    """Whether this process has a runtime. This function does not start one."""
     return scope.own(_Process).runtime is not None
 
 
@@ -379,7 +406,10 @@ def join_group() -> None:
 
 
 def read_group_timeout() -> timedelta:
-    """Return the time after which a collective stops waiting for a missing rank."""
+    """Return the time after which a collective in a process group that Headway creates stops waiting for a rank.
+
+    It is torch's default timeout if Headway has created no group.
+    """
     return scope.own(_Process).asked[1]
 
 
@@ -394,6 +424,10 @@ def _end_at_exit() -> None:
 
 def _end_after(error: BaseException, is_said: bool) -> None:
     """End this process at once after an uncaught exception, because peers might be inside a collective on the device.
+
+    After an interrupt such as Ctrl-C, or if the traceback has not been printed yet, only record the exit code with
+    which Python then ends the process. Do nothing if the exception does not end the process, or if its end would not
+    wait for peers.
 
     Args:
         error: The uncaught exception.
@@ -413,7 +447,10 @@ def _choose_timeout(timeout: timedelta | None) -> timedelta:
     """Return the maximum time that a rank may keep the others waiting. All other time limits derive from it.
 
     Args:
-        timeout: Value from the user's code, or None.
+        timeout: Value from the user's code; None to use the launcher's setting or the default. Zero means no limit.
+
+    Raises:
+        ConfigError: If code and command line disagree about the timeout.
     """
     requested = UNSET if timeout is None else timeout.total_seconds()
     origin = f"InitProcessGroupKwargs(timeout={timeout!r})"
@@ -423,6 +460,8 @@ def _choose_timeout(timeout: timedelta | None) -> timedelta:
 
 def get_control_link() -> StoreLink | None:
     """Return the connection to the control plane, or None in a run with a single process.
+
+    The first call opens the connection. Without a launcher, it waits until rank 0 has published the address.
 
     Raises:
         ControlPlaneError: If rank 0 does not publish the control plane's address before the timeout.
@@ -435,7 +474,7 @@ def get_control_link() -> StoreLink | None:
 
 
 def has_control_link() -> bool:
-    """Whether there is a connection to the control plane. Does not open one."""
+    """Whether there is a connection to the control plane. This function does not open one."""
     here = scope.own(_Process)
     return here.runtime is not None and here.link is not None
 

@@ -235,7 +235,7 @@ class HeartbeatFile:
         return number
 
     def leave_collective(self, number: int) -> None:
-        """Record that this process has left a collective.
+        """Record that this process has left a collective, unless the ring buffer no longer holds the collective.
 
         Args:
             number: Number of the collective, as returned by `enter_collective`.
@@ -355,7 +355,7 @@ def create_pulse(path: Path) -> None:
 
 
 def request_end(path: Path) -> None:
-    """Mark the run as over in the file in which a rank records its state.
+    """Mark the run as over in the file in which a rank records its state. No signal is sent.
 
     The agent does so before it sends a signal to the rank, so that the rank does not save a checkpoint.
 
@@ -371,6 +371,9 @@ def _claim(path: str | None) -> HeartbeatFile | None:
     """Open the pulse file for this process, or return None if the file is gone or belongs to another process.
 
     Child processes of a rank inherit the environment variable, so the file might belong to the parent of this process.
+
+    Args:
+        path: Path of the file; None or "" if there is none, which also gives None.
     """
     if not path or not os.path.exists(path) or HeartbeatFile(Path(path), is_writer=False).read().pid:
         return None

@@ -39,7 +39,7 @@ class Readback:
         return self._event is None or bool(self._event.query())
 
     def read(self) -> torch.Tensor:
-        """Return the value as a tensor on the host. Waits if the copy has not arrived."""
+        """Return the value as a CPU tensor. If the copy has not arrived, wait for it first."""
         if not self.is_ready:
             self._event.synchronize()
         return self._value

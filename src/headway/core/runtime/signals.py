@@ -70,6 +70,8 @@ class SignalFlags:
     def stop(self, *, then_ignore: bool = False) -> None:
         """Restore the previous handlers. Call this in the main thread.
 
+        Do nothing if `start` was not called. A handler that other code has installed since `start` is kept.
+
         Args:
             then_ignore: Whether to ignore later signals that had no handler before, because this process is about to
                 end. Default: False, which restores their default action.
@@ -95,12 +97,15 @@ class SignalFlags:
 
     @property
     def has_previous_handler(self) -> bool:
-        """Whether other code had installed a handler for one of the signals. That handler also receives the signals."""
+        """Whether other code had installed a handler for one of the signals before `start`.
+
+        That handler also receives the signal. False before `start` and after `stop`.
+        """
         return any(map(callable, self._former.values()))
 
     @property
     def first(self) -> int | None:
-        """Lowest signal number among the signals that have arrived, or None if there is none."""
+        """Lowest signal number among the signals whose flag is set, or None if there is none."""
         return min(self._seen, default=None)
 
     def list_flags(self) -> list[float]:
@@ -144,6 +149,8 @@ def list_handled_signals() -> tuple[int, ...]:
 
 def add_listener(hear: Callable[[], None]) -> None:
     """Register a function that a background thread calls whenever a handled signal arrives.
+
+    Do nothing if this process handles no signals with `SignalFlags` at the moment.
 
     Args:
         hear: Function without arguments.

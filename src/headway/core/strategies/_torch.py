@@ -20,7 +20,7 @@ debug = LazyModule("torch.distributed.tensor.debug")
 # Why each name is used:
 #
 # - is_traceable_wrapper_subclass finds parameters that consist of other tensors, such as quantized parameters. torch
-# has   no public query.
+#   has no public query.
 # - tree_leaves traverses outputs in the same way as torch itself. torch has no public pytree module.
 
 broadcast_coalesced = _broadcast_coalesced

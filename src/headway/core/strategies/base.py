@@ -141,7 +141,8 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
     ) -> Sequence[torch.optim.Optimizer]:
         """Create an engine that needs the model and its optimizers together, such as DeepSpeed's.
 
-        Called once, after models and optimizers have been prepared.
+        Called at the end of each `prepare()`. The engine is created once, when both are prepared. By default there is
+        no engine.
 
         Args:
             optimizers: All prepared optimizers.
@@ -150,7 +151,7 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
             micro_batches: Batch size per rank of each prepared loader whose batch size is known.
 
         Returns:
-            Optimizers of the engine, which step in place of the prepared ones.
+            Optimizers of the engine, which step in place of the prepared ones. Empty if no engine was created.
         """
         return ()
 
@@ -193,6 +194,8 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
 
     def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a full tensor, sharded like a parameter.
+
+        If the parameter is not sharded, the tensor is returned unchanged.
 
         Args:
             tensor: Full tensor of the parameter's unsharded shape, such as an optimizer state.
@@ -244,14 +247,14 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
         return fn(batch)
 
     def unshard_loss(self, loss: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
-        """Convert a loss to a plain tensor for its backward. All ranks must call this.
+        """Convert a loss to a plain tensor for its backward, if that is necessary. All ranks must call this.
 
         Args:
             loss: Loss, which can be a DTensor.
             factor: Factor by which backward multiplies the loss.
 
         Returns:
-            The loss as a plain tensor, and the factor for it.
+            The loss as a plain tensor, and the factor for it. By default, both are returned unchanged.
         """
         return loss, factor
 
@@ -359,7 +362,7 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
         getattr(optimizer, method, lambda: None)()
 
     def keeps_whole_state(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer's states must not be sharded like their parameters."""
+        """Whether an optimizer's states are kept as full tensors instead of being sharded like the parameters."""
         return self.capabilities.whole_gradients
 
     def release_model(self, model: torch.nn.Module | None = None) -> None:

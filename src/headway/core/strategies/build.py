@@ -53,6 +53,11 @@ def choose_strategy(
 
 
 def _load_registered(registered: "EntryPoint", text: str, collectives: Collectives, options: EngineOptions) -> Strategy:
+    """Import and create a strategy that a package has registered.
+
+    Raises:
+        ConfigError: If it cannot be imported, lacks attributes of `Strategy`, or divides the data inconsistently.
+    """
     where = f"strategy {text!r}, registered as {registered.value}"
     try:
         make = registered.load()
@@ -83,7 +88,7 @@ def build_strategy(
     engine: EnginePlugin | None = None,
     computes_on: str | None = None,
 ) -> Strategy:
-    """Create the strategy for a layout. On one process this is `SingleStrategy`.
+    """Create the strategy for a layout. In a single-process run without an engine, this is `SingleStrategy`.
 
     Args:
         collectives: Collectives over all ranks.

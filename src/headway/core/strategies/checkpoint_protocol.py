@@ -41,7 +41,8 @@ class CheckpointStrategy:
         `expect_values` are only allocated.
 
         Raises:
-            PrepareError: If a parameter is on the meta device and no values are expected for it.
+            PrepareError: If a parameter is on the meta device and no values are expected for it, or if a module cannot
+                initialize its buffers.
         """
         lazy = [name for name, p in model.named_parameters() if p.is_meta and name not in self._expected]
         if lazy:
@@ -87,7 +88,7 @@ class CheckpointStrategy:
     def get_reduction_order(self, model: torch.nn.Module) -> list[int]:
         """Return the indices of parameters in the order in which their gradients are reduced. All ranks must call this.
 
-        The order affects the rounding of sums.
+        The order affects the rounding of sums. The list is empty if the order is unknown or has no effect.
         """
         return []
 

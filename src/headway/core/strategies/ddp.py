@@ -132,7 +132,13 @@ class DDPStrategy(Strategy):
         scope.own(tracebacks.ExceptionHook).add_note(explain_error)
 
     def setup_model(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
-        """Wrap the model in DDP, which broadcasts rank 0's values to all ranks."""
+        """Apply the transforms, and wrap the model in DDP. All ranks get rank 0's values.
+
+        A model without trainable parameters is neither wrapped nor synchronized, and None is returned.
+
+        Raises:
+            UnsupportedError: If the backend does not support the requested communication hook.
+        """
         super().setup_model(model, transforms)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return None
@@ -182,7 +188,10 @@ class DDPStrategy(Strategy):
         return run
 
     def micro_batch_context(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
-        """Return DDP's no_sync context if `sync` is False, else a context without effect."""
+        """Return DDP's no_sync context if `sync` is False, else a context without effect.
+
+        With a static graph, the first context has no effect in any case. Nor has a context for a model without DDP.
+        """
         replica = self._replicas.get(id(model))
         if replica is None:
             return nullcontext()
@@ -256,7 +265,13 @@ class DDPStrategy(Strategy):
             each.is_kept_local = False
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
-        """Average the gradients that backward did not reduce, and broadcast rank 0's module buffers."""
+        """Average the gradients that backward did not reduce, and broadcast rank 0's module buffers.
+
+        Buffers are not broadcast if the options disable it, in evaluation mode, or inside `keep_local`.
+
+        Raises:
+            UnsupportedError: If a gradient that backward did not reduce is sparse.
+        """
         for each in self._replicas.values():
             if each.must_average:
                 self._average(each.engine)
@@ -276,6 +291,9 @@ class DDPStrategy(Strategy):
         """Average a model's gradients over all ranks.
 
         Gradients that were already reduced are equal on all ranks, so the average does not change them.
+
+        Raises:
+            UnsupportedError: If a gradient is sparse.
         """
         parameters = [p for p in engine.module.parameters() if id(p) in self._reduced and p.requires_grad]
         if all(p.grad is None for p in parameters):
@@ -337,7 +355,10 @@ class DDPStrategy(Strategy):
         return [int(number) for number in re.findall(r"\d+", str(_read_logging_data(engine).get(_KEY, "")))]
 
     def set_reduction_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
-        """Restore the order of DDP's buckets, by running zero gradients through the reducer in that order."""
+        """Restore the order of DDP's buckets, by running zero gradients through the reducer in that order.
+
+        Do nothing if the order is empty, does not fit the model's trainable parameters, or does not affect results.
+        """
         replica = self._replicas.get(id(model))
         if not order or replica is None or not _is_rebuilt(replica.engine):
             return
@@ -419,7 +440,7 @@ def _name_parameters(
 ) -> HeadwayError | None:
     """Return an error that names the parameters, to replace torch's error about an unfinished reduction.
 
-    Return None if torch's error is about anything else.
+    Return None if torch's error is about anything else, or if the parameters cannot be identified.
 
     Args:
         error: torch's error.

@@ -90,7 +90,11 @@ class ReplayStrategy:
         """
 
     def list_members(self, step: Step) -> Sequence[int]:
-        """Return the ranks that take part in a collective that the `CollectiveLog` contains."""
+        """Return the ranks that take part in a collective that the `CollectiveLog` contains.
+
+        Raises:
+            CollectiveError: If the collective is none of this strategy's.
+        """
         return self._collectives_of(step).members()
 
     def join_collective(self, step: Step) -> None:
@@ -100,7 +104,7 @@ class ReplayStrategy:
             step: Collective, as recorded in the `CollectiveLog`.
 
         Raises:
-            CollectiveError: If any value would change the result.
+            CollectiveError: If any value would change the result, or if the collective is none of this strategy's.
         """
         self._collectives_of(step).stand_in(step)
 

@@ -26,6 +26,13 @@ class ReplicaStrategy(Strategy):
     """Strategy with a full replica of the model on each rank.
 
     Gradients are reduced after the last micro-batch of a batch.
+
+    Args:
+        collectives: Collectives over all ranks.
+        options: Options of DDP. Only `broadcast_buffers` is used.
+
+    Raises:
+        UnsupportedError: If the options request a communication hook.
     """
 
     name = "ddp"
@@ -46,7 +53,7 @@ class ReplicaStrategy(Strategy):
             )
 
     def setup_model(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
-        """Broadcast rank 0's values to all ranks.
+        """Apply the transforms, and broadcast rank 0's values to all ranks.
 
         Raises:
             PrepareError: If the model contains SyncBatchNorm, whose forward is a collective.
@@ -74,7 +81,7 @@ class ReplicaStrategy(Strategy):
         return (pair for model in self._models for pair in model.named_parameters())
 
     def prepare_reduction(self, parameters: Sequence[torch.nn.Parameter]) -> int:
-        """Allocate all memory that `reduce_gradients` needs.
+        """Allocate all memory that `reduce_gradients` needs. Parameters without a gradient get a zero gradient.
 
         Returns:
             Number of parameters without a gradient on this rank.
@@ -101,7 +108,8 @@ class ReplicaStrategy(Strategy):
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Sum gradients over the ranks, and broadcast rank 0's buffers (such as running statistics).
 
-        If no rank has a gradient for a parameter, its `grad` is None afterwards.
+        Call `prepare_reduction` first. If no rank had a gradient for a parameter then, its `grad` is None afterwards.
+        Buffers of models in evaluation mode are not broadcast.
         """
         with torch.no_grad():
             absent: list[torch.nn.Parameter] = []
@@ -224,6 +232,12 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], group: Collectiv
 
 
 def _portions(members: list[int], like: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Divide indices of tensors into one list for each bucket of at most 25 MiB.
+
+    Args:
+        members: Indices of the tensors to divide.
+        like: All tensors.
+    """
     portions: list[list[int]] = [[]]
     size = 0
     for index in members:

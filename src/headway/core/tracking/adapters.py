@@ -22,6 +22,9 @@ class PackageAdapter(Tracker):
     Args:
         kwargs: Arguments for the package's function that starts a run. They override the arguments that Headway
             chooses.
+
+    Raises:
+        OptionalDependencyMissing: If the package is not installed.
     """
 
     requirement: ClassVar[str] = ""
@@ -47,7 +50,7 @@ class PackageAdapter(Tracker):
 
     @property
     def tracker(self) -> Any:
-        """Run object of the package."""
+        """Run object of the package; None before `begin`."""
         return self._run
 
     @property
@@ -66,7 +69,8 @@ class PackageAdapter(Tracker):
 
         Args:
             values: Values by name, not nested.
-            step: Number of optimizer updates, or the step that the script passed to `accelerator.log`.
+            step: Number of optimizer updates, or the step that the script passed to `accelerator.log`. Default: None,
+                which leaves the step to the package.
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
         for name, value in values.items():
@@ -76,8 +80,9 @@ class PackageAdapter(Tracker):
         """Log each image separately. If a name has several images, they are numbered.
 
         Args:
-            values: Images by name.
-            step: Number of optimizer updates, or the step that the script passed.
+            values: Sequence of images for each name: uint8 arrays of shape [H, W, C].
+            step: Number of optimizer updates, or the step that the script passed. Default: None, which leaves the step
+                to the package.
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
         for name, part, image in number_images(values):
@@ -90,7 +95,10 @@ class PackageAdapter(Tracker):
         raise NotImplementedError(f"{type(self).__name__} must define _log_image(...), or override log_images")
 
     def finish(self) -> None:
-        """End the run and wait for uploads. A run that the script started itself is not ended."""
+        """End the run with the package's own method, which may wait for uploads.
+
+        MLflow's and ClearML's runs are not ended if the script started them itself.
+        """
         if self._is_own:
             getattr(self._run, self.end_method)()
 
@@ -113,7 +121,7 @@ class RowAdapter(PackageAdapter):
 
         Args:
             run: Name, folder and identity of the run.
-            chosen: Further arguments that a subclass chooses.
+            chosen: Arguments that a subclass chooses in addition to the project's name and the run's identity.
         """
         keyword, _ = self.identity_names
         known = {} if run.identity is None else {keyword: run.identity.get(keyword), "resume": "allow"}
@@ -128,7 +136,8 @@ class RowAdapter(PackageAdapter):
 
         Args:
             values: Values by name, not nested.
-            step: Number of optimizer updates, or the step that the script passed to `accelerator.log`.
+            step: Number of optimizer updates, or the step that the script passed to `accelerator.log`. Default: None,
+                which leaves the step to the package.
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
         self._log_row(dict(values), step, **kwargs)
@@ -137,8 +146,9 @@ class RowAdapter(PackageAdapter):
         """Log the images of one step in one call.
 
         Args:
-            values: Images by name.
-            step: Number of optimizer updates, or the step that the script passed.
+            values: Sequence of images for each name: uint8 arrays of shape [H, W, C].
+            step: Number of optimizer updates, or the step that the script passed. Default: None, which leaves the step
+                to the package.
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
         shown = {name: [drop_axis(each) for each in convert_images(images, name)] for name, images in values.items()}
@@ -149,7 +159,7 @@ class RowAdapter(PackageAdapter):
 
         Args:
             path: Path of the file or folder.
-            name: Name of the artifact.
+            name: Name of the artifact. Characters that packages reject become "_".
             step: Unused.
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """

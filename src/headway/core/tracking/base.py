@@ -108,8 +108,9 @@ class Tracker:
         """Log the values of one step: numbers, strings, and other objects (see `takes`).
 
         Args:
-            values: Values by name, not nested.
-            step: Number of optimizer updates, or the step that the script passed to `accelerator.log`.
+            values: Values by name, not nested unless `takes` is "given".
+            step: Number of optimizer updates, or the step that the script passed to `accelerator.log`. None if `takes`
+                is "given" and the script passed none.
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
         raise NotImplementedError(f"{type(self).__name__} needs log(values, step=None, **kwargs)")
@@ -118,8 +119,9 @@ class Tracker:
         """Log images. The default does nothing, because the run log already contains them.
 
         Args:
-            values: Images by name: uint8 arrays of shape [H, W, C].
-            step: Number of optimizer updates, or the step that the script passed.
+            values: Sequence of images for each name: uint8 arrays of shape [H, W, C], where C is 1, 3 or 4.
+            step: Number of optimizer updates, or the step that the script passed. Default: None, for images without a
+                step.
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
 
@@ -129,7 +131,8 @@ class Tracker:
         Args:
             path: Path of the file or folder.
             name: Name of the artifact.
-            step: Number of optimizer updates, or the step that the script passed.
+            step: Number of optimizer updates, or the step that the script passed. Default: None, for an artifact
+                without a step.
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
 
@@ -141,7 +144,7 @@ class Tracker:
         Args:
             name: Kind of event.
             details: Details of the event, as JSON values.
-            step: Number of optimizer updates at which the event occurred.
+            step: Number of optimizer updates at which the event occurred. Default: None, if unknown.
         """
 
     def rewind(self, step: int) -> None:
@@ -167,7 +170,8 @@ class TrackerMaker:
     Attributes:
         name: Name of the tracker.
         make: Function that creates the tracker. It gets the tracker's entry in `init_kwargs` as keyword arguments.
-        requires_logging_directory: Whether the tracker writes files.
+        requires_logging_directory: Whether the tracker writes files, so that the Accelerator needs a `project_dir` or
+            `logging_dir`.
     """
 
     name: str

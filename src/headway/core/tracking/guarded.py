@@ -56,8 +56,8 @@ class GuardedTracker:
     def call(self, method: str, *args: Any, is_fatal: bool = False, **kwargs: Any) -> None:
         """Call a method of the tracker, and catch its exceptions.
 
-        Does nothing if the tracker was dropped after earlier failures. A call of a `log` method that takes longer
-        than 1 s leads to one warning.
+        Do nothing if the tracker could not be created, or was dropped after earlier failures. If calls of its `log`
+        methods take longer than 1 s, a warning is issued once per method.
 
         Args:
             method: Name of the method.

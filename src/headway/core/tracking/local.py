@@ -53,7 +53,8 @@ class TensorBoardAdapter(PackageAdapter):
 
         Args:
             values: Values by name, possibly nested.
-            step: Number of optimizer updates, or the step that the script passed.
+            step: Number of optimizer updates, or the step that the script passed. Default: None, which TensorBoard
+                shows as step 0.
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
         super().log(flatten(values), step, **kwargs)
@@ -150,7 +151,8 @@ class MLflowAdapter(PackageAdapter):
 
         Args:
             values: Values by name, not nested.
-            step: Number of optimizer updates, or the step that the script passed.
+            step: Number of optimizer updates, or the step that the script passed. Default: None, which leaves the step
+                to MLflow.
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
         texts = {_replace_forbidden(name): value for name, value in values.items() if isinstance(value, str)}
@@ -166,8 +168,9 @@ class MLflowAdapter(PackageAdapter):
         """Log images as PNG files under `images/`.
 
         Args:
-            values: Images by name.
-            step: Number of optimizer updates, or the step that the script passed.
+            values: Sequence of images for each name: uint8 arrays of shape [H, W, C].
+            step: Number of optimizer updates, or the step that the script passed. Default: None, for file names without
+                a step.
             kwargs: Unused.
         """
         with tempfile.TemporaryDirectory() as folder:
@@ -182,7 +185,7 @@ class MLflowAdapter(PackageAdapter):
             path: Path of the file or folder.
             name: Name of the artifact. Unused for a file.
             step: Unused.
-            kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
+            kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`. Unused for a folder.
         """
         if path.is_dir():
             self._package.log_artifacts(str(path), name, run_id=self._run.info.run_id)
@@ -233,8 +236,9 @@ class AimAdapter(PackageAdapter):
         """Log images under their names.
 
         Args:
-            values: Images by name.
-            step: Number of optimizer updates, or the step that the script passed.
+            values: Sequence of images for each name: uint8 arrays of shape [H, W, C].
+            step: Number of optimizer updates, or the step that the script passed. Default: None, which leaves the step
+                to Aim.
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
         for name, images in values.items():
@@ -262,7 +266,8 @@ class DVCLiveAdapter(PackageAdapter):
     """Tracker for DVCLive, which writes plain files that DVC compares between commits.
 
     Args:
-        live: `dvclive.Live` object that the script has created. Default: a new one is created from `kwargs`.
+        live: `dvclive.Live` object that the script has created. `finish` ends it. Default: a new one is created from
+            `kwargs`.
         kwargs: Arguments for `dvclive.Live`. Default of `dir`: `dvclive` in the run's folder. Default of `resume` after
             a restart: True.
     """
@@ -277,11 +282,14 @@ class DVCLiveAdapter(PackageAdapter):
 
     @property
     def identity(self) -> dict[str, Any] | None:
-        """Folder of the run's files, as {"dir": path}; None before `begin`."""
+        """Folder of the run's files, as {"dir": path}; None if there is no `dvclive.Live` object yet."""
         return None if self._run is None else {"dir": str(Path(self._run.dir).absolute())}
 
     def begin(self, run: TrackedRun) -> None:
-        """Open the folder, or continue in the folder that `run.identity` names."""
+        """Open the folder, or continue in the folder that `run.identity` names.
+
+        Do nothing if the script has passed its own `live` object.
+        """
         if self._given is not None:
             return
         chosen = {} if run.folder is None else {"dir": str(run.folder / "dvclive")}
@@ -300,7 +308,8 @@ class DVCLiveAdapter(PackageAdapter):
 
         Args:
             values: Values by name, not nested.
-            step: Number of optimizer updates, or the step that the script passed.
+            step: Number of optimizer updates, or the step that the script passed. Default: None, for DVCLive's own
+                counter of steps.
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
         if step is not None:
@@ -359,8 +368,9 @@ class TrackioAdapter(RowAdapter):
         """Log the images of one step in one call. If a name has several images, they are numbered.
 
         Args:
-            values: Images by name.
-            step: Number of optimizer updates, or the step that the script passed.
+            values: Sequence of images for each name: uint8 arrays of shape [H, W, C].
+            step: Number of optimizer updates, or the step that the script passed. Default: None, which leaves the step
+                to Trackio.
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
         images = {

@@ -72,6 +72,9 @@ def number_images(values: Mapping[str, Sequence[Picture]]) -> Iterator[tuple[str
     """Yield triples of (name, suffix, image) for all images.
 
     The suffix is "/0", "/1", ... if a name has several images, else "".
+
+    Args:
+        values: Images by name, in any form that `convert_images` accepts.
     """
     for name, images in values.items():
         several = convert_images(images, name)
@@ -109,12 +112,12 @@ def write_png(path: Path, picture: Picture) -> None:
 
 
 def make_file_name(name: str, part: str, step: int | None) -> str:
-    """Return the file name of an image. Characters that file systems do not allow become '_'.
+    """Return the file name of an image, such as "samples-00000100-0.png".
 
     Args:
-        name: Name of the image.
+        name: Name of the image. All characters except letters, digits, "-", "_", "." and "@" become "_".
         part: Suffix from `number_images`.
-        step: Step of the run, or None.
+        step: Step of the run; None for a file name without a step.
     """
     plain = "".join(each if each.isalnum() or each in "-_.@" else "_" for each in name).strip(".") or "image"
     return f"{plain}{'' if step is None else f'-{step:08d}'}{part.replace('/', '-')}.png"

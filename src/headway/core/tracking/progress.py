@@ -122,7 +122,8 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         """Return the text next to the bar: number of items, values, rates, memory, remaining time.
 
         Args:
-            width: Available characters. The least important parts are left out until the rest fits. Default: no limit.
+            width: Available characters. The least important parts are left out until the rest fits. Some parts, such as
+                the number of items, are always shown. Default: None, for no limit.
         """
         parts = self._parts()
         text = SEPARATOR.join(part for _, part in parts)

@@ -32,7 +32,12 @@ class ShownBar(Protocol):
     def num_done(self) -> int: ...
 
     def facts(self, width: int | None = None) -> str:
-        """Return the text next to the bar, in at most `width` columns."""
+        """Return the text next to the bar, such as counts and rates.
+
+        Args:
+            width: Available columns. The least important parts are left out until the text fits. The most important
+                ones are always shown, even if they do not fit. Default: None, for no limit.
+        """
 
 
 def in_notebook() -> bool:
@@ -95,7 +100,7 @@ class NotebookTable(_Output):
         """Draw the rows. The columns are the keys of all rows, in order of first appearance.
 
         Args:
-            rows: Texts of one row by column name. A missing column is left empty.
+            rows: For each row, its texts by column name. A missing column is left empty.
         """
         columns = list(dict.fromkeys(name for row in rows for name in row))
         cells = ["".join(f"<td>{escape(row.get(name, ''))}</td>" for name in columns) for row in rows]
@@ -122,7 +127,12 @@ class _Cells(list[NotebookBar]):
 
 
 class LinesOutput:
-    """Progress output for files and pipes. It prints one line of text per interval."""
+    """Progress output for files and pipes. It prints one line of text per interval.
+
+    Args:
+        file: File to print to.
+        interval: Seconds between two lines.
+    """
 
     def __init__(self, file: TextIO, interval: float) -> None:
         self.interval = interval

@@ -58,6 +58,13 @@ class Recorder:
             passed.
         has_checkpoints: Function that returns whether there are automatically named checkpoints to resume from.
         grad_norm: Function that returns the total norm from the last gradient clipping; None if there was none.
+
+    Attributes:
+        feed: Run log and trackers of the run in progress. None if there is no run, or nothing to write to on this rank.
+
+    Raises:
+        ConfigError: If `log_with` contains an unknown tracker, or one that needs a folder and there is none.
+        OptionalDependencyMissing: If the package of a selected tracker is not installed.
     """
 
     def __init__(
@@ -91,8 +98,9 @@ class Recorder:
 
         Args:
             project_name: Name of the run, or a relative path.
-            config: Configuration: a mapping, a dataclass or an argparse.Namespace.
-            init_kwargs: Arguments for each tracker's class, by the tracker's name.
+            config: Configuration: a mapping, or an object with attributes, such as a dataclass or an
+                argparse.Namespace. Default: None, for an empty configuration.
+            init_kwargs: Arguments for each tracker's class, by the tracker's name. Default: None, for no arguments.
 
         Raises:
             ConfigError: If the name is empty, absolute or contains "..", or if the type of `config` is not allowed.
@@ -135,7 +143,7 @@ class Recorder:
     def _is_continuing(self, feed: "feeding.RunFeed") -> bool:
         """Whether the run is expected to continue the one in the existing run log.
 
-        Called before the first value is logged.
+        This is a guess that is made before the first value is logged.
         """
         if self._resumed is not None:
             return True
@@ -148,10 +156,12 @@ class Recorder:
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None) -> None:
         """Log the values of one step. A value that cannot be logged leads to one warning and never ends the run.
 
+        If no run is in progress, nothing is logged, and rank 0 warns once.
+
         Args:
             values: Values by name, possibly nested.
             step: Step of the run. Default: the number of optimizer updates.
-            log_kwargs: Further keyword arguments for trackers, by the trackers' names.
+            log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name.
         """
         feed = self._feed_or_hint()
         if feed is None:
@@ -169,9 +179,9 @@ class Recorder:
         """Log the images of one step.
 
         Args:
-            values: One image, or a list of images, by name.
+            values: One image, or a list of images, by name, in any form that `pictures.convert_images` accepts.
             step: Step of the run. Default: the number of optimizer updates.
-            log_kwargs: Further keyword arguments for trackers, by the trackers' names.
+            log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name.
 
         Raises:
             TrackingError: If the shape or type of an image is not supported. The message contains the image's name.
@@ -193,8 +203,8 @@ class Recorder:
         Args:
             path: Path of the file or folder.
             name: Name of the artifact. Default: the last part of the path.
-            step: Step of the run. Default: the number of updates.
-            log_kwargs: Further keyword arguments for trackers, by the trackers' names.
+            step: Step of the run. Default: the number of optimizer updates.
+            log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name.
 
         Raises:
             TrackingError: On a rank that records the run, if the file or folder does not exist.
@@ -237,7 +247,8 @@ class Recorder:
     def _on_event(self, happening: events.RunEvent) -> None:
         """Record an event that another component of this process published.
 
-        This method may be called from any thread.
+        Events of other Accelerators' runs are ignored. A "resumed" event that arrives before `start_run` is recorded
+        when the run starts. This method may be called from any thread.
         """
         if happening.source not in (None, self._clock):
             return
@@ -285,10 +296,11 @@ class Recorder:
         return BlankTracker()
 
     def end_run(self, summary: Mapping[str, Any] | None = None) -> None:
-        """End the run, its run log and its trackers. Does nothing if no run is in progress.
+        """End the run, its run log and its trackers. Do nothing if no run is in progress.
 
         Args:
-            summary: Final values of the run.
+            summary: Final values of the run, possibly nested. Values that are neither numbers nor strings are left out.
+                Default: None, for none.
         """
         feed = self.feed
         self.feed = None

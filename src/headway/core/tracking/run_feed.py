@@ -50,10 +50,13 @@ class RunFeed:
         is_main: Whether this is rank 0, which writes the run log.
         position: Function that returns the current number of optimizer updates.
         measure: Function that returns "memory" in bytes and "grad_norm" (a tensor, or None). They are written to the
-            run log if the script does not log such values itself.
+            run log if the script does not log such values itself. Default: nothing is measured.
 
     Attributes:
         begun: Start time of the run, in seconds since 1970.
+
+    Raises:
+        TrackingError: If the folder contains a `log.jsonl` that is not a run log.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class RunFeed:
         Args:
             config: Configuration of the run, as JSON values.
             init_kwargs: Arguments for each tracker's class, by the tracker's name.
-            about: Mapping with "world_size", "device" and "versions".
+            about: Keyword arguments of `RunLog.write_start`: "world_size", "device" and "versions".
             is_continuing: Whether the run is expected to continue the one in the existing run log.
             since: Original start time of the run in seconds since 1970, if this process ended the run earlier and now
                 continues it. Default: None.
@@ -153,7 +156,7 @@ class RunFeed:
     def _restart_trackers(self, is_continuing: bool) -> None:
         """Restart the trackers that can continue an earlier run.
 
-        Called if it turns out that the run was wrongly assumed to be new, or wrongly assumed to be continued.
+        This is needed if the run was wrongly assumed to be new, or wrongly assumed to be continued.
 
         Args:
             is_continuing: Whether the trackers now continue the run in the log. Otherwise they start a new run.
@@ -181,6 +184,8 @@ class RunFeed:
     def _replay_values(self, step: int) -> None:
         """Log values from the run log again, in trackers that might have lost them when the last process was killed.
 
+        Do nothing if the last process ended the run properly, or if the trackers do not continue its run.
+
         Args:
             step: Last step to log again.
         """
@@ -201,10 +206,11 @@ class RunFeed:
     def _decide_which_run(self, step: int | None) -> None:
         """Decide whether the script continues the run in the log or starts a new one.
 
-        Does nothing if a checkpoint was loaded. Called with the first logged value.
+        Do nothing if this was decided before, for example when a checkpoint was loaded. Trackers are restarted if the
+        run was wrongly assumed to be continued.
 
         Args:
-            step: Step of the first value.
+            step: Step of the first logged value.
         """
         if self._is_settled:
             return
@@ -239,7 +245,7 @@ class RunFeed:
         Args:
             given: Values by name, as the script passed them.
             step: Step of the run.
-            log_kwargs: Further keyword arguments for trackers, by the trackers' names.
+            log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name.
             said: Step that the script passed, or None. Trackers whose attribute `takes` is "given" get it instead of
                 `step`.
         """
@@ -310,9 +316,9 @@ class RunFeed:
         """Write the images of one step as files in the run's folder, and log them to the run log and the trackers.
 
         Args:
-            images: Images by name.
+            images: Sequence of images for each name: uint8 arrays of shape [H, W, C].
             step: Step of the run.
-            log_kwargs: Further keyword arguments for trackers, by the trackers' names.
+            log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name.
         """
         self._decide_which_run(step)
         if self.runlog is not None:
@@ -331,7 +337,7 @@ class RunFeed:
             path: Path of the file or folder.
             name: Name of the artifact.
             step: Step of the run.
-            log_kwargs: Further keyword arguments for trackers, by the trackers' names.
+            log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name.
         """
         self._decide_which_run(step)
         self._write("write_medium", "artifact", name, step, path)
@@ -382,7 +388,7 @@ class RunFeed:
         A warning names each tracker that takes longer than 15 s.
 
         Args:
-            summary: Final values of the run.
+            summary: Final values of the run, in addition to the number of updates and the duration. None for no others.
         """
         self._write_norm()
         final_values = {"num_updates": self._position(), "seconds": round(time.time() - self.begun, 3)} | dict(

@@ -48,7 +48,8 @@ Point = tuple[int | None, float, Value]
 class RunLog:
     """Writer of a run log.
 
-    Each process start writes a "run" line, and then its values and events. Several threads may share one writer.
+    Each process start writes a "run" line, and then its values and events. Several threads may share one writer. All
+    methods that write raise `StateError` before `write_start` or `reopen`, and after `close`.
 
     Args:
         folder: Folder of the run, created if missing. An existing log is continued.

@@ -134,7 +134,8 @@ def read_run(path: str | Path) -> LoggedRun:
         path: Path of `log.jsonl` or of its folder.
 
     Raises:
-        TrackingError: If there is no run log, or a later version of Headway wrote it.
+        TrackingError: If there is no run log, the file is not a run log or has no complete line yet, or a later version
+            of Headway wrote it.
     """
     file = _locate(Path(path))
     lines = file.read_bytes().split(b"\n")

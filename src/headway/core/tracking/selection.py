@@ -39,16 +39,17 @@ Choice = Tracker | TrackerMaker
 
 
 def select_trackers(log_with: object, *, has_folder: bool, is_main: bool = True) -> list[Choice]:
-    """Return the trackers that `log_with` selects, without duplicates.
+    """Return the trackers that `log_with` selects. If two have the same name, the later one replaces the earlier one.
 
     Args:
-        log_with: Name, `Tracker`, `TrackerMaker`, list of these, or None. "all" selects all installed trackers.
+        log_with: Name, `Tracker`, `TrackerMaker`, list of these, or None. "all" selects all installed trackers. None
+            and "jsonl", the name of the run log, select no tracker.
         has_folder: Whether there is a logging folder for files.
         is_main: Whether this is rank 0. Other ranks do not need the trackers' packages. Default: True.
 
     Raises:
-        ConfigError: If a name or type is unknown, or a tracker needs a folder and there is none.
-        OptionalDependencyMissing: If a package that was selected by name is not installed.
+        ConfigError: If a name or type is unknown, a tracker has no name, or a tracker needs a folder and there is none.
+        OptionalDependencyMissing: On rank 0, if the package of a tracker that was selected by name is not installed.
     """
     chosen: dict[str, Choice] = {}
     for each in log_with if isinstance(log_with, list | tuple | set) else [_ALWAYS if log_with is None else log_with]:

@@ -141,8 +141,9 @@ class CometAdapter(PackageAdapter):
 
         Args:
             path: Path of the file or folder.
-            name: Name of the asset, if `path` is a file.
-            step: Number of optimizer updates, or the step that the script passed.
+            name: Name of the asset, if `path` is a file. Unused for a folder.
+            step: Number of optimizer updates, or the step that the script passed. Default: None, which leaves the step
+                to Comet.
             kwargs: Keyword arguments from the entry of this tracker in `log_kwargs`.
         """
         if path.is_dir():
@@ -172,7 +173,10 @@ class ClearMLAdapter(PackageAdapter):
 
     @property
     def identity(self) -> dict[str, Any] | None:
-        """ID of the task, as {"id": ID}. None for a task that was written offline, which cannot be continued."""
+        """ID of the task, as {"id": ID}. None for a task that cannot be continued, and before `begin`.
+
+        A task cannot be continued if it was written offline, or if the script started it itself.
+        """
         is_known = self._run is not None and self._is_own and not self._run.is_offline()
         return {"id": self._run.id} if is_known else None
 
@@ -283,12 +287,13 @@ class OpenTelemetryAdapter(Tracker):
     """Tracker that sends metrics and log records over OTLP (HTTP, protobuf) from a separate process.
 
     Each number is sent as a gauge under its name. The gauge `headway.step` is the step of the latest numbers. Events
-    and strings are sent as log records. The separate process runs `headway.core.tracking.otlp`.
+    and strings are sent as log records. The separate process runs `headway.core.tracking.otlp`. Methods that send raise
+    `TrackingError` if it has ended.
 
     Args:
         resource: Attributes of the resource. Default of "service.name": the project's name. Default of
             "service.instance.id": an ID that does not change after a restart. OTEL_SERVICE_NAME and
-            OTEL_RESOURCE_ATTRIBUTES override both.
+            OTEL_RESOURCE_ATTRIBUTES override both. Default: None, for no other attributes.
     """
 
     name = "opentelemetry"
@@ -329,8 +334,13 @@ class OpenTelemetryAdapter(Tracker):
 
         Args:
             values: Values by name, not nested.
-            step: Number of optimizer updates, or the step that the script passed to `accelerator.log`.
+            step: Number of optimizer updates, or the step that the script passed to `accelerator.log`. Default: None,
+                which leaves `headway.step` unchanged.
             kwargs: Unused.
+
+        Raises:
+            TrackingError: If the separate process has ended. Also at the first error that it reports, such as a
+                collector that cannot be reached.
         """
         values = convert_to_json(values)  # the SDK drops non-finite numbers, so send them as text
         texts = {name: value for name, value in values.items() if isinstance(value, str)}
@@ -346,14 +356,18 @@ class OpenTelemetryAdapter(Tracker):
         Args:
             name: Kind of event.
             details: Details of the event, as JSON values.
-            step: Number of optimizer updates at which the event occurred.
+            step: Number of optimizer updates at which the event occurred. Default: None, for an event without a step.
         """
         flat = dict(list_leaves({"step": step, **details}, ".")).items()
         attributes = {k: v if isinstance(v, str | float | int) else json.dumps(v) for k, v in flat if v is not None}
         self._send({"event": f"headway.{name}", "time": time.time(), "attributes": attributes})
 
     def finish(self) -> None:
-        """Wait until all values have been sent, for at most 10 s. After that the subprocess is killed."""
+        """Wait until all values have been sent, for at most 10 s. After that the subprocess is killed.
+
+        Raises:
+            TrackingError: If the subprocess has ended early or reports its first error.
+        """
         self._send({})
         try:
             self._sender.wait(otlp.LONGEST)

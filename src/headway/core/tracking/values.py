@@ -17,12 +17,13 @@ def flatten(values: Mapping[Any, object]) -> dict[str, Any]:
 
     Args:
         values: Nested mappings. A value of None is left out, because it means that there is no value in this step.
+            Empty mappings are left out too.
     """
     return {name: each for name, each in list_leaves(values) if each is not None and not isinstance(each, Mapping)}
 
 
 def is_loggable(value: object) -> bool:
-    """Whether the value is a single number or a string."""
+    """Whether the value is a single real number or a string. Tensors and arrays must be 0-d."""
     if isinstance(value, torch.Tensor):
         return value.ndim == 0 and not value.is_complex()
     if isinstance(value, numpy.ndarray | numpy.number):
@@ -33,8 +34,11 @@ def is_loggable(value: object) -> bool:
 def to_python(value: object) -> Value:
     """Return the value as a Python number or string. A device tensor is copied to the host, which waits for the copy.
 
+    Args:
+        value: Value for which `is_loggable` is True.
+
     Raises:
-        TrackingError: If the value is neither a number nor a string.
+        TrackingError: If the value is neither a real number nor a string.
     """
     if isinstance(value, torch.Tensor | numpy.ndarray | numpy.generic):
         value = value.item()

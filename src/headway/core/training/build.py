@@ -48,6 +48,8 @@ def start_process(settings: Settings) -> ProcessRuntime:
 
     Raises:
         LaunchError: If the number of processes that joined differs from the number that the launcher announced.
+        ConfigError: If this process's runtime already computes on another device, or if code and command line disagree
+            about the timeout.
         DeviceUnavailable: If a requested accelerator cannot be used by this process.
     """
     group = settings.options.process_group
@@ -128,6 +130,10 @@ def build_step(run: Run, settings: Settings, behavior: Behavior) -> TrainingStep
         run: Run of the Accelerator.
         settings: Settings of the Accelerator.
         behavior: Rules of the Accelerator, such as how losses are averaged.
+
+    Raises:
+        ConfigError: If `on_non_finite` or `on_spike` names an unknown action.
+        UnsupportedError: If the strategy does not support a requested feature, such as automatic micro-batching.
     """
     guard = _choose_guard(run, settings)
     policy = behavior.loss_policy
@@ -187,6 +193,9 @@ def build_preparation(run: Run, settings: Settings, step: TrainingStep, behavior
         settings: Settings of the Accelerator.
         step: Training step of the run.
         behavior: Rules of the Accelerator, such as its classes of optimizers and schedulers.
+
+    Raises:
+        ConfigError: If the rule for scheduler steps is unknown, or if two settings select it.
     """
     more_updates = 1 if settings.loading.split_batches else run.strategy.data_shard.count
     counts_micro_batches = settings.schedules_count_micro_batches or run.accumulation.adjust_scheduler
@@ -205,7 +214,10 @@ def build_preparation(run: Run, settings: Settings, step: TrainingStep, behavior
 
 
 def list_transforms(run: Run, is_trained: bool) -> tuple[ModelTransform, ...]:
-    """Return the transforms to apply to a model before it is wrapped: float8, activation checkpointing, compilation.
+    """Return the transforms to apply to a model before it is wrapped, in order.
+
+    They convert layers to float8, halve the outputs of embeddings, checkpoint activations, and compile the model.
+    Transforms that the run does not request are left out.
 
     Args:
         run: Run of the Accelerator.

@@ -173,11 +173,15 @@ class ThroughputMeter(Protocol):
     def values(self) -> dict[str, float]:
         """Return the throughput since the last call: `samples_per_second`, `tokens_per_second`, `data_wait` and `mfu`.
 
-        `mfu` is the model FLOPs utilization. Values that are unknown are left out.
+        `data_wait` is the fraction of time, 0 to 1, that this rank waited for data; on the main process, there is also
+        `data_wait/rank_<n>` for each rank that has reported. `mfu` is the model FLOPs utilization. Values that are
+        unknown are left out.
         """
 
     def total(self) -> dict[str, float]:
-        """Return the throughput since the meter was started, under the same names as `values`."""
+        """Return the throughput since the meter was started, with the keys of `values()` but without
+        `data_wait/rank_<n>`.
+        """
 
     @property
     def seconds(self) -> float:

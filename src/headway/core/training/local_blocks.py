@@ -54,7 +54,7 @@ class LocalTraining:
     def interrupt(self, model: torch.nn.Module, num_steps: int, put_back: Callable[[], None]) -> None:
         """Record that the checkpoint from which the run resumes was saved inside a local SGD block.
 
-        The model's next block continues the saved one, unless the model is first trained outside a block.
+        The model's next block continues the saved one, unless an accumulation window begins before the block.
 
         Args:
             model: Prepared model, whose parameters are now the mean over all ranks.
@@ -66,9 +66,10 @@ class LocalTraining:
     def begin_block(self, block: LocalBlock) -> int:
         """Register a local SGD block as active.
 
+        If it continues a block in which a checkpoint was saved, restore this rank's own values in the model.
+
         Returns:
-            Number of optimizer steps made in the block before the run was resumed. 0 if the checkpoint was not saved
-                inside a block of this model.
+            Number of optimizer steps made in the block before the run was resumed. 0 if it continues no saved block.
         """
         self.blocks[block.model] = block
         self.parted.add(block.model)
@@ -84,6 +85,6 @@ class LocalTraining:
 
 
 def iterate_averages(values: Iterable[torch.Tensor], collectives: Collectives) -> Iterator[torch.Tensor]:
-    """Yield each tensor's mean over the ranks, in the given order."""
+    """Yield each tensor's mean over the ranks, in the given order. All ranks must iterate over it."""
     for group in iterate_buckets(((each, each.nbytes) for each in values), _GROUP_BYTES):
         yield from collectives.reduce([each.detach() for each in group], "mean")

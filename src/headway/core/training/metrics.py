@@ -21,17 +21,19 @@ def gather_for_metrics(
 ) -> Tree:
     """Concatenate per-sample results of all ranks, without the samples that only padded the batch.
 
+    All ranks must call this function.
+
     Args:
         tree: Tuples and dicts of tensors or arrays with one row per sample, or lists with one item per sample. A list
-            of tensors counts as a structure if its length differs from the batch size, or if its tensors have one row
-            per sample.
+            of tensors or containers counts as a structure if its length differs from the batch size, or if all of its
+            items are tensors with one row per sample. If the batch size is unknown, a list of tensors does.
         loader: Loader that returned the batch. None: padding is unknown, and everything is concatenated.
         collectives: Collectives over the ranks.
-        use_gather_object: Whether every list has one item per sample.
+        use_gather_object: Whether every list has one item per sample. False: lists are distinguished as for `tree`.
 
     Raises:
-        MetricError: If a leaf does not have one entry per sample, or if a list could be read both as a structure and as
-            one item per sample.
+        MetricError: If a leaf does not have one entry per sample. On several ranks, also if a list could be read both
+            as a structure and as one item per sample.
     """
     num_rows = None if loader is None else loader.num_rows
     num_valid = None if loader is None else loader.num_valid
@@ -65,7 +67,7 @@ def warn_of_repeats(tree: Tree, loader: PreparedLoader | None, num_ranks: int) -
 
 
 def _get_full_size(loader: PreparedLoader | None) -> int | None:
-    """Return the number of rows of a full batch on this rank, or None if batches vary in size."""
+    """Return the number of rows of a full batch on this rank, or None if it varies or is unknown."""
     total = None if loader is None else loader.total_batch_size
     counts = None if loader is None else loader.valid_counts
     return total // len(counts) if total and counts else None
@@ -97,7 +99,10 @@ class _Gathering:
         """Record the leaves of a tree for the gather.
 
         Returns:
-            A function that builds a tree of the same structure from the gathered values. Call it after `gather`.
+            A function that builds a tree with the structure of `tree` from the gathered values. Call it after `gather`.
+
+        Raises:
+            MetricError: If a leaf does not have one entry per sample, or if a list is ambiguous.
         """
         if isinstance(tree, torch.Tensor):
             self._check(tree.shape[0] if tree.ndim else None, f"a tensor of shape {tuple(tree.shape)}")
@@ -123,6 +128,13 @@ class _Gathering:
         return lambda: _joined(next(self.lists))
 
     def _is_structure(self, values: list[Any]) -> bool:
+        """Whether a list is a structure of per-sample values, and does not itself have one item per sample.
+
+        If the batch size is known, all ranks decide together about a list of tensors or containers, in a collective.
+
+        Raises:
+            MetricError: If the list could be either of them on every one of several ranks.
+        """
         is_nested = bool(values) and all(isinstance(v, torch.Tensor | list | Mapping | tuple) for v in values)
         if self.is_list_per_sample or not is_nested:
             return False

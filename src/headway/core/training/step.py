@@ -74,21 +74,27 @@ class StepGuard:
         self._is_read_late = False
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """Check a loss before its backward, and return the loss on which to run backward."""
+        """Return the loss on which to run backward. Called before the backward of a loss, if `is_judge` is set.
+
+        This base class checks nothing and returns `loss` unchanged.
+        """
         return loss
 
     def after_backward(self, loss: torch.Tensor) -> None:
-        """Check a loss after its backward. In a pipeline, the loss has no value before backward."""
+        """Record the loss for the warning about non-finite losses, unless it is on the CPU and finite.
+
+        This is done after backward, because in a pipeline a loss has no value before. In a dry run, do nothing.
+        """
         if self._notice is not None and (not loss.is_cpu or not math.isfinite(loss.item())):
             self._is_read_late = True
             self._notice.note(loss)
 
     def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        """Examine final gradients before they are clipped.
+        """Examine final gradients before they are clipped. This base class does nothing and returns None.
 
         Args:
             parameters: Parameters whose gradients are about to be clipped.
-            norm_type: Type of norm with which they are clipped.
+            norm_type: Order of the norm by which they are clipped.
 
         Returns:
             The total norm of the gradients if the guard has computed it, else None.
@@ -96,12 +102,13 @@ class StepGuard:
         return None
 
     def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Examine final gradients after they were clipped."""
+        """Examine final gradients after they were clipped. This base class does nothing."""
 
     def can_update(self) -> bool:
         """Whether the optimizer may step on the gradients of the closed accumulation window.
 
-        The result is equal on all ranks.
+        The result is equal on all ranks. This base class always returns True, and checks recorded losses that have
+        arrived on the host, for the warning about non-finite losses.
         """
         if self._notice is not None and self._is_read_late:
             self._notice.look()
@@ -227,16 +234,17 @@ class TrainingStep(ABC):
         return contexts
 
     def handle_error(self, error: BaseException) -> bool:
-        """End a micro-batch after an error in its block. The gradients of its accumulation window are dropped.
+        """End a micro-batch after an error in its block.
 
-        The next micro-batch starts a new window.
+        The gradients of its accumulation window are dropped, unless an optimizer has stepped on them. The next
+        micro-batch starts a new window.
 
         Returns:
-            Whether the error is handled, so that the caller does not see it.
+            Whether the error is suppressed. This base class always returns False.
         """
         self.windows.leave_block()
         window = self.windows.current
-        if not window.is_closed:
+        if not window.is_closed or window.is_waiting:
             window.fail()
             self.strategy.drop_gradients(self.prepared.list_parameters_of(window))
         return False
@@ -248,13 +256,17 @@ class TrainingStep(ABC):
 
         Args:
             loss: Scalar loss with a graph.
-            weight: Number of items that the loss was taken over. None: the batch's number of rows.
+            weight: Number of items that the loss was taken over. None: the weight of the micro-batch's first loss, or for
+                that loss the batch's number of rows.
             reduction: Whether the loss is the "mean" or the "sum" over those items.
             **kwargs: Passed to the strategy's backward.
 
         Raises:
-            LossError: If the loss or its weight is not usable.
-            StateError: If sets of models that train alternately are in one micro-batch.
+            LossError: If the loss is not a scalar tensor with a graph, if `weight` or `reduction` is invalid, or if two
+                losses of one micro-batch have different weights.
+            StateError: If step() or zero_grad() was called earlier in this micro-batch, and its window has several
+                micro-batches. Also if the first window reveals a mistake of the training loop, such as gradients that
+                were cleared within it.
         """
         if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
             refuse_loss(loss)
@@ -282,25 +294,34 @@ class TrainingStep(ABC):
         Args:
             window: Accumulation window of the micro-batch.
             loss: Scalar loss with a graph.
-            weight: Number of items that the loss was taken over. None: the batch's number of rows.
-            reduction: "mean" or "sum".
+            weight: Number of items that the loss was taken over. None: the weight of the micro-batch's first loss, or for
+                that loss the batch's number of rows.
+            reduction: Whether the loss is the "mean" or the "sum" over those items.
             **kwargs: Passed to the strategy's backward.
         """
 
     @abstractmethod
     def _backward_outside(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
-        """Run backward outside of any `accumulate` block."""
+        """Run backward outside of any `accumulate` block.
+
+        Raises:
+            StateError: If this step runs backward only inside such a block.
+        """
 
     def weigh_micro_batch(self, window: AccumulationWindow, weight: float | None) -> float:
         """Record the micro-batch's loss weight at its first loss, and return it.
 
-        Later losses must have the same weight.
+        Later losses of the micro-batch get the recorded weight.
+
+        Args:
+            window: Accumulation window of the micro-batch.
+            weight: Weight that the caller passed, or None.
 
         Returns:
             Loss weight on this rank.
 
         Raises:
-            LossError: If two losses of one micro-batch have different weights.
+            LossError: If the caller passed a weight for a later loss that differs from the recorded one.
         """
         if window.micro_weight is None:
             local, total = window.micro_weight = self.weigh_loss(weight)
@@ -320,10 +341,11 @@ class TrainingStep(ABC):
     def weigh_loss(self, weight: float | None) -> tuple[float, float | None]:
         """Return the weight of a loss on this rank, and its sum over all ranks.
 
-        The sum is None if only a collective can provide it.
+        The sum is None if only a collective can provide it. The weight is 0 if this rank's batch has only padding.
 
         Args:
-            weight: Weight that the caller passed. None: the number of rows of the current micro-batch.
+            weight: Weight that the caller passed. None: the number of rows of the current micro-batch, or 1 if it is
+                unknown.
         """
         windows = self.windows
         shard = self.strategy.data_shard
@@ -357,12 +379,14 @@ class TrainingStep(ABC):
     ) -> None:
         """Scale a loss by its share of the accumulation window's weight and run its backward, with the step's hooks.
 
+        A loss with weight 0, which can be NaN, gives all parameters zero gradients.
+
         Args:
             window: Accumulation window of the micro-batch.
             loss: Scalar loss with a graph.
             weight: Weight of the loss on this rank.
-            nominal: Divisor of the losses: the assumed total weight of the window. It is equal on all ranks.
-            reduction: "mean" or "sum".
+            nominal: Divisor of the losses: the assumed total weight of the window.
+            reduction: Whether the loss is the "mean" or the "sum" over its items.
             **kwargs: Passed to the strategy's backward.
         """
         strategy, hooks = self.strategy, self.hooks
@@ -393,11 +417,11 @@ class TrainingStep(ABC):
     def _divide_loss(self, weight: float, nominal: float, reduction: str) -> float:
         """Return the factor by which backward multiplies a loss according to the loss policy.
 
-        The factor is 0 if the batch contains only padding rows.
+        The factor is 0 if the loss has weight 0, for example because the batch contains only padding rows.
 
         Args:
             weight: Weight of this rank's loss, such as its number of samples or tokens.
-            nominal: Divisor of the losses: the assumed total weight of the window. It is equal on all ranks.
+            nominal: Divisor of the losses: the assumed total weight of the window.
             reduction: Reduction that the loss function used: "mean" or "sum".
         """
         windows = self.windows
@@ -488,6 +512,10 @@ class TrainingStep(ABC):
 
         Before the accumulation window closes, gradients are partial. They are clamped only if
         `windows.clips_partial_gradients` is true.
+
+        Args:
+            parameters: One parameter, or an iterable of parameters.
+            clip_value: Largest absolute value of an element after clamping.
         """
         chosen = self._find_present(parameters)
         if self._is_final(chosen):
@@ -548,7 +576,7 @@ class TrainingStep(ABC):
     def apply_update(
         self, optimizer: torch.optim.Optimizer, strategy: Strategy, closure: Callable[[], Any] | None
     ) -> bool:
-        """Make torch's optimizer step on the gradients of a closed accumulation window.
+        """Make torch's optimizer step on the gradients of a closed accumulation window, unless the guard refuses.
 
         Args:
             optimizer: torch's own optimizer.
@@ -592,7 +620,7 @@ class TrainingStep(ABC):
     def forward_backward(
         self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str
     ) -> torch.Tensor:
-        """Run `fn` and backward on the batch, and return the loss over all ranks.
+        """Run `fn` and backward on the batch, and return the mean loss per item over all ranks.
 
         With automatic micro-batching, the batch is split into parts if it does not fit into memory.
 
@@ -601,7 +629,10 @@ class TrainingStep(ABC):
             fn: Function from the batch, or a part of it, to its loss.
             weight: Function from the batch, or a part of it, to the number of items that the loss was taken over. None:
                 the number of rows.
-            reduction: "mean" or "sum".
+            reduction: Whether `fn` returns the "mean" or the "sum" of the loss over these items.
+
+        Raises:
+            LossError: If `fn` or `weight` is not callable, or if backward cannot use a loss.
         """
 
     def run_task(self, task: BatchTask, piece: Tree) -> None:
@@ -741,7 +772,7 @@ class WholeStep(TrainingStep):
     def forward_backward(
         self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str
     ) -> torch.Tensor:
-        """Run `fn` and backward on the batch without splitting it, and return the loss over all ranks."""
+        """Run `fn` and backward on the whole batch, and return the mean loss per item over all ranks."""
         task = BatchTask(batch, fn, weight, reduction)
         with self._count_rows(batch):
             self.run_task(task, batch)

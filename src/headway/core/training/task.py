@@ -29,7 +29,7 @@ class BatchTask:
         fn: Function from the batch, or a part of it, to its loss.
         weight: Function from the batch, or a part of it, to the number of items that the loss was taken over. None: the
             number of rows.
-        reduction: "mean" or "sum".
+        reduction: Whether `fn` returns the "mean" or the "sum" of the loss over these items.
 
     Raises:
         LossError: If `fn` or `weight` is not callable.
@@ -60,9 +60,11 @@ class BatchTask:
     def make_weigher(self, piece: Tree) -> Callable[[], float | None]:
         """Return a function without arguments that returns the loss weight of a part of the batch.
 
+        If no weight function was given, it returns None, which stands for the number of rows.
+
         The function is called after the part's loss is computed. Items on an accelerator are counted before the
         forward. The host then reads a number that was copied while the forward was being queued. If the forward
-        changes the part's tensors in place, items are counted again afterwards.
+        changes or replaces the part's tensors, items are counted again afterwards.
 
         Args:
             piece: Part of the batch, or the whole batch.
@@ -85,7 +87,12 @@ class BatchTask:
         return read
 
     def add(self, loss: torch.Tensor, weight: float) -> None:
-        """Add the loss of a part of the batch. A loss with weight 0 is ignored, because it can be NaN."""
+        """Add the loss of a part of the batch. A loss with weight 0 is ignored, because it can be NaN.
+
+        Args:
+            loss: Mean or sum of the loss over the part's items, as `reduction` requests, without a graph.
+            weight: Number of these items.
+        """
         if weight:
             share = loss.reshape(()).float() * (1.0 if self.reduction == "sum" else weight)
             self._total = share if self._weight == 0 else self._total + share
@@ -94,7 +101,10 @@ class BatchTask:
         self._weight += weight
 
     def loss(self, group: Collectives) -> torch.Tensor:
-        """Return the loss of the batch, combined over the ranks of `group`, as a 0-d tensor."""
+        """Return the batch's mean loss per item over the ranks of `group`, as a 0-d tensor. NaN if no item counts.
+
+        This is the mean for both reductions. All ranks of `group` must call this method.
+        """
         if group.world_size == 1:
             return self._total / self._weight if self._weight else self._total * float("nan")
         # Fill the tensor on the device, because copying a number from pageable memory would make the host wait.
@@ -110,7 +120,7 @@ def _return_none() -> None:
 def _list_versions(piece: Tree) -> list[tuple[torch.Tensor, int]]:
     """Return pairs of (tensor, version counter) for each tensor in `piece` that is on an accelerator.
 
-    In-place changes increase the version counter.
+    In-place changes increase the version counter. Inference tensors are left out, because they have none.
 
     Args:
         piece: Nested tensors: a part of a batch, or a whole batch.

@@ -96,7 +96,7 @@ class GatheredTensor:
         self._collectives = collectives
 
     def whole(self) -> torch.Tensor:
-        """Gather the tensor, and return it on rank 0's CPU. Other ranks get an empty tensor on the meta device.
+        """Gather the tensor, and return it on rank 0's CPU. Other ranks get a meta tensor without values.
 
         Rank 0 needs memory for the tensor and for one received part of it.
         """
@@ -204,7 +204,8 @@ def gather_state(tensors: Iterable[tuple[str, Any]], collectives: Collectives) -
         collectives: Collectives over all ranks.
 
     Raises:
-        CheckpointError: On every rank, if ranks hold different tensors, part of one is missing, or rank 0 failed.
+        CheckpointError: On every rank, if ranks hold different tensors, or part of one is missing. If rank 0 fails to
+            gather, it raises its own error, and the other ranks raise CheckpointError.
     """
     named = dict(tensors)
     if not any(map(is_spread, named.values())):
@@ -236,7 +237,8 @@ def save_gathered(
         collectives: Collectives over all ranks.
 
     Raises:
-        CheckpointError: On every rank, if rank 0 could not write.
+        CheckpointError: On every rank, if ranks hold different tensors, or part of one is missing. If rank 0 fails to
+            write, it raises its own error, and the other ranks raise CheckpointError.
     """
     named = list(tensors)
     kept, tied = split_ties(named)
@@ -262,6 +264,9 @@ def _run_on_rank_0(
 
     Returns:
         The result of `act` on rank 0, and None on the other ranks.
+
+    Raises:
+        CheckpointError: On the other ranks, if `act` fails. Rank 0 raises the error of `act`.
     """
     result: _T | None = None
     failure: Exception | None = None
@@ -350,13 +355,13 @@ class WholeWeights:
         """Write a directory that `from_pretrained` can open. Rank 0 writes it.
 
         If the model has adapters, only the adapters are written. All ranks must call this method if the model is
-        sharded. Otherwise the main process can call it alone.
+        sharded. Otherwise rank 0 can call it alone.
 
         Args:
             model: Model to save.
             folder: Directory to write to.
             max_shard_size: Largest size of a file, in bytes or as text such as "10GB".
-            parts: Further objects to save with the model, such as a tokenizer. Default: ().
+            parts: Objects to save in addition to the model, such as a tokenizer. Default: ().
         """
         if has_adapters(model):
             state = self.state_dict(model)
@@ -371,6 +376,11 @@ class WholeWeights:
         """Write all models so that `from_pretrained` can open them. `save_state` calls this as a save hook.
 
         The first model is written to `folder` itself, the others to subdirectories `model_1`, `model_2` and so on.
+
+        Args:
+            models: Prepared models, in order of preparation.
+            weights: State dicts that save hooks receive. They are ignored here.
+            folder: Directory to write to. It is created if missing.
         """
         for number, model in enumerate(models):
             place = Path(folder, f"model_{number}") if number else Path(folder)
@@ -385,16 +395,17 @@ class WholeWeights:
         max_shard_size: int | str,
         about: Mapping[str, Any],
     ) -> str | None:
-        """Upload a model to the Hugging Face Hub, in the form in which `publish` writes it.
+        """Write a model to a temporary directory, as `publish` does, and upload it to the Hugging Face Hub from rank 0.
 
-        If the upload fails, only rank 0 raises the error.
+        All ranks must call this method if the model is sharded. Otherwise rank 0 can call it alone. If the upload
+        fails, only rank 0 raises the error.
 
         Args:
             model: Model to upload.
-            repo_id: Repository on the Hub.
-            parts: Further objects to save with the model, such as a tokenizer.
+            repo_id: Repository on the Hub: "name" or "owner/name".
+            parts: Objects to upload in addition to the model, such as a tokenizer.
             max_shard_size: Largest size of a file, in bytes or as text such as "10GB".
-            about: Further keyword arguments of `push_folder`, such as the commit message.
+            about: Keyword arguments of `push_folder`, such as `commit_message`.
 
         Returns:
             URL of the commit on rank 0, and None on the other ranks.
@@ -410,6 +421,11 @@ class WholeWeights:
             model: Model to export.
             call: Name of the calling public method, for error messages.
             is_safe: Whether to raise an error for objects other than tensors. Default: True.
+
+        Raises:
+            ConfigError: If `is_safe` is set, and the state dict contains objects other than tensors.
+            UnsupportedError: If the model is sharded, and only some ranks make the call.
+            StateError: If the model is sharded, and the process group has ended.
         """
         self._begin(model, call)
         tensors = dict(rename_bare_items(self._strategy.export_state(model)))
@@ -425,6 +441,16 @@ class WholeWeights:
         return tensors
 
     def _begin(self, model: torch.nn.Module, call: str) -> None:
+        """Check that all ranks can gather a sharded model together, and free its gathered parameters.
+
+        Args:
+            model: Model to export.
+            call: Name of the calling public method, for error messages.
+
+        Raises:
+            UnsupportedError: If the model is sharded, and only some ranks make the call.
+            StateError: If the model is sharded, and the process group has ended.
+        """
         if not self._strategy.capabilities.lone_forward:
             self._strategy.everyone.ensure_connected(call)
             self._lone_calls.check(f"{call}() is called", "putting whole weights together")
@@ -475,7 +501,7 @@ class PretrainedWeights:
     Args:
         model: Model or part of one, on any device, meta included.
         source: Checkpoint, as for `open_checkpoint`.
-        strict: Whether names unknown to the model and missing buffers are an error.
+        strict: Whether names unknown to the model and missing persistent buffers are an error.
 
     Raises:
         CheckpointError: If the checkpoint is missing, damaged, or does not fit the model.
@@ -556,6 +582,11 @@ class PretrainedWeights:
         return made
 
     def _on_all(self, act: Callable[[], None], everyone: Collectives) -> None:
+        """Call `act` on every rank.
+
+        Raises:
+            CheckpointError: On every rank, if `act` failed on one of them.
+        """
         failure: Exception | None = None
         try:
             act()
@@ -582,13 +613,17 @@ class PretrainedLoads:
     def add(self, part: torch.nn.Module, source: str | Path, strict: bool, prepared: Iterable[torch.nn.Module]) -> None:
         """Register a checkpoint for a model, or for part of one.
 
-        If the model is prepared, the checkpoint is read at once. Otherwise `prepare()` reads it.
+        If the model is prepared, the checkpoint is read at once, and every rank must call this method. Otherwise
+        `prepare()` reads it.
 
         Args:
             part: Model or part of one.
             source: Checkpoint, as for `open_checkpoint`.
-            strict: Whether names unknown to the model and missing buffers are an error.
+            strict: Whether names unknown to the model and missing persistent buffers are an error.
             prepared: All prepared models.
+
+        Raises:
+            CheckpointError: If the checkpoint is missing, damaged, or does not fit the model.
         """
         whole = next((model for model in prepared if any(part is inner for inner in model.modules())), None)
         if whole is not None:
@@ -611,7 +646,10 @@ class PretrainedLoads:
         return [(path, self._waiting[part]) for path, part in parts]
 
     def read(self, model: torch.nn.Module) -> None:
-        """Read the registered checkpoints into a model after the strategy has set it up. All ranks call it."""
+        """Read the registered checkpoints into a model after the strategy has set it up. All ranks call it.
+
+        Do nothing if no checkpoint is registered for the model or part of it.
+        """
         found = self._of(model)
         if not found:
             return

@@ -11,7 +11,7 @@ gradients keep the magnitude of a mean, and gradients are final when the window'
       +-- next -----+             buffers are copied from rank 0; the window is closed: clip, step, zero_grad act
 
 If a window has only one backward, and its actual weight is known without communication, the loss is divided by the
-actual weight. Gradients then need no correction, and on one process they are bitwise identical to those of
+actual weight. Gradients then need no correction. In a single-process run, they are bitwise identical to those of
 `loss.backward()`.
 
 Outside `accumulate`, every backward is a separate window, and the caller can step at any time. Each loss is then
@@ -56,7 +56,8 @@ class BatchPiece:
 
     Attributes:
         batch: Number of the batch, from 1. 0 for a batch that is never split, even if its rows are known.
-        num_rows: Number of rows in the piece.
+        num_rows: Number of rows in the piece. 0 for a piece that only repeats rows, so that all ranks run equally many
+            pieces.
         total_rows: Number of rows in the batch.
         is_last: Whether this is the batch's last piece.
     """
@@ -73,7 +74,7 @@ class BatchPiece:
 
 
 WHOLE = BatchPiece(0, 1, 1, True)
-"""Value of `AccumulationWindows.piece` while a batch is processed as a whole."""
+"""Value of `AccumulationWindows.piece` while a batch is not split, and only its loader, if any, counts its rows."""
 
 
 @dataclass
@@ -83,23 +84,24 @@ class AccumulationWindow:
     "Weight" means the weight of a loss, such as its number of rows or tokens.
 
     Attributes:
-        models: Models that train in this window.
+        models: Models that train in this window. Empty for a backward outside `accumulate`.
         number: Number of the window in the run, from 1.
-        num_done: Number of micro-batches begun.
-        is_first: Whether it is the first window of its models. Only this window is checked for mistakes in the training
-            loop.
+        num_done: Number of micro-batches begun. The parts of a split batch count as one.
+        is_first: Whether `number` is at most the number of sets of models that have trained. For sets that train in
+            turns, this is each set's first window. Only such windows are checked for mistakes in the training loop.
         is_last: Whether the current micro-batch closes the window.
-        is_closed: Whether its last backward has returned, so that gradients are final.
-        is_empty: Whether it closed with a total weight of zero, so that no update follows.
-        nominal: Weight by which each backward of the window divides its loss. None until all ranks have agreed on it.
+        is_closed: Whether the backward of its last micro-batch has returned, so that gradients are final. Also True
+            before the window is opened, and after an error in it.
+        is_empty: Whether it closed with a total weight of zero or after an error, so that no update follows.
+        nominal: Weight by which each backward of the window divides its loss. None while it is unknown.
         next_nominal: Actual weight of the last full window, which becomes `nominal` in the next one.
         local_weight: Sum of this rank's weights so far.
         global_weight: Sum of all ranks' weights so far. None if only a collective can provide it.
-        micro_weight: Pair of (weight on this rank, sum over all ranks) of the current micro-batch. Its first loss sets
-            it.
+        micro_weight: Pair of (weight on this rank, sum over all ranks) of the current micro-batch. The sum is None if
+            only a collective can provide it. The whole pair is None before the micro-batch's first loss.
         has_gradient: Whether a backward of the window has run.
         is_applied: Whether an optimizer made its step, or fp16 skipped it.
-        batch: Number of the batch to which the latest micro-batch belongs. 0 if that batch was not split.
+        batch: Number of the batch to which the latest micro-batch belongs. 0 without automatic micro-batching.
         is_by_hand: Whether this is a single backward outside `accumulate`, one of several that the script combines into
             an update.
         was_left: Whether the previous window ended without an optimizer step, and its gradients were not dropped.
@@ -132,7 +134,7 @@ class AccumulationWindow:
     def open(self, number: int) -> None:
         """Reset this object for the next accumulation window of its models.
 
-        The losses of that window are divided by the total loss weight of the last full window.
+        The losses of that window are divided by the total loss weight of the last full window, if there was one.
 
         Args:
             number: Number of the new window in the run.
@@ -190,10 +192,11 @@ class AccumulationWindows:
         current: Window of the latest micro-batch.
         are_several: Whether different sets of models have separate windows.
         is_last: Whether the latest micro-batch ends its window.
-        num_windows: Number of windows begun so far.
+        num_windows: Number of windows begun so far. After a resume, it continues from the number of updates made.
         piece: Part of a split batch that is being processed, or `WHOLE`.
-        trained_on: Loaders that were being iterated when a window began. Of nested loaders, only the innermost one.
-        read_in_training: All loaders that were being iterated when a window began, such as both of `zip(one, other)`.
+        trained_on: Loaders that were being iterated when a micro-batch began. Of nested loaders, only the innermost.
+        read_in_training: All loaders that were being iterated when a micro-batch began, such as both of
+            `zip(one, other)`.
         is_inside: Whether the script is inside a `with accelerator.accumulate()` block.
         is_held: Whether step() and zero_grad() have no effect before the next micro-batch, as set by `set_due`.
         restarted: Functions to call when all windows are dropped, such as when the run continues from a loaded state.
@@ -295,10 +298,10 @@ class AccumulationWindows:
         return opens_alone
 
     def _note_batch(self, window: AccumulationWindow) -> bool:
-        """Record which loader the micro-batch is from, and whether its batches were read ahead.
+        """Record which loader the micro-batch is from. Warn of batches read ahead, and of a save between them.
 
         Returns:
-            Whether this is the loader's last batch, and therefore the last of the accumulation window.
+            Whether this is the loader's last batch and `sync_with_loader` is set, so that the batch ends the window.
         """
         active = self.active
         loader = active[-1] if active else self._elsewhere()
@@ -320,12 +323,12 @@ class AccumulationWindows:
 
         Args:
             window: Window of the micro-batch.
-            is_end: Whether the loader has no further batch.
+            is_end: Whether the batch is its loader's last one, and therefore ends the window.
         """
         return is_end or window.num_done >= self.num_steps
 
     def _note_reading(self, window: AccumulationWindow, num_read: int) -> None:
-        """Warn if the batches of an accumulation window were all read before the first of its micro-batches began.
+        """Record how many batches were read ahead. Warn if a later micro-batch of the window uses one of them.
 
         Args:
             window: Window of the micro-batch.
@@ -337,7 +340,7 @@ class AccumulationWindows:
             log.warning_once(_READ_AHEAD, self._num_ahead + 1)
 
     def note_save(self) -> None:
-        """Record a save. Batches that were read before the save and are trained on afterwards then cause a warning.
+        """Record a save. If batches that were read together are trained on before and after it, a warning follows.
 
         A save inside an accumulation window needs no warning, because the resumed run starts that window again and
         reads its batches again.
@@ -345,7 +348,7 @@ class AccumulationWindows:
         self._is_round_saved = self._num_in_round > 1 and bool(self.active) and not self.is_unfinished
 
     def begin_lone_window(self) -> AccumulationWindow:
-        """Begin a separate accumulation window for a backward outside of any `accumulate` block."""
+        """Begin and return a separate accumulation window for a backward outside of any `accumulate` block."""
         self.num_windows += 1
         self._in_hand.clear()
         self._note_loaders()
@@ -395,7 +398,7 @@ class AccumulationWindows:
     def loader(self) -> PreparedLoader | None:
         """Innermost loader that is being iterated, or None.
 
-        If this Accelerator iterates over no loader, it is the loader over which another Accelerator iterates.
+        If none of this run's loaders is being iterated, it is the loader that `elsewhere` returns, if any.
         """
         return self.active[-1] if self.active else self._elsewhere()
 
@@ -426,7 +429,7 @@ class AccumulationWindows:
 
     @property
     def is_due(self) -> bool:
-        """Whether the current micro-batch ends its accumulation window, so that step() takes effect."""
+        """Whether the current micro-batch ends its window, and `set_due` has not disabled optimizer steps."""
         return self.is_last and not self.is_held
 
     @property
@@ -437,21 +440,24 @@ class AccumulationWindows:
 
     @property
     def is_in_hand(self) -> bool:
-        """Whether the latest micro-batch used the last batch that its loader returned, so that none was read ahead."""
+        """Whether a loader is being iterated, and no batch has been read since the latest micro-batch began."""
         return bool(self.active) and not self._in_hand
 
     @property
     def is_unfinished(self) -> bool:
         """Whether the current accumulation window has begun, and no optimizer has stepped on its gradients yet.
 
-        A closed window whose loss weight is 0 counts as finished, because it needs no update.
+        A window that closed with a loss weight of 0 or after an error counts as finished, because no update follows.
         """
         window = self.current
         return window.num_done > 0 and not (window.is_applied or (window.is_closed and window.is_empty))
 
     @property
     def is_cut(self) -> bool:
-        """Whether the current micro-batch is only part of a batch that automatic micro-batching has split."""
+        """Whether the current micro-batch is a piece that automatic micro-batching has made of a batch.
+
+        The piece can also be the whole batch, if all of it fits into memory.
+        """
         return self.piece.batch > 0
 
     @property
@@ -482,7 +488,8 @@ class AccumulationWindows:
             models: All models. The returned indices are positions in this list.
 
         Returns:
-            A pair (indices of the models, weight) for each set of models that share an accumulation window.
+            A pair (indices of the models, weight) for each set of models that share an accumulation window. Sets that
+                have not completed a full window yet are left out.
         """
         numbers = {id(model): number for number, model in enumerate(models)}
         return [
@@ -514,7 +521,7 @@ class AccumulationWindows:
         self.are_several = len(self._by_models) > 1
 
     def reset(self) -> None:
-        """Drop all accumulation windows."""
+        """Drop all accumulation windows and the current piece of a batch, and call the functions in `restarted`."""
         self._start_over()
         self.piece = WHOLE
 
@@ -627,7 +634,7 @@ class LossPolicy:
 
         Args:
             weight: Weight of the loss, such as its number of rows or tokens.
-            nominal: Divisor of the losses: the assumed total weight of the window. It is equal on all ranks.
+            nominal: Divisor of the losses: the assumed total weight of the window.
             divisor: Number by which DDP or another engine itself divides gradients.
             num_steps: Micro-batches per update.
         """

@@ -406,6 +406,7 @@ class ParallelWriter:
                 if current.num_bytes == range_bytes:
                     self._threads.submit(partial(self._write_range, progress, current))
                     current = _Range(current.start + range_bytes)
+                    self._num_held = 0
             if segment.copies is not None:
                 self._num_held = current.separate_copies()
             del segment
@@ -532,10 +533,13 @@ class ParallelWriter:
         if values.device.type == "cpu":
             yield _view_memory(values)
             return
-        staging = self._staging_for(values.device)
+        # A new thread without a current device would create a context on device 0.
+        with torch.accelerator.device_index(values.device.index):
+            staging = self._get_staging()
         for start in range(0, values.numel(), staging.numel()):
             part = values[start : start + staging.numel()]
-            with self._device_lock:  # not every backend allows copies from several threads, and one saturates a disk
+            # Not every backend allows copies from several threads, and one thread saturates a disk.
+            with self._device_lock, torch.accelerator.device_index(values.device.index):
                 staging[: part.numel()].copy_(part)
             yield _view_memory(staging[: part.numel()])
 
@@ -545,9 +549,8 @@ class ParallelWriter:
             found = self._local.buffer = memoryview(bytearray(num_bytes))
         return found
 
-    def _staging_for(self, device: torch.device) -> torch.Tensor:
-        if device.index is not None:
-            torch.accelerator.set_device_index(device.index)  # a new thread would create a context on device 0
+    def _get_staging(self) -> torch.Tensor:
+        """Return this thread's buffer for copies from a device, in pinned memory if possible."""
         found: torch.Tensor | None = getattr(self._local, "staging", None)
         if found is None:
             try:

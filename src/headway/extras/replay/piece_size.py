@@ -300,7 +300,7 @@ class AllocatorPressure:
     def predict_rows(self, num_rows: int) -> int:
         """Return the largest number of rows per micro-batch that is expected to fit on this rank.
 
-        Return -1 if the device's memory is not measured.
+        Return -1 if the device's memory is not measured, and 0 if not even one row is expected to fit.
 
         Args:
             num_rows: Rows of the largest micro-batch since `reset_peak` was last called.

@@ -144,7 +144,12 @@ class CollectiveReplayer:
         return self._channel.has(f"replay/{self.collective_log.number}/failed/{rank}")
 
     def read_step(self, rank: int, index: int) -> Step | None:
-        """Return the collective with this index that a rank has entered, or None if the rank has not published it."""
+        """Return the collective with this index that a rank has entered, or None if the rank has not published it.
+
+        Args:
+            rank: Rank that has entered the collective.
+            index: Index of the collective in the current round, which is the interval between two votes.
+        """
         key = f"replay/{self.collective_log.number}/{rank}/{index}"
         return parse_exchange(self._channel.get(key, _ANSWER)) if self._channel.has(key) else None
 
@@ -296,10 +301,11 @@ class Rounds:
         return MemoryExhausted(text)
 
     def check(self, error: BaseException | None) -> None:
-        """Raise an error if some rank cannot take part in the remaining collectives of the batch.
+        """Raise an error if some rank is known to be unable to take part in the remaining collectives of the batch.
 
         Args:
             error: Error that this rank has caught, such as the error of a collective that was aborted for this reason.
+                None: none was caught, so the control plane is not asked again. A MemoryExhausted is left to the caller.
 
         Raises:
             MemoryExhausted: If a rank cannot take part.

@@ -56,7 +56,8 @@ class BatchSnapshot:
 
     Args:
         prepared: Registry of models and optimizers.
-        states: Further objects with `snapshot` and `restore`: accumulation windows, update clock, precision.
+        states: Objects with `snapshot` and `restore`, in addition to the prepared optimizers: accumulation windows,
+            update clock, precision.
         hardware: Functions of the device type, whose RNG state is included.
     """
 
@@ -124,7 +125,10 @@ class BatchSnapshot:
             foreach_add_([own for own, _ in both], [earlier for _, earlier in both])
 
     def restore(self) -> None:
-        """Restore the state that `save_state` saved at the start of the batch. The snapshot can be used again."""
+        """Restore the state that `save_state` saved at the start of the batch. The snapshot can be used again.
+
+        `grad` of each parameter becomes None. `restore_gradients` puts back the gradients of earlier batches.
+        """
         self._is_merged = False
         for parameter in self.parameters():
             parameter.grad = None
@@ -430,7 +434,10 @@ class Rewind:
     _pass: tuple[int, int] | None = field(default=None, init=False)
 
     def before_fetch(self, loader: PreparedLoader) -> None:
-        """Copy the state if a copy is due, before a loader reads a batch."""
+        """Copy the state if a copy is due, before a loader reads the first batch of an accumulation window.
+
+        When a training loader begins a new pass, drop the copies of earlier passes first.
+        """
         windows = self.run.windows
         if windows.is_unfinished or windows.num_read:
             return

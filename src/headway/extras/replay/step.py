@@ -39,7 +39,8 @@ class PieceBlock(MicroBatch):
         """Begin a micro-batch of a batch.
 
         Raises:
-            StateError: If no batch is being split, or if other models train in the same batch.
+            StateError: If the code is not inside `microbatches` or `forward_backward`, or if another micro-batch of
+                this batch trains other models.
         """
         windows = self._step.windows
         if not windows.is_cut:
@@ -133,8 +134,9 @@ class PieceStep(TrainingStep):
     def _estimate_nominal(self, window: AccumulationWindow) -> float | None:
         """Return the expected total weight of the accumulation window, or None if it is zero.
 
-        If gradients are reduced in each micro-batch's backward, all ranks agree on the value in a collective.
-        Otherwise each rank uses its own estimate, because gradients are corrected before they are reduced.
+        If gradients are reduced in each micro-batch's backward, the value is equal on all ranks. It is computed from
+        the loader's row counts, or in a collective if the total weight of the micro-batch is unknown. Otherwise each
+        rank uses its own estimate, because gradients are corrected before they are reduced.
         """
         assert window.micro_weight is not None
         local, total = window.micro_weight
@@ -175,6 +177,10 @@ class PieceStep(TrainingStep):
         The guard, which checks losses and gradients for problems such as NaNs, can forbid the update. All ranks still
         report to each other whether the batch has succeeded. A replay asks the guard again, because ranks that
         failed before this point have not asked it yet.
+
+        Raises:
+            UnsupportedError: If a closure is given.
+            TransactionReplay: If the caller's loop over `microbatches` must replay the batch.
         """
 
         def attempt() -> Callable[[], bool]:
@@ -189,6 +195,10 @@ class PieceStep(TrainingStep):
         """Clear the optimizer's gradients.
 
         This includes the gradients of earlier batches of the accumulation window, which the batch's snapshot stores.
+
+        Args:
+            optimizer: Optimizer whose parameters' gradients are cleared.
+            set_to_none: Whether to set gradients to None instead of zero. Sharded gradients are always set to None.
         """
         self.transaction.forget_gradients(optimizer)
         super().clear_gradients(optimizer, set_to_none)
@@ -219,7 +229,11 @@ class PieceStep(TrainingStep):
     # ---------------------------------------------------------------- batches
 
     def microbatches(self, batch: Tree) -> Iterator[Tree]:
-        """Yield the batch's micro-batches. If memory ran out, yield all of them again, in smaller micro-batches."""
+        """Yield the batch's micro-batches. If memory ran out, yield the whole batch again, in smaller micro-batches.
+
+        Raises:
+            StateError: If a micro-batch is being processed already.
+        """
         self._check_not_inside("microbatches")
         self.transaction.begin_batch()
         self._gather_rows(batch)
@@ -238,6 +252,9 @@ class PieceStep(TrainingStep):
 
         Args:
             name: Name of the called method, for the message.
+
+        Raises:
+            StateError: If a micro-batch is being processed.
         """
         if self.windows.is_cut:
             raise StateError(

@@ -208,10 +208,12 @@ class BatchTransaction:
         self.num_rows, self._num_pieces = 1, 0
 
     def abandon_batch(self, is_window_dropped: bool) -> None:
-        """Undo the batch, because the caller left it early with `break` or because of an error.
+        """End the batch. If it is not committed, the caller left it early, with `break` or because of an error.
 
         Args:
-            is_window_dropped: Whether to also drop the gradients of earlier batches in the accumulation window.
+            is_window_dropped: Whether an uncommitted batch is left as it is, and the stored gradients of earlier
+                batches in the accumulation window are dropped. If False, the batch is undone, and these gradients are
+                restored.
         """
         if self.is_open:
             if is_window_dropped:
@@ -334,7 +336,11 @@ class BatchTransaction:
         """Whether `error` makes the ranks replay the batch.
 
         This holds for an out-of-memory error before the commit, and for `TransactionReplay`. If so, the memory that
-        the error keeps alive is freed, and the other ranks are informed in a vote.
+        the error keeps alive is freed. After an out-of-memory error, the other ranks are informed in a vote.
+
+        Raises:
+            MemoryExhausted: If micro-batches cannot become smaller, or some rank cannot join the remaining collectives
+                of the batch.
         """
         if isinstance(error, TransactionReplay):
             traceback.clear_frames(error.__traceback__)
@@ -572,7 +578,7 @@ class BatchTransaction:
         return self._optimizer_records.setdefault(id(optimizer), OptimizerRecord(optimizer))
 
     def release(self) -> None:
-        """Undo the batch if it is not committed, and drop all records about optimizers."""
+        """End an uncommitted batch without restoring its state, and drop all records about optimizers."""
         self.abandon_batch(is_window_dropped=True)
         self._optimizer_records.clear()
         self.tree = None
@@ -582,7 +588,8 @@ class BatchTransaction:
     def tick_scheduler(self, call: Callable[[], None], is_last: bool) -> None:
         """Postpone a learning-rate scheduler's step until the batch is committed.
 
-        A call in any micro-batch other than the last one is ignored. Outside of a batch, the scheduler steps at once.
+        A call in any micro-batch other than the last one is ignored, and so is a call while a replay is pending.
+        Outside of a batch, the scheduler steps at once.
 
         Args:
             call: Function that steps the scheduler.

@@ -130,9 +130,11 @@ class _Pool:
     """Pool of free blocks on one stream, for either small or large requests."""
 
     page: int
+    """Number of bytes by which an expandable segment of this pool grows at a time."""
     rest: int
     """Minimum number of bytes that a split must leave over. A block with a smaller remainder is not split."""
     free: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs of (size, address) of the free blocks, in ascending order."""
     blocks: dict[int, _Block] = field(default_factory=dict)
     """Free blocks, by address."""
     last: _Block | None = None

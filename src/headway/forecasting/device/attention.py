@@ -226,7 +226,10 @@ def _make_additive_mask(mask: Any, query: torch.Tensor) -> Any:
 
 
 def _align_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return an additive mask whose rows start at multiples of 16 bytes, as the memory-efficient kernel requires."""
+    """Return an additive mask whose rows start at multiples of 16 bytes, as the memory-efficient kernel requires.
+
+    It is expanded to the shape (batch, heads, query tokens, key tokens).
+    """
     mask = _make_additive_mask(mask, query)
     length = key.shape[2]
     if mask.shape[-1] == length and length % 8:

@@ -162,7 +162,7 @@ def apply_rms_norm(
     """Apply RMSNorm to fake tensors as a single kernel if torch would do so on CUDA.
 
     torch uses a single kernel unless the dtypes of weight and inputs differ, or the inputs are in channels-last format.
-    Real tensors are computed as usual.
+    Real tensors are computed as usual. The arguments are those of `torch.rms_norm`.
     """
     is_plain = suggest_memory_format(inputs) == torch.contiguous_format
     if isinstance(inputs, FakeTensor) and is_plain and (weight is None or weight.dtype == inputs.dtype):

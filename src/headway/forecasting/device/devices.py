@@ -193,7 +193,7 @@ def find_device(name: str) -> Device:
             a product name as nvidia-smi prints it ("NVIDIA A100-SXM4-80GB"), or the memory size of any GPU ("48GiB").
 
     Raises:
-        ConfigError: If no device matches the name.
+        ConfigError: If no device matches the name, or the file of calibration records is damaged.
         DeviceUnavailable: If `name` is "this" and there is no CUDA device.
     """
     wanted = name_this_device() if name.lower() == "this" else name.lower()
@@ -210,6 +210,9 @@ def look_up_device(name: str) -> Device | None:
     """Return the device with this name, or None if the name is unknown.
 
     If the device has been calibrated, the calibrated overhead takes precedence over the table.
+
+    Raises:
+        ConfigError: If the file of calibration records is damaged.
     """
     known, record = DEVICES.get(name), _read_records().get(name)
     if record is None:
@@ -283,7 +286,10 @@ def resolve_budget(device: Device, budget: int | str | None) -> int | None:
     Args:
         device: Device to forecast for.
         budget: Limit in bytes, or text such as "24GiB". Decimal units are powers of 1000, binary ones of 1024. None:
-            all of the device's memory.
+            all of the device's memory, if it is known.
+
+    Raises:
+        ConfigError: If the budget is not a size, or is negative.
     """
     return device.memory if budget is None else parse_bytes(budget)
 

@@ -72,7 +72,8 @@ _OVERSIZED_ON_CUDA: dict[str, Sizes] = {
 }
 """Rules for the storage sizes of results that have another size on CUDA than elsewhere, by operation.
 
-The statistics of a layer norm are in float32. A negative size means that the result does not exist on CUDA.
+A rule returns the minimum size in bytes for each result. 0 means that the size follows from the result's shape, and a
+negative size that the result does not exist on CUDA. The statistics of a layer norm are in float32.
 """
 _MATMUL = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_scaled_mm")
 """Names of the operations that use cuBLAS."""
@@ -108,7 +109,8 @@ NAMESPACES = (
 def _size_embedding_backward(args: tuple[Any, ...]) -> list[int]:
     """Return the bytes of each scratch tensor that an embedding's backward allocates before its result.
 
-    These are a contiguous copy of the gradient, the sorted indices, and buffers for the sort.
+    These are a contiguous copy of the gradient (unless it is contiguous), the sorted indices, and buffers for the sort.
+    Up to 3,072 indices are not sorted.
 
     Args:
         args: Arguments of the backward operation.
@@ -137,8 +139,9 @@ def _size_embedding_sums(args: tuple[Any, ...]) -> list[int]:
 def _size_sorting(args: tuple[Any, ...]) -> list[int]:
     """Return the bytes of each scratch tensor of a sort whose rows are too long for one CUDA block.
 
-    The scratch tensors are the positions of the values, the values if there are several rows, and buffers for radix
-    sort. The constant overhead of radix sort (0.1 to 4.5 MB, depending on the device) is not included.
+    The list is empty if the rows have at most 4,096 values. The scratch tensors are the positions of the values, the
+    values if there are several rows, and buffers for radix sort. The constant overhead of radix sort (0.1 to 4.5 MB,
+    depending on the device) is not included.
 
     Args:
         args: Arguments of the sort.
@@ -154,7 +157,8 @@ def _size_sorting(args: tuple[Any, ...]) -> list[int]:
 def _size_indexed_sums(args: tuple[Any, ...]) -> list[int]:
     """Return the bytes of each scratch tensor of `index_put` with accumulation, which adds rows by index.
 
-    These are a contiguous copy of the values, the sorted indices, and buffers for the sort.
+    These are a contiguous copy of the values (unless they are contiguous), the sorted indices, and buffers for the
+    sort. The list is empty without accumulation.
 
     Args:
         args: Arguments of `index_put`.
@@ -391,7 +395,8 @@ keep values for backward.
 def list_oversized(device: Device) -> dict[str, Sizes]:
     """Return rules for the storage sizes of results, by operation.
 
-    The rules cover the operations whose results own more or less memory on the device than their shape needs.
+    The rules cover the operations whose results own more or less memory on the device than their shape needs. A rule
+    returns the minimum bytes of each result. 0 means no minimum, and a negative number that the result does not exist.
     """
     return OVERSIZED | _OVERSIZED_ON_CUDA if device.is_cuda else OVERSIZED
 
@@ -455,7 +460,8 @@ def make_grouped_product(func: Any, args: tuple[Any, ...]) -> torch.Tensor | Non
 def _apply_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Apply dropout to a fake tensor with a mask of one byte per element, as on CUDA.
 
-    On a CPU, torch's mask has the tensor's dtype. Real tensors are computed as usual.
+    On a CPU, torch's mask has the tensor's dtype. Real tensors are computed as usual, and so are calls outside of
+    training or with a `p` of 0 or 1.
     """
     if isinstance(tensor, FakeTensor) and train and 0 < p < 1 and tensor.numel():
         return torch.ops.aten.native_dropout(tensor, p, train)[0]  # type: ignore[no-any-return]
@@ -463,10 +469,11 @@ def _apply_dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 def _apply_linear(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Apply a linear layer to fake tensors so that it allocates as much memory as for plain tensors.
+    """Apply a linear layer, which allocates as much memory for fake tensors as torch does for plain tensors.
 
-    If inputs are not contiguous, torch adds the bias in place for plain tensors. For tensor subclasses such as fake
-    tensors, torch would allocate another tensor for the sum.
+    If inputs with more than two dimensions are not contiguous, torch adds the bias in place for plain tensors. For
+    tensor subclasses such as fake tensors, torch would allocate another tensor for the sum. So this function adds the
+    bias in place for such fake inputs. All other calls are computed as usual.
     """
     if isinstance(tokens, FakeTensor) and bias is not None and tokens.dim() > 2 and not tokens.is_contiguous():
         return torch.matmul(tokens, weight.t()).add_(bias)
@@ -502,9 +509,10 @@ def _keep_dtype(library: torch.library.Library, name: str) -> None:
 
 
 def _cast_to_float32(library: torch.library.Library, name: str) -> None:
-    """Make autocast cast the inputs of an operation to float32, as on CUDA.
+    """Make autocast cast the half-precision inputs of an operation to float32, as on CUDA.
 
-    Do nothing if the CPU's autocast already handles the operation, or if CUDA's does not.
+    An operation of `FLOAT32_IF_FREE` gets `dtype=torch.float32` instead, unless the call sets another dtype. Do nothing
+    if the CPU's autocast already handles the operation, or if CUDA's does not.
 
     Args:
         library: Library to register the operation's implementation in.

@@ -19,7 +19,7 @@ def skip_causal_mask(model: nn.Module) -> nn.Module:
     In a real run, transformers reads the values of the attention mask, and builds no causal mask if no token is masked.
     Fake and meta tensors have no values, so transformers would always build one. Therefore the model is switched to an
     attention implementation that has no registered mask function. For such an implementation, transformers builds no
-    mask.
+    mask. A model whose attention implementation is not "sdpa" is returned unchanged.
     """
     if getattr(model.config, "_attn_implementation", None) == "sdpa":
         from transformers import AttentionInterface

@@ -54,6 +54,10 @@ def skip_kernels() -> Iterator[list[str]]:
         List of the paths of the graphs that are compiled in the context. It grows during the context. If it is not
         empty at the end, TorchDynamo's cache is reset, because code compiled for fake tensors must not run on real
         tensors.
+
+    Raises:
+        UnsupportedError: If this version of torch lacks a function that has to be replaced, or a graph is compiled with
+            CUDA graphs.
     """
     import torch._functorch.config
     from torch._inductor import async_compile, codecache, config

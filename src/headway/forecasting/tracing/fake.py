@@ -70,6 +70,8 @@ def trace_step(
 
     Raises:
         UnsupportedError: If the step cannot be traced. The message names the operation and the user's line.
+        LossError: If the loss is not a scalar with a gradient.
+        ConfigError: If the user's loop (`recipe.loop`) does not call backward, or makes too few updates.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     made = [_make_model(make, fake, prepare)]
@@ -157,7 +159,7 @@ def _is_packed(each: Any) -> bool:
 
 
 def copy_leaf(leaf: Any) -> Any:
-    """Return an uninitialized tensor with the shape, strides and dtype of the given tensor.
+    """Return an uninitialized tensor on the CPU with the shape, strides and dtype of the given tensor.
 
     Values that are not tensors are returned unchanged.
     """

@@ -170,7 +170,7 @@ class BatchResizer:
     Attributes:
         num_rows: Number of rows of the real batch.
         is_padded: Whether the batch's `attention_mask` masks any token, or None if the batch has no mask.
-        is_packed: Whether the batch's `position_ids` restart within a row, as those of packed sequences do.
+        is_packed: Whether `position_ids` are not consecutive in some row of the batch, as in packed sequences.
         caveats: Assumptions about the batch, as sentences.
 
     Raises:

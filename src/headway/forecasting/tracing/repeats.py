@@ -21,12 +21,15 @@ from headway.forecasting.tracing.trace import Trace
 from headway.forecasting.tracing.work import StepWork
 
 FEWEST = 16
-"""Minimum number of repetitions for which extrapolation saves time.
+"""Minimum number of repetitions of a sequence of blocks for which extrapolation saves time.
 
-Extrapolation needs traces of 3, 4 and 5 repetitions, which together cost as much as 12.
+Extrapolation needs traces of the model with 3, 4 and 5 repetitions, which together cost as much as one with 12.
 """
 TRACED = 3
-"""Number of repetitions in the smallest trace. The two other traces have one and two repetitions more."""
+"""Number of repetitions of the model's repeated blocks in the smallest of three traces.
+
+The other two traces have one and two repetitions more.
+"""
 _AHEAD = 24
 """Number of events after an inserted sequence that are compared to find the length of the sequence."""
 
@@ -42,6 +45,8 @@ _Expanded = tuple[list[MemoryEvent], dict[str, int]]
 @dataclass(frozen=True)
 class RepeatedBlocks:
     """Location of a model's repeated blocks: a ModuleList or Sequential that is periodic from index `start` to its end.
+
+    A repetition is one occurrence of the sequence of `period` blocks.
 
     Attributes:
         path: Path of the ModuleList or Sequential in the model.
@@ -61,17 +66,17 @@ class RepeatedBlocks:
         return (self.length - self.start) // self.period
 
     def shorten(self, model: nn.Module, count: int) -> None:
-        """Delete blocks from the model in place until `count` repetitions are left.
+        """Delete blocks at the end of the list in place until the sequence of blocks occurs `count` times.
 
         Args:
             model: Model with the repeated blocks.
-            count: Number of repetitions to keep.
+            count: Number of occurrences to keep.
         """
         blocks: Any = model.get_submodule(self.path)
         del blocks[self.length - (self.count - count) * self.period :]
 
     def name_in_first(self, name: str) -> str:
-        """Return the name of the parameter in the first repetition that corresponds to the given parameter.
+        """Return the name of the parameter that corresponds to the given one in the first sequence of repeated blocks.
 
         The name of a parameter outside of the repeated blocks is returned unchanged.
 
@@ -147,9 +152,11 @@ def trace_repeated(
 ) -> Trace | None:
     """Return the trace of a model with many repeated blocks, after tracing only a few of them.
 
+    A repetition is one occurrence of the sequence of blocks that the model repeats.
+
     Args:
-        trace: Function that traces the model with a given number of repetitions.
-        count: Number of repetitions in the model.
+        trace: Function that traces the model, shortened to a given number of repetitions.
+        count: Number of repetitions in the full model.
         proofs: Results of earlier calls with other batches of the model. If one of them has the same sequence of events
             as this batch, one trace is enough instead of three. A new result is appended. Default: None.
 
@@ -183,8 +190,8 @@ def _extrapolate_trace(pieces: "list[_Piece]", first: Trace, second: Trace, coun
 
     Args:
         pieces: Event descriptions, split into sequences that are repeated and sequences that are not.
-        first: Trace with `TRACED` repetitions.
-        second: Trace with one repetition more than `first`.
+        first: Trace of the model with `TRACED` (3) repetitions of its repeated blocks.
+        second: Trace of the model with one repetition more than `first`.
         count: Number of repetitions to extrapolate to.
     """
     expanded = _expand_pieces(pieces, count - TRACED)
@@ -201,12 +208,14 @@ def _extrapolate_trace(pieces: "list[_Piece]", first: Trace, second: Trace, coun
 
 @dataclass(frozen=True)
 class RepeatProof:
-    """Events that each further repetition of the blocks adds to a trace, as verified with three traces of one batch.
+    """Events that each further repetition of a model's repeated blocks adds to a trace.
+
+    They were verified with three traces of one batch.
 
     Attributes:
         pieces: Event descriptions, split into sequences that are repeated and sequences that are not.
-        first: Trace with `TRACED` repetitions.
-        second: Trace with one repetition more.
+        first: Trace of the model with `TRACED` (3) repetitions of the blocks.
+        second: Trace of the model with one repetition more than `first`.
     """
 
     pieces: "list[_Piece]"
@@ -217,7 +226,7 @@ class RepeatProof:
         """Extrapolate the trace of another batch to the full model.
 
         Args:
-            traced: Trace of the other batch, with one repetition more than `TRACED`.
+            traced: Trace of the other batch, with `TRACED` + 1 (4) repetitions of the model's repeated blocks.
             count: Number of repetitions to extrapolate to.
 
         Returns:
@@ -281,11 +290,11 @@ class _Token(NamedTuple):
         phase: Name of the phase that starts.
         kin: Bytes, operation, kind and stream of the memory that is freed. None unless the event is a free.
         newest: Position of the freed allocation among the allocations in use with equal `kin`, counted from the newest.
-            None if the position differs between repetitions.
+            None if the position differs between repetitions of the model's blocks.
         oldest: Position of the freed allocation among the allocations in use with equal `kin`, counted from the oldest.
-            None if the position differs between repetitions.
-        growth: Bytes by which the allocation grows with each further repetition. An example is a tensor with the norms
-            of all gradients.
+            None if the position differs between repetitions of the model's blocks.
+        growth: Bytes by which the allocation grows with each further repetition of the model's blocks. An example is a
+            tensor with the norms of all gradients.
     """
 
     event: MemoryEvent | None
@@ -424,7 +433,7 @@ def _find_pieces(short: list[_Token], long: list[_Token]) -> list[_Piece] | None
 
 
 def _find_addition(ahead: list[_Token], long: list[_Token], begin: int) -> list[_Token] | None:
-    """Return the events that one more repetition adds at a position, or None if there are none.
+    """Return the events that one more repetition of the model's blocks adds to a trace at `begin`, or None if none.
 
     Added events must repeat the events before them. If sequences of several lengths do so, the one after which the most
     events match `ahead` is returned.
@@ -432,7 +441,7 @@ def _find_addition(ahead: list[_Token], long: list[_Token], begin: int) -> list[
     Args:
         ahead: Next event descriptions of the trace with fewer repetitions.
         long: Event descriptions of the trace with one repetition more.
-        begin: Position in `long`.
+        begin: Index in `long`.
     """
     found: list[_Token] | None = None
     longest = 0

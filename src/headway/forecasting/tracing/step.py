@@ -67,6 +67,10 @@ class StepRecipe:
         lengths: Sequence length of each micro-batch, in order. Empty if all micro-batches have the same size.
         averages: For each moving average of the trainable parameters, its dtype. None for the dtype of the parameters,
             but at least float32.
+
+    Raises:
+        ConfigError: If the precision or the loop is unknown, or `accumulation` is less than 1. Also if `max_norm` is
+            given for a user's own loop, or `lengths` does not consist of at least two whole updates.
     """
 
     optimizer: MakeOptimizer | None
@@ -187,7 +191,7 @@ class StepEngine:
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def clip_gradients(self, max_norm: float) -> None:
-        """Scale the gradients down so that their norm is at most `max_norm`.
+        """Scale the gradients down so that their norm over all parameters is at most `max_norm`.
 
         This is equivalent to torch's `clip_grad_norm_` with `foreach=True`, which torch refuses for tensors on a CPU.
         """
@@ -218,6 +222,9 @@ def run_steps(
         engine: Engine that distributes the model over ranks.
         parameters: Trainable parameters.
         optimizer: Optimizer of the parameters, or None for no update.
+
+    Raises:
+        LossError: If the loss is not a scalar with a gradient.
     """
     asked = recipe.list_requests(engine.steps)
     clears_late, is_function = recipe.loop == "zero_grad_before_backward", recipe.loop == "loss_function"
@@ -344,7 +351,8 @@ def list_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def choose_cuda_kernels(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer use `foreach` kernels, as it does by default on a GPU, unless the user has chosen otherwise.
 
-    By default, torch's optimizers update all parameters at once on a GPU, but one at a time on a CPU.
+    By default, torch's optimizers update all parameters at once on a GPU, but one at a time on a CPU. Do nothing for
+    Adafactor, which updates one parameter at a time on both.
     """
     if isinstance(optimizer, torch.optim.Adafactor):  # updates one parameter at a time on a GPU, too, to save memory
         return
@@ -395,6 +403,10 @@ def run_recipe(
         watcher: Observer of the steps, or None. Default: None.
         on_cuda: Whether the optimizer chooses its kernels as for parameters on a GPU. Default: False.
         engine: Engine that distributes the model over ranks, or None for one process. Default: None.
+
+    Raises:
+        LossError: If the loss is not a scalar with a gradient.
+        ConfigError: If a user's own loop ends without calling backward, or makes too few updates.
     """
     watcher, engine = watcher or StepObserver(), engine or StepEngine(model)
     watcher.enter_phase("set-up")

@@ -79,8 +79,8 @@ def make_largest_result(func: Any, args: tuple[Any, ...]) -> Any:
 def expand_masks(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of an indexing operation, with each boolean mask replaced by index tensors.
 
-    The index tensors are as large as if the mask were true everywhere. Arguments of other operations are returned
-    unchanged.
+    The index tensors are as large as if the mask were true everywhere. Arguments of other operations, and arguments
+    without masks or fake tensors, are returned unchanged.
 
     Args:
         func: Operation that is traced.

@@ -45,7 +45,7 @@ def add_third_update(traced: Trace) -> Trace:
 
     The second update frees memory that the first has allocated, such as the loop's previous outputs. Likewise, the
     third frees the corresponding memory of the second. If the two updates leave different memory allocated, the trace
-    is returned unchanged.
+    is returned unchanged. So is a trace that does not consist of exactly two updates.
     """
     begin, end = traced.phases.get(_LAST), traced.phases.get(_END, 0)
     first = traced.phases.get("step 1 forward")

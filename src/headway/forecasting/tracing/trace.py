@@ -346,9 +346,10 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
                     self._register_tensor(each, name, args, min_bytes[index] if index < len(min_bytes) else 0)
 
     def _count_unsure(self, name: str, args: tuple[Any, ...]) -> None:
-        """Record an upper bound for the workspace of an operation whose kernel has a workspace of unknown size.
+        """Record an upper bound for the workspace of an operation whose CUDA kernel has a workspace of unknown size.
 
-        The bound is the sum of the bytes that the operation reads and the bytes that it is assumed to keep.
+        Only the largest bound of all operations is kept. The bound is the sum of the bytes that the operation reads and
+        the bytes that it is assumed to keep.
 
         Args:
             name: Name of the operation.
@@ -406,7 +407,10 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         return sum(size for _, key, size in self._live.values() if self._kinds.get(key) == kind)
 
     def build_trace(self) -> Trace:
-        """Return the trace of the recorded events. Call it after the dispatch mode has ended."""
+        """Return the trace of the events before the phase "end". Call it after the dispatch mode has ended.
+
+        A last event is added for memory that a run might need in addition, such as workspaces of unknown size.
+        """
         events = [
             event._replace(kind=self._kinds.get(event.key, event.kind), stream=self._streams.get(event.key, 0))
             for event in _sort_frees(self.events[: self.phases.get("end")])

@@ -41,8 +41,11 @@ class ObjectLock(lock.PlaceLock):
     def check(self) -> None:
         """Rewrite the lock object, and raise `CheckpointError` if another run has taken it.
 
+        Do nothing if another machine of this run has created the object.
+
         Raises:
             CheckpointError: If another run has taken the lock.
+            ObjectStoreError: If the store does not answer.
         """
         if self._etag and not self._beat():
             found = self._path.client.get(self._path.key)

@@ -47,7 +47,10 @@ class MirroredFolder:
         atexit.register(self._close)
 
     def send(self) -> None:
-        """Upload the files that have changed. A failed upload is logged as a warning and repeated at the next call."""
+        """Upload the files that have changed since they were last uploaded, in the order of their names.
+
+        The first failed upload ends the call, with a warning. It and the remaining files are uploaded in the next call.
+        """
         with self._sending, contextlib.suppress(FileNotFoundError):
             for path in sorted(each for each in self.folder.rglob("*") if each.is_file()):
                 name, about = path.relative_to(self.folder).as_posix(), path.stat()
@@ -79,6 +82,8 @@ class _Mirrors(dict[ObjectPath, MirroredFolder]):
 def make_local_folder(place: ObjectPath) -> Path:
     """Return a local folder for a run's files. Its files are copied to the object store.
 
+    Each folder in the object store has one local folder per process, so repeated calls return the same path.
+
     Args:
         place: Folder in the object store.
     """
@@ -100,6 +105,9 @@ def fetch_file(source: ObjectPath, target: Path) -> bool:
     Args:
         source: Object to download.
         target: Local path. Missing folders are created.
+
+    Raises:
+        ObjectStoreError: If the store refuses the request or does not answer.
     """
     try:
         with source.open() as file:

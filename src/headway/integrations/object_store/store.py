@@ -253,7 +253,8 @@ class ObjectStore:
     def abandon(self) -> None:
         """Delete the files of a failed save unless the manifest lists them.
 
-        The manifest lists them if the save's commit succeeded but the store's response was lost.
+        Call it on the store of the save's own prefix, which `staging` returns. The manifest lists the files if the
+        save's commit succeeded but the store's response was lost. If the manifest is damaged, they are kept, too.
 
         Raises:
             ObjectStoreError: If the store does not answer. The next save then deletes the files.
@@ -273,7 +274,8 @@ class ObjectStore:
 
         Raises:
             CheckpointError: If an uploaded object is missing, if another save has committed first, or if another run
-                has taken the lock and removed the files. The previous checkpoint is then unchanged.
+                has taken the lock. If that run takes it during the commit, the error is raised only if it has also
+                removed the files. The previous checkpoint is then unchanged.
         """
         placed = manifest.moved(staging.name)
         data = placed.encode()
@@ -355,7 +357,7 @@ class ObjectStore:
         return place
 
     def identity(self) -> tuple[int, int]:
-        """Return two numbers that identify the manifest object: its length and a hash of its ETag.
+        """Return two numbers that identify the manifest object within this process: its length and a hash of its ETag.
 
         Return (0, 0) if the manifest does not exist.
         """
@@ -395,7 +397,8 @@ class ObjectStore:
     def sweep(self, name: str | None = None) -> list[Path]:
         """Delete the files of interrupted saves, and return their prefixes.
 
-        Do not call this method while any checkpoint that `name` selects is being saved.
+        Checkpoints whose manifest is damaged keep all their files. Do not call this method while any checkpoint that
+        `name` selects is being saved.
 
         Args:
             name: Name of the checkpoint whose leftover files are deleted. Default: None, for the leftover files of all

@@ -25,10 +25,10 @@ class BlockTable:
     Attributes:
         offsets: Byte offset of each block in the file.
         sizes: Size of each block in bytes.
-        counts: Number of records in each block.
+        counts: Number of records in each block, including those in `excluded`.
         excluded: Damaged records that are left out, as pairs of (index of the block, index of the record in the block).
         num_skipped: Number of damaged records that are left out, including those of blocks that are left out
-            completely.
+            completely. Damage that ends a scan early counts as one record.
     """
 
     offsets: list[int] = field(default_factory=list)
@@ -38,7 +38,7 @@ class BlockTable:
     num_skipped: int = 0
 
     def add(self, offset: int, num_bytes: int, count: int) -> None:
-        """Append a block that starts at byte `offset`."""
+        """Append a block of `count` records in `num_bytes` bytes, which starts at byte `offset` of the file."""
         self.offsets.append(offset)
         self.sizes.append(num_bytes)
         self.counts.append(count)
@@ -122,7 +122,16 @@ class ShardFormat(Protocol):
         """
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> OpenShard:
-        """Open a shard, and return an object that decodes its blocks."""
+        """Open a shard, and return an object that decodes its blocks.
+
+        Args:
+            reader: Reader of the file's bytes.
+            num_bytes: Size of the file.
+            name: Name of the file, for messages.
+
+        Raises:
+            DataError: If a part of the file that describes its records is damaged.
+        """
 
 
 class SlotBlock:
@@ -140,7 +149,11 @@ class SlotBlock:
         self._decode = decode
 
     def read(self, numbers: Sequence[int]) -> list[Any]:
-        """Return the records with the given indices in the block."""
+        """Return the records with the given indices in the block.
+
+        Raises:
+            DataError: If a record is damaged. It is raised by the function `decode`.
+        """
         slots, decode = self._slots, self._decode
         return [decode(slots[number]) for number in numbers]
 

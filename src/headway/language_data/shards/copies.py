@@ -40,9 +40,14 @@ class LocalCopies:
     def open(self, key: str, write: Callable[[Any], None]) -> LocalFile:
         """Open the cached file with this name. If it does not exist, write it first.
 
+        After a file is written, the least recently used ones are removed until the limit is met.
+
         Args:
-            key: Name of the cached file.
-            write: Function that writes the content to a binary file object.
+            key: Name of the cached file, without its suffix.
+            write: Function that writes the content to a binary file object. Its errors are passed on.
+
+        Raises:
+            DataError: If another process has been writing the file for longer than the policy's `limit`.
         """
         path = self._folder / f"{key}{_SUFFIX}"
         while True:

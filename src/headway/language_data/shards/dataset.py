@@ -53,7 +53,7 @@ class ShardedDataset(Dataset[Any]):
     - "mds" (MosaicML): a dict from column names to values. Give the dataset's folder or its `index.json`.
 
     Files may be compressed with gzip, bz2, xz, zstd or lz4. A compressed shard is decompressed into the folder of local
-    copies when it is needed. Shuffling keeps the records of a compressed shard together.
+    copies when it is needed. Shuffling keeps the blocks of a compressed shard together.
 
     A scan divides each file into blocks (records that are read together), and stores the result in `cache_dir`. The
     scan reads JSON lines and arrow files completely. In tar files, it can skip data only in members larger than 1 MiB.
@@ -71,6 +71,7 @@ class ShardedDataset(Dataset[Any]):
         num_stripes: Number of ranges of the shuffled data that are read in parallel, for remote shards in a run on
             several machines. Each machine then fetches only the blocks that its ranks read. Choose a multiple of the
             numbers of machines on which the run may be resumed. Default: 1, so that each machine fetches all blocks.
+            Other values require `shuffle=True`.
         samples_per_step: Number of samples that all ranks together read per step: batch size times number of ranks.
             Needed only with `num_stripes`, and must be a multiple of it.
         columns: Columns of parquet and arrow shards to read. Default: all.
@@ -92,7 +93,9 @@ class ShardedDataset(Dataset[Any]):
 
     Raises:
         ConfigError: If an argument is out of range.
-        DataError: If there are no files or no records, or a file cannot be read.
+        DataError: If there are no files or no records, or a file is damaged or cannot be read.
+        ObjectStoreError: If an object store refuses to list or describe the shards.
+        OptionalDependencyMissing: If a package that the format or the storage needs is not installed.
     """
 
     def __init__(
@@ -145,7 +148,7 @@ class ShardedDataset(Dataset[Any]):
         return len(self._order)
 
     def __getitem__(self, position: int) -> Any:
-        """Return the record at a position of the current epoch's order.
+        """Return the record at a position of the current epoch's order. Negative positions count from the end.
 
         Raises:
             IndexError: If the position is out of range.
@@ -155,6 +158,8 @@ class ShardedDataset(Dataset[Any]):
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         """Return the records at several positions of the current epoch's order. DataLoader calls this for each batch.
+
+        Negative positions count from the end.
 
         Raises:
             IndexError: If a position is out of range.
@@ -263,7 +268,7 @@ class _AllBlocks:
         counts: Number of records in each block, without damaged records.
         units: Index of the unit that each block belongs to. A unit is a group of blocks that `ShardOrder` keeps
             together, such as those of a compressed shard.
-        excluded: Indices of the damaged records that are left out, by block.
+        excluded: Indices, within a block, of the damaged records that are left out, by index of the block.
     """
 
     shards: "numpy.ndarray[Any, Any]"
@@ -275,7 +280,12 @@ class _AllBlocks:
 
 
 def _join_tables(files: Sequence[ShardFile], tables: Sequence[BlockTable]) -> _AllBlocks:
-    """Concatenate the block tables of all shards."""
+    """Concatenate the block tables of all shards. Damaged records are not counted.
+
+    Args:
+        files: All shards.
+        tables: Block table of each shard.
+    """
     shards: list[int] = []
     starts_unit: list[bool] = []
     excluded: dict[int, list[int]] = {}
@@ -370,6 +380,14 @@ def _find_shards(places: ShardPlaces, form: str | None, policy: RetryPolicy) -> 
     """Return the shard files that are denoted by paths, patterns and URLs.
 
     The folder or the index of an MDS dataset is replaced by the shards that the index lists.
+
+    Args:
+        places: Path, pattern or URL, or a list of them.
+        form: Format that the user chose, or None.
+        policy: Time limits of remote requests.
+
+    Raises:
+        DataError: If a place is a folder without an MDS index, or matches no file, or a file is listed twice.
     """
     listed = [places] if isinstance(places, str | os.PathLike) else list(places)
     found: list[str | os.PathLike[str]] = []

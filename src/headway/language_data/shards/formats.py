@@ -40,7 +40,7 @@ def choose_format(url: str, name: str | None) -> str:
 
     Args:
         url: Path or URL of the file.
-        name: Format that the user chose; None to choose by suffix.
+        name: Format that the user chose, which is returned unchanged. None to choose by suffix.
 
     Raises:
         DataError: If the suffix belongs to no format.
@@ -61,7 +61,7 @@ def choose_format(url: str, name: str | None) -> str:
 
 
 def choose_compression(url: str) -> str | None:
-    """Return the compression that a file's last suffix denotes, or None if it is not compressed."""
+    """Return the compression that a file's last suffix denotes, such as "gzip", or None if it is not compressed."""
     return _COMPRESSIONS.get((list_suffixes(url) or [""])[-1])
 
 
@@ -92,6 +92,7 @@ def build_format(name: str, columns: Sequence[str] | None) -> ShardFormat:
 
     Raises:
         ConfigError: If the format is unknown, or `columns` is given for a format without columns.
+        OptionalDependencyMissing: If the format needs pyarrow, and it is not installed.
     """
     if name not in _FORMATS:
         raise ConfigError(f"format={name!r} is unknown; choose one of {', '.join(FORMATS)}")

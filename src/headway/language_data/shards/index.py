@@ -53,14 +53,15 @@ class ShardAccess:
     def open_content(self, file: ShardFile, *, keeps_blocks: bool) -> tuple[RangeReader, int]:
         """Open a file, and return a pair of (reader of the content, size of the content in bytes).
 
-        A compressed file is decompressed first.
+        A compressed file is first decompressed into a local copy, unless the copy exists.
 
         Args:
             file: File to read.
-            keeps_blocks: Whether to keep ranges of remote files as local copies.
+            keeps_blocks: Whether each byte range that is read from an uncompressed remote file is kept as a local copy.
 
         Raises:
-            DataError: If the file cannot be read or decompressed.
+            DataError: If a compressed file cannot be read or decompressed, or another process takes too long to do so.
+            OSError: If a local file cannot be opened.
         """
         compression = choose_compression(file.url)
         if compression is not None:
@@ -108,7 +109,9 @@ def load_tables(
         skips_damage: Whether to read all records during the scan and to leave out damaged ones.
 
     Raises:
-        DataError: If a file is damaged in a way that cannot be skipped.
+        DataError: If a file cannot be read, or is damaged in a way that is not or cannot be skipped. Also if another
+            process takes longer than a day to build the index of a file.
+        OptionalDependencyMissing: If a package that is needed to decompress a file is not installed.
     """
 
     def load(number: int) -> BlockTable:
@@ -159,7 +162,8 @@ def scan_shard(file: ShardFile, form: ShardFormat, access: ShardAccess, skips_da
         skips_damage: Whether to read all records and to leave out damaged ones.
 
     Raises:
-        DataError: If the file is damaged and `skips_damage` is False, or the damage cannot be skipped.
+        DataError: If the file cannot be read. Also if it is damaged, and `skips_damage` is False or the damage cannot
+            be skipped.
     """
     name = describe_content(file)
     reader, num_bytes = access.open_content(file, keeps_blocks=False)
@@ -182,7 +186,18 @@ def scan_shard(file: ShardFile, form: ShardFormat, access: ShardAccess, skips_da
 def _add_checked_block(
     table: BlockTable, shard: OpenShard, data: memoryview, offset: int, size: int, count: int
 ) -> None:
-    """Append a block without its damaged records to a table. Do nothing if all of its records are damaged."""
+    """Append a block to a table, with its damaged records marked as excluded.
+
+    If all of its records are damaged, they are only added to `num_skipped`.
+
+    Args:
+        table: Table to change.
+        shard: Open shard that contains the block.
+        data: Bytes of the block.
+        offset: Byte offset of the block in the file.
+        size: Size of the block in bytes.
+        count: Number of records in the block.
+    """
     try:
         block = shard.decode(data, offset, count)
     except DataError as error:

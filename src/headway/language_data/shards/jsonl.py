@@ -19,12 +19,13 @@ _LINE_OVERHEAD = 50
 
 
 class JsonLines:
-    """Format of JSON lines in UTF-8."""
+    """File format with one JSON value per line. It finds the blocks of such files and opens them."""
 
     def scan(self, reader: RangeReader, num_bytes: int, name: str) -> ShardScan:
         """Find the blocks of a shard, reading the complete file.
 
-        Each block consists of whole lines with at least `BLOCK_BYTES` bytes in total, except the last.
+        Each block consists of whole lines with at least `BLOCK_BYTES` bytes in total, except the last. See
+        `ShardFormat.scan` for the arguments.
         """
         table = BlockTable()
         begin = 0
@@ -47,7 +48,7 @@ class JsonLines:
         return ShardScan(table)
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenJsonLines":
-        """Open a shard, and return an object that decodes its blocks."""
+        """Open a shard, and return an object that decodes its blocks. Only the argument `name` is used."""
         return OpenJsonLines(name)
 
 
@@ -62,7 +63,13 @@ class OpenJsonLines:
         self._name = name
 
     def decode(self, data: memoryview, offset: int, count: int) -> SlotBlock:
-        """Split a block into lines. Each line is parsed when it is read."""
+        """Split a block into lines. Each line is parsed when it is read.
+
+        See `OpenShard.decode` for the arguments.
+
+        Raises:
+            DataError: If the block does not have `count` records.
+        """
         everything = bytes(data).split(b"\n")
         lines = [line for line in everything if line.strip()]
         check_count(len(lines), count, self._name, offset)

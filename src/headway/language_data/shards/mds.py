@@ -40,12 +40,12 @@ Decoder = Callable[[bytes], Any]
 def list_shards(index_url: str, policy: RetryPolicy, find: Callable[[str, RetryPolicy], Any]) -> list[str]:
     """Return the URLs of the shards that an `index.json` lists.
 
-    If a shard exists in compressed and in uncompressed form, the compressed file is chosen.
+    If the index lists a shard in compressed and in uncompressed form, the compressed file is chosen.
 
     Args:
         index_url: Path or URL of the index.
         policy: Time limits of remote requests.
-        find: Function that returns the files of a path or URL.
+        find: Function that returns the files (`ShardFile`) of a path or URL.
 
     Raises:
         DataError: If the index is missing, is not an index of MDS shards, or lists no shards.
@@ -65,12 +65,16 @@ def list_shards(index_url: str, policy: RetryPolicy, find: Callable[[str, RetryP
 
 
 class MDS:
-    """Format of MDS shards."""
+    """File format of MosaicML's MDS shards. It finds the blocks of such files and opens them."""
 
     def scan(self, reader: RangeReader, num_bytes: int, name: str) -> ShardScan:
         """Find the blocks of a shard, reading only the header of the file.
 
-        Each block consists of whole samples with at least `BLOCK_BYTES` bytes in total, except the last.
+        Each block consists of whole samples with at least `BLOCK_BYTES` bytes in total, except the last. The result
+        describes the damage if the samples do not fit into the file. See `ShardFormat.scan` for the arguments.
+
+        Raises:
+            DataError: If the file is too short for its own header.
         """
         offsets = read_offsets(reader, num_bytes, name)
         table = BlockTable()
@@ -88,7 +92,13 @@ class MDS:
         return ShardScan(table, damage)
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenMDS":
-        """Open a shard, and return an object that decodes its blocks."""
+        """Open a shard, and return an object that decodes its blocks.
+
+        See `ShardFormat.open` for the arguments.
+
+        Raises:
+            DataError: If the header is damaged, or a column has an encoding that is not supported.
+        """
         offsets = read_offsets(reader, num_bytes, name)
         begin = _UINT32.size * (len(offsets) + 1)
         try:
@@ -101,7 +111,12 @@ class MDS:
 
 
 def read_offsets(reader: RangeReader, num_bytes: int, name: str) -> list[int]:
-    """Return the byte offset of each sample, followed by the end of the last one.
+    """Return the byte offset of each sample of an MDS shard, followed by the end of the last sample.
+
+    Args:
+        reader: Reader of the file's bytes.
+        num_bytes: Size of the file.
+        name: Name of the file, for messages.
 
     Raises:
         DataError: If the file is too short for its own header.
@@ -191,7 +206,13 @@ class OpenMDS:
         self._name = name
 
     def decode(self, data: memoryview, offset: int, count: int) -> SlotBlock:
-        """Split a block into samples. Each sample is decoded when it is read."""
+        """Split a block into samples. Each sample is decoded when it is read.
+
+        See `OpenShard.decode` for the arguments.
+
+        Raises:
+            DataError: If no block of `count` samples begins at `offset`.
+        """
         first = self._first.get(offset, len(self._offsets))
         check_count(len(self._offsets[first : first + count]), count, self._name, offset)
         begins = self._offsets[first : first + count + 1]

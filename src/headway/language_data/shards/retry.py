@@ -44,6 +44,8 @@ class RetryPolicy:
 def read_with_retries(act: Callable[[], T], what: str, policy: RetryPolicy, began: float | None = None) -> T:
     """Call `act` and return its result. The call is repeated while it fails for a transient reason.
 
+    Errors of `act` other than OSError and HTTPException are passed on at once.
+
     Args:
         act: Function that reads once.
         what: Description of the read, with the name of the shard, for messages.
@@ -51,8 +53,8 @@ def read_with_retries(act: Callable[[], T], what: str, policy: RetryPolicy, bega
         began: Start of the time limit, on the monotonic clock. Default: now.
 
     Raises:
-        DataError: If the storage refuses the read, or the limit has passed. The message contains `what` and the last
-            error.
+        DataError: If the storage refuses the read, or another attempt would exceed the limit. The message contains
+            `what` and the last error.
     """
     began = time.monotonic() if began is None else began
     pause, num_attempts = _FIRST_PAUSE, 0
@@ -86,7 +88,7 @@ def is_transient(error: Exception) -> bool:
 
 
 def read_retry_after(error: Exception) -> float | None:
-    """Return the seconds that the server's `Retry-After` header asks to wait, or None if there is no such header."""
+    """Return the seconds that the server's `Retry-After` header asks to wait, or None without a valid header."""
     headers = getattr(error, "headers", None)
     text = headers.get("Retry-After") if headers is not None else None
     if not text:

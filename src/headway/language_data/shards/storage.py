@@ -69,7 +69,7 @@ def get_scheme(url: str) -> str:
 
 
 def join_url(folder: str, name: str) -> str:
-    """Return the URL or path of a file in a folder."""
+    """Return the URL or path of a file in a folder, or `name` unchanged if the folder is ""."""
     return f"{folder.rstrip('/')}/{name}" if folder else name
 
 
@@ -88,7 +88,9 @@ def find_files(
         policy: Time limits of remote requests.
 
     Raises:
-        DataError: If a place matches no file, or a file is listed twice.
+        DataError: If `places` is empty, a place matches no file, or a file is listed twice. Also if remote storage
+            refuses the request, or does not respond in time.
+        ObjectStoreError: If an object store refuses the request, or does not respond in time.
     """
     listed = [places] if isinstance(places, str | os.PathLike) else list(places)
     found: list[ShardFile] = []
@@ -109,7 +111,16 @@ def find_files(
 
 
 def expand_pattern(url: str, policy: RetryPolicy) -> list[ShardFile]:
-    """Return the files that match one path, pattern or URL, sorted."""
+    """Return the files that match one path, pattern or URL, sorted. The list can be empty.
+
+    Args:
+        url: Path or URL, or a pattern with `*`, `?` and `[...]`. An `http://` URL is never a pattern.
+        policy: Time limits of remote requests.
+
+    Raises:
+        DataError: If an HTTP server, or storage that fsspec reads, refuses the request or does not respond in time.
+        ObjectStoreError: If an object store refuses the request, or does not respond in time.
+    """
     scheme, has_wildcards = get_scheme(url), not _WILDCARDS.isdisjoint(url)
     if not scheme:
         names = sorted(glob.glob(url, recursive=True)) if has_wildcards and not os.path.exists(url) else [url]
@@ -201,7 +212,13 @@ def open_file_system(url: str) -> tuple[Any, str]:
 
 
 def open_ranges(file: ShardFile, policy: RetryPolicy) -> RangeReader:
-    """Return a reader of byte ranges of a file."""
+    """Return a reader of byte ranges of a file.
+
+    Raises:
+        OSError: If a local file cannot be opened.
+        DataError: If fsspec has no file system for the URL's scheme.
+        OptionalDependencyMissing: If a package that the storage needs is not installed.
+    """
     scheme = get_scheme(file.url)
     if not scheme:
         return LocalFile(file.url)
@@ -254,7 +271,7 @@ class RemoteFile:
 
     Args:
         file: File to read.
-        fetch: Function that reads the bytes from one offset up to another.
+        fetch: Function that reads the bytes from one offset up to another (exclusive).
         policy: Time limits.
     """
 
@@ -299,7 +316,7 @@ class HttpRanges:
     timeout: float
 
     def fetch(self, start: int, end: int) -> bytes:
-        """Return the bytes from `start` up to `end`.
+        """Return the bytes from `start` up to `end` (exclusive).
 
         A server that does not support range requests sends the whole file. The other bytes are then discarded.
         """
@@ -322,7 +339,11 @@ class BucketRanges:
         self._client = ObjectClient(root, retry_seconds=policy.limit)
 
     def fetch(self, start: int, end: int) -> bytes:
-        """Return the bytes of the object from `start` up to `end`. The client itself repeats failed requests."""
+        """Return the bytes of the object from `start` up to `end` (exclusive). The client repeats failed requests.
+
+        Raises:
+            DataError: If the object store refuses the request, or does not respond in time.
+        """
         try:
             return bytes(self._client.get_range(self._key, start, end))
         except ObjectStoreError as error:
@@ -340,7 +361,7 @@ class FsspecRanges:
         self._system, self._path = open_file_system(url)
 
     def fetch(self, start: int, end: int) -> bytes:
-        """Return the bytes of the file from `start` up to `end`."""
+        """Return the bytes of the file from `start` up to `end` (exclusive)."""
         return bytes(self._system.cat_file(self._path, start=start, end=end))
 
 

@@ -23,6 +23,9 @@ class TableBlock:
         table: pyarrow table or record batch.
         name: Name of the file, for messages.
         offset: Byte offset of the block in the file.
+
+    Attributes:
+        num_bytes: Memory of the block in bytes.
     """
 
     def __init__(self, table: Any, name: str, offset: int) -> None:
@@ -31,7 +34,11 @@ class TableBlock:
         self._where = name, offset
 
     def read(self, numbers: Sequence[int]) -> list[Any]:
-        """Return the rows with the given indices as dicts."""
+        """Return the rows with the given indices as dicts from column names to values.
+
+        Raises:
+            DataError: If a value is damaged, such as text that is not UTF-8.
+        """
         try:
             rows: list[Any] = self._table.take(list(numbers)).to_pylist()
         except (ValueError, OSError) as error:  # such as text that is not UTF-8
@@ -45,7 +52,7 @@ class TableBlock:
 
 
 class Parquet:
-    """Format of Parquet files.
+    """File format of Parquet. It finds the row groups of such files, and opens the files.
 
     Args:
         columns: Names of the columns to read; None for all.
@@ -60,7 +67,13 @@ class Parquet:
         self._columns = None if columns is None else list(columns)
 
     def scan(self, reader: RangeReader, num_bytes: int, name: str) -> ShardScan:
-        """Find the row groups of a shard, each of which is a block. Only the footer of the file is read."""
+        """Find the row groups of a shard, each of which is a block. Only the footer of the file is read.
+
+        See `ShardFormat.scan` for the arguments.
+
+        Raises:
+            DataError: If the file has no Parquet footer, or lacks one of the columns.
+        """
         metadata = read_footer(reader, num_bytes, name)
         self._check_columns(metadata, name)
         table = BlockTable()
@@ -71,7 +84,13 @@ class Parquet:
         return ShardScan(table)
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenParquet":
-        """Open a shard, and return an object that decodes its row groups."""
+        """Open a shard, and return an object that decodes its row groups.
+
+        See `ShardFormat.open` for the arguments.
+
+        Raises:
+            DataError: If the file has no Parquet footer.
+        """
         return OpenParquet(read_footer(reader, num_bytes, name), num_bytes, name, self._columns)
 
     def _check_columns(self, metadata: Any, name: str) -> None:
@@ -84,6 +103,11 @@ class Parquet:
 def read_footer(reader: RangeReader, num_bytes: int, name: str) -> Any:
     """Return the metadata of a Parquet file.
 
+    Args:
+        reader: Reader of the file's bytes.
+        num_bytes: Size of the file.
+        name: Name of the file, for messages.
+
     Raises:
         DataError: If the file is damaged or has another format.
     """
@@ -95,7 +119,11 @@ def read_footer(reader: RangeReader, num_bytes: int, name: str) -> Any:
 
 
 def find_extent(group: Any) -> tuple[int, int]:
-    """Return a pair of (byte offset of a row group, its number of bytes)."""
+    """Return a pair of (byte offset of a row group in its file, its number of bytes).
+
+    Args:
+        group: Metadata of the row group, from pyarrow.
+    """
     columns = [group.column(number) for number in range(group.num_columns)]
     begins = [
         min(column.data_page_offset, column.dictionary_page_offset)
@@ -126,7 +154,13 @@ class OpenParquet:
         self._numbers = {find_extent(group)[0]: number for number, group in enumerate(groups) if group.num_rows}
 
     def decode(self, data: memoryview, offset: int, count: int) -> TableBlock:
-        """Return the rows of a row group."""
+        """Decode the rows of the row group that begins at byte `offset` of the file.
+
+        See `OpenShard.decode` for the arguments.
+
+        Raises:
+            DataError: If the row group is damaged, or does not have `count` rows.
+        """
         parquet: Any = require("pyarrow.parquet", "Parquet shards need", "pyarrow")
         number = self._numbers.get(offset)
         if number is None:
@@ -170,7 +204,9 @@ class Segment:
 
 
 class Arrow:
-    """Format of Arrow files: the stream format, as `datasets` writes it, or the file format.
+    """File format of Arrow: the stream format, as `datasets` writes it, or the file format.
+
+    It finds the record batches of such files, and opens the files.
 
     Args:
         columns: Names of the columns to return; None for all.
@@ -187,7 +223,12 @@ class Arrow:
     def scan(self, reader: RangeReader, num_bytes: int, name: str) -> ShardScan:
         """Find the record batches of a shard, each of which is a block. The complete file is read.
 
-        The batches of a file with dictionaries form one block, because they depend on the dictionaries before them.
+        The batches of a file with dictionaries form one block, because they depend on the dictionaries before them. The
+        result describes the damage if a message after the schema cannot be read. See `ShardFormat.scan` for the
+        arguments.
+
+        Raises:
+            DataError: If the file has no Arrow schema, or lacks one of the columns.
         """
         ipc: Any = require("pyarrow.ipc", "Arrow shards need", "pyarrow")
         file = _open_after_magic(reader, num_bytes)
@@ -223,7 +264,10 @@ class Arrow:
         return ShardScan(table)
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenArrow":
-        """Open a shard, and return an object that decodes its record batches."""
+        """Open a shard, and return an object that decodes its record batches.
+
+        See `ShardFormat.open` for the arguments.
+        """
         ipc: Any = require("pyarrow.ipc", "Arrow shards need", "pyarrow")
         file = _open_after_magic(reader, num_bytes)
         begin = file.tell()
@@ -265,7 +309,13 @@ class OpenArrow:
         self._columns = columns
 
     def decode(self, data: memoryview, offset: int, count: int) -> TableBlock:
-        """Decode the rows of a record batch, or of the complete file if it has dictionaries."""
+        """Decode the rows of a record batch, or of the complete file if it has dictionaries.
+
+        See `OpenShard.decode` for the arguments.
+
+        Raises:
+            DataError: If the data are damaged, or do not have `count` rows.
+        """
         arrow: Any = require("pyarrow", "Arrow shards need", "pyarrow")
         try:
             if offset == self._begin:

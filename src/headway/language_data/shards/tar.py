@@ -32,13 +32,17 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 class WebDatasetTar:
-    """Format of WebDataset tar files."""
+    """File format of WebDataset tar files. It finds the blocks of such files and opens them."""
 
     def scan(self, reader: RangeReader, num_bytes: int, name: str) -> ShardScan:
         """Find the blocks of a shard from the headers of the tar members.
 
         Each block consists of whole records with at least `BLOCK_BYTES` bytes in total, except the last. Reads are
-        buffered, so the data of members smaller than 1 MiB are read too.
+        buffered, so the data of members smaller than 1 MiB are read too. The result describes the damage if the file
+        ends early or has a damaged header. See `ShardFormat.scan` for the arguments.
+
+        Raises:
+            DataError: If the file is not a tar file.
         """
         table = BlockTable()
         begin, last, end, count, key = 0, 0, 0, 0, None  # offsets: of the block, of its last record, after that record
@@ -69,7 +73,7 @@ class WebDatasetTar:
         return ShardScan(table, damage)
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenTar":
-        """Open a shard, and return an object that decodes its blocks."""
+        """Open a shard, and return an object that decodes its blocks. Only the argument `name` is used."""
         return OpenTar(name)
 
 
@@ -84,7 +88,13 @@ class OpenTar:
         self._name = name
 
     def decode(self, data: memoryview, offset: int, count: int) -> SlotBlock:
-        """Split a block into records. The bytes of a record are copied when it is read."""
+        """Split a block into records. The bytes of a record are copied when it is read.
+
+        See `OpenShard.decode` for the arguments.
+
+        Raises:
+            DataError: If the block is damaged, or does not have `count` records.
+        """
         records: list[dict[str, Any]] = []
         padding = bytes(-len(data) % tarfile.BLOCKSIZE)  # the end of a file may lack it
         try:

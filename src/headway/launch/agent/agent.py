@@ -169,7 +169,13 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: forward it if the ranks save a checkpoint in response, otherwise end the run."""
+        """Handle a signal: forward it if the ranks save a checkpoint in response, otherwise end the run.
+
+        If the run or its ranks have already ended, only record the exit code for `kill_when_stuck`.
+
+        Raises:
+            SignalException: If the signal ends the run.
+        """
         if self.exit_code is not None or self._has_ended_well():
             self.code_when_stuck = self.exit_code or max(self._read_exit_codes().values(), default=0)
             return
@@ -187,7 +193,10 @@ class Agent(LocalElasticAgent):
                 os.kill(pid, number)
 
     def _has_ended_well(self) -> bool:
-        """Whether all ranks of this machine have ended successfully, so that a signal has no process to end."""
+        """Whether all ranks of this machine have ended successfully or after a preemption.
+
+        A signal then has no process to end.
+        """
         handlers = self._workers.values()
         return bool(handlers) and all(get_exit_code(handler.proc) in (0, PREEMPTED) for handler in handlers)
 
@@ -221,7 +230,8 @@ class Agent(LocalElasticAgent):
     def _observe_run(self, worker_group: WorkerGroup) -> tuple[decision.AgentSnapshot, PreemptedRun | None]:
         """Return the current state of the run, and the record of a preempted run's checkpoint if there is one.
 
-        If ranks have started to end after they saved such a checkpoint, wait until all of them have ended.
+        If ranks have started to end after they saved such a checkpoint, wait up to `GRACE` seconds until all of them
+        have ended.
         """
         codes = self._read_ended()
         self._update_watch(worker_group, codes)
@@ -254,7 +264,13 @@ class Agent(LocalElasticAgent):
     def _end_run_with(
         self, worker_group: WorkerGroup, report: PreemptedRun | endings.RunEnded, grace: int
     ) -> RunResult:
-        """End all workers of a run that has saved a checkpoint or was aborted. The run is not restarted."""
+        """End all workers of a run that has saved a checkpoint or was aborted. The run is not restarted.
+
+        Args:
+            worker_group: torch's description of this machine's workers.
+            report: Report of how the run ended.
+            grace: Seconds that the workers have to end before they are killed.
+        """
         self._remaining_restarts = 0
         self.report = report
         self._end_remaining_workers(grace)
@@ -262,7 +278,14 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED, failures=result.failures)
 
     def _update_watch(self, worker_group: WorkerGroup, ended: dict[int, int]) -> None:
-        """Pass the list of current ranks and the list of ended ranks to the thread that detects hangs."""
+        """Pass this machine's ranks to the hang watch once after each start, and the ended ranks at each call.
+
+        Also record the ranks that have ended without an error for the agents' connection to the control plane.
+
+        Args:
+            worker_group: torch's description of this machine's workers.
+            ended: Exit codes of the workers that have ended, by local rank.
+        """
         if not self._is_watching:
             pids, paths = self._pids, self._files.pulses
             workers = worker_group.workers
@@ -303,9 +326,11 @@ class Agent(LocalElasticAgent):
     def _blame_a_machine(self, peers: PeerMachines, report: endings.FailureReport | None) -> endings.Report | None:
         """Return a report that names the lost machine instead of the failures that its loss has caused on this machine.
 
+        Wait up to `WITHOUT_PEER` seconds until a loss is detected.
+
         Args:
             peers: Connections to the other machines.
-            report: Failures of this machine.
+            report: Failures of the run. None if there are none.
 
         Returns:
             A report of the loss. If no machine is lost, or if `report` contains a failure that the loss does not
@@ -358,9 +383,10 @@ class Agent(LocalElasticAgent):
         return {ranks[local]: path for local, path in dict(self._files.pulses).items() if local in ranks}
 
     def find_resume_advice(self) -> str:
-        """Return the ranks' advice on how to continue the run. Empty if the program saves no checkpoints.
+        """Return the ranks' advice on how to continue the run from its last checkpoint.
 
-        Only the machine of rank 0 returns advice, because the ranks of other machines might not know what was saved.
+        If no checkpoint was saved, the advice says so, or is empty if no rank has recorded any. Only rank 0's machine
+        returns advice, because the ranks of other machines might not know what was saved.
         """
         if 0 not in self._ranks.values():
             return ""
@@ -385,7 +411,7 @@ class Agent(LocalElasticAgent):
             self._metrics.end()
 
     def announce_end(self, why: str = "", exit_code: int = 0) -> None:
-        """Announce to the other machines that this machine ends.
+        """Announce to the other machines that this machine ends. Do nothing in a run on one machine.
 
         Args:
             why: Failure that ended this machine's ranks. Empty if they ended well.
@@ -409,7 +435,7 @@ class Agent(LocalElasticAgent):
         return {local_rank: code for local_rank, code in codes.items() if code is not None}
 
     def _end_remaining_workers(self, grace: int) -> dict[int, int]:
-        """End every worker. Return the exit codes of those that had already ended on their own."""
+        """End every worker. Return the exit codes, by local rank, of those that had already ended on their own."""
         self._wait_for_all(SETTLE)  # several ranks often fail with the same error, and each should record its own
         ended = self._read_ended()
         self._end_workers(grace)
@@ -481,7 +507,7 @@ class Agent(LocalElasticAgent):
         )
 
     def _write_report(self, report: endings.Report) -> bool:
-        """Write failure.json if there is a failure and a folder for logs. Return whether it was written."""
+        """Write failure.json if there is a failure and a folder for logs. Return whether this is the case."""
         if self._order.log_dir is None or isinstance(report, PreemptedRun):
             return False
         report.write(Path(self._order.log_dir) / "failure.json")

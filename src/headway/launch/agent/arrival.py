@@ -106,6 +106,8 @@ def describe_late(absent: Sequence[int], num_machines: int, waiting: RendezvousW
 class RendezvousWatch:
     """Thread that reports which machines are missing while torch's own rendezvous blocks the main thread.
 
+    The constructor starts the thread.
+
     Args:
         connect: Function that connects to the store of the rendezvous.
         machine: Rank of this machine.

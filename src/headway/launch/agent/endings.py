@@ -57,7 +57,10 @@ class FailureReport:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the run: that of the rank that failed first, or 128 + n if signal n ended that rank."""
+        """Exit code of the run: that of the rank that failed first, or 128 + n if signal n ended that rank.
+
+        1 if this rank has recorded an exception, but has no exit code or exit code 0.
+        """
         code = self.first.exit_code or 1
         return code if code > 0 else 128 - code
 
@@ -69,11 +72,11 @@ class FailureReport:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether every failed rank of this machine reports only that its connection to other ranks was lost."""
+        """Whether every rank in `deaths` has recorded an exception that only reports that another rank was lost."""
         return all(death.record is not None and death.record.is_consequence for death in self.deaths)
 
     def format_text(self) -> str:
-        """Return the report as text for the screen."""
+        """Return the report as text for the screen. If rank 0's agent prints the full report there, return one line."""
         first = self.first
         where = first.line and f", at {first.line}"
         if self.is_told_by_rank_0:
@@ -163,7 +166,7 @@ class MachineLost:
     def write(self, path: Path) -> None:
         """Write failure.json with the lost machine and the failed ranks.
 
-        Do nothing if the lost machine has already written the file.
+        Do nothing if the file exists, because the lost machine can have written it to a shared folder.
         """
         if path.exists():
             return
@@ -179,6 +182,8 @@ class MachineLost:
 @dataclass(frozen=True)
 class RunEnded:
     """Report of a run that ended without a failed rank: a rank aborted it, or some ranks ended before they joined it.
+
+    It is also used if torch's agent reports a failure for which no machine has reported a reason.
 
     Attributes:
         reason: Sentence that explains the end.
@@ -237,7 +242,7 @@ class HangReport:
         return "\n".join(["headway: " + report.format_report(self.hang.verdict), f"headway: {end}"])
 
     def write(self, path: Path) -> None:
-        """Write failure.json with the hang and every rank's stack.
+        """Write failure.json with the hang and the stack of every waiting or missing rank.
 
         For the ranks of this machine, the file contains the stacks of all threads.
         """

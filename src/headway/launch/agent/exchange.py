@@ -168,7 +168,10 @@ class AgentChannel:
                 print(f"headway: the control plane is lost: {error}", file=sys.stderr, flush=True)
 
     def _check_contract(self, store: SealedStore) -> None:
-        """Abort the run if a local rank has ended before joining the run, because other ranks would wait forever."""
+        """Abort the run if a local rank has ended before joining the run, because other ranks would wait forever.
+
+        Do nothing if no rank has joined the run.
+        """
         here = list_present(store, self._world_size)
         missing = [rank for rank in self._left if rank not in here]
         if missing and here:
@@ -196,7 +199,8 @@ class AgentChannel:
             is_over: Function that returns whether to stop waiting for the reports, because a machine is lost.
 
         Returns:
-            The merged report, with the same first failure on every machine. None if no machine has failed.
+            The merged report, with the same first failure on every machine. None if no machine has failed. If only
+                one machine takes part in the run, `own` is returned unchanged.
         """
         if self._num_here == 1:
             return own

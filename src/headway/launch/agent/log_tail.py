@@ -12,7 +12,9 @@ _BLOCK = 1 << 20
 
 
 class LogTail:
-    """Incremental reader of a run's log, which can grow, be replaced, or have an incomplete last line.
+    """Incremental reader of a run's log of values and events (JSON lines).
+
+    The log can grow, be replaced, or have an incomplete last line.
 
     Attributes:
         values: Latest number logged under each name.
@@ -41,7 +43,7 @@ class LogTail:
         Do nothing if the log does not exist.
 
         Args:
-            path: File of the log; empty if there is none.
+            path: File of the log. If empty, all values that were read before are discarded.
         """
         try:
             status = os.stat(path) if path else None

@@ -170,7 +170,7 @@ class MetricsServer:
         port: Port that the server listens on.
 
     Raises:
-        LaunchError: If the port is in use.
+        LaunchError: If the port is in use or cannot be opened.
     """
 
     def __init__(self, port: int, metrics: RunMetrics) -> None:

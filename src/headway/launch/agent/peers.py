@@ -118,7 +118,11 @@ class _PeerConnection:
         return self.connection.fileno()
 
     def send(self, **content: object) -> None:
-        """Send a message as one line. Machine 0 sends nothing until the other side has authenticated."""
+        """Send a message as one line. Machine 0 sends nothing until the other side has authenticated.
+
+        Args:
+            content: Fields of the message. A message without fields is a heartbeat.
+        """
         if self.is_proven or not self._is_hub:
             data = json.dumps(content).encode() if content else b""
             self._send_bytes(self._seal.seal_message(self._describe_line(self._is_hub, self._num_said), data) + b"\n")
@@ -228,7 +232,7 @@ class PeerMachines:
         unit: Word for a machine in messages: "machine", or "task" if each process has its own launcher.
 
     Attributes:
-        lost: Sentence that names the lost machine. None while all machines send heartbeats.
+        lost: Sentence that names the machine that is lost, or has ended the run after a failure. None if there is none.
         has_lost_hub: Whether the lost machine is machine 0, which hosts the rendezvous.
         exit_code: Exit code of the run after a loss, never 0. If another machine ended the run after a failure, it is
             that machine's exit code.
@@ -453,7 +457,7 @@ class PeerMachines:
 
         Args:
             text: Sentence that names the lost machine.
-            machine: Rank of the lost machine.
+            machine: Rank of the lost machine; -1 if the hub has reported the loss.
             exit_code: Exit code of the run. 0 is replaced by 1, because a run that has lost a machine has failed.
         """
         exit_code = exit_code or 1

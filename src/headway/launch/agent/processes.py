@@ -47,7 +47,7 @@ class Stoppable(Protocol):
 
 
 def get_exit_code(process: Popen[Any]) -> int | None:
-    """Return the exit code of a process, or None while it runs.
+    """Return the exit code of a process, or None while it runs. If signal n ended the process, the code is -n.
 
     This function can be called in a signal handler, even if the signal has interrupted `poll`.
     """
@@ -73,7 +73,7 @@ def ignore_signals() -> None:
 
 
 def kill_when_stuck(agent: Stoppable, grace: float, usual: float, say: Callable[[str], None]) -> None:
-    """Start a thread that kills all processes if a signal has not ended the run after some time.
+    """Start a thread that kills the workers and ends this process if a signal has not ended the run after some time.
 
     The thread works even if the main thread waits for a dead machine.
 
@@ -108,12 +108,14 @@ def kill_when_stuck(agent: Stoppable, grace: float, usual: float, say: Callable[
 def end_sessions(leaders: Iterable[int], seconds: float = POLITE) -> list[int]:
     """End the remaining processes in the sessions of ranks that have ended.
 
+    On systems other than Linux, kill the ranks' process groups immediately.
+
     Args:
         leaders: Process IDs of the ranks.
         seconds: Seconds between SIGTERM and SIGKILL.
 
     Returns:
-        IDs of the processes that had to be killed.
+        IDs of the processes that had to be killed after SIGTERM. Always empty on systems other than Linux.
     """
     wanted = set(leaders)
     if sys.platform != "linux":

@@ -85,7 +85,8 @@ class RankFiles(LogsSpecs):
     def read_exit(self, rank: int, local_rank: int, pid: int, code: int | None) -> RankExit | None:
         """Return a description of how a rank ended, or None if it has neither failed nor recorded an exception.
 
-        The rank's own traceback is appended to its log file. The screen shows one traceback for all ranks.
+        If the rank has recorded an exception and has a log file, its traceback is appended to this file. The screen
+        shows one traceback for all ranks.
 
         Args:
             rank: Global rank.

@@ -50,7 +50,7 @@ class ExceptionRecord:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the exception only reports that another rank was lost."""
+        """Whether the exception only reports that another rank was lost or did not answer, according to its message."""
         return _LEFT_ALONE.search(self.text) is not None
 
     @property
@@ -93,7 +93,10 @@ class RankExit:
 
     @property
     def sort_key(self) -> tuple[int, float, int]:
-        """Sort key of failures: causes before consequences, and earlier failures before later ones."""
+        """Sort key of failures: causes before consequences, and earlier failures before later ones.
+
+        Ranks that SIGKILL has ended come first.
+        """
         code = self.exit_code
         if code == -signal.SIGKILL:
             return (0, 0.0, self.rank)
@@ -149,7 +152,9 @@ def write_record(path: Path, error: BaseException, note: str = "") -> bool:
 
 
 def read_record(path: Path) -> ExceptionRecord | None:
-    """Read a worker's exception record, written by Headway or by torch's `@record`. Return None if it cannot be read.
+    """Read a worker's exception record, written by Headway or by torch's `@record`.
+
+    Return None if the file does not exist, cannot be read, or has neither format.
 
     Args:
         path: File of the record.

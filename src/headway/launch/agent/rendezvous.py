@@ -127,7 +127,8 @@ def find_host(order: AgentOrder) -> str:
 def use_interface(order: AgentOrder) -> None:
     """Set gloo's network interface to the one that leads to machine 0, unless the user has set an interface.
 
-    By default gloo resolves the host's own name, which many machines resolve to a loopback address.
+    By default gloo resolves the host's own name, which many machines resolve to a loopback address. Do nothing in a run
+    on one machine, or if the interface cannot be determined.
 
     Args:
         order: Instructions from the launcher for this agent.
@@ -181,7 +182,10 @@ class StaticRendezvous(_SingleRendezvous):
 
 
 def _open_store(order: AgentOrder, is_host: bool, seconds: float) -> TCPStore:
-    """Return the store of the rendezvous: a new one if `is_host`, otherwise a connection to machine 0's store."""
+    """Return the store of the rendezvous: a new one if `is_host`, otherwise a connection to machine 0's store.
+
+    `seconds` is the timeout of each call to the store.
+    """
     host, port = parse_rendezvous_endpoint(order.endpoint, default_port=-1)
     if is_host:
         return start_store(host, port, timedelta(seconds=seconds))
@@ -196,7 +200,11 @@ class _SealedBackend(C10dRendezvousBackend):
         self._seal = seal
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """Return the shared state and its token for `set_state`, or None if there is no state yet."""
+        """Return the shared state and its token for `set_state`, or None if there is no state yet.
+
+        Raises:
+            LaunchError: If the state does not carry this run's HMAC.
+        """
         found = super().get_state()
         return None if found is None else (self._opened(found[0]), found[1])
 
@@ -210,6 +218,9 @@ class _SealedBackend(C10dRendezvousBackend):
         Returns:
             Tuple of (current state, its token, whether the current state is the given one). None if the state cannot
                 be written.
+
+        Raises:
+            LaunchError: If the current state does not carry this run's HMAC.
         """
         found = super().set_state(self._seal.seal_message(MEETING, state), token)
         return None if found is None else (self._opened(found[0]), *found[1:])
@@ -251,7 +262,8 @@ def _connect_in_time(order: AgentOrder, waiting: RendezvousWait, make: Callable[
         make: Function that opens the port on machine 0, or connects to it.
 
     Raises:
-        LaunchError: If the port is in use, is not opened before the deadline, or belongs to another program.
+        LaunchError: If the port is in use, is not opened before the deadline, or belongs to a program that does not
+            answer before the deadline. Other errors of `make` propagate.
     """
     host, port = parse_rendezvous_endpoint(order.endpoint, default_port=-1)
     me = f"{order.unit} {order.machine_rank} of {order.num_machines}"
@@ -288,10 +300,15 @@ def read_time_to_meet(order: AgentOrder) -> float:
 def create_handler_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> RendezvousHandler:
     """Return the rendezvous handler for the backend that the agent's instructions name.
 
+    For torch's own backends, first open the rendezvous store, or wait until machine 0 has opened it.
+
     Args:
         order: Instructions from the launcher for this agent.
         say: Function that prints a line.
         seal: Object that computes and checks HMACs with the user's secret.
+
+    Raises:
+        LaunchError: If the port of the store is in use, or cannot be reached before the deadline.
     """
     if order.backend == "local":
         return LocalRendezvous()

@@ -1,5 +1,7 @@
 """The hang watch, which reads the ranks' pulses, diagnoses a hang and reports the missing ranks.
 
+A pulse is a file that a rank updates with its heartbeat, its stack and the collective in which it waits.
+
 With the launcher's agent, `HangWatch` is a thread of the agent that watches one machine and does not import torch.
 It only reads mapped files and /proc, so it can locate a rank that does not respond. Before it reports a hang, it
 requests live stacks from the ranks with a signal whose handler runs even while a rank executes C code.
@@ -73,7 +75,7 @@ class Worker:
             first check.
         written: Time of the last check that found new bytes.
         excused: Latest time at which the rank had a valid reason to keep other ranks waiting.
-        cpu: CPU seconds that the process had used at the time `active`.
+        cpu: CPU seconds that the process had used at the time `active`. -1.0 before the first check.
         active: Time of the last check that found CPU use or new bytes.
     """
 
@@ -118,7 +120,7 @@ class Hang:
 
 
 class HangWatch:
-    """Detector of ranks that hang in a collective or whose checkpoint writes are blocked.
+    """Detector of ranks that hang in a collective, whose checkpoint writes are blocked, or whose processes do not end.
 
     The launcher's agent on each machine runs one such detector, which keeps running when all processes are
     restarted. Each start of the processes is one attempt.
@@ -217,7 +219,14 @@ class HangWatch:
             self._say(f"headway: {report.describe_lateness(view)}. It is waited for")
 
     def has_given_up(self, rank: int, seconds: float) -> bool:
-        """Whether a rank's script has ended and its process has been idle for longer than `seconds`."""
+        """Whether a rank's script has ended and its process has been idle for longer than `seconds` since then.
+
+        False if the rank is not on this machine or has not been checked yet.
+
+        Args:
+            rank: Global rank.
+            seconds: Time that the process may be idle.
+        """
         now = time.monotonic()
         for worker in self._workers:
             if worker.rank == rank and worker.reader is not None and worker.active > -math.inf:
@@ -246,7 +255,9 @@ class HangWatch:
         return replace(view, excused_age=now - worker.excused)
 
     def _report_missing_ranks(self, views: Sequence[RankView]) -> None:
-        """Print once that ranks wait for a rank that is stopped in a debugger or whose disk does not respond.
+        """Print which ranks cannot write their checkpoints, and which ranks keep others waiting in a debugger.
+
+        Each message is printed only once.
 
         Args:
             views: State of all ranks.
@@ -269,17 +280,19 @@ class HangWatch:
 
 
 def describe_progress(path: Path) -> str:
-    """Return the progress of training that a rank has recorded in its pulse file. Empty if it has recorded none.
+    """Return the progress of training that a rank has recorded, as text. Empty if it has recorded none.
 
     Args:
-        path: Path of the pulse file.
+        path: Path of the pulse file, in which the rank records its state.
     """
     reading = pulse.HeartbeatFile(path, is_writer=False).read()
     return f"update {reading.update}, micro-step {reading.micro_step}" if reading.update or reading.micro_step else ""
 
 
 def _dump_stacks(workers: Sequence[Worker], views: Sequence[RankView], *, of_ended: bool = False) -> dict[int, str]:
-    """Request live stacks of all threads from the ranks, and return the stacks that arrive shortly after, by rank.
+    """Request live stacks of all threads from the ranks, and return the text that arrives within a second, by rank.
+
+    Ranks that have ended, are stopped or traced, or have no handler for the request are left out.
 
     Args:
         workers: Ranks of this machine.
@@ -307,7 +320,10 @@ def _dump_stacks(workers: Sequence[Worker], views: Sequence[RankView], *, of_end
 
 
 def _use_live_stack(view: RankView, dump: str) -> RankView:
-    """Return the state of a rank, with the live stack from `dump` if the stack of the last heartbeat is outdated."""
+    """Return the state of a rank with the main thread's stack from `dump`, if the rank does not respond (`is_mute`).
+
+    The state is returned unchanged if the rank responds, or if `dump` contains no complete stack.
+    """
     live = stacks.parse_main_stack(dump)
     if not live or not view.is_mute:
         return view
@@ -318,10 +334,14 @@ def _use_live_stack(view: RankView, dump: str) -> RankView:
 
 
 def _use_any_stack(views: Sequence[RankView], dumps: Mapping[int, str]) -> list[RankView]:
-    """Return the states of ranks, each with the stack of the thread that keeps the rank's process running.
+    """Return the states of ranks, each with the stack of the thread that probably keeps the rank's process running.
 
     This is the main thread if it runs the user's code, else another thread that runs the user's code, else the main
-    thread.
+    thread. The state of a rank without a dump is unchanged.
+
+    Args:
+        views: States of the ranks.
+        dumps: Output of faulthandler with the stacks of all threads, by rank.
     """
     found = []
     for view in views:
@@ -334,7 +354,14 @@ def _use_any_stack(views: Sequence[RankView], dumps: Mapping[int, str]) -> list[
 
 
 def _count_bytes_written(pid: int, path: Path) -> int:
-    """Return the number of bytes that a process has written, except for the stacks that the agent has requested."""
+    """Return the number of bytes that a process has written, except for the stacks that the agent has requested.
+
+    Return 0 if the kernel does not report it.
+
+    Args:
+        pid: Process ID.
+        path: Pulse file of the rank. The stacks are in a file next to it.
+    """
     try:
         with open(f"/proc/{pid}/io") as file:
             written = next((int(line.split()[1]) for line in file if line.startswith("wchar")), 0)

@@ -2,8 +2,9 @@
 
 The diagnosis is a pure function. A rank waits if, according to Headway's record of collectives or torch's flight
 recorder, it has entered a collective and not left it. It also waits if its innermost frame is torch.distributed's own
-code. If a rank has waited for longer than the timeout, the ranks that do not wait are missing. Times are ages in
-seconds, so that the states of ranks on different machines can be compared.
+code, during a transfer with another rank, and until a checkpoint is committed. If a rank has waited for longer than the
+timeout, the ranks that do not wait are missing. Times are ages in seconds, so that the states of ranks on different
+machines can be compared.
 """
 
 import math
@@ -25,10 +26,12 @@ A shorter timeout replaces this value.
 class HangDiagnosis:
     """Diagnosis of a hang: the ranks that wait in a collective, and the ranks that have not reached it.
 
+    If all scripts have ended and no rank waits, it names the ranks whose idle processes keep the run from ending.
+
     Attributes:
-        timeout: Timeout that was exceeded, in seconds, including `lenience`.
-        waiting: Ranks that wait, in descending order of their waiting time.
-        missing: Ranks that have not reached the collective. Empty if every rank waits.
+        timeout: Time limit of the hang watch in seconds, including `lenience`.
+        waiting: Ranks that wait, in descending order of their waiting time. Empty if all scripts have ended.
+        missing: Ranks that have not reached the collective, or whose processes do not end. Empty if every rank waits.
         world_size: Number of processes on all machines.
         lenience: Seconds that were added to the timeout at a rank's request.
     """
@@ -42,6 +45,9 @@ class HangDiagnosis:
 
 def diagnose_hang(views: Sequence[RankView], timeout: float, world_size: int | None = None) -> HangDiagnosis | None:
     """Return a diagnosis if the run hangs in a collective.
+
+    If all ranks wait, and some of them have left a loop in which others still wait, the timeout is at most 30 seconds
+    plus the extension.
 
     Args:
         views: State of each rank.
@@ -108,7 +114,10 @@ def find_excuse(view: RankView, timeout: float) -> str:
 
 
 def is_writing(view: RankView) -> bool:
-    """Whether the rank is running code that writes a checkpoint or weights, and is not waiting for other ranks."""
+    """Whether the rank is running code that writes a checkpoint or weights, and is not waiting for other ranks.
+
+    A wait that only torch's flight recorder reports does not count as waiting here.
+    """
     is_at_the_door = view.wait is not None and view.wait.group in ("headway", "")
     return not is_at_the_door and (stacks.is_saving(view.frames) or view.phase.startswith("saving"))
 
@@ -146,7 +155,10 @@ def diagnose_lingering(views: Sequence[RankView], timeout: float, world_size: in
 
 
 def _has_passed(view: RankView, call: CollectiveCall) -> bool:
-    """Whether a rank has already entered the collective `call`, its script has not ended, and its process responds."""
+    """Whether a rank has already entered the collective `call`, its script has not ended, and its process responds.
+
+    False if `call` is not a counted collective.
+    """
     number = view.number_in(call.group)
     return number is not None and number >= call.number > 0 and not view.has_ended and not view.is_mute
 

@@ -47,7 +47,11 @@ def _describe_disk(view: RankView) -> str:
 
 
 def format_headline(verdict: HangDiagnosis) -> str:
-    """Return a line that names the missing rank, or the operation in which all ranks wait."""
+    """Return a one-line summary of the hang.
+
+    It names the missing ranks and the operations in which the others wait. If no rank is missing, it compares the
+    operations in which all ranks wait. If all scripts have ended, it names the processes that are still running.
+    """
     waiting, missing = verdict.waiting, verdict.missing
     timeout = f"timeout {_format_span(verdict.timeout)}"
     if not waiting:
@@ -97,7 +101,10 @@ def format_report(verdict: HangDiagnosis) -> str:
 
 
 def locate_rank(view: RankView) -> str:
-    """Return the innermost line of user code in a rank's stack. If there is none, return the innermost frame."""
+    """Return the innermost line of user code in a rank's stack, such as "train.py:12 in main".
+
+    If no frame is user code, return the innermost frame. If the stack is empty, return "an unknown place".
+    """
     frames = stacks.select_user_frames(view.frames) or view.frames
     return str(frames[0]) if frames else "an unknown place"
 

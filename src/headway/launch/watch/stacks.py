@@ -1,4 +1,7 @@
-"""Analysis of a rank's stack: its activity (saving, loading data, waiting), and the conditions and loops around it."""
+"""Analysis of a rank's stack: what the rank is doing, and which conditions and loops contain its current line.
+
+A rank can be saving, loading data, computing gradients, waiting for other ranks, or stopped in a debugger.
+"""
 
 import ast
 import linecache
@@ -46,7 +49,7 @@ def parse_main_stack(text: str) -> list[Frame]:
 
 
 def parse_stacks(text: str) -> list[list[Frame]]:
-    """Return the frames of each thread in a dump of faulthandler. The main thread comes last."""
+    """Return the frames of each thread, innermost first, in a dump of faulthandler. The main thread comes last."""
     stacks: list[list[Frame]] = []
     current: list[Frame] = []
     for line in text.splitlines():
@@ -73,7 +76,8 @@ def is_saving(frames: Sequence[Frame]) -> bool:
 def is_in_saver(frames: Sequence[Frame]) -> bool:
     """Whether the innermost frame of user code has called a library that writes weights or state to files.
 
-    A library does not count if it has called back into user code, such as a hook.
+    A library does not count if it has called back into user code, such as a hook. If no frame is user code, all frames
+    are searched.
     """
     return is_saving(frames[: _find_innermost_own(frames)])
 
@@ -84,7 +88,10 @@ def is_loading_data(frames: Sequence[Frame]) -> bool:
 
 
 def is_in_dataset(frames: Sequence[Frame]) -> bool:
-    """Whether the innermost frame is user code that a data loader has called, such as a dataset."""
+    """Whether a data loader has called the innermost frame of user code, such as a method of a dataset.
+
+    False if this user code itself waits for a data loader.
+    """
     own = _find_innermost_own(frames)
     return is_loading_data(frames[own:]) and not is_loading_data(frames[:own])
 
@@ -103,7 +110,7 @@ def is_meeting(frames: Sequence[Frame]) -> bool:
 
 
 def find_meeting_call(frames: Sequence[Frame]) -> str:
-    """Return the name of the torch.distributed function that the user's code has called and that is still running.
+    """Return the name of the torch.distributed function that other code has called and that is still running.
 
     Empty if the innermost frame is not torch.distributed's code.
     """
@@ -121,14 +128,14 @@ def is_in_backward(frames: Sequence[Frame]) -> bool:
 
 
 def _contains_library_path(frames: Iterable[Frame], parts: tuple[str, ...]) -> bool:
-    """Whether a frame is library code at one of the given paths. The user's own code at such a path is ignored."""
+    """Whether a frame is library code whose path contains one of `parts`. The user's own code is ignored."""
     return any(
         part in frame.file.replace(os.sep, "/") and not is_user_file(frame.file) for frame in frames for part in parts
     )
 
 
 def find_condition(frames: Sequence[Frame]) -> tuple[Frame, str] | None:
-    """Return the innermost condition around the given frames that refers to ranks, such as `if rank == 0`.
+    """Return the innermost condition in user code around the given frames that refers to ranks, such as `if rank == 0`.
 
     Under such a condition only some ranks run the code.
 
@@ -192,7 +199,7 @@ def _list_loops(frame: Frame) -> list[ast.stmt]:
 
 
 def _list_statements_around(frame: Frame) -> list[ast.stmt]:
-    """Return the statements that contain the frame's line, outermost first."""
+    """Return the statements that contain the frame's line, outermost first. Empty if the source is not available."""
     try:
         tree = ast.parse("".join(linecache.getlines(frame.file)))
     except (SyntaxError, ValueError):

@@ -36,8 +36,9 @@ class CollectiveCall:
     """Latest collective that a rank has entered in one process group.
 
     Attributes:
-        group: "headway" for collectives that Headway itself counts, otherwise torch's name of the process group.
-        number: Number of collectives that this rank has entered in this group.
+        group: "headway" for collectives that Headway itself counts, otherwise torch's name of the process group. Empty
+            for a wait that is not counted, such as a transfer between two ranks.
+        number: Number of collectives that this rank has entered in this group. 0 for a wait that is not counted.
         operation: Name of the operation.
         age: Seconds since the rank entered the collective. None if the rank has left it.
         members: Ranks of the process group. None if unknown.

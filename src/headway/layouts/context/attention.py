@@ -182,6 +182,8 @@ class WholeSequenceAttention(TorchFunctionMode):
     ) -> torch.Tensor:
         """Compute attention over full sequences for this rank's heads.
 
+        The arguments are those of torch's `scaled_dot_product_attention`, for all heads and this rank's sequence shard.
+
         Returns:
             Attention output of all heads for this rank's sequence shard.
         """
@@ -246,6 +248,12 @@ class WholeSequenceAttention(TorchFunctionMode):
 
         Each piece attends to the keys up to its own end. The mask is torch's `causal_lower_right`, which torch's
         kernels apply without allocating a mask.
+
+        Args:
+            query: Queries of this rank's sequence shard.
+            key: Keys of the full sequence.
+            value: Values of the full sequence.
+            options: Other keyword arguments of `scaled_dot_product_attention`.
         """
         from torch.nn.attention.bias import causal_lower_right
 
@@ -372,7 +380,7 @@ def _split_pieces(query: torch.Tensor, axis: SplitAxis) -> list[tuple[torch.Tens
     """Split this rank's queries into the two contiguous pieces of the sequence that the rank holds.
 
     Returns:
-        Pairs of (piece of the queries, its first position in the sequence).
+        Pairs of (piece of the queries, index of the piece's first token in the sequence).
     """
     step = query.shape[2] // 2
     numbers = sequences.find_pieces(axis.rank, axis)
@@ -523,9 +531,9 @@ class RingAttention:
         """Return the causal attention of this rank's queries to the full sequence.
 
         Args:
-            query: Queries of this rank, in the order of torch's head-tail balancer.
-            key: Keys of this rank.
-            value: Values of this rank.
+            query: Queries of this rank, [rows, heads, tokens, head dim], in the order of torch's head-tail balancer.
+            key: Keys of this rank, with as many heads as the queries or a divisor of that number.
+            value: Values of this rank, with as many heads as the keys.
             scale: Factor for the scores; None for torch's default.
         """
         times = query.shape[1] // key.shape[1]

@@ -175,7 +175,7 @@ class ContextParallel(SplitModel):
                 install_attention(block, self._attention)
                 self._hooks.append(block.register_forward_pre_hook(self._before_block, with_kwargs=True))
                 self._hooks.append(block.register_forward_hook(self._after_any_block, always_call=True))
-        except PrepareError:
+        except BaseException:
             self.release()
             raise
         self._hooks.append(blocks[-1].register_forward_hook(self._after_last_block))

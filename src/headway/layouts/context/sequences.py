@@ -168,7 +168,13 @@ def _gather(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
 
 
 def _restore_order(by_rank: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
-    """Return a full sequence in its original order, given the ranks' shards stacked along a new first dimension."""
+    """Return a full sequence in its original order, given the ranks' shards stacked along a new first dimension.
+
+    Args:
+        by_rank: Stacked shards, one for each rank.
+        axis: Mesh axis of context parallelism.
+        dim: Dimension of the sequence in each shard.
+    """
     step = by_rank.shape[dim + 1] // 2
     found: list[Any] = [None] * (2 * axis.size)
     for rank in range(axis.size):
@@ -205,9 +211,7 @@ class LabeledCall:
 
 
 class SplitLabels:
-    """Helper that finds the labels among a model's arguments, and shards them.
-
-    Labels are sharded across ranks like the model's sequences.
+    """Labels among a model's arguments. The methods find the labels of a call, and shard them like its sequences.
 
     Args:
         model: Model that gets the labels.
@@ -235,13 +239,18 @@ class SplitLabels:
 
     @property
     def ignored_label(self) -> int:
-        """Label that the loss ignores. Labels are padded with it."""
+        """Label that the loss ignores: from the options, else from the model's cross entropy, else -100.
+
+        Labels are padded with it.
+        """
         known = (self._options.ignore_index, self._of_loss, _DEFAULT)
         return next(value for value in known if value is not None)
 
     @contextmanager
     def observe_ignored_label(self) -> Iterator[None]:
         """Return a context in which the `ignore_index` of the model's cross entropy is recorded.
+
+        Nothing is recorded if the ranks together observe no value or several ones. Every rank must enter the context.
 
         Raises:
             PrepareError: If the recorded label differs from the label in the options.
@@ -285,6 +294,9 @@ class SplitLabels:
     def split_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_alone: bool = False) -> LabeledCall:
         """Return the call with each tensor of labels replaced by this rank's shard of the tensor.
 
+        If the model's own loss shifts labels by one, the keyword argument `shift_labels` is added, because a shard
+        lacks the label after its end. Without labels, the arguments do not change.
+
         Args:
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
@@ -292,7 +304,8 @@ class SplitLabels:
                 and an error is raised on this rank only. Default: False.
 
         Raises:
-            DataError: If labels must be padded but contain a negative label other than the ignored one.
+            DataError: If labels must be padded but contain a negative label other than `ignored_label`, unless the
+                model's cross entropy has shown which label it ignores. Unless `is_alone`, it is raised on all ranks.
         """
         labels = self.find_labels(args, kwargs)
         if not labels:
@@ -313,7 +326,8 @@ class SplitLabels:
     def _check_padding(self, labels: Mapping[str, torch.Tensor], is_alone: bool) -> None:
         """Raise an error on all ranks if any rank's labels cannot be padded.
 
-        If only some ranks raised it, the others would wait in a collective of the model.
+        If only some ranks raised it, the others would wait in a collective of the model. Do nothing if the model's
+        cross entropy has shown which label it ignores, or if no labels are class indices.
 
         Args:
             labels: Labels by name.
@@ -349,7 +363,11 @@ class SplitLabels:
         )
 
     def _count_labels(self, label: torch.Tensor) -> torch.Tensor:
-        """Return the number of labels that are not ignored, as a tensor. Negative class labels are never counted."""
+        """Return the number of labels that count in a loss, as a 0-d tensor.
+
+        Class labels count unless they are negative or ignored, and bool labels if they are True. All floating-point
+        labels count.
+        """
         if label.is_floating_point():
             return torch.tensor(label.numel(), device=label.device)
         if label.dtype == torch.bool:
@@ -358,14 +376,14 @@ class SplitLabels:
 
 
 class _IgnoredLabels(TorchFunctionMode):
-    """Torch function mode that records the `ignore_index` of all cross entropies and NLL losses."""
+    """Torch function mode that records the `ignore_index` of cross entropies and NLL losses of class indices."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record the `ignore_index` of a cross entropy or NLL loss. Run all functions unchanged."""
+        """Record the `ignore_index` of a loss whose targets are class indices. Run all functions unchanged."""
         kwargs = kwargs or {}
         if func in _LOSSES:
             target = kwargs["target"] if "target" in kwargs else args[1]
@@ -420,7 +438,8 @@ def shorten_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the model's arguments reduced to two rows and to the first tokens, for a dry run.
 
-    The attention mask is set to ones, so padding counts as text. Negative labels, such as ignored ones, become class 0.
+    A single row is repeated. The attention mask is set to ones, so padding counts as text. Negative labels, such as
+    ignored ones, become class 0. Without a tensor of at least two dimensions, the arguments are returned unchanged.
 
     Args:
         args: Positional arguments of the call.

@@ -79,7 +79,8 @@ class DeepSpeedConfigReport:
         config: JSON that is passed to DeepSpeed.
         handling: How each key was handled, by dotted name: "filled", "added", "passed", "agrees", or "left to
             DeepSpeed's default".
-        clipping: `gradient_clipping` from the JSON. 0: the argument of `clip_grad_norm_` applies.
+        clipping: `gradient_clipping` from the user's JSON; it is 0 in `config`. 0 here: the argument of
+            `clip_grad_norm_` applies.
     """
 
     config: dict[str, Any]
@@ -103,9 +104,9 @@ def complete_config(
 
     Args:
         given: JSON as a dict, which is not changed.
-        facts: Values of the run.
-        known: Function from a section's dotted name to the keys that DeepSpeed knows in it. None: the section accepts
-            any key.
+        facts: Number of ranks, precision and other values of the run.
+        known: Function from a section's dotted name to the keys that DeepSpeed knows in it. It returns None if the
+            section accepts any key.
 
     Raises:
         ConfigError: If there are unknown keys, or values that contradict the run. The message names all of them.

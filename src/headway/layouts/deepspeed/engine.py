@@ -108,9 +108,10 @@ class ZeroEngine:
         self._is_closed = True
 
     def get_local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's shards of the gradients in DeepSpeed's buffers.
+        """Return this rank's shards of the gradients in DeepSpeed's buffers, multiplied by the loss scale.
 
         The list is empty while the accumulation window is open, or if no gradients were computed since the last step.
+        Reading the gradients makes them final: a later backward in this window raises `StateError`.
         """
         if not self.is_dirty or not self._is_closed:
             return []

@@ -53,8 +53,10 @@ class PartitionedOptimizer:
         inner: Copy that DeepSpeed gets.
 
     Raises:
-        UnsupportedError: If the optimizer needs unflattened tensors, which ZeRO does not keep.
+        UnsupportedError: If the optimizer needs unflattened tensors, which ZeRO does not keep. Also if it is not known
+            to be elementwise and `untested` is False, or if it is Adagrad with several parameter groups.
         PrepareError: If none of the optimizer's parameters is trainable.
+        ConfigError: If DeepSpeed's CPU kernel does not support an option of the optimizer.
     """
 
     def __init__(self, given: torch.optim.Optimizer, untested: bool, uses_cpu_adam: bool) -> None:
@@ -270,7 +272,10 @@ class ZeroState:
     # ---------------------------------------------------------------- parts
 
     def find_slice(self, parameter: torch.Tensor) -> FlatSlice | None:
-        """Return this rank's range of a parameter, or None if every rank holds the full parameter."""
+        """Return this rank's range of a parameter, or None if every rank holds the full parameter.
+
+        The range is empty if only other ranks hold elements of the parameter.
+        """
         if self._zero.stage == 3:
             return self._find_stage_3_slice(parameter)
         if id(parameter) not in self._learns:
@@ -334,7 +339,11 @@ class ZeroState:
 
     @contextmanager
     def expose_state(self) -> Iterator[None]:
-        """Return a context in which the user's optimizer holds the engine's state, as `ShardPiece` objects."""
+        """Return a context in which the user's optimizer holds the engine's state, as `ShardPiece` objects.
+
+        Values of the state that are not as large as a flat partition, such as step counts, are included as they are. On
+        exit, the state of the user's optimizer is cleared.
+        """
         given, inner = self._partitioned.given, self._optimizer.optimizer
         for parameter in self._partitioned.parameters():
             run = self.find_slice(parameter)
@@ -364,7 +373,8 @@ class ZeroState:
     def apply_loaded_values(self) -> None:
         """Copy loaded parameters and optimizer states into the engine.
 
-        The checkpoint must already have been loaded into the exported shards and into the user's optimizer.
+        The checkpoint must already have been loaded into the exported shards and into the user's optimizer. Afterwards
+        the state of the user's optimizer is cleared.
         """
         given, inner, optimizer = self._partitioned.given, self._optimizer.optimizer, self._optimizer
         with torch.no_grad():

@@ -36,7 +36,8 @@ class DummyScheduler(SchedulerPlaceholder):
 
     Args:
         optimizer: Optimizer or its placeholder.
-        total_num_steps: Number of optimizer steps of a single-process run, used if the JSON has "auto".
+        total_num_steps: Number of optimizer steps of a single-process run, used if the JSON has "auto". None (the
+            default): an "auto" is removed from the JSON, so that the scheduler's own default applies.
         warmup_num_steps: Number of warm-up steps, used if the JSON has "auto". Default: 0.
         lr_scheduler_callable: Function that creates the scheduler from the optimizer. None: the JSON defines it.
         kwargs: Values for other "auto" settings of the scheduler, by name.

@@ -44,16 +44,24 @@ class DeepSpeedPlugin:
         zero_stage: ZeRO stage 1, 2 or 3. None: the stage in the JSON, or 2 if the JSON has none.
         is_train_batch_min: Whether DeepSpeed is configured with the smallest of the loaders' batch sizes. False: with
             the largest.
-        offload_optimizer_device: Device for optimizer state: "none", "cpu" or "nvme" (which needs a path).
-        offload_param_device: Device for parameters: "none", "cpu" or "nvme" (which needs a path). Needs stage 3.
-        offload_optimizer_nvme_path: Folder for optimizer state on NVMe.
-        offload_param_nvme_path: Folder for parameters on NVMe.
+        offload_optimizer_device: Device for optimizer state: "none", "cpu" or "nvme" (which needs a path). None: as in
+            the JSON.
+        offload_param_device: Device for parameters: "none", "cpu" or "nvme" (which needs a path). "cpu" and "nvme" need
+            stage 3. None: as in the JSON.
+        offload_optimizer_nvme_path: Folder for optimizer state on NVMe. None: as in the JSON.
+        offload_param_nvme_path: Folder for parameters on NVMe. None: as in the JSON.
         zero3_init_flag: False or None; True is not supported. A model is built whole and partitioned in prepare().
-        zero3_save_16bit_model: Written to the JSON. Checkpoints and `save_model` of Headway do not need it.
+        zero3_save_16bit_model: Whether DeepSpeed gathers 16-bit weights when it saves a model itself. Headway's
+            checkpoints and `save_model` do not need it. None: as in the JSON.
         transformer_moe_cls_names: Class names, separated by commas, of blocks whose parameters ZeRO-3 gathers all at
-            once.
+            once. None: each module's parameters are gathered separately.
         enable_msamp: False or None; True is not supported.
         msamp_opt_level: Ignored, because MS-AMP is not supported.
+
+    Raises:
+        ConfigError: If the JSON is invalid, a field contradicts it, a device is unknown, or an offload lacks its path
+            or its stage.
+        UnsupportedError: If ZeRO stage 0, MS-AMP or `zero3_init_flag=True` is requested.
     """
 
     hf_ds_config: Any = None
@@ -86,7 +94,12 @@ class DeepSpeedPlugin:
         self.zero3_init_flag = False
 
     def _merge(self) -> None:
-        """Write the fields into the JSON, and report all contradictions in one error."""
+        """Write the fields into the JSON, and set the default ZeRO stage if neither sets one.
+
+        Raises:
+            ConfigError: If fields contradict the JSON. The message contains all contradictions. Also if the JSON's
+                `zero_optimization` is a boolean.
+        """
         config: HfDeepSpeedConfig = self.hf_ds_config
         if isinstance(config.config.get("zero_optimization"), bool):
             raise ConfigError("zero_optimization is true or false, DeepSpeed's oldest form; give {'stage': 1, 2 or 3}")
@@ -120,7 +133,7 @@ class DeepSpeedPlugin:
 
     @property
     def num_steps(self) -> int | None:
-        """Number of micro-batches per optimizer step that the JSON sets, or None if it sets none."""
+        """Number of micro-batches per optimizer step that the JSON sets, or None if it sets none or "auto"."""
         value = self.hf_ds_config.get_value("gradient_accumulation_steps")
         return value if isinstance(value, int) else None
 
@@ -135,6 +148,7 @@ class DeepSpeedPlugin:
 
         Raises:
             UnsupportedError: If float8 or automatic micro-batching is requested.
+            OptionalDependencyMissing: If DeepSpeed is not installed.
         """
         if number_format == "fp8":
             raise UnsupportedError(
@@ -204,7 +218,10 @@ def choose_plugin(strategy: str, given: Any, origin: str) -> DeepSpeedPlugin | N
 
 
 def read_launched_settings() -> dict[str, Any]:
-    """Return the DeepSpeed settings from the command line, as fields of `DeepSpeedPlugin`. Empty if there are none."""
+    """Return DeepSpeed settings from the launcher or the environment, as fields of `DeepSpeedPlugin`.
+
+    The dict is empty if there are none.
+    """
     told = {name: resolve_run_setting(name, UNSET, None)[0] for name in OF_DEEPSPEED}
     found = {name: value for name, value in told.items() if value is not None}
     if "deepspeed_config_file" in found:

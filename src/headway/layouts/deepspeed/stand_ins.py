@@ -23,8 +23,8 @@ class StandIns:
         config: JSON configuration of DeepSpeed.
 
     Attributes:
-        optimizer: Values that replaced "auto" in the JSON's optimizer, by name.
-        scheduler: Values that replaced "auto" in the JSON's scheduler, by name.
+        optimizer: Values for "auto" settings of the JSON's optimizer, by name. Empty until the optimizer is created.
+        scheduler: Values for "auto" settings of the JSON's scheduler, by name. Empty until that scheduler is created.
     """
 
     def __init__(self, config: HfDeepSpeedConfig) -> None:
@@ -42,7 +42,9 @@ class StandIns:
                 run.
 
         Raises:
-            ConfigError: If the JSON does not define the object.
+            ConfigError: If the JSON does not define the object, or defines it with settings that do not fit.
+            UnsupportedError: If the JSON's optimizer is not one of torch's that are supported.
+            PrepareError: If a scheduler's `DummyOptim` is not prepared.
         """
         known = self._made.get(id(placeholder))
         if known is None:

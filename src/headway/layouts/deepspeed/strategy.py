@@ -66,6 +66,9 @@ class DeepSpeedStrategy(Strategy):
 
     Attributes:
         account: DeepSpeed's completed JSON, and how each key was handled. None before `prepare()` gets the optimizer.
+
+    Raises:
+        OptionalDependencyMissing: If DeepSpeed is not installed.
     """
 
     name = "deepspeed"
@@ -136,7 +139,8 @@ class DeepSpeedStrategy(Strategy):
 
         Raises:
             UnsupportedError: If there are several optimizers, or ZeRO cannot train with this optimizer or a parameter.
-            ConfigError: If the JSON contradicts the run.
+            ConfigError: If the JSON contradicts the run, has unknown keys, or defines an optimizer although the script
+                has prepared its own.
         """
         if len(optimizers) > 1:
             names = ", ".join(type(each).__name__ for each in optimizers)
@@ -180,6 +184,11 @@ class DeepSpeedStrategy(Strategy):
             placeholder: Placeholder that the script has prepared.
             share: Number of processes. It divides a scheduler's `total_num_steps`, which is given for a single-process
                 run.
+
+        Raises:
+            ConfigError: If the JSON does not define the object, or defines it with settings that do not fit.
+            UnsupportedError: If the JSON's optimizer is not one of torch's that are supported.
+            PrepareError: If a scheduler's `DummyOptim` is not prepared.
         """
         return self._stand_ins.find_real(placeholder, share)
 
@@ -256,7 +265,7 @@ class DeepSpeedStrategy(Strategy):
         """Mark the accumulation window as complete, and broadcast rank 0's module buffers.
 
         DeepSpeed reduces the gradients later, when they are first read. Buffers are broadcast only if the model is in
-        training mode and the option `broadcast_buffers` is set.
+        training mode and the option `broadcast_buffers` is set. Both arguments are ignored.
         """
         self._require_engine().close_window()
         model = self._model
@@ -273,7 +282,13 @@ class DeepSpeedStrategy(Strategy):
         self._require_engine().correct_gradients(factor)
 
     def compute_total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return DeepSpeed's norm of all gradients over all ranks.
+        """Return DeepSpeed's norm of all gradients over all ranks. Every rank must call it.
+
+        The norm is NaN while the accumulation window is open, and 0 if no gradients were computed since the last step.
+
+        Args:
+            parameters: Parameters, which must include all trainable ones of the optimizer.
+            norm_type: Must be 2.
 
         Raises:
             UnsupportedError: If `norm_type` is not 2, or if `parameters` lacks some of the optimizer's parameters.
@@ -293,10 +308,20 @@ class DeepSpeedStrategy(Strategy):
     def clip_gradients(
         self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, known: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the norm of all gradients, and make the next step clip to `max_norm`.
+        """Return the norm of all gradients before clipping, and make the next step clip to `max_norm`.
+
+        If several limits are set before a step, the smallest applies.
+
+        Args:
+            parameters: Parameters, which must include all trainable ones of the optimizer.
+            max_norm: Largest norm after clipping.
+            norm_type: Must be 2.
+            known: Norm that was already computed. It is returned, and the two requirements above are not checked. None
+                (the default): compute the norm.
 
         Raises:
             ConfigError: If DeepSpeed's JSON sets `gradient_clipping` to a different value than `max_norm`.
+            UnsupportedError: If `norm_type` is not 2, or if `parameters` lacks some of the optimizer's parameters.
         """
         fixed = 0.0 if self.account is None else self.account.clipping
         if fixed and fixed != max_norm:
@@ -311,6 +336,11 @@ class DeepSpeedStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None
     ) -> bool:
         """Run DeepSpeed's step with the current settings of the user's optimizer.
+
+        Args:
+            optimizer: The user's optimizer, which must be the prepared one.
+            precision: Ignored, because the engine handles its fp16 loss scale.
+            closure: Must be None.
 
         Returns:
             Whether the parameters were updated. False: the step was skipped.
@@ -358,7 +388,10 @@ class DeepSpeedStrategy(Strategy):
         return parameter if self._state is None else self._state.get_part(parameter)
 
     def expose_state(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
-        """Return a context in which the user's optimizer holds the engine's state, as `ShardPiece` objects."""
+        """Return a context in which the user's optimizer holds the engine's state, as `ShardPiece` objects.
+
+        On exit, the state of the user's optimizer is cleared. Before the engine exists, the context does nothing.
+        """
         return nullcontext() if self._state is None else self._state.expose_state()
 
     def apply_loaded_values(self) -> None:
@@ -371,7 +404,11 @@ class DeepSpeedStrategy(Strategy):
             dist.destroy_process_group()
 
     def release_model(self, model: torch.nn.Module | None = None) -> None:
-        """Destroy the engine. A stage 3 model stays partitioned, because the full model might not fit into memory."""
+        """Release the model, and destroy DeepSpeed's engine if it was created.
+
+        A stage 3 model stays partitioned, because the full model might not fit into memory. There is only one model, so
+        the argument `model` is ignored.
+        """
         super().release_model()
         zero = self._zero
         # The references are removed first, so that nothing uses an engine whose destruction has failed.
@@ -384,9 +421,10 @@ class DeepSpeedStrategy(Strategy):
 
 
 def _ensure_group(device: torch.device) -> bool:
-    """Create a process group if there is none, because DeepSpeed needs one even on a single process.
+    """Create a process group if there is none, because DeepSpeed needs one even in a single-process run.
 
-    The environment variable `LOCAL_RANK` is set, too. DeepSpeed keeps the group, so it exists until the process ends.
+    The environment variable `LOCAL_RANK` is set, too, if it is not set yet. DeepSpeed keeps using
+    the group, so the caller ends it with the run.
 
     Returns:
         Whether a group was created.
@@ -433,7 +471,7 @@ def _check_shapes(model: torch.nn.Module) -> None:
 def _find_hidden_size(model: torch.nn.Module) -> int | None:
     """Return the hidden size from the model's transformers config, or None if the config has none.
 
-    It is read from the same attributes of the config as in Accelerate.
+    It is `hidden_size`, or the largest of `hidden_sizes`, of the config or of its `text_config`, as in Accelerate.
     """
     config = getattr(model, "config", None)
     for each in (config, getattr(config, "text_config", None)):
@@ -447,7 +485,13 @@ def _find_hidden_size(model: torch.nn.Module) -> int | None:
 
 
 def _mark_whole_blocks(model: torch.nn.Module, plugin: DeepSpeedSettings) -> None:
-    """Mark the blocks whose parameters ZeRO-3 gathers all at once, given the class names in the plugin."""
+    """Mark the blocks whose parameters ZeRO-3 gathers all at once, given the class names in the plugin.
+
+    Do nothing below ZeRO stage 3 or without class names.
+
+    Raises:
+        ConfigError: If the model contains no module of a class.
+    """
     text = plugin.transformer_moe_cls_names
     if not text or plugin.zero_stage != 3:
         return

@@ -36,7 +36,7 @@ def needs_whole_norms(optimizer: Any) -> bool:
 
 
 def export_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state with its moments as float32 values. The sharding does not change.
+    """Return a parameter's state with its moments as float32 values on the CPU. The sharding does not change.
 
     A tensor of two moments (`state1` of AdEMAMix) becomes two tensors with the parameter's shape, `state1_0` and
     `state1_1`.
@@ -72,12 +72,14 @@ def export_entry(entry: dict[str, Any]) -> dict[str, Any]:
 def import_entry(
     optimizer: Any, parameter: torch.Tensor, entry: dict[str, Any], place: tuple[int, int]
 ) -> dict[str, Any]:
-    """Return a parameter's state in the form that the optimizer creates, with values from a portable state.
+    """Convert a parameter's portable state to the optimizer's own: 8-bit codes, scales and tables, or 32-bit values.
 
     Args:
         optimizer: Optimizer of bitsandbytes.
         parameter: Parameter, which may be a DTensor. The state is sharded like the parameter.
-        entry: State as `export_entry` returns it. A state in the optimizer's own form is returned unchanged.
+        entry: State as `export_entry` returns it. A state that has quantization tables (`qmap...`) is already in the
+            optimizer's form. It is returned unchanged, except that nested values of a state dict are moved to the top
+            level and to the parameter's device.
         place: Index of the parameter's group, and index of the parameter in this group.
 
     Raises:
@@ -126,6 +128,7 @@ def register_overrides(optimizer: Any) -> None:
     """Register overridden options (`GlobalOptimManager`) by the positions of their parameters in the groups.
 
     bitsandbytes also stores options by parameter ID, but `prepare` replaces parameters with shards that have other IDs.
+    Do nothing if no options are overridden.
 
     Args:
         optimizer: Optimizer of bitsandbytes, whose groups contain the parameters that the script has registered.

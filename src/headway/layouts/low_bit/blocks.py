@@ -13,7 +13,8 @@ import torch
 def restore_extremes(values: torch.Tensor, scales: torch.Tensor, lowest_level: torch.Tensor, block_size: int) -> None:
     """Restore the lowest value of each block that has lost its scale, by setting the value to minus the scale.
 
-    A block has lost its scale if the absolute values of all its dequantized values are smaller than the scale.
+    A block has lost its scale if the absolute values of all its dequantized values are smaller than the scale. In
+    addition, its lowest value must have the code of the table's lowest entry.
 
     Args:
         values: Contiguous dequantized values. They are changed in place.

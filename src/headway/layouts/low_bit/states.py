@@ -35,8 +35,11 @@ def export_state(optimizer: torch.optim.Optimizer, entry: Any) -> Any:
     Args:
         optimizer: Optimizer that keeps the state. It may be of any class, for example a wrapper that shares the state
             of torchao's optimizer.
-        entry: State of the parameter, from the optimizer or from its state dict. If it has no codes, its values do not
-            change.
+        entry: State of the parameter, from the optimizer or from its state dict. It is returned unchanged if it is not
+            a dict, or if neither it nor the optimizer is low-bit.
+
+    Returns:
+        The state, sharded as before. Its moments are on the CPU.
     """
     if not isinstance(entry, dict):
         return entry
@@ -47,15 +50,18 @@ def export_state(optimizer: torch.optim.Optimizer, entry: Any) -> Any:
 
 
 def quantize_states(optimizer: torch.optim.Optimizer) -> None:
-    """Quantize the states of a low-bit optimizer again after a load.
+    """Quantize the loaded states of a low-bit optimizer for this rank's shards. Do nothing for other optimizers.
 
-    States that are already quantized do not change. Other optimizers do not change either.
+    States that are already quantized do not change, nor do those of parameters that only other pipeline stages hold.
+    Overridden options of bitsandbytes are registered. If blocks of the shards are not those of the saved states, values
+    change by less than a quantization step, and a message is logged.
 
     Args:
         optimizer: Optimizer whose states contain dequantized values, as returned by `export_state`.
 
     Raises:
-        CheckpointError: If another package's optimizer has saved the state.
+        CheckpointError: If another package's optimizer has saved the state, or if the state has bitsandbytes' codes of
+            whole parameters and the parameters are sharded.
     """
     if not keeps_low_bit_state(optimizer):
         return
@@ -116,7 +122,10 @@ def _join_piece(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def _has_equal_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether the tensors in two dequantized states are bitwise equal on this rank."""
+    """Whether the tensors that two dequantized states have in common are bitwise equal on this rank.
+
+    Scalars are not compared.
+    """
     return all(
         torch.equal(get_local_shard(value), get_local_shard(other[name]).to(get_local_shard(value)))
         for name, value in one.items()
@@ -130,14 +139,14 @@ def _has_equal_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def prepare_optimizer(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
     """Check that a low-bit optimizer can train with a strategy, and make its stochastic rounding equal on all ranks.
 
-    Nothing is done on a single process.
+    Do nothing in a single-process run. Rounding is changed only for torchao's optimizers with stochastic rounding.
 
     Args:
         optimizer: The user's optimizer.
         strategy: Strategy of the run.
 
     Raises:
-        UnsupportedError: If the optimizer works on a single process only.
+        UnsupportedError: If the optimizer is torchao's `CPUOffloadOptimizer`, which needs a single-process run.
     """
     if strategy.everyone.world_size == 1:
         return

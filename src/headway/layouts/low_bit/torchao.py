@@ -28,7 +28,7 @@ def keeps_low_bit_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def export_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state with its moments as float32 values. The sharding does not change.
+    """Return a parameter's state with its moments as float32 values on the CPU. The sharding does not change.
 
     The moments of small tensors are not quantized. They are converted to float32, too, because ranks with shards of
     different sizes must agree on the dtype.

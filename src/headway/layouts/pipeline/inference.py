@@ -25,7 +25,8 @@ def prepare_pippy(
     """Distribute a model over processes for inference: each process keeps some of the model's blocks on its device.
 
     The given model is returned, in evaluation mode. Call it on every process with equal inputs. A batch passes
-    through the processes in chunks. For training, use `Accelerator(strategy="pp")`.
+    through the processes in chunks. A single process only moves the model to its device. For training, use
+    `Accelerator(strategy="pp")`.
 
     Args:
         model: Model to distribute, built on every process. The values of process 0 are used.
@@ -41,8 +42,11 @@ def prepare_pippy(
             None. Default: False.
 
     Raises:
-        PrepareError: If the model has fewer repeated blocks than there are processes.
-        ConfigError: If a split point is not a block, or `num_chunks` is less than 1.
+        PrepareError: If the model cannot be split, for example because it has fewer repeated blocks than there are
+            processes.
+        ConfigError: If `num_chunks` is less than 1, or if `split_points` does not name one block for each process after
+            process 0, in order.
+        UnsupportedError: If the model is compiled as a whole.
     """
     if split_points != "auto" and isinstance(split_points, str):
         raise ConfigError(f"split_points={split_points!r}; give 'auto' or a list of names of blocks")

@@ -154,7 +154,10 @@ class PipelineRunner:
         ]
 
     def split_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the (args, kwargs) of a model call for each micro-batch. Each argument is split along its rows."""
+        """Return the (args, kwargs) of a model call for each micro-batch.
+
+        Tensors and other values with one entry per row are split. All other values are passed to each micro-batch.
+        """
         num_rows = find_batch_size((args, kwargs)) or 1
         made = []
         for bounds in self._compute_bounds(num_rows):
@@ -211,13 +214,14 @@ class PipelineRunner:
         batch = PipelineBatch(self._make_stages(compute), len(pieces), keys)
         activations: list[list[StageActivation]] = []
         is_new = self._find_new(keys)
+        # Read all entries before new ones are stored, which may evict others. Ranks have agreed on `is_new`.
+        known = {key: entry for key in keys if (entry := self._known.get(key)) is not None}
         for number, key in enumerate(keys):
-            known = None if is_new[number] else self._known.get(key)
-            if known is None:
-                known = self._run_ahead(batch, number)
-                self._known.put(key, known)
+            if is_new[number]:
+                known[key] = self._run_ahead(batch, number)
+                self._known.put(key, known[key])
                 batch.ahead.add(number)
-            activations.append(known)
+            activations.append(known[key])
         for stage, chunk in batch.chunks.items():
             chunk.ahead = set(batch.ahead)
             chunk.chunks = batch.num

@@ -160,6 +160,17 @@ class PipelineStage(_PipelineStageBase):
             autograd uses.
         compute: Function of (index of the micro-batch, tree received from the previous stage). Returns the output of
             the stage's last block or, on the last stage, the loss.
+
+    Attributes:
+        arriving: Description of the input of each micro-batch, by index. Empty on the first stage.
+        ahead: Indices of the micro-batches whose forward was run before the schedule.
+        weightless: Indices of the micro-batches whose loss has weight 0.
+        silence: Function that returns a context for the backward of weightless micro-batches. None: their backward is
+            skipped.
+        inputs: Received tensors of each micro-batch, by index.
+        outputs: Output tensors of each micro-batch, by index. On the last stage, the first one is the loss.
+        activations: Description of the output of each micro-batch, by index.
+        gradients: Gradients of those outputs that require one, by the index of the micro-batch.
     """
 
     def __init__(
@@ -245,12 +256,18 @@ class PipelineStage(_PipelineStageBase):
         return [] if self.is_last or fwd_chunk_id in self.ahead else self.send_ops(fwd_chunk_id)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Set a micro-batch's input if the previous stage is on this rank, so that nothing has to be received."""
+        """Set a micro-batch's input if the previous stage is on this rank, so that nothing has to be received.
+
+        Do nothing if the micro-batch's forward was run before the schedule.
+        """
         if mb_index not in self.ahead:
             self.inputs[mb_index] = [tensor.detach() for tensor in prev_stage_outputs]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that receive the gradients of a micro-batch's outputs."""
+        """Return the operations that receive the gradients of a micro-batch's outputs.
+
+        The list is empty on the last stage and without backward.
+        """
         if not self.has_backward or self.is_last:
             return []
         found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in self._learning(bwd_chunk_id)]
@@ -258,7 +275,10 @@ class PipelineStage(_PipelineStageBase):
         return self._ops(dist.irecv, found, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that send the gradients of a micro-batch's inputs."""
+        """Return the operations that send the gradients of a micro-batch's inputs.
+
+        The list is empty on the first stage and without backward.
+        """
         if not self.has_backward or self.is_first:
             return []
         return self._ops(dist.isend, self._back.pop(bwd_chunk_id), self.stage_index - 1)
@@ -282,7 +302,11 @@ class PipelineStage(_PipelineStageBase):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any = (), kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
-        """Run a micro-batch's forward and return its outputs. On the last stage, return the loss."""
+        """Run a micro-batch's forward and return its outputs as a tuple. On the last stage, return the loss.
+
+        If the forward was run before the schedule, return the outputs of that run. Only `fwd_chunk_id`, the index of
+        the micro-batch, is used.
+        """
         if fwd_chunk_id not in self.ahead:
             self.compute(fwd_chunk_id)
         found = self.outputs[fwd_chunk_id]
@@ -306,7 +330,18 @@ class PipelineStage(_PipelineStageBase):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run a micro-batch's backward. Without `full_backward`, compute only the gradients of the stage's inputs."""
+        """Run a micro-batch's backward, and store the gradients of the stage's inputs for the previous stage.
+
+        Do nothing if the batch has no backward. Input gradients are zero if no output requires a gradient. They are
+        also zero if the micro-batch's loss has weight 0, so that its backward is skipped (see `silence`).
+
+        Args:
+            bwd_chunk_id: Index of the micro-batch.
+            loss: Ignored, because the last stage's output is the loss.
+            full_backward: Whether to compute the gradients of inputs and weights. False: compute only those of the
+                inputs, and leave the others to `backward_weight_one_chunk`. Default: True.
+            last_backward: Ignored, because gradients are reduced at the end of the accumulation window.
+        """
         if not self.has_backward:
             return
         outputs, inputs = self._learning(bwd_chunk_id), self.inputs.pop(bwd_chunk_id)
@@ -339,7 +374,10 @@ class PipelineStage(_PipelineStageBase):
         return stage_backward(tuple(outputs), tuple(grads), inputs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Compute a micro-batch's weight gradients, the second half of a split backward."""
+        """Compute a micro-batch's weight gradients, the second half of a split backward.
+
+        Do nothing if the first half left nothing to compute. `last_backward` is ignored.
+        """
         half = self._halves.pop(bwd_chunk_id, None)
         if half is not None:
             half()

@@ -371,7 +371,7 @@ class ModuleRouter:
     ) -> Tree:
         """Return placeholders for the output of a module on another stage.
 
-        The module is run on the meta device, once for each combination of input shapes.
+        The module is run on the meta device, once for each combination of tensor shapes and values of other arguments.
 
         Args:
             name: Name of the module.

@@ -63,6 +63,8 @@ class StageSplit:
     def map_holders(self, model: torch.nn.Module) -> dict[int, frozenset[int]]:
         """Return the stages that hold each parameter and buffer, by the tensor's `id`.
 
+        A tensor that belongs to no block and to no module in `sides` is held by all stages.
+
         Args:
             model: Model that was split.
         """
@@ -146,6 +148,12 @@ def _place_sides(
 ) -> tuple[dict[str, frozenset[int]], list[str]]:
     """Return the stages of modules outside of the blocks, and the names of tensors that all stages hold.
 
+    Args:
+        model: User's model.
+        blocks: IDs of the blocks.
+        num_stages: Number of stages of the whole pipeline.
+        options: Options with the names of modules for the first and for the last stage.
+
     Returns:
         Pair of (stages of each module outside of the blocks by name, names of tensors that belong directly to modules
         that contain blocks).
@@ -220,7 +228,7 @@ def _tensor(model: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 class PipelineState:
-    """State of a model that is split into pipeline stages, in the form in which checkpoints save and load it.
+    """State of a model that is split into pipeline stages, as full tensors and `ShardPiece` objects for checkpoints.
 
     Args:
         model: User's model, which has been split.
@@ -287,7 +295,7 @@ class PipelineState:
                 yield inner, made[id(each)]
 
     def get_part(self, parameter: torch.Tensor) -> Any:
-        """Return this rank's part of a parameter: a `ShardPiece`, or the full tensor if all pipeline ranks hold it.
+        """Return this rank's part of a parameter: a `ShardPiece`, or a tensor if all pipeline ranks hold all of it.
 
         A parameter that does not belong to the model is returned unchanged.
         """

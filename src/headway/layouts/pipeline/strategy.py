@@ -141,9 +141,12 @@ class PipelineStrategy(Strategy):
     def setup_model(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
         """Broadcast rank 0's values, apply the transforms, and keep only this rank's stages.
 
+        If this run has already split the model with equal options, its stages are reused.
+
         Args:
             model: Model to split.
-            transforms: Functions that change the model before it is split.
+            transforms: Functions that change the model before it is split. They are not applied again to a model that
+                is already split. Default: none.
 
         Returns:
             Callable that replaces the model under context parallelism, or None without context parallelism.
@@ -191,7 +194,7 @@ class PipelineStrategy(Strategy):
         return context
 
     def serve_inference_only(self, is_shared: bool) -> None:
-        """Configure calls of the model for inference, without gradients.
+        """Configure calls of the model for inference, without gradients. Call it after `setup_model`.
 
         Args:
             is_shared: Whether all ranks get the outputs. False: only the rank with the last stage gets them, and the
@@ -242,7 +245,9 @@ class PipelineStrategy(Strategy):
         return route, PipelineState(model, self._keep_own_tensors(model, owners), self.layout, self.everyone.rank)
 
     def _keep_own_tensors(self, model: torch.nn.Module, owners: dict[int, frozenset[int]]) -> dict[str, frozenset[int]]:
-        """Move this rank's tensors to the device and replace those of other ranks with meta tensors.
+        """Replace the tensors of other ranks with meta tensors, and move those of this rank to the device.
+
+        This rank's tensors are not moved if they are on the meta device, or if another strategy will shard them.
 
         Args:
             model: Model that is split.
@@ -303,7 +308,7 @@ class PipelineStrategy(Strategy):
                 self._shared.append((part, shared))
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise an error if an optimizer does not step each parameter separately.
+        """Raise an error if an optimizer does not step each parameter separately. Otherwise register the optimizer.
 
         Raises:
             UnsupportedError: If the optimizer concatenates all parameters into one vector (LBFGS).
@@ -317,22 +322,26 @@ class PipelineStrategy(Strategy):
         self._optimizers.add(optimizer)
 
     def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that replaced a parameter.
+        """Return the tensor that replaced a parameter, or the parameter itself if it was not replaced.
 
-        The tensor is the full parameter, a shard, or a meta tensor if only other pipeline ranks hold the parameter.
+        The replacement is the full parameter on this rank's device, a shard, or a meta tensor if only other pipeline
+        ranks hold the parameter.
         """
         now = self._replaced.current(parameter)
         return now if self._spread is None else self._spread.find_current(now)
 
     def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a tensor, which is sharded like a parameter of the same full shape.
+        """Shard a tensor like a parameter of equal full shape, and return this rank's part of the tensor.
 
         The part is the full tensor, a shard, or a meta tensor if only other pipeline ranks hold the parameter.
         """
         return torch.empty_like(tensor, device="meta") if parameter.is_meta else dtensors.shard_like(tensor, parameter)
 
     def free_gathered(self, model: torch.nn.Module) -> None:
-        """Free the all-gathered parameters of a model. The next forward gathers them again."""
+        """Free the all-gathered parameters of a model. The next forward gathers them again.
+
+        Do nothing if the parameters of stages are not sharded.
+        """
         if self._spread is not None:
             self._spread.free_gathered(model)
 
@@ -378,8 +387,17 @@ class PipelineStrategy(Strategy):
 
         If the loss was computed from outputs of the model, backward continues through the stages, from last to first.
 
+        Args:
+            loss: Placeholder from `compute_loss`, or a loss.
+            factor: Factor by which the loss is multiplied, from its weight in the accumulation window. With 0, a
+                placeholder adds no gradients.
+            precision: Precision of the run, which scales losses under fp16.
+            kwargs: Keyword arguments of torch's backward. They have no effect on a placeholder.
+
         Raises:
             UnsupportedError: If the loss is computed from parameters that only other stages hold.
+            LossError: If the function that was given to `compute_loss` does not return a loss.
+            StateError: If backward runs twice through one forward of the model.
         """
         if loss.is_meta:
             raise UnsupportedError(
@@ -467,10 +485,11 @@ class PipelineStrategy(Strategy):
                     parameter.grad = None
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
-        """Reduce the gradients of an accumulation window, and broadcast the first replica's module buffers.
+        """Reduce the gradients of an accumulation window. Every rank must call it.
 
         Gradients of parameters that several stages hold are summed over these stages. All gradients are averaged over
-        the replicas of the pipeline.
+        the replicas of the pipeline. If the replicas are not sharded, the first replica's module buffers are broadcast
+        in training mode. Both arguments are ignored.
         """
         if self._model is None:
             return
@@ -505,7 +524,7 @@ class PipelineStrategy(Strategy):
                 grad.mul_(factor)
 
     def get_local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients of the parameters of this rank's stages."""
+        """Return this rank's shards of the gradients of those parameters that its stages contain."""
         return dtensors.get_local_gradients(map(self.find_current, parameters))
 
     def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -520,7 +539,10 @@ class PipelineStrategy(Strategy):
             self._spread.drop_gradients(own)
 
     def compute_total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the gradient norm over all stages. A parameter that several stages hold counts once."""
+        """Return the gradient norm over all stages. A parameter that several stages hold counts once.
+
+        Every rank must call it, with parameters of the whole model.
+        """
         own = [p for p in map(self.find_current, parameters) if id(p) not in self._uncounted]
         return dtensors.compute_total_norm(own, norm_type, self.everyone, self.layout.num_ranks // self.layout.pp)
 
@@ -528,6 +550,11 @@ class PipelineStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None
     ) -> bool:
         """Update the parameters of this rank's stages.
+
+        Args:
+            optimizer: torch's own optimizer.
+            precision: Precision of the run. Under fp16, its gradient scaler can skip the step.
+            closure: Closure as for a torch optimizer, or None.
 
         Returns:
             Whether the parameters were updated. False: the step was skipped.
@@ -542,6 +569,7 @@ class PipelineStrategy(Strategy):
         """Yield (name, tensor) for each entry of the state dict, named as in the model without wrappers.
 
         Unless every pipeline rank has all of a tensor, it is yielded as a `ShardPiece` with this rank's values only.
+        The tensors of a model that is not the prepared one are yielded in full.
         """
         if self._state is None or model is not self._model:
             return super().export_state(model)
@@ -551,14 +579,16 @@ class PipelineStrategy(Strategy):
     def get_part(self, parameter: torch.Tensor) -> Any:
         """Return this rank's part of a parameter.
 
-        The part is all of the parameter, a shard, or an empty `ShardPiece` if only other ranks hold it.
+        The part is all of the parameter, a shard, or an empty `ShardPiece` if only other ranks hold it. A parameter
+        that does not belong to the prepared model is returned unchanged.
         """
         return parameter if self._state is None else self._state.get_part(parameter)
 
     def expose_state(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """Return a context in which the optimizer's state covers the parameters of all pipeline stages.
 
-        All ranks must enter the context, which runs a collective.
+        States of other stages are `ShardPiece` objects without data. All ranks must enter the context, which runs a
+        collective. Without a prepared model, the context does nothing.
         """
         return nullcontext() if self._state is None else self._state.expose_state(optimizer, self._group)
 
@@ -572,9 +602,14 @@ class PipelineStrategy(Strategy):
                 self._state.convert_loaded_states(optimizer)
 
     def release_model(self, model: torch.nn.Module | None = None) -> None:
-        """Release the model, so that it can be prepared again.
+        """Release the strategy's model and optimizers, so that the model can be prepared again.
 
-        The model stays split into stages, because the full model might not fit into memory.
+        The model stays split into stages, because the full model might not fit into memory. Until it is prepared again,
+        calls of it raise `UnsupportedError`.
+
+        Args:
+            model: Model for the strategy that shards the stages. None (the default): all its models. The pipeline has
+                only one model, and always releases it.
         """
         super().release_model()
         if self._pipe is not None:

@@ -275,12 +275,15 @@ class ModuleTrial:
                 yield (hidden,), {**needed, name: self._normal(2, length + 1, width)}
 
     def _run(self, call: Call, row: str = "", result: torch.Tensor | None = None) -> ModuleRun | None:
-        """Call the copy and record its tensors. Return None if the call fails or calls a submodule twice.
+        """Call the copy and return a record of its tensors, or None if the call fails or calls a submodule twice.
+
+        Only submodules that have parameters are recorded. Parts of a linear layer, such as its adapters, are not.
 
         Args:
             call: Positional and keyword arguments.
-            row: Name of a submodule whose output is replaced. Default: "", none is replaced.
-            result: Tensor that replaces the output of `row`. Default: None.
+            row: Name of a submodule whose output is replaced for the rest of the forward. The record contains the
+                output that the submodule itself has computed. Default: "", no output is replaced.
+            result: Tensor that replaces the output of `row`. None (the default): only without `row`.
         """
         run = ModuleRun()
 
@@ -447,8 +450,8 @@ def _likeness(module: torch.nn.Module, inside: list[str]) -> str:
 def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield (name, module) for each linear layer that tensor parallelism can split.
 
-    The layer's weight must not be quantized or shared with other modules. For a layer with adapters, the module is the
-    wrapper that contains the adapters.
+    Layers whose weight is quantized or shared with other modules are left out, and so are those with adapters that
+    cannot be split. For a layer with adapters, the module is the wrapper that contains the adapters.
     """
     shared = {id(p) for p, owners in find_holders(model).values() if len(owners) > 1}
     closed: list[str] = []

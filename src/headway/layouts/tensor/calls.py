@@ -119,7 +119,10 @@ class SplitCall:
         self._keeps_cut = keeps_cut
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments with which the module's forward computes on local tensors."""
+        """Return the arguments with which the module's forward computes on local tensors.
+
+        Before a module whose output is replicated again, also switch to the common RNG state.
+        """
         if self._rng_states is not None and self._site.style.closes:
             self._rng_states.join()
         return self._site.style.convert_inputs(self._site, args, kwargs)
@@ -129,7 +132,10 @@ class SplitCall:
         self._site.style.restore_module(self._site)
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Return the output in the layout that the caller of the split module expects: sharded or full."""
+        """Return the output in the layout that the caller of the split module expects: sharded or full.
+
+        After a module whose output is sharded, also switch to this rank's RNG state in training.
+        """
         if self._keeps_cut is not None and module.training:
             return self._keeps_cut(module, output)
         output = self._site.style.convert_output(self._site, output)

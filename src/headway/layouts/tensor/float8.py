@@ -157,7 +157,10 @@ class _Rounding:
         split: int | None,
         largest: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a matrix in float8, and its largest absolute value, or None instead if each row has its own scale.
+        """Convert a matrix to float8, and return it with its largest absolute value.
+
+        The second value is None if each row has its own scale. A matrix that is already in float8, or whose conversion
+        is disabled, is returned unchanged with None.
 
         Args:
             tensor: This rank's part of a matrix, or the whole matrix.

@@ -113,7 +113,8 @@ class AdaptedCall:
     def after_any(self, module: torch.nn.Module, *_: Any) -> None:
         """Switch to the RNG state that fits the layer's output, which is either sharded or replicated.
 
-        The hook also runs if the forward raised an error.
+        In evaluation mode, the state for sharded outputs is not used. The hook also runs if the forward raised an
+        error.
         """
         if self._style.closes:
             self._rng_states.join()
@@ -141,8 +142,8 @@ class ModelSplit:
 def read_plan(model: torch.nn.Module, axis: SplitAxis, options: TensorParallelOptions) -> ModelSplit:
     """Return the modules and parameters that a tensor-parallel plan splits.
 
-    The plan is the one in the options or, if they have none, the one that the model defines, or that the models define
-    which it contains.
+    The plan is the one in the options. If they have none, it is the one that the model defines. If the model defines
+    none either, the plans of the models inside it are merged.
 
     Args:
         model: Model to split.
@@ -150,8 +151,9 @@ def read_plan(model: torch.nn.Module, axis: SplitAxis, options: TensorParallelOp
         options: User's options.
 
     Raises:
-        ConfigError: If there is no plan, a name matches nothing, a style is unknown, or the plan names a module twice.
-        PrepareError: If a style does not fit its module.
+        ConfigError: If there is no plan, a style is unknown, or the plan names a module twice. Also if a name in the
+            options' plan matches nothing, or if no name in the model's own plan matches anything.
+        PrepareError: If a style does not fit its module, or if the model has adapters that cannot be split.
     """
     check_adapters(model, "tensor parallelism")
     modules = dict(model.named_modules())
@@ -227,7 +229,7 @@ def _rename_below_wrappers(plan: Mapping[str, Any], names: list[str], parameters
 
     Args:
         plan: Plan whose names have no prefix.
-        names: Names of the model's modules.
+        names: Names of the model's modules and parameters.
         parameters: Names of the model's parameters.
     """
     parameters = [name for name in parameters if not name.startswith(_PROMPTS)]
@@ -241,15 +243,25 @@ def _rename_below_wrappers(plan: Mapping[str, Any], names: list[str], parameters
 
 
 def get_model_plan(model: torch.nn.Module) -> Mapping[str, Any]:
-    """Return the tensor-parallel plan that the model itself defines, or an empty one if it defines none."""
+    """Return the tensor-parallel plan that the model itself defines, or an empty one if it defines none.
+
+    The plan is in the attribute `tp_plan`, or `_tp_plan` if the first is missing or empty.
+    """
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     return plan if isinstance(plan, Mapping) else {}
 
 
 def _join_plans(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the joined tensor-parallel plans of the models inside a model, such as a transformers model with a custom head.
+    """Merge the tensor-parallel plans of the models inside a model, for example of a base model under a custom head.
 
-    Each name in a plan is prefixed with the name of the inner model.
+    A plan inside a model that has a plan itself is ignored.
+
+    Args:
+        model: Model that has no plan of its own.
+
+    Returns:
+        Style by name. Each name in an inner model's plan gets the prefix of that model's name. Empty if no inner model
+        has a plan.
     """
     joined: dict[str, Any] = {}
     owners: list[str] = []

@@ -105,7 +105,10 @@ class SplitStyle:
         return args, kwargs
 
     def lend_bias(self, site: SplitModule) -> None:
-        """Replace the module's bias for the current call with the value from `get_call_bias`."""
+        """Replace the module's bias for the current call with the value from `get_call_bias`.
+
+        Do nothing if the module has no bias. `restore_module` puts the bias back.
+        """
         if (bias := site.module._parameters.get("bias")) is not None:
             site.held["bias"] = bias
             site.module._parameters["bias"] = self.get_call_bias(_local(bias), site.axis)  # type: ignore[assignment]
@@ -180,7 +183,9 @@ class Colwise(SplitStyle):
     def convert_inputs(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return the arguments with replicated activations.
 
-        Backward sums the gradients of the activations over the ranks.
+        Backward sums the gradients of the activations over the ranks. If the module gets a sequence shard, the sequence
+        is all-gathered, and backward reduce-scatters. If an enclosing module has already gathered it, the arguments are
+        returned unchanged.
         """
         if site.crossing is BoundaryLayout.GATHERED:
             return args, kwargs

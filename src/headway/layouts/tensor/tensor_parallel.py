@@ -453,6 +453,14 @@ def _make_tied_site(
 ) -> SplitModule:
     """Return a `SplitModule` for a module that the plan omits but that shares a parameter with a split module.
 
+    Args:
+        model: Model that will be split.
+        name: Name of the module.
+        key: Name of the shared parameter in the module.
+        dim: Dimension along which the parameter is split.
+        cuts: Modules that the plan splits.
+        axis: Mesh axis of tensor parallelism.
+
     Raises:
         PrepareError: If the module cannot be split along the dimension of the shared parameter.
     """

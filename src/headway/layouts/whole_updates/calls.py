@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def replace_groups(optimizer: torch.optim.Optimizer, chosen: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
-    """Return a context in which each parameter group contains other tensors.
+    """Return a context in which each parameter group contains other tensors. On exit, the groups are restored.
 
     Args:
         optimizer: Optimizer whose groups are changed.
@@ -41,7 +41,7 @@ def is_number(value: Any) -> bool:
 
 
 def read_numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers in a dict, in a form that can be sent to other ranks.
+    """Return the numbers in a dict, with tensors detached and on the CPU so that they can be sent to other ranks.
 
     Args:
         values: Parameter group, or dict of an optimizer's attributes.

@@ -39,6 +39,9 @@ def describe_state(value: Any) -> Any:
 def make_pieces(told: Any, held: Any, owner: int, rank: int) -> Any:
     """Return a state whose tensors are `ShardPiece` objects of a checkpoint, with values only on the owner.
 
+    Tensors without elements are new empty tensors instead. Scalars are those of `held` on the owner, and those of
+    `told` on other ranks.
+
     Args:
         told: Description of the state, as `describe_state` returns it.
         held: State on the owner. Other ranks may pass None.
@@ -64,7 +67,10 @@ def make_pieces(told: Any, held: Any, owner: int, rank: int) -> Any:
 
 
 def wrap_local_state(value: Any, parameter: torch.Tensor) -> Any:
-    """Return a state in which tensors of the local shard's shape are DTensors that are sharded like the parameter."""
+    """Return a state in which tensors of the local shard's shape are DTensors that are sharded like the parameter.
+
+    Tensors of other shapes, scalars and DTensors are kept.
+    """
     shape = dtensors.get_local_shard(parameter).shape
     return map_state(
         lambda tensor: (
@@ -77,12 +83,15 @@ def wrap_local_state(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def unwrap_local_state(value: Any) -> Any:
-    """Return a state with each DTensor replaced by this rank's shard."""
+    """Return an optimizer state with each DTensor replaced by this rank's shard, a plain tensor.
+
+    Other values are kept. As in `map_state`, dicts, lists and tuples are searched.
+    """
     return map_state(dtensors.get_local_shard, value)
 
 
 def list_spread(value: Any) -> list[torch.Tensor]:
-    """Return the DTensors in a state, in the order of its entries."""
+    """Return the DTensors in an optimizer state and in its dicts, lists and tuples, in the order of the entries."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -107,6 +107,8 @@ class Transfers:
     def start_gather(self, plans: Sequence[TensorPlan], tensors: Sequence[torch.Tensor]) -> PendingTransfer:
         """Start sending this rank's boxes (rectangular parts of tensors) to the ranks that own the tensors.
 
+        Every rank must call it with the same plans.
+
         Args:
             plans: Plans of the tensors, equal on all ranks.
             tensors: This rank's tensors or shards.
@@ -149,6 +151,8 @@ class Transfers:
         self, plans: Sequence[TensorPlan], found: Sequence[torch.Tensor | None], device: torch.device
     ) -> PendingTransfer:
         """Start sending boxes (rectangular parts) of full tensors to the ranks whose shards contain these boxes.
+
+        Every rank must call it with the same plans.
 
         Args:
             plans: Plans of the tensors, equal on all ranks.

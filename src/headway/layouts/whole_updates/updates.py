@@ -76,7 +76,8 @@ class BoxPredictor(Protocol):
     def predict_boxes(self, tensors: Sequence[torch.Tensor]) -> Sequence[Sequence[Sequence[Box]]]:
         """Return which parts of each tensor each rank will hold.
 
-        `boxes[rank][index]` lists the boxes of `tensors[index]` on a rank. A box is one index range per dim.
+        `boxes[rank][index]` lists the boxes of `tensors[index]` on a rank. A box is a rectangular part of the tensor:
+        its offsets and its shape.
         """
 
 
@@ -127,13 +128,17 @@ class WholeUpdates:
         self._adopted: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Adopted] = weakref.WeakKeyDictionary()
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take over the updates of an optimizer if it cannot step on DTensors. Return whether it was taken over.
+        """Take over the updates of an optimizer if it cannot step on DTensors. Return whether they are taken over.
+
+        Repeated calls return True and change nothing. In a forecast without values, only optimizers that are known to
+        work on local shards are taken over.
 
         Args:
             optimizer: The user's optimizer.
 
         Raises:
-            UnsupportedError: If the optimizer keeps its parameters, or their IDs, outside of its groups and state.
+            UnsupportedError: If the optimizer keeps its parameters, or their IDs, outside of its groups and state. Also
+                if it keeps low-bit states and needs norms of whole parameters.
         """
         if optimizer in self._adopted:
             return True
@@ -173,8 +178,8 @@ class WholeUpdates:
         """Return a function that updates an optimizer's parameters, or None if the optimizer's own step must be called.
 
         The result is None if the updates were not taken over. With a closure, it is also None if a trial has shown that
-        the optimizer works element by element, because such an optimizer can step on DTensors. If a function is
-        returned, the caller runs the closure before it.
+        the optimizer works element by element. Such an optimizer can step on DTensors. If a function is returned, the
+        caller runs the closure before it.
 
         Args:
             optimizer: The user's optimizer.
@@ -211,7 +216,13 @@ class WholeUpdates:
     # ---------------------------------------------------------------- on local shards
 
     def _call_on_shards(self, optimizer: torch.optim.Optimizer, found: _Adopted, method: str) -> None:
-        """Call a method of an optimizer while its groups and state contain this rank's shards as plain tensors."""
+        """Call a method of an optimizer while its groups and state contain this rank's shards as plain tensors.
+
+        Args:
+            optimizer: The user's optimizer.
+            found: Data about the optimizer.
+            method: Name of the method: "step", "train" or "eval".
+        """
         if found.is_dirty:
             found.is_dirty = False
             prepare_low_bit_shards(optimizer)
@@ -255,7 +266,10 @@ class WholeUpdates:
     # ---------------------------------------------------------------- by owners
 
     def _assign_owners(self, optimizer: torch.optim.Optimizer, found: _Adopted) -> None:
-        """Assign a rank as owner to each new parameter. Other parameters keep their owner, which has their state."""
+        """Assign a rank as owner to each new parameter, and plan the transfers of all parameters.
+
+        Other parameters keep their owner, which has their state. Do nothing if no parameter has been added or removed.
+        """
         now = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if len(now) == len(found.parameters) and all(a is b for a, b in zip(now, found.parameters)):
             return
@@ -317,7 +331,10 @@ class WholeUpdates:
             self._copy_counters(optimizer, found, set(chosen))
 
     def _gather_loaded_states(self, optimizer: torch.optim.Optimizer, found: _Adopted) -> None:
-        """Gather the sharded states of a loaded checkpoint to the ranks that own the parameters."""
+        """Gather the sharded states of a loaded checkpoint to the ranks that own the parameters.
+
+        The states are removed from all other ranks. Do nothing unless a load might have changed the state.
+        """
         if not found.is_dirty:
             return
         rank = self._everyone.rank
@@ -344,9 +361,9 @@ class WholeUpdates:
     # ---------------------------------------------------------------- checkpoints
 
     def note_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that an optimizer's state was loaded.
+        """Record that an optimizer's state was loaded, if the optimizer's updates were taken over.
 
-        Before the next use of the state, it is gathered to the ranks that own the parameters.
+        Before the state is used again, it is gathered to the ranks that own the parameters.
         """
         found = self._adopted.get(optimizer)
         if found is not None:
@@ -356,7 +373,8 @@ class WholeUpdates:
     def expose_state(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Return a context in which an optimizer's state covers the parameters of all ranks, for a checkpoint.
 
-        States on other ranks are described by empty `ShardPiece` objects. All ranks must call this function.
+        States on other ranks are described by empty `ShardPiece` objects. All ranks must enter the context. It does
+        nothing for an optimizer that was not taken over, or that works on local shards.
 
         Args:
             optimizer: Optimizer whose state is saved.
@@ -524,7 +542,10 @@ class _Run:
                     optimizer.state[parameter] = optimizer.state.pop(made)
 
     def end(self) -> None:
-        """Raise the first error of this rank's updates, if any. Must be called after all transfers have ended."""
+        """Raise the first error of this rank's updates, if any. Must be called after all transfers have ended.
+
+        If this rank has updated nothing, its optimizer is marked as stepped, so that torch's schedulers do not warn.
+        """
         if self._counters is None and self._method == "step":
             setattr(self._optimizer, _torch.WAS_CALLED, True)
         if self._error is not None:

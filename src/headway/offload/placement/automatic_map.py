@@ -45,6 +45,8 @@ def infer_auto_device_map(
     Otherwise the smallest possible number of layers at the end is offloaded, to main memory and then to disk. The first
     accelerator in use keeps memory free for the largest offloaded layer, which runs there. Layers that share tensors
     are placed together, on the device of the first of them. No device stays empty if it could store an offloaded layer.
+    If no accelerator has enough memory to run the largest offloaded layer, the model is placed on the CPU, with a
+    warning.
 
     Args:
         model: Model on any device, including the meta device.
@@ -64,7 +66,9 @@ def infer_auto_device_map(
         workload: Workload of the first forward. If given, its KV cache and activations are taken into account.
 
     Raises:
-        DeviceMapError: If a budget is invalid, or no device has enough memory to run the largest layer.
+        DeviceMapError: If a budget is invalid, no device has enough memory to run the largest layer, or the workload
+            cannot be measured.
+        ConfigError: If `dtype` or one of `special_dtypes` is not a dtype.
     """
     surveyed = survey_model(model, no_split_module_classes, dtype, special_dtypes, offload_buffers, workload)
     return _infer_map(surveyed, get_max_memory(max_memory), clean_result, verbose)
@@ -137,7 +141,7 @@ def get_balanced_memory(
     See infer_auto_device_map for the arguments that are not listed, and for errors. The largest load of an accelerator
     is as small as a contiguous placement allows. The last accelerator keeps its full budget. If the model does not fit
     on the accelerators, all of them keep their full budgets. With one accelerator and `max_memory=None`, 10% of its
-    memory stays free.
+    memory stays free. Budgets of the CPU and the disk do not change.
 
     Args:
         low_zero: Whether to leave as much memory as possible free on the first accelerator, for example for generation,
@@ -187,7 +191,7 @@ def resolve_device_map(
 
     Raises:
         DeviceMapError: If the strategy name is unknown, the map has faults, or a device is not on this machine. The
-            message lists the faults.
+            message lists the faults. For a strategy, also if infer_auto_device_map() would raise it.
     """
     if isinstance(device_map, Mapping):
         check_device_map(model, device_map)

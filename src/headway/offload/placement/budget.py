@@ -36,7 +36,9 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
         max_memory: Limit in bytes, or as text such as "10GiB", by device. A device is an index, "cuda:0", "cuda" (the
             one that this process uses), "mps", "cpu" or "disk". None measures the free memory of each accelerator,
             including unused memory in torch's allocator, and the main memory available within the container's limits.
-            Devices that this machine does not have are accepted, for planning. In that case a warning is logged once.
+            Main memory is then left out if an accelerator shares it, and accelerators that do not report their free
+            memory are left out with a warning. Devices that this machine does not have are accepted, for planning. In
+            that case a warning is logged once.
 
     Raises:
         DeviceMapError: If any device or size is invalid, or a device has two budgets. The message lists all such

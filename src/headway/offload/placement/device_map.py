@@ -29,6 +29,10 @@ _SHOWN_FAULTS = 20
 class DeviceMap(dict[str, Device]):
     """Dict from names of modules or tensors to devices, with a report on the memory of each device.
 
+    Args:
+        entries: Devices by name. The name "" is the whole model.
+        plan: Budget and used memory of each device, or None if unknown.
+
     Attributes:
         plan: Budget and used memory of each device, or None for a map written by hand.
     """

@@ -335,7 +335,10 @@ def _explain_error(func: Callable[..., Any], error: Exception, is_whole: bool) -
 
 
 def _describe_site() -> str:
-    """Return the names of the running module constructors, outermost first, and the innermost one's source line."""
+    """Return text with the classes of the modules whose methods are running, and the source line that they run.
+
+    Classes are listed from the outermost to the innermost. The line is the innermost one outside of torch.
+    """
     names: list[str] = []
     seen: list[nn.Module] = []
     line = ""

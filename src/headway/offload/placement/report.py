@@ -66,11 +66,18 @@ class PlacementReport:
         raise KeyError(device)
 
     def headroom(self, device: Device) -> int | None:
-        """Return the bytes of a device's budget that are unused at the peak, or None if there is no limit."""
+        """Return the bytes of a device's budget that are unused at the peak, or None if there is no limit.
+
+        Raises:
+            KeyError: If the device is not part of the placement.
+        """
         return self.row(device).headroom
 
     def table(self) -> str:
-        """Return the report as text, with one line per device."""
+        """Return the report as text: one line per device, and then the first and last module on each device.
+
+        Devices that have neither a budget nor any part of the model are left out.
+        """
         titles = ["device", "units", "weights", "cache", "activations", "streaming", "budget", "headroom"]
         lines = [titles, *(_format_cells(row) for row in self.rows if row.units or row.budget)]
         shown = [i for i in range(len(titles)) if i not in (3, 4, 5) or any(line[i] != "-" for line in lines[1:])]

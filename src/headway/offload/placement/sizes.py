@@ -84,7 +84,8 @@ def get_stored_dtype(tensor: torch.Tensor, dtype: Dtype | None) -> torch.dtype |
 def count_tensor_bytes(tensor: torch.Tensor, dtype: Dtype | None = None) -> int:
     """Return the bytes that a tensor has after a conversion to `dtype`.
 
-    For a quantized tensor, the bytes of its inner tensors are summed.
+    Only floating tensors of 16 bits or more are converted. For a quantized tensor, the bytes of its inner tensors are
+    summed.
 
     Args:
         tensor: Tensor on any device, including the meta device.
@@ -220,7 +221,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
 
     Args:
         model: Any module.
-        kwargs: Ignored. Accepted because other libraries pass further arguments.
+        kwargs: Ignored. Accepted because other libraries pass keyword arguments that are not needed here.
     """
     names: defaultdict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -313,7 +313,7 @@ def balance_loads(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | 
         budgets: Bytes of each device.
 
     Returns:
-        Bytes used on each device, or None if the parts do not fit.
+        Bytes used on each device, including temporary memory, or None if the parts do not fit.
     """
     if _fill_devices(parts, budgets) is None:
         return None
@@ -349,8 +349,8 @@ def _can_fit_sums(held: Sequence[int], budgets: Sequence[int]) -> bool:
 def _compute_even_loads(parts: Sequence[Part], caps: Sequence[int]) -> list[int]:
     """Return the load of each device in bytes, with the parts spread as evenly as possible.
 
-    In order, each device gets about an equal share of the parts that the devices before it have not taken, but enough
-    that the remaining parts still fit on the devices after it.
+    In order, each device gets about an equal share of the parts that the devices before it have not taken. It gets more
+    if the remaining parts would otherwise not fit on the devices after it.
 
     Args:
         parts: Parts to place.
@@ -390,7 +390,7 @@ def _compute_even_loads(parts: Sequence[Part], caps: Sequence[int]) -> list[int]
 def minimize_first_load(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | None:
     """Return the budgets, with the first one reduced as far as possible, or None if the parts do not fit at all.
 
-    It is reduced as long as the other devices can store the parts that no longer fit on the first.
+    The first budget is reduced as long as the other devices can store the parts that no longer fit on the first device.
 
     Args:
         parts: Parts to place.

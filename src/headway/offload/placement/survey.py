@@ -68,6 +68,10 @@ def survey_model(
         special_dtypes: Dtypes of tensors by name. They take precedence over `dtype`.
         offload_buffers: Whether buffers of offloaded parts are offloaded, too.
         workload: Workload whose memory is measured, or None to count only weights.
+
+    Raises:
+        DeviceMapError: If the workload cannot be measured.
+        ConfigError: If `dtype` or one of `special_dtypes` is not a dtype.
     """
     price = TensorSizes(dtype, special_dtypes)
     units = list(_list_units(model, collect_class_names(no_split_module_classes)))

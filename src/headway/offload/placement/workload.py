@@ -36,6 +36,9 @@ class Workload:
         use_cache: Whether to count the memory that the model keeps between forwards, such as KV caches.
         inputs: Tensors by argument of `forward`, with the shapes to be run, for models without `input_ids`. If given,
             `batch_size` and `num_tokens` are not used.
+
+    Raises:
+        ConfigError: If `batch_size` or `num_tokens` is less than 1.
     """
 
     batch_size: int = 1
@@ -54,10 +57,10 @@ class Workload:
 def measure_demands(
     model: nn.Module, names: Sequence[str], workload: Workload, dtype: Dtype | None = None
 ) -> dict[str, tuple[int, int]]:
-    """Return the bytes that stay in use after one forward, and the peak bytes during it, by module name.
+    """Return how much memory one forward keeps in use, and how much it needs temporarily, by module name.
 
     Tensors that the model keeps for the next forward, such as a KV cache, stay in use. Tensors that a forward returns,
-    such as logits, belong to the caller and count only for the peak.
+    such as logits, belong to the caller and count as temporary.
 
     The model runs on the meta device. Nothing is computed, and its own tensors are not changed. If the model reads a
     value, such as whether there is padding, the value is 0. Each call of
@@ -68,6 +71,10 @@ def measure_demands(
         names: Names of the modules to measure.
         workload: Workload to run.
         dtype: Dtype in which the model will be loaded. The workload's own dtype takes precedence.
+
+    Returns:
+        Pairs of (bytes that stay in use, peak bytes of temporary tensors while the module runs). Modules that allocate
+            nothing are left out.
 
     Raises:
         DeviceMapError: If the model does not run on the meta device with these inputs.
@@ -93,10 +100,13 @@ def measure_cache_and_outputs(model: nn.Module, workload: Workload, dtype: Dtype
 def _run_on_meta(
     model: nn.Module, names: Sequence[str], workload: Workload, dtype: Dtype | None
 ) -> tuple[dict[str, tuple[int, int]], int]:
-    """Run one forward on the meta device, and measure its memory.
+    """Run one forward on the meta device, and measure its memory. See `measure_demands` for the arguments.
 
     Returns:
-        Pairs of (bytes that stay in use, peak bytes) by module name, and the bytes of the outputs.
+        Pairs of (bytes that stay in use, peak bytes of temporary tensors) by module name, and the bytes of the outputs.
+
+    Raises:
+        DeviceMapError: If the model does not run on the meta device with these inputs.
     """
     record = _StorageRecord()
     modules = dict(model.named_modules())
@@ -142,7 +152,8 @@ def _list_returned(outputs: Any) -> dict[int, int]:
 def _make_meta_tensors(model: nn.Module, dtype: Dtype | None) -> dict[str, torch.Tensor]:
     """Return copies of the model's tensors on the meta device, by name, with floating tensors in `dtype`.
 
-    Tied tensors stay tied.
+    If `dtype` is not a floating dtype of torch with at least 16 bits, the dtype of the first such parameter is used
+    instead. Tied tensors stay tied.
     """
     target = parse_dtype(dtype)
     if not isinstance(target, torch.dtype) or not target.is_floating_point or target.itemsize < 2:
@@ -215,7 +226,9 @@ class _StorageRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.running[-1] if self.running else self.last
 
     def summarize(self, returned: Iterable[int] = ()) -> dict[str, tuple[int, int]]:
-        """Return the bytes that stay in use and the peak bytes, by module. Call it while the outputs still exist.
+        """Return the bytes that stay in use and the peak bytes of temporary tensors, by module name.
+
+        Call it while the outputs still exist. Memory that is allocated before any module runs counts for the first one.
 
         Args:
             returned: Addresses of the outputs' storages, which belong to the caller and count only for the peak.

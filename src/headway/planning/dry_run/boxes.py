@@ -41,7 +41,11 @@ class RankBoxes:
         self._known: dict[Any, list[list[Box]]] = {}
 
     def list_boxes(self, tensor: torch.Tensor) -> list[list[Box]]:
-        """Return the boxes of a tensor that each rank holds. A plain tensor is one box on every rank."""
+        """Return one list of boxes per rank: the parts of a tensor that the rank holds.
+
+        A box is a pair of (first index, length), each a tuple with one number per dim. A plain tensor is one box on
+        every rank.
+        """
         if not is_dtensor(tensor):
             whole: Box = (0,) * tensor.ndim, tuple(tensor.shape)
             return [[whole]] * self._layout.num_ranks

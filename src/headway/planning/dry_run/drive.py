@@ -58,7 +58,8 @@ class Forward:
         """Run the forward pass, and return the loss of the batch.
 
         Raises:
-            UnsupportedError: If the loss cannot be computed without values, or is not a scalar with a gradient.
+            UnsupportedError: If the loss cannot be computed without values, or is not a tensor of one element. Also if
+                it has no gradient although gradients are enabled.
         """
         loss = self.run_within(lambda: self.step(self.model))
         is_lost = torch.is_grad_enabled() and isinstance(loss, torch.Tensor) and not loss.requires_grad
@@ -72,7 +73,8 @@ class Forward:
         """Call `compute` in the run's precision and return its result. The function must run the model's forward.
 
         Raises:
-            UnsupportedError: If the result cannot be computed without values.
+            UnsupportedError: If `compute` fails, usually because the result cannot be computed without values.
+                Headway's own errors are raised unchanged.
         """
         try:
             with self.saved.watch_forward(), make_autocast(self._precision):
@@ -104,7 +106,7 @@ class StepDriver:
 
         Args:
             forward: Forward pass that returns the loss.
-            meter: Meter that is notified of each phase.
+            meter: Meter whose attribute `phase` is set when backward begins.
         """
         loss = forward()
         self.end_forward(forward, loss)
@@ -157,7 +159,7 @@ class ContextParallelDriver(StepDriver):
 class PipelineDriver(StepDriver):
     """Driver of an update for pipeline stages.
 
-    Before the update, the first micro-batch of each shape runs once, to determine which shapes the stages send. GPipe
+    Before the update, `warm_up` runs the schedule once, in which the stages determine the shapes that they send. GPipe
     is planned as in a training loop that calls the model. The other schedules are planned as in a loop that calls
     `forward_backward`.
 
@@ -180,7 +182,7 @@ class PipelineDriver(StepDriver):
             )
 
     def warm_up(self, forward: Forward) -> None:
-        """Run the schedule once, to determine which shapes the stages send to each other."""
+        """Run the schedule once, to determine which shapes the stages send to each other. Then drop the gradients."""
         self._run_schedule(forward)
         self._strategy.drop_gradients(forward.model.parameters())
 

@@ -79,6 +79,7 @@ class KeepRealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode for use within a fake mode. An operation whose inputs are all real returns real tensors.
 
     A fake mode alone would remove the values of all tensors, even of those whose values are needed, such as RNG states.
+    All other operations run in the fake mode, including those without input tensors.
     """
 
     def __torch_dispatch__(
@@ -127,7 +128,8 @@ class FakeCollectives(Collectives):
     def predict_boxes(self, tensors: Sequence[torch.Tensor]) -> list[list[list[Box]]]:
         """Return which parts of each tensor each rank holds.
 
-        `boxes[rank][index]` lists the boxes of `tensors[index]` on a rank. A box is one index range per dim.
+        `result[rank][index]` lists the boxes of `tensors[index]` on a rank. A box is a pair of (first index, length),
+        each a tuple with one number per dim.
         """
         assert self.boxes is not None
         return [list(each) for each in zip(*map(self.boxes.list_boxes, tensors))]
@@ -266,7 +268,10 @@ class StageLink(FakeCollectives):
         self.broadcast_in_place(found, src)
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        """Store this rank's object, and return the objects that all ranks have stored for this collective."""
+        """Store this rank's object, and return a list of all ranks' objects for this collective.
+
+        Reading an object from the list raises AnswerNotReady if its rank has not stored it yet.
+        """
         number, self._number = self._number, self._number + 1
         return self._peer_answers.share_answer(number, self.rank, obj, self.world_size)
 

@@ -35,7 +35,10 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtenso
 
 
 SHARED = {("cp",): "shard_cp", ("ep",): "shard_ep", ("cp", "ep"): "shard_cp_ep"}
-"""Name of FSDP's collectives over ranks along the axis "cp", "ep" or both, by the axes that are included."""
+"""Names of joint axes along which FSDP shards in layouts with "cp" or "ep".
+
+A joint axis consists of "shard" and the axes in its key.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,11 @@ class MeteredCollective:
     """Key under which a dry run counts the collectives of one kind in one update.
 
     Attributes:
-        phase: "forward", "backward" or "update".
+        phase: "forward", "backward", "update", or "schedule" for a pipeline schedule that runs forward and backward.
         kind: Name of the collective, such as "all_gather", "reduce_scatter" or "all_reduce".
-        axis: Name of the layout's axis, or several names joined by "x". "cp" is for collectives of attention and "ep"
-            for those of experts. FSDP's collectives over the ranks along these axes have the names "shard_cp",
-            "shard_ep" and "shard_cp_ep".
+        axis: Name of the layout's axis, or several names joined by "x". "world" is for groups that differ along no
+            axis. "cp" is for collectives of attention and "ep" for those of experts. FSDP's collectives over the ranks
+            along these axes have the names "shard_cp", "shard_ep" and "shard_cp_ep".
         num_ranks: Size of the process group.
     """
 
@@ -87,9 +90,9 @@ class PlanEvent:
 
     Attributes:
         kind: "compute", "send", "recv", or the name of a collective.
-        amount: Floating point operations, or bytes that this rank sends.
-        axis: Axis of the layout along which ranks communicate.
-        ranks: Ranks that take part. For "send" and "recv", only the other rank.
+        amount: Floating point operations for "compute", otherwise the bytes that this rank sends. 0 for "recv".
+        axis: Axis of the layout along which ranks communicate. Empty for "compute".
+        ranks: Ranks that take part. For "send" and "recv", only the other rank. Empty for "compute".
     """
 
     kind: str
@@ -202,7 +205,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def name_axes(ranks: list[int], layout: Layout) -> str:
     """Return the axes along which the given ranks differ, joined by "x", or "world" if the layout has no such axis."""
     found, stride = [], layout.num_ranks
-    for axis, size in layout.sizes.items():  # coordinates() would be slow for thousands of ranks
+    for axis, size in layout.sizes.items():  # find_coordinates() would be slow for thousands of ranks
         stride //= size
         found += [axis] if len({rank // stride % size for rank in ranks}) > 1 else []
     return "x".join(found) or "world"

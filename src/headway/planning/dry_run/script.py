@@ -1,7 +1,7 @@
 """Run a user's script on tensors without values up to its second update (`headway estimate --script`).
 
-The script runs as usual, with its arguments, data and loop, in a separate process. When it prepares a model, the
-model's tensors lose their values. Its loaders read real batches, but pass on only the shapes of their tensors. All
+The script runs as usual, with its arguments, data and loop, in the process of the command. When it prepares a model,
+the model's tensors lose their values. Its loaders read real batches, but pass on only the shapes of their tensors. All
 memory is traced from the first batch on. Nothing is saved, loaded or tracked. The script ends after the second update
 of every optimizer. If one of the optimizers steps less often, the script ends after the 50th update of another one.
 """
@@ -68,7 +68,8 @@ class ScriptTracker(StorageTracker):  # type: ignore[no-untyped-call]
     overflows.
 
     Attributes:
-        read_at: Lines of the user's code that read a value.
+        read_at: Lines of code outside of Headway and torch that read a value, as keys. Also those of torch's
+            GradScaler.
     """
 
     def __init__(self, device: Device) -> None:
@@ -128,7 +129,11 @@ class ScriptDryRun:
         """Replace the tensors of models with fake tensors, and make optimizers update the fake parameters.
 
         Args:
-            objects: Arguments that the script passes to `prepare`.
+            objects: Arguments that the script passes to `prepare`. Other objects than models and optimizers are
+                ignored.
+
+        Raises:
+            UnsupportedError: If `torch.compile` has compiled a model or one of its submodules.
         """
         for each in objects:
             if isinstance(each, nn.Module):
@@ -166,13 +171,19 @@ class ScriptDryRun:
         return without
 
     def record_backward_start(self) -> None:
-        """Record the start of backward."""
+        """Record the start of backward. What forward has allocated and not freed then counts as activations.
+
+        Do nothing before the first batch.
+        """
         if self.is_running:
             self.tracker.mark_activations()
             self._enter_phase("backward")
 
     def record_backward_end(self) -> None:
-        """Record the end of backward, and report the gradients to the tracker as memory of the kind "gradients"."""
+        """Record the end of backward, and report the gradients to the tracker as memory of the kind "gradients".
+
+        Do nothing before the first batch.
+        """
         if self.is_running:
             gradients = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
             self.tracker.mark_tensors(gradients, "gradients")
@@ -208,7 +219,7 @@ class ScriptDryRun:
         return {each for each in self._followed if self._steps[each] < STEPS}
 
     def finish_trace(self) -> Trace:
-        """Stop tracking and return the trace."""
+        """Stop tracking and return the trace, with caveats about values that were read and updates that are missing."""
         self.tracker.enter_phase("end")
         self._block.close()
         found, late = self.tracker.build_trace(), self._list_late()
@@ -349,6 +360,7 @@ def dry_run_script(script: Path, arguments: Sequence[str], device: Device) -> tu
         ConfigError: If there is no such file, or if the script made no update or ended with an error code before its
             second update.
         UnsupportedError: If the step cannot be traced. The message names the operation and the user's line.
+        Exception: Any exception that the script raises before its first batch.
     """
     if not script.is_file():
         raise ConfigError(f"there is no script {script}")

@@ -109,7 +109,16 @@ def _list_cuts(tensor: torch.Tensor) -> dict[int, tuple[str, ...]]:
 
 
 class RankGroups:
-    """Coordinates of all ranks along the axes of a layout, used to count the tensor elements on each rank."""
+    """Coordinates of all ranks along the axes of a layout, used to count the tensor elements on each rank.
+
+    Args:
+        layout: Layout of the run.
+
+    Attributes:
+        num_ranks: World size.
+        sizes: Sizes of the layout's axes, by name.
+        coordinates: Coordinate of every rank along each axis, as tensors of shape (num_ranks,), by axis name.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.num_ranks = layout.num_ranks
@@ -166,7 +175,10 @@ class RankGroups:
 
 
 def count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the total bytes of the storages of the tensors' local shards, including padding. Each counts once."""
+    """Return the total bytes of the storages of the tensors' local shards, including padding.
+
+    A storage that several tensors share counts once.
+    """
     found = {
         storage._cdata: storage.nbytes()
         for storage in (get_local_shard(tensor).untyped_storage() for tensor in tensors)
@@ -184,12 +196,12 @@ class StepDryRun:
         weights: Bytes of the parameters' storages.
         gradients: Bytes of the gradients' storages, or None without a step.
         optimizer_state: Bytes of the optimizer state, 0 without an optimizer, or None without a step.
-        states: Optimizer state of each parameter.
-        volumes: Number of calls and bytes of each kind of collective.
-        flops: Floating point operations by phase.
-        activations: Peak bytes that autograd kept.
-        events: Computation and communication in order.
-        trace: Trace of the memory of tensors.
+        states: Optimizer state of each parameter. Empty without a step.
+        volumes: Number of calls and bytes of each kind of collective, or None without a step.
+        flops: Floating point operations by phase, or None without a step.
+        activations: Peak bytes that autograd kept, or None without a step.
+        events: Computation and communication in order. Empty without pipeline stages.
+        trace: Trace of the memory of tensors, or None without a step.
         buckets: Bytes of DDP's gradient buckets, which `trace` does not include.
     """
 
@@ -249,6 +261,11 @@ def dry_run_rank(
         machine_ranks: Ranks per machine.
         peer_answers: Objects stored by the dry runs of other pipeline ranks, or None without pipeline stages.
         device: Device whose kernels' scratch memory is counted, or None for a CPU.
+
+    Raises:
+        PrepareError: If the model cannot be sharded.
+        StateError: If this process has joined a process group.
+        UnsupportedError: If the layout is not supported, or the step or the optimizer cannot run without values.
     """
     device = device or find_device("cpu")
     with init_empty_weights(include_buffers=True):
@@ -297,6 +314,9 @@ def run_update(
         drive: Driver of the layout's strategy, or None for a driver that only calls the model.
         device: Device whose kernels' scratch memory is counted, or None for a CPU.
         updates: Updates of the layout's strategy, or None for optimizers that step on the parameters directly.
+
+    Raises:
+        UnsupportedError: If the step or the optimizer cannot run without values.
     """
     device, updates = device or find_device("cpu"), updates or DryRunUpdates()
     # Parameters of other pipeline stages are on the meta device.
@@ -363,7 +383,10 @@ def run_update(
 
 @contextmanager
 def _explain_update(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Return a context that turns the errors of an optimizer's update into UnsupportedError."""
+    """Return a context that turns the errors of an optimizer's update into UnsupportedError.
+
+    Headway's own errors are not changed.
+    """
     try:
         yield
     except HeadwayError:
@@ -377,7 +400,7 @@ def _explain_update(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _count_ddp_bytes(model: nn.Module, layout: Layout) -> int | None:
-    """Return the bytes of all gradients if DDP reduces them. Return None for other layouts or a single replica."""
+    """Return the bytes of all gradients if DDP reduces them. Return None for other layouts and for one replica."""
     if not layout.is_replicas_only or layout.replicate == 1:
         return None
     return sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)

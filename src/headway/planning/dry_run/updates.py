@@ -46,6 +46,8 @@ class DryRunUpdates:
     def adopt_optimizer(self, optimizer: optim.Optimizer) -> None:
         """Let the strategy check an optimizer, and decide how the optimizer updates parameters, as `prepare` does.
 
+        Do nothing without a strategy.
+
         Raises:
             UnsupportedError: If the optimizer cannot train a sharded model.
         """
@@ -75,6 +77,8 @@ class DryRunUpdates:
     def find_owners(self, optimizer: optim.Optimizer, num_ranks: int) -> dict[torch.Tensor, int]:
         """Return the rank that owns each parameter, for the parameters that are updated by owners.
 
+        An owner is the one rank that updates a full parameter for all ranks. Without a strategy, the dict is empty.
+
         Args:
             optimizer: Optimizer that `adopt_optimizer` has checked.
             num_ranks: World size.
@@ -87,6 +91,8 @@ class DryRunUpdates:
 
 def find_owners(optimizer: optim.Optimizer, options: EngineOptions, num_ranks: int) -> dict[torch.Tensor, int]:
     """Return the rank that owns each parameter, for the parameters that are updated by owners in a sharded layout.
+
+    An owner is the one rank that updates a full parameter for all ranks.
 
     Args:
         optimizer: Optimizer of the whole model or of shards.
@@ -115,11 +121,11 @@ def find_fullest_owner(
     machine_ranks: int,
     prepare: Callable[[nn.Module], object] | None = None,
 ) -> int | None:
-    """Return the rank that needs the most memory for updates, or None if no parameter has an owner.
+    """Return the rank that needs the most memory for updates. None if no parameter has an owner, or if an error occurs.
 
     An owner is the one rank that updates a full parameter. The estimate assumes that a rank gathers all parameters that it
-    owns at once. In fact, it gathers them bucket by bucket. This does not change which rank needs the most memory, because
-    a rank that owns more parameters also has more optimizer state, and its buckets are at least as full. An owner has the
+    owns at once. In fact, it gathers them bucket by bucket. This does not change which rank needs the most memory. A
+    rank that owns more parameters also has more optimizer state. Its buckets are at least as full. An owner has the
     full parameter and its gradient twice: as received, and as given to the optimizer. It also has a receive buffer for
     each rank that has a part of the parameter.
 
@@ -131,6 +137,9 @@ def find_fullest_owner(
         options: Options of the engines.
         machine_ranks: Ranks per machine.
         prepare: Function that changes the model before training, or None. Default: None.
+
+    Raises:
+        StateError: If this process has joined a process group.
     """
     is_forced = options.sharding is not None and options.sharding.whole_updates is True
     if make_optimizer is None or layout.is_replicas_only or layout.pp > 1:

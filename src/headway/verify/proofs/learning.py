@@ -1,4 +1,8 @@
-"""Proof that all trainable parameters learn: they get gradients and change, while frozen parameters do not change."""
+"""Proof that all trainable parameters learn: they get gradients and change, while frozen parameters do not change.
+
+Most checks take two arguments: `facts` is what rank 0 recorded about the whole single-process run, and `updates` are
+the records of its updates.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -72,7 +76,10 @@ def _check_optimizers(facts: dict[str, Any], updates: list[Update]) -> Verdict |
 
 
 def _check_gradients(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
-    """Return the failed verdict if a trainable parameter gets no gradient or only zeros, else None."""
+    """Return the failed verdict if a trainable parameter gets no gradient or only zeros, else None.
+
+    A bias may get only zeros if another parameter of its module does not.
+    """
     trainable = facts["trainable"]
     without = [name for name in trainable if not any(name in update.norms for update in updates)]
     if without:
@@ -206,7 +213,10 @@ def _check_modes(facts: dict[str, Any], updates: list[Update]) -> Verdict | None
 
 
 def _add_place(found: Verdict, first: RunRecord) -> Verdict:
-    """Return the verdict about a parameter without a gradient, with the call that cuts it off from the loss."""
+    """Return the verdict about a parameter without a gradient, with the call that cuts it off from the loss.
+
+    If this call is unknown, the verdict is returned unchanged.
+    """
     name = found.reason.split(" got no gradient")[0].split(",")[0]
     place = _find_cut(first, name)
     return replace(found, details=(f"its result is cut off by {place}",)) if place else found
@@ -216,7 +226,7 @@ def _find_cut(first: RunRecord, name: str) -> str:
     """Return the first torch call that uses a parameter but returns a result without a gradient, or "".
 
     Args:
-        first: Run on one process.
+        first: Single-process run.
         name: Name of the parameter.
     """
     for loss in first.trace(0, min(first.first)):

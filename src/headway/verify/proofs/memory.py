@@ -1,4 +1,4 @@
-"""Proofs about the run on one process: its memory does not grow, and its updates do not wait long for data."""
+"""Proofs about the single-process run: its memory does not grow, and its updates do not wait long for data."""
 
 from itertools import pairwise
 from typing import Any
@@ -28,7 +28,7 @@ Kept = dict[str, Any]
 
 
 def check_memory(runs: RunSet) -> Verdict:
-    """Return the verdict on the memory of the run on one process.
+    """Return the verdict on the memory of the single-process run.
 
     The memory must not grow with each update, and its peak must match the forecast.
     """
@@ -46,7 +46,7 @@ def _explain_growth(first: RunRecord, growth: int, kept: list[Kept], graphs: lis
     """Return the failed verdict on memory that grows, with the line of the script whose tensors are kept alive.
 
     Args:
-        first: Run on one process.
+        first: Single-process run.
         growth: Bytes by which the memory grows with each update; 0 if it does not grow steadily.
         kept: One record for each script line whose tensors of earlier updates are still alive after the last update.
         graphs: Records in `kept` of lines whose tensors keep large autograd graphs alive.
@@ -106,7 +106,7 @@ def _explain_wait(first: RunRecord, text: str) -> Verdict:
     """Return the failed verdict on updates that wait for data, with the script's function that takes most of the time.
 
     Args:
-        first: Run on one process.
+        first: Single-process run.
         text: Description of the time that updates wait.
     """
     slow = first.fact.get("slow_lines", [])

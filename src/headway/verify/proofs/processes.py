@@ -11,13 +11,20 @@ from headway.verify.verdict import RunSet, Verdict, describe_failure, join
 
 
 def check_processes(runs: RunSet) -> Verdict:
-    """Return the verdict on whether one process and several compute equal results at an equal global batch size."""
+    """Return the verdict on whether runs on one and on several processes compute equal results at equal batch sizes.
+
+    The batch size is that of the global batch, which the processes share.
+    """
     title = f"same result on {runs.num_processes} processes"
     return _check("processes", title, runs, runs.several, f"{runs.num_processes} processes")
 
 
 def check_layout(runs: RunSet) -> Verdict:
-    """Return the verdict on whether one process and the layout that the user chose compute equal results."""
+    """Return the verdict on whether the single-process run and a run under the user's layout compute equal results.
+
+    If no layout was given, a layout other than DDP that the script itself chose is judged. Without either, the verdict
+    is NOT CHECKED.
+    """
     if not runs.layout_name:
         title, is_own = "same result under the layout", runs.several is not None
         name = runs.several.fact.get("strategy", "") if runs.several is not None else ""
@@ -29,7 +36,7 @@ def check_layout(runs: RunSet) -> Verdict:
 
 
 def _check(key: str, title: str, runs: RunSet, other: RunRecord | None, name: str) -> Verdict:
-    """Compare the run on one process with another run, and return the verdict.
+    """Compare the single-process run with another run, and return the verdict.
 
     Args:
         key: Key of the proof.
@@ -89,7 +96,7 @@ def _judge_failure(key: str, title: str, reference: RunRecord, other: RunRecord,
     Args:
         key: Key of the proof.
         title: Title of the proof.
-        reference: Run on one process.
+        reference: Single-process run.
         other: Run that failed.
         name: Description of the run, such as "2 processes".
     """
@@ -201,7 +208,7 @@ def _explain(
         key: Key of the proof.
         title: Title of the proof.
         runs: Records of all runs.
-        reference: Run on one process.
+        reference: Single-process run.
         other: Run that differs.
         name: Description of the run that differs, such as "2 processes".
         found: First difference beyond the tolerance.
@@ -304,10 +311,10 @@ def _find_cause(
     """Return the likely cause of a difference, advice on what to change, and a page of the documentation.
 
     Args:
-        reference: Run on one process.
+        reference: Single-process run.
         other: Run that differs.
         found: First difference beyond the tolerance.
-        is_layout_only: Whether the run on several processes without the layout agrees with the run on one process.
+        is_layout_only: Whether the run on several processes without the layout agrees with the single-process run.
         depends_on_padding: Whether the model's outputs for real tokens change with the padding.
     """
     difference, ranks = found.difference, other.num_processes
@@ -384,7 +391,7 @@ def _find_cause_of_layout(reference: RunRecord, other: RunRecord, found: RunDiff
     """Return (cause, advice, page of the documentation) for a difference that occurs only under the layout.
 
     Args:
-        reference: Run on one process.
+        reference: Single-process run.
         other: Run under the layout.
         found: First difference.
     """
@@ -471,12 +478,12 @@ def _list_gradient_lines(other: RunRecord, update: int, *, is_early: bool = Fals
 
 
 def blame_ranks(reference: RunRecord, other: RunRecord, update: int) -> Blame | None:
-    """Return an update's first torch call whose results on the ranks do not match its result on one process.
+    """Return an update's first torch call whose results on the ranks do not match its result in the single-process run.
 
     Return None if all results match.
 
     Args:
-        reference: Run on one process.
+        reference: Single-process run.
         other: Run on several processes.
         update: Number of the update.
     """
@@ -504,7 +511,7 @@ def _find_cause_of_step(reference: RunRecord, other: RunRecord, found: RunDiffer
     """Return (cause, advice, page of the documentation) for a difference that arises in the optimizer step or after it.
 
     Args:
-        reference: Run on one process.
+        reference: Single-process run.
         other: Run that differs.
         found: First difference beyond the tolerance.
     """
@@ -546,7 +553,7 @@ def _list_writers(updates: list[Update]) -> list[str]:
 
 
 def find_unlike_start(reference: RunRecord, other: RunRecord) -> list[str]:
-    """Return the names of the parameters whose initial values differ between the runs."""
+    """Return the names of the parameters whose initial values differ by more than 1e-6 between the runs."""
     ours, theirs = reference.values(0), other.values(0)
     return [
         name for name, value in ours.items()

@@ -13,7 +13,7 @@ _SEED = "call set_seed(0) (headway or accelerate) before the dataset and the mod
 
 
 def check_repeat(runs: RunSet) -> Verdict:
-    """Return the verdict of the comparison between two runs on one process, which must be equal bit by bit."""
+    """Return the verdict of the comparison between two single-process runs, which must be equal bit by bit."""
     first, again = runs.first, runs.repeat
     if again is None:
         return Verdict(KEY, TITLE, "NOT CHECKED", "the run was not repeated")

@@ -133,6 +133,12 @@ def _explain_samples(first: RunRecord, resumed: RunRecord, update: int, where: s
     """Return the failed verdict on a resumed run whose samples differ from those of the uninterrupted run.
 
     The verdict names the part of the data loading that has no saved state.
+
+    Args:
+        first: Run that was not interrupted.
+        resumed: Resumed run.
+        update: Number of the update.
+        where: Description of the update, such as "update 5, the first after the resume".
     """
     details = list(_describe_samples(first, resumed, update))
     batches = resumed.first[update].batches
@@ -200,6 +206,12 @@ def _explain_loss(first: RunRecord, resumed: RunRecord, update: int, where: str)
     """Return the failed verdict on a loss that differs after a resume, although samples and weights are equal.
 
     The verdict names the first torch call that differs.
+
+    Args:
+        first: Run that was not interrupted.
+        resumed: Resumed run.
+        update: Number of the update.
+        where: Description of the update, such as "update 5, the first after the resume".
     """
     ours, theirs = first.first[update], resumed.first[update]
     reason = (
@@ -228,7 +240,14 @@ def _explain_loss(first: RunRecord, resumed: RunRecord, update: int, where: str)
 
 
 def _explain_rates(resumed: RunRecord, ours: Update, theirs: Update, where: str) -> Verdict:
-    """Return the failed verdict on learning rates that differ after a resume, with the script line that sets them."""
+    """Return the failed verdict on learning rates that differ after a resume, with the script line that sets them.
+
+    Args:
+        resumed: Resumed run.
+        ours: Update of the run that was not interrupted.
+        theirs: Update with the same number in the resumed run.
+        where: Description of the update, such as "update 5, the first after the resume".
+    """
     lines = theirs.rate_lines or [line for each in resumed.first.values() for line in each.rate_lines]
     set_at = f", set at {join(lines[-2:])}" if lines else ""
     return _fail(
@@ -239,7 +258,15 @@ def _explain_rates(resumed: RunRecord, ours: Update, theirs: Update, where: str)
 
 
 def _explain_step(resumed: RunRecord, ours: Update, theirs: Update, name: str, where: str) -> Verdict:
-    """Return the failed verdict on a parameter that differs after a resume, although gradients and rates are equal."""
+    """Return the failed verdict on a parameter that differs after a resume, although gradients and rates are equal.
+
+    Args:
+        resumed: Resumed run.
+        ours: Update of the run that was not interrupted.
+        theirs: Update with the same number in the resumed run.
+        name: Name of the parameter.
+        where: Description of the update, such as "update 5, the first after the resume".
+    """
     reason = f"{where}: {name} differs after the step, although the gradients are equal"
     if resumed.fact.get("state_emptied"):
         made = [each["line"] for each in resumed.fact.get("optimizers", []) if each["line"]]

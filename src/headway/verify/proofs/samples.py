@@ -1,4 +1,4 @@
-"""Proof that every sample is trained on once: all ranks together train on exactly the samples of one process."""
+"""Proof that every sample is trained on once: all ranks together train on exactly the samples of a single process."""
 
 from collections import Counter
 from itertools import pairwise
@@ -13,7 +13,7 @@ PAGE = "data.md"
 
 
 def check_samples(runs: RunSet) -> Verdict:
-    """Return the verdict on whether all ranks together train on exactly the samples of the run on one process."""
+    """Return the verdict on whether all ranks together train on exactly the samples of the single-process run."""
     reference, several = runs.reference, runs.several
     restarted = _find_restarts(runs.first)
     if restarted is not None:
@@ -106,7 +106,14 @@ def _pass(total: Counter[Any], shared: list[int], several: RunRecord) -> Verdict
 
 
 def _find_copies(several: RunRecord, shared: list[int]) -> Verdict | None:
-    """Return the failed verdict if all ranks trained on equal samples in their first common update, else None."""
+    """Return the failed verdict if all ranks trained on equal samples in their first common update, else None.
+
+    Return None also if the layout assigns the same data shard to all ranks.
+
+    Args:
+        several: Run on several processes.
+        shared: Numbers of the updates that all ranks and the single-process run have made.
+    """
     if not _reads_apart(several):
         return None
     update = shared[0]
@@ -134,13 +141,13 @@ def _reads_apart(several: RunRecord) -> bool:
 
 
 def _describe(reference: RunRecord, several: RunRecord, shared: list[int], total: dict[str, Counter[Any]]) -> Verdict:
-    """Return the verdict on samples that differ from those of the run on one process, with the likely cause.
+    """Return the verdict on samples that differ from those of the single-process run, with the likely cause.
 
     The verdict is PASS only if both runs used equal dataset indices, and random draws such as augmentations can explain
     the different contents.
 
     Args:
-        reference: Run on one process.
+        reference: Single-process run.
         several: Run on several processes.
         shared: Numbers of the updates that all ranks of both runs made.
         total: How often each sample occurs on all ranks in these updates, by the kind of fingerprint.
@@ -204,13 +211,13 @@ def _has_same_indices(reference: RunRecord, several: RunRecord, shared: list[int
 
 
 def explain_other_contents(reference: RunRecord, several: RunRecord) -> str | None:
-    """Return why samples with the same indices may have other contents on several processes than on one.
+    """Return why samples with the same indices may have other contents on several processes than in a single process.
 
     Random draws while samples are fetched, such as augmentation, are a reason. Return None if the runs trained on other
     indices, if the dataset of any rank has another length, or if no reason is known.
 
     Args:
-        reference: Run on one process.
+        reference: Single-process run.
         several: Run on several processes.
     """
     shared = [each for each in sorted(reference.first) if all(each in updates for updates in several.updates)]
@@ -226,7 +233,7 @@ def explain_other_contents(reference: RunRecord, several: RunRecord) -> str | No
 
 
 def _compare_lengths(reference: RunRecord, several: RunRecord) -> list[str]:
-    """Return a line of text for each rank whose dataset has a different length than on one process."""
+    """Return a line of text for each rank whose dataset has a different length than in the single-process run."""
     lines = []
     for number, about in reference.fact.get("loaders", {}).items():
         for facts in several.facts:
@@ -246,8 +253,8 @@ def _locate(several: RunRecord, shared: list[int], key: str, extra: Counter[Any]
         several: Run on several processes.
         shared: Numbers of the updates to examine.
         key: Kind of fingerprint: "rows" or "loose" (without padding).
-        extra: For each sample that several processes trained on more often than one process, by fingerprint: how many
-            times more often.
+        extra: By fingerprint, how many times more often each sample was trained on than in the single-process run. Only
+            samples with a positive number are contained.
     """
     found: dict[int, int] = {}
     for rank, updates in enumerate(several.updates):

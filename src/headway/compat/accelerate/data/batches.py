@@ -73,7 +73,7 @@ def recursively_apply(
     Args:
         func: Function called with each accepted leaf, followed by `args` and `kwargs`.
         data: Nested containers.
-        args, kwargs: Further arguments of `func`.
+        args, kwargs: Other arguments of `func`.
         test_type: Predicate that selects leaves for `func`. Default: tensors.
         error_on_other_type: Whether leaves that `test_type` rejects are an error. If False (the default), they are
             returned unchanged.
@@ -127,7 +127,7 @@ def send_to_device(
         tensor: Nested containers of tensors.
         device: Device, or its name or index.
         non_blocking: Whether to copy asynchronously. Default: False.
-        skip_keys: Keys of dict entries that are not moved.
+        skip_keys: Keys of dict entries that are not moved. None: all are moved.
     """
     skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
 
@@ -165,6 +165,8 @@ def convert_outputs_to_fp32(model_forward: Callable[..., object]) -> Callable[..
 
 def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
     """Return equally structured containers of tensors, concatenated along one dimension.
+
+    In a list with only one item, leaves that are not tensors are returned unchanged.
 
     Args:
         data: List of tensors, or of nested lists, tuples and dicts of tensors.
@@ -328,6 +330,10 @@ def find_executable_batch_size(
         starting_batch_size: Batch size of the first attempt. Default: 128.
         reduce_batch_size_fn: Function that maps a batch size to the next smaller one. None: 90 % of the size, whereas
             `headway.find_executable_batch_size` uses 50 %.
+
+    Raises:
+        BatchSizeError: From the call, if not even the smallest batch size fits.
+        CallError: From the call, if a batch size was passed.
     """
     from headway.core.memory import batch_size
 
@@ -341,8 +347,8 @@ def find_executable_batch_size(
 def gather(tensor: Tree) -> Tree:
     """Return tensors of all ranks, concatenated along dimension 0 in rank order.
 
-    On one process the input is returned unchanged. The size of dimension 0 can differ between ranks. Nested
-    structures are kept.
+    In a single-process run, the input is returned unchanged. The size of dimension 0 can differ between ranks. Nested
+    structures are kept. All ranks must call it.
 
     Args:
         tensor: Tensor, or nested containers of tensors.
@@ -357,7 +363,9 @@ def gather(tensor: Tree) -> Tree:
 
 
 def gather_object(object: Any) -> Any:  # noqa: A002 - its name in Accelerate
-    """Return a list of all ranks' objects in rank order. On one process the input is returned unchanged.
+    """Return a list of all ranks' objects in rank order. All ranks must call it.
+
+    In a single-process run, the input is returned unchanged.
 
     Args:
         object: List, tuple or set of objects that can be pickled. Any other object counts as one item.
@@ -369,10 +377,11 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - its name in Accelerate
 
 
 def gather_and_cut(values: Any, is_objects: bool) -> Any:
-    """Return the concatenated values of all ranks. Truncate them if a loader's last global batch is incomplete.
+    """Return the concatenated values of all ranks. All ranks must call it.
 
-    They are truncated to the number of samples in that batch. This is wrong for values that do not have one entry per
-    sample. But scripts depend on it, for example scripts that gather one mean loss per rank.
+    After the last batch of a loader, if the last global batch is incomplete, values are truncated to the number of
+    samples in that batch. This is wrong for values that do not have one entry per sample. But scripts depend on it, for
+    example scripts that gather one mean loss per rank.
 
     Args:
         values: Tensors in nested containers, or objects.
@@ -389,7 +398,7 @@ def gather_and_cut(values: Any, is_objects: bool) -> Any:
 
 
 def broadcast(tensor: Tree, from_process: int = 0) -> Tree:
-    """Copy the tensors of one rank into the tensors of all ranks, in place, and return them.
+    """Copy the tensors of one rank into the tensors of all ranks, in place, and return them. All ranks must call it.
 
     Args:
         tensor: Nested containers of tensors, with equal shapes and dtypes on all ranks.
@@ -408,7 +417,9 @@ def broadcast(tensor: Tree, from_process: int = 0) -> Tree:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the items of a list on all ranks by those of one rank, in place, and return the list.
+    """Replace the items of a list on all ranks with those of one rank, in place, and return the list.
+
+    All ranks must call it.
 
     Args:
         object_list: List of equal length on all ranks.
@@ -419,7 +430,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: Tree, reduction: str = "mean", scale: float = 1.0) -> Tree:
-    """Return the tensors combined over all ranks. Shapes must be equal on all ranks.
+    """Return the tensors combined over all ranks. Shapes must be equal on all ranks, and all ranks must call it.
 
     Args:
         tensor: Tensor, or nested containers of tensors.
@@ -436,7 +447,8 @@ def reduce(tensor: Tree, reduction: str = "mean", scale: float = 1.0) -> Tree:
 def pad_across_processes(tensor: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
     """Return tensors padded along `dim` to the largest size of all ranks, so that they can be gathered.
 
-    Nested tensors are unchanged.
+    All ranks must call it. If any tensor is a nested tensor, which torch cannot pad, nothing is padded, and a
+    `CannotPadNestedTensorWarning` is given.
 
     Args:
         tensor: Tensor, or nested containers of tensors.
@@ -461,6 +473,8 @@ def pad_across_processes(tensor: Tree, dim: int = 0, pad_index: float = 0, pad_f
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """Copy a tensor from one rank to the devices of all ranks, and return the copy on this rank's device.
 
+    All ranks must call it.
+
     Args:
         tensor: Tensor on the rank that sends it; None on all other ranks.
 
@@ -481,11 +495,14 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:
-    """Copy rank 0's state of one random number generator to all ranks.
+    """Copy rank 0's state of one random number generator to all ranks. All ranks must call it.
 
     Args:
         rng_type: Name of the generator, as in `synchronize_rng_states`. None: "torch".
-        generator: Generator to synchronize if `rng_type` is "generator".
+        generator: Generator to synchronize if `rng_type` is "generator". Otherwise ignored.
+
+    Raises:
+        ConfigError: If the name is unknown, or is "generator" and no generator is given.
     """
     synchronize_rng_states([rng_type or "torch"], generator)
 
@@ -493,8 +510,10 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
 def is_per_sample(tree: Tree, loader: PreparedLoader | None, collectives: Collectives) -> bool:
     """Whether tensors have one row per sample of the current batch, on all ranks. All ranks must call it.
 
+    Rows can also be those of a full batch, which includes samples that were repeated to fill it.
+
     Args:
-        tree: Nested containers of tensors. If a leaf is not a tensor, the result is True.
+        tree: Nested containers of tensors. If a leaf is not a tensor, the result is True without a check.
         loader: Loader that the batch came from. None: any tensor with at least one dimension is accepted.
         collectives: Collectives over the ranks.
     """

@@ -45,7 +45,8 @@ class _WholePasses(Position):
 class _AcceleratesLoader(PreparedLoader):
     """Prepared loader with the attributes of Accelerate's loaders.
 
-    A loader that a script constructs directly does not split its data among ranks.
+    A `DataLoaderShard` that a script constructs directly does not split its data among ranks. A `DataLoaderDispatcher`
+    does.
 
     Args:
         dataset, kwargs: Arguments of DataLoader.
@@ -135,7 +136,7 @@ class _AcceleratesLoader(PreparedLoader):
     def remainder(self) -> int:
         """Number of samples in the loader's last global batch if that batch is incomplete, not counting padding.
 
-        0 if the last global batch is complete, -1 if the number is not known yet.
+        0 if the last global batch is complete. -1 if the number is not known yet, or if incomplete batches are dropped.
         """
         return -1 if self.is_fresh or self.drop_last else remainder(self)
 
@@ -355,7 +356,7 @@ class SeededShuffle:
         return {"shuffled_by": self._seed}
 
     def load_state(self, state: State) -> None:
-        """Restore the seed from a state that `state()` returned."""
+        """Restore the seed from a state that `state()` returned. If it contains no seed, keep the current one."""
         self._seed = state.get("shuffled_by", self._seed)
 
 

@@ -16,7 +16,7 @@ from headway.errors import ConfigError
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Random sampler whose order depends only on a seed and the epoch.
+    """Random sampler whose order depends only on a seed and the epoch. Each complete pass increments the epoch.
 
     Args:
         args, kwargs: Arguments of RandomSampler.
@@ -139,7 +139,7 @@ class BatchSamplerShard(BatchSampler):
         yield from self._fill_last(first, last, count)
 
     def _fill_last(self, first: list[list[Any]], last: list[Any], count: int) -> Iterator[list[Any]]:
-        """Yield this process's share of the last global batch, filled with samples from the beginning.
+        """Yield this process's batches of the last global batch, filled with samples from the beginning.
 
         Args:
             first: First batches of the epoch, one per process.
@@ -166,7 +166,8 @@ class BatchSamplerShard(BatchSampler):
 class IterableDatasetShard(IterableDataset[Any]):
     """Iterable dataset that yields one process's shard of another iterable dataset.
 
-    A shard consists of batches of consecutive samples.
+    A shard consists of batches of consecutive samples. If the dataset has a `generator` and no method `set_epoch`, each
+    pass first seeds the generator with the epoch number.
 
     Args:
         dataset: Iterable dataset that yields the same samples on all processes.
@@ -267,6 +268,9 @@ class SkipDataLoader(DataLoader[Any]):
         skip_batches: Number of batches to skip. Default: 0.
         use_stateful_dataloader: Whether torchdata's StatefulDataLoader reads the data and provides the state. Default:
             False.
+
+    Raises:
+        OptionalDependencyMissing: If `use_stateful_dataloader` is set and torchdata is not installed.
     """
 
     def __init__(
@@ -280,11 +284,17 @@ class SkipDataLoader(DataLoader[Any]):
             self._reader = module.StatefulDataLoader(dataset, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of torchdata's StatefulDataLoader, which contains the position in the data."""
+        """Return the state of torchdata's StatefulDataLoader, which contains the position in the data.
+
+        Call it only on a loader with `use_stateful_dataloader=True`.
+        """
         return self._reader.state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the position in the data from a state that `state_dict` returned."""
+        """Restore the position in the data from a state that `state_dict` returned.
+
+        Call it only on a loader with `use_stateful_dataloader=True`.
+        """
         self._reader.load_state_dict(state_dict)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

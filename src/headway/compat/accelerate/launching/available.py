@@ -33,7 +33,11 @@ def compare_versions(library_or_version: object, operation: str, requirement_ver
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether torch's version meets a requirement, as in `is_torch_version(">=", "2.4")`."""
+    """Whether torch's version meets a requirement, as in `is_torch_version(">=", "2.4")`.
+
+    Raises:
+        ConfigError: If the operation is none of ">", ">=", "==", "!=", "<=" and "<".
+    """
     return _meets_requirement(str(torch.__version__), operation, version)
 
 
@@ -271,6 +275,8 @@ def is_habana_gaudi1() -> bool:
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
     """Whether torch_xla is installed. Headway does not use it.
 
+    False if the environment variable USE_TORCH_XLA is false.
+
     Args:
         check_is_tpu: Whether torch_xla's device must also be a TPU. Default: False.
         check_is_gpu: Whether torch_xla's device must also be a GPU. Default: False.
@@ -350,7 +356,8 @@ def get_driver_version() -> str:
 def check_cuda_p2p_ib_support() -> bool:
     """Whether the NVIDIA GPUs of this machine support direct peer-to-peer transfers.
 
-    False only if there are several GPUs, at least one is a GeForce RTX 40, and the driver is older than 550.40.
+    False only if there are several GPUs, at least one is a GeForce RTX 40, and the driver is older than 550.40. True if
+    nvidia-smi fails.
     """
     try:
         names, count = get_gpu_info()
@@ -363,7 +370,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Whether the first NVIDIA GPU supports float8 (compute capability 8.9 or later)."""
+    """Whether the first NVIDIA GPU supports float8 (compute capability 8.9 or later). False if nvidia-smi fails."""
     try:
         major, minor = _ask("compute_cap")[0].split(".")
     except ConfigError:

@@ -51,6 +51,8 @@ class LoadedConfig:
 class ClusterConfig(LoadedConfig):
     """Launch configuration with the keys of Accelerate's config files.
 
+    Keys that are not given have Accelerate's defaults, if it has any. Members of enumerations become their values.
+
     Args:
         first: Values of compute_environment, distributed_type, mixed_precision, use_cpu and debug, in this order.
         values: Values of other keys, as keyword arguments.
@@ -80,7 +82,8 @@ _RESHARDS = {
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     """Convert the section `fsdp_config` of a config file to FSDP2's keys, in place, and return the config.
 
-    Only Accelerate needs this conversion. `headway config import` reads the keys of FSDP1 and FSDP2.
+    A config without this section, or with the keys of FSDP2, is not changed. Only Accelerate needs this conversion.
+    `headway config import` reads the keys of FSDP1 and FSDP2.
     """
     section = config.get("fsdp_config") or {}
     if section and section.get("fsdp_version", 1) != 2:
@@ -191,7 +194,8 @@ def replace_config_file(line: Sequence[str], folder: Path) -> tuple[list[str], d
         folder: Directory for the translated file.
 
     Returns:
-        Command line that names the translated file, and environment variables for the launched processes.
+        Command line that names the translated file, and environment variables for the launched processes. Without a
+        config file of Accelerate, the unchanged command line and no variables.
 
     Raises:
         ConfigError: If the file cannot be read, or has a key that neither Accelerate nor Headway knows.

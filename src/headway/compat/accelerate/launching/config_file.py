@@ -78,7 +78,7 @@ def explain_file_key(key: str) -> str:
 
 
 def refuse(flag: str) -> None:
-    """Raise an error if only other launchers have a flag.
+    """Raise an error if only other launchers have a flag. Otherwise do nothing.
 
     Raises:
         ConfigError: If another launcher has the flag and Headway does not. The message names an alternative.
@@ -144,6 +144,9 @@ class Translation:
             name: Name of Headway's setting.
             value: Value in the file.
             origin: Location of the key. Error messages contain it, and it is stored as the origin of the setting.
+
+        Raises:
+            ConfigError: If the setting does not accept the value.
         """
         decided = check_file_value(SETTINGS[name], value, origin)
         self.layer[name] = Value(decided, origin)
@@ -177,7 +180,7 @@ def translate(data: Mapping[str, Any], name: str) -> Translation:
         name: Name of the file in error messages.
 
     Raises:
-        ConfigError: If a key is not one of Accelerate's keys, or if a value is invalid.
+        ConfigError: If a key is not one of Accelerate's keys, if a value is invalid, or if the file is for SageMaker.
     """
     made = Translation()
     for key, value in data.items():
@@ -216,7 +219,17 @@ def _translate_key(made: Translation, key: str, value: Any, origin: str) -> None
 
 
 def _read_section(made: Translation, section: str, value: Any, origin: str) -> Mapping[str, Any]:
-    """Return the keys and values of a section in Accelerate's config file. Report an empty section and return {}."""
+    """Return the keys and values of a section in Accelerate's config file. Report an empty section and return {}.
+
+    Args:
+        made: Translation whose report gets a line about an empty section.
+        section: Name of the section.
+        value: Value of the section.
+        origin: Location of the section, for error messages.
+
+    Raises:
+        ConfigError: If the value is not a mapping.
+    """
     if value in _NOTHING:
         made.report_needless(section, "empty")
         return {}

@@ -36,7 +36,11 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return an environment variable as a boolean, or `default` if it is not set."""
+    """Return an environment variable as a boolean, or `default` if it is not set.
+
+    Raises:
+        ConfigError: If the variable is set to a text that `str_to_bool` does not accept.
+    """
     text = env.get(key)
     return bool(default) if text is None else bool(str_to_bool(text))
 
@@ -53,6 +57,9 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
     Args:
         env_keys: Names of environment variables in order of priority.
         default: Value to return if no variable qualifies.
+
+    Raises:
+        ConfigError: If a variable that is read is set to a text that is not a whole number.
     """
     found = (env.get_int(key) for key in env_keys)
     return next((value for value in found if value is not None and value >= 0), default)
@@ -131,13 +138,16 @@ def convert_file_size_to_int(size: int | str) -> int:
     """Return the number of bytes in a size such as "5GB" or "10MiB" (see `headway.common.text.parse_bytes`).
 
     A lowercase b means bits: "5Gb" is an eighth of "5GB".
+
+    Raises:
+        ConfigError: If the text is not a size.
     """
     is_in_bits = isinstance(size, str) and size.endswith("b") and size[-2:-1].lower() in "kmg"
     return parse_bytes(size) // (8 if is_in_bits else 1)
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Whether a TCP port on localhost is in use.
+    """Whether a program accepts connections on a TCP port of localhost.
 
     Args:
         port: Port number. None: 29500.
@@ -168,7 +178,7 @@ def recursive_getattr(obj: object, attr: str) -> Any:
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | bool:
-    """Write a config file with which `headway launch` uses all devices of this machine and the given precision.
+    """Write a config file that makes `headway launch` use all devices of this machine and the given precision.
 
     Args:
         mixed_precision: "no" (the default), "bf16", "fp16" or "fp8".
@@ -203,7 +213,7 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Return a line "NAME=value" for each environment variable.
+    """Return a line "NAME=value" for each environment variable. Each line ends with a newline.
 
     Some variables are left out with a warning: those with an empty value, and those whose name or value contains a
     space, a newline, `;`, `<` or `>`.

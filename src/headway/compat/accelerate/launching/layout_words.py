@@ -70,6 +70,8 @@ DEEPSPEED_KEYS = ("zero_stage", *OF_DEEPSPEED, *_NEEDLESS_OF_DEEPSPEED, *_REFUSE
 def read_fsdp(request: LayoutRequest, name: str, value: Any, key: str | None = None) -> None:
     """Add one FSDP option to a layout request.
 
+    The request also records options that have no effect, and options that Headway does not support, with the reason.
+
     Args:
         request: Layout request to change.
         name: Name of an option without "fsdp_", or name of a field of FullyShardedDataParallelPlugin.
@@ -221,6 +223,8 @@ SIZE_KEYS = (
 def read_size(request: LayoutRequest, name: str, value: Any, key: str | None = None) -> None:
     """Add one key of the config file section `parallelism_config` to a layout request.
 
+    The request also records keys that have no effect, and keys that Headway does not support, with the reason.
+
     Args:
         request: Layout request to change.
         name: Key without "parallelism_config_".
@@ -228,7 +232,7 @@ def read_size(request: LayoutRequest, name: str, value: Any, key: str | None = N
         key: Name of the key in messages. None: "parallelism_config_" plus `name`.
 
     Raises:
-        ConfigError: If the key is unknown or the size is not a number of processes.
+        ConfigError: If the key is unknown, the size is not a number of processes, or a word is not an allowed one.
     """
     key = key or f"parallelism_config_{name}"
     if name == "cp_backend":
@@ -255,6 +259,8 @@ def read_size(request: LayoutRequest, name: str, value: Any, key: str | None = N
 
 def read_deepspeed(request: LayoutRequest, name: str, value: Any, key: str | None = None) -> None:
     """Add one DeepSpeed option to a layout request.
+
+    The request also records options that have no effect, and options that Headway does not support, with the reason.
 
     Args:
         request: Layout request to change.

@@ -1,4 +1,4 @@
-"""Module `headway.commands`. Importing it raises an error with an alternative to Accelerate's commands."""
+"""Module `headway.commands`. Importing it raises `ImportNotServed` with an alternative to Accelerate's commands."""
 
 from headway.compat.accelerate.served.advice import explain_name
 from headway.errors import ImportNotServed

@@ -1,4 +1,4 @@
-"""Module `headway.test_utils`. Importing it raises an error with an alternative to Accelerate's test helpers."""
+"""Module `headway.test_utils`. Importing it raises `ImportNotServed`, which names an alternative to its helpers."""
 
 from headway.compat.accelerate.served.advice import explain_name
 from headway.errors import ImportNotServed

@@ -137,9 +137,9 @@ class AlignDevicesHook(ModelHook):
             mapping is read in each forward pass, and the module has meta tensors in between.
         offload_buffers: Whether buffers are offloaded too. Default: False.
         place_submodules: Whether to also move the weights of all submodules. Default: False.
-        skip_keys: Names of keyword arguments that are not moved.
+        skip_keys: Names of keyword arguments that are not moved. None: all are moved.
         tied_params_map: Copies of tensors by data pointer and device, which several hooks share. Nested modules that
-            share a tensor then use one copy.
+            share a tensor then use one copy. None: each hook makes its own copies.
     """
 
     def __init__(
@@ -225,7 +225,10 @@ class AlignDevicesHook(ModelHook):
         return _wrap_like(tensor, value.detach())
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move offloaded weights and the inputs to the execution device, and return the inputs."""
+        """Move offloaded weights and the inputs to the execution device, and return the inputs.
+
+        Without an execution device, nothing is moved. Keyword arguments in `skip_keys` are not moved.
+        """
         if self.io_same_device:
             first = next(list_tensors((args, kwargs)), None)
             self.input_device = None if first is None else first.device
@@ -268,7 +271,8 @@ class AlignDevicesHook(ModelHook):
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Move offloaded weights back to their original devices, and return the module.
 
-        Weights that were meta tensors when the hook was attached keep their current values.
+        Weights that were meta tensors when the hook was attached are not moved. They get their values in `weights_map`,
+        if it is given.
         """
         if self.offload:
             for name, place in _own_places(module, self.place_submodules, self.offload_buffers).items():
@@ -299,7 +303,7 @@ def align_module_device(module: nn.Module, execution_device: Where | None = None
     Args:
         module: Module whose own parameters are moved. Parameters of its submodules are not moved.
         execution_device: Device within the context. None: the device on which the module runs, according to its hook or
-            its dispatched model, if known.
+            its dispatched model. If neither is known, nothing is moved.
     """
     hook = getattr(module, "_hf_hook", None)
     own = hook if isinstance(hook, AlignDevicesHook) and hook.offload else None
@@ -413,10 +417,10 @@ def attach_align_device_hook(
     Args:
         module: Root of the modules.
         execution_device, offload, offload_buffers, skip_keys, tied_params_map: As in AlignDevicesHook.
-        weights_map: Values of the weights by their full names in the model.
+        weights_map: Values of the weights by their full names in the model. None: the modules' own weights.
         module_name: Name of the root in the model. Default: "".
         preload_module_classes: Names of module classes that use weights of their submodules without calling these
-            submodules. With `offload`, all weights of such a module are moved together.
+            submodules. With `offload`, all weights of such a module are moved together. None: no such classes.
     """
     for name, each, is_whole in _walk(module, preload_module_classes if offload else None, module_name):
         if _has_tensors(each) or is_whole:

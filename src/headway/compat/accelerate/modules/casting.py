@@ -104,6 +104,9 @@ def get_mixed_precision_context_manager(
 ) -> AbstractContextManager[Any]:
     """Return torch.autocast in the run's precision, or a context manager without effect.
 
+    With the precision "no", torch's default autocast dtype for the device is used, as in Accelerate. With "fp8", it is
+    bfloat16.
+
     Args:
         native_amp: Whether to use autocast. False (the default): the context manager has no effect.
         autocast_kwargs: Options of autocast as an `AutocastKwargs`. None: torch's defaults.

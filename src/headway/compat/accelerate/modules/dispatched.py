@@ -62,6 +62,10 @@ def dispatch_model(
         device_map: Devices by names of modules or tensors. `accelerate.big_modeling.check_device_map` checks the map.
             Libraries can replace this function to allow tensors without a device. Such tensors are not moved.
         others: Parameters of `headway.dispatch_model` with the same names.
+
+    Raises:
+        DeviceMapError: If the map has no device for some tensor, or does not match the machine's devices.
+        ConfigError: If a tensor has no values, or the offload folder is missing or belongs to another model.
     """
     _remove_dispatch_hooks(model)
     if offload_index is None and offload_dir is not None:
@@ -100,7 +104,7 @@ def load_checkpoint_and_dispatch(
         model: Model to load, on the meta device or not.
         checkpoint: File or directory of the checkpoint.
         device_map: Devices by names of modules or tensors. "auto", "balanced" and similar strategies create
-            Accelerate's device maps.
+            Accelerate's device maps. None: the weights are loaded, but modules are not placed.
         others: Parameters of `headway.load_checkpoint_and_dispatch` with the same names.
     """
     _remove_dispatch_hooks(model)
@@ -138,7 +142,7 @@ def cpu_offload(
     Args:
         model: Model to offload.
         execution_device: Device of the forward. None: the model's device if it is an accelerator, else this process's
-            accelerator.
+            accelerator, else the CPU.
         others: Parameters of `headway.cpu_offload` with the same names.
     """
     device = _execution_device(model, execution_device)
@@ -163,7 +167,7 @@ def disk_offload(
         model: Model to offload.
         offload_dir: Directory for the weights.
         execution_device: Device of the forward. None: the model's device if it is an accelerator, else this process's
-            accelerator.
+            accelerator, else the CPU.
         others: Parameters of `headway.disk_offload` with the same names.
     """
     device = _execution_device(model, execution_device)
@@ -188,7 +192,7 @@ def _read_existing_index(model: nn.Module, folder: str | Path) -> Index | None:
     """Return an offload folder's index entries for the model's meta tensors, or None if there are none.
 
     Args:
-        model: Model whose meta tensors are looked up in the index.
+        model: Model whose meta tensors are searched for in the index.
         folder: Folder with offloaded weights.
     """
     if not (Path(folder) / INDEX).is_file():
@@ -218,7 +222,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Where]) -> None:
 
 
 def _complete_map(model: nn.Module, device_map: Any) -> Any:
-    """Check a device map, and return it in the form that Headway's functions accept.
+    """Check a device map, and return a map that Headway's functions accept. Other values are returned unchanged.
 
     Unknown names are removed. Tensors without an entry are added with their current devices, or with the CPU for meta
     tensors. The check is `accelerate.big_modeling.check_device_map`, which libraries can replace to allow such tensors.
@@ -301,7 +305,8 @@ def _show_hooks(shown: Hooked) -> None:
 def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, Any]:
     """Return the state dict of a model with offloaded weights, with all tensors in host memory.
 
-    Meta tensors whose values are not stored anywhere are left out with a warning.
+    Meta tensors whose values are not stored anywhere are left out with a warning. As in Accelerate, tensors that belong
+    to the model itself instead of a submodule are left out too.
     """
     state: dict[str, Any] = {}
     missing = set()

@@ -58,8 +58,8 @@ def compute_module_sizes(
 
     Args:
         model: Model on any device, including the meta device.
-        dtype: Dtype in which the model will be loaded. Tensors of a narrower dtype keep their dtype. None: the current
-            dtypes.
+        dtype: Dtype in which the model will be loaded. Tensors of integers, booleans or a narrower dtype keep their
+            dtype. None: the current dtypes.
         special_dtypes: Dtypes of single tensors by name, which override `dtype`.
         buffers_only: Whether to leave out parameters. Default: False.
     """
@@ -98,7 +98,9 @@ def get_balanced_memory(
 ) -> dict[Device, int]:
     """Return a memory budget in bytes for each device, so that the model is spread evenly over the accelerators.
 
-    Each budget includes space for one more layer. The budget of the last accelerator is not reduced.
+    Each budget includes space for one more layer. The budgets of the last accelerator and of the CPU are not reduced.
+    With a single accelerator and no `max_memory`, its budget is 90 % of its free memory. Without accelerators, the
+    budgets of `get_max_memory` are returned.
 
     Args:
         model: Model on any device, including the meta device.
@@ -207,6 +209,20 @@ def _list_children(name: str, module: Any) -> list[Item]:
 
 
 class _Greedy:
+    """State of the greedy rule: modules that are not placed yet, the devices that are left, and the memory in use.
+
+    Args:
+        model: Model whose modules are placed.
+        budgets: Memory limits in bytes, by device, in the order in which the devices are filled.
+        whole: Class names of modules that must not be split over several devices.
+        sizes: Sizes of modules and tensors in bytes, by name.
+        falls_back: Whether to search for another module that fits if the next module does not fit on a device that is
+            still empty.
+
+    Attributes:
+        placed: Devices of the modules and tensors that are placed, by name.
+    """
+
     def __init__(
         self, model: nn.Module, budgets: dict[Device, Any], whole: list[str], sizes: Mapping[str, int], falls_back: bool
     ) -> None:

@@ -27,7 +27,7 @@ class ModelHook:
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and keyword arguments with which to call the forward."""
+        """Return the positional and keyword arguments for the forward. The base class returns them unchanged."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Helper functions with which scripts unwrap and inspect models, set tensors, and read and write weights."""
+"""Helper functions for scripts: unwrap and inspect models, set tensors, and read and write weights."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -106,11 +106,11 @@ def set_module_tensor_to_device(
         tensor_name: Name of the tensor relative to the module, such as "encoder.0.weight".
         device: Device to move it to.
         value: New value. Required if the tensor is on the meta device.
-        dtype: Dtype to which a new floating-point value is converted. None: the tensor's current dtype. Integers and
-            booleans keep their dtype.
+        dtype: Dtype to which a new floating-point value is converted. A new value of integers or booleans then keeps
+            its dtype. None: any new value is converted to the tensor's current dtype. Ignored without a new value.
         fp16_statistics: Quantization statistics of bitsandbytes, stored as the parameter's attribute `SCB`.
         tied_params_map: Existing copies of tied tensors, by data pointer and device. Such a copy is used instead of a
-            new one.
+            new one. None: no such copies.
         non_blocking: Whether to copy asynchronously. Default: False.
         clear_cache: Ignored, because emptying the CUDA cache for each tensor would only cost time.
 
@@ -187,7 +187,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     Args:
         f: File or path.
         map_location: Device for tensors, as in torch.load.
-        kwargs: Further arguments of torch.load.
+        kwargs: Other arguments of torch.load. `weights_only=False` allows code in the file to be executed.
     """
     kinds = [type(numpy.dtype(kind)) for kind in ("uint8", "uint32", "int32", "int64", "float32", "float64", "bool")]
     reconstruct: Any = numpy.empty(0).__reduce__()[0]
@@ -254,7 +254,7 @@ def has_repeated_blocks(module: torch.nn.Module) -> bool:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Whether two devices are equal. "cuda" and "cuda:0" are equal."""
+    """Whether two devices are equal. A missing index counts as 0, and indices of CPUs are ignored."""
     return first_device.type == second_device.type and (
         first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
     )
@@ -312,7 +312,7 @@ def get_module_size_with_ties(
         tied_params: Names under which other modules contain the shared parameters.
         module_size: Size of the module itself in bytes.
         module_sizes: Sizes of modules and parameters in bytes, by name.
-        modules_to_treat: Pairs of (name, module), in which the other modules are looked up.
+        modules_to_treat: Pairs of (name, module), in which the other modules are searched for.
 
     Returns:
         Tuple of (total size in bytes, names of the other modules, these modules). A shared parameter counts once.
@@ -371,7 +371,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict that safetensors can store, with contiguous tensors and only one name per storage.
 
-    Further names of a shared storage are left out with a warning.
+    All names of a shared storage but the first are left out with a warning. Values that are not tensors are kept.
     """
     kept: dict[str, Any] = {}
     seen: dict[Any, str] = {}

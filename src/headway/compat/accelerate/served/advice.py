@@ -26,7 +26,9 @@ def explain_member(name: str) -> str | None:
 
 
 class ImportAdvisor(MetaPathFinder):
-    """Import finder that finds no modules, but raises an error with advice for names that Headway does not provide.
+    """Import finder that finds no modules, but raises `ImportNotServed` for names that Headway does not provide.
+
+    The error's message gives advice.
 
     Args:
         package: Package whose imports it checks: "headway" or "accelerate".

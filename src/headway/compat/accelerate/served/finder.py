@@ -1,4 +1,4 @@
-"""Import finder that replaces the package `accelerate` by modules whose names are looked up in Headway.
+"""Import finder that replaces the package `accelerate` with modules that take their attributes from Headway.
 
 `headway launch --as accelerate` and `install_as_accelerate` put a directory at the front of `sys.path`. It contains a
 small package `accelerate`, which calls `take_over`, and the metadata of a distribution `accelerate` for version checks.
@@ -26,9 +26,10 @@ from headway.version import __version__
 
 
 class AccelerateModule(ModuleType):
-    """Replacement for one of Accelerate's modules, whose names are looked up in Headway.
+    """Replacement for one of Accelerate's modules.
 
-    Attributes that scripts assign are stored in the module.
+    Its attributes are Headway's objects of the same names, and the replacements of its submodules. Attributes that
+    scripts assign are stored in the module and take precedence.
 
     Args:
         name: Full name of the module, such as "accelerate.utils".
@@ -68,7 +69,10 @@ class AccelerateModule(ModuleType):
 
 
 class AccelerateFinder(ImportAdvisor, InspectLoader):
-    """Import finder for the modules of `accelerate`. It raises an error for names that Headway does not provide."""
+    """Import finder for the modules of `accelerate`.
+
+    It raises `ImportNotServed` for names of Accelerate that Headway does not provide.
+    """
 
     def __init__(self) -> None:
         super().__init__("accelerate", MODULES_AS_ACCELERATE)
@@ -88,11 +92,14 @@ class AccelerateFinder(ImportAdvisor, InspectLoader):
         return super().find_spec(fullname, path, target)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return an empty module whose names are looked up on access."""
+        """Return an `AccelerateModule`, which finds Headway's object when an attribute is accessed."""
         return AccelerateModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Initialize the module without running code. Its submodules are found by this finder, not in a directory."""
+        """Initialize the module without running code. Its submodules are found by this finder, not in a directory.
+
+        `accelerate.memory_utils` gives a FutureWarning, as in Accelerate.
+        """
         if module.__name__ == "accelerate.memory_utils":
             warnings.warn(
                 "memory_utils has been reorganized to utils.memory. Import `find_executable_batchsize` from the main `__init__`: "
@@ -115,7 +122,7 @@ class AccelerateFinder(ImportAdvisor, InspectLoader):
 def install_finder() -> ModuleType:
     """Make Headway's replacements importable as `accelerate`, and return the replacement of the package itself.
 
-    The finder takes precedence over any other package with this name. Further calls do not install it again.
+    The finder takes precedence over any other package with this name. A second call does not install it again.
     """
     # Class names are compared, because a test might import this file a second time.
     if not any(type(each).__name__ == AccelerateFinder.__name__ for each in sys.meta_path):
@@ -144,7 +151,7 @@ def install_as_accelerate() -> None:
 
 
 def take_over() -> None:
-    """Replace the package `accelerate`, which is being imported, by the package that `install_finder` returns."""
+    """Replace the package `accelerate`, which is being imported, with the one that `install_finder` returns."""
     found = sys.modules.get("accelerate")
     module = install_finder()
     module.__dict__.update({"__version__": VERSION, "__headway_version__": __version__, "__path__": []})

@@ -1,4 +1,4 @@
-"""Name lookup in modules such as `headway.utils`, for scripts whose imports were changed from Accelerate to Headway.
+"""Attribute access for modules such as `headway.utils`, for scripts whose imports changed from Accelerate to Headway.
 
 The folder `headway/compat/accelerate/module_paths` contains a small file for each of these modules. The folder is part
 of the search path of the package `headway`, so Python finds the modules like any others.
@@ -13,7 +13,9 @@ from headway.compat.accelerate.served.tables import MODULES
 
 
 def serve(name: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the functions `__getattr__` and `__dir__` for a module that provides the names of `headway`.
+    """Return the functions `__getattr__` and `__dir__` for a module that provides all names of the package `headway`.
+
+    If the module has no `__path__`, it is set to [].
 
     Args:
         name: Full name of the module, such as "headway.utils".

@@ -8,10 +8,11 @@ from headway.errors import CheckpointError
 
 
 def describe_dtype(dtype: numpy.dtype[Any]) -> Any:
-    """Return a description of a dtype in the form that NumPy's own files use: text or a list of fields.
+    """Return a description of a dtype as in NumPy's own files: text or a list of fields.
 
     Raises:
-        CheckpointError: If the dtype cannot be rebuilt from a description.
+        CheckpointError, LookupError, TypeError, ValueError: If the dtype cannot be rebuilt from a description, for
+            example because it holds Python objects.
     """
     described = numpy.lib.format.dtype_to_descr(dtype)
     # NumPy writes "<i8" for both long and long long if their sizes are equal. The type's character code differs.
@@ -41,9 +42,10 @@ def build_dtype(described: Any) -> numpy.dtype[Any]:
 
 
 def read_values(value: Any) -> Any:
-    """Return the values of an array or scalar as bytes. For a structured dtype, return a list with each field's bytes.
+    """Return the values of an array or scalar as bytes, in C order.
 
-    The padding between fields is left out.
+    For a structured dtype, return a list with each field's bytes, which leaves out the padding between fields. The
+    result is used to compare values.
     """
     return (
         [read_values(value[name]) for name in value.dtype.names] if value.dtype.names is not None else value.tobytes()
@@ -55,11 +57,12 @@ def build_array(dtype: numpy.dtype[Any], shape: Any, raw: bytes) -> numpy.ndarra
 
     Args:
         dtype: Dtype of the array.
-        shape: Shape of the array.
+        shape: Shape of the array. It is untrusted.
         raw: Bytes of its values.
 
     Raises:
-        CheckpointError, TypeError: If the number of bytes does not match the dtype and the shape.
+        CheckpointError, TypeError, ValueError: If the shape is invalid, or the number of bytes does not match the dtype
+            and the shape.
     """
     made: numpy.ndarray[Any, Any] = numpy.ndarray(tuple(shape), dtype, bytearray(raw) or bytearray(dtype.itemsize))
     if made.nbytes != len(raw):

@@ -113,9 +113,9 @@ class ChunkGrid(Sequence[TensorChunk]):
         return TensorChunk(tuple(offsets), tuple(shape), make_file_name(self.file, number), self.key)
 
     def iterate_overlapping(self, offsets: Sequence[int], shape: Sequence[int]) -> Iterator[TensorChunk]:
-        """Yield the chunks that overlap a box, in row-major order.
+        """Yield the chunks that overlap a box (rectangular block of the tensor), in row-major order.
 
-        Other chunks are skipped without iterating over them.
+        Other chunks are skipped without iterating over them. Nothing is yielded if the box has no elements.
 
         Args:
             offsets: First index of the box along each dim.
@@ -144,7 +144,7 @@ class ChunkGrid(Sequence[TensorChunk]):
 
 
 def make_file_name(pattern: str, number: int) -> str:
-    """Return a file name, made from a pattern by replacing `*` with a number.
+    """Return a file name, made from a pattern by replacing `*` with a number of at least five digits, such as 00012.
 
     Args:
         pattern: File name that contains `*`.
@@ -156,7 +156,7 @@ def make_file_name(pattern: str, number: int) -> str:
 def iterate_overlapping(
     chunks: Sequence[TensorChunk], offsets: Sequence[int], shape: Sequence[int]
 ) -> Iterator[TensorChunk]:
-    """Yield the chunks that overlap a box.
+    """Yield the chunks that overlap a box (rectangular block of the tensor), in the order of `chunks`.
 
     Args:
         chunks: Chunks of one tensor, as a list or a `ChunkGrid`.
@@ -174,7 +174,7 @@ def iterate_overlapping(
 def intersect_box(
     chunk: TensorChunk, offsets: Sequence[int], shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offsets and the shape of the intersection of a chunk and a box.
+    """Return the offsets and the shape of the intersection of a chunk and a box (rectangular block of the tensor).
 
     Offsets are relative to the full tensor. The shape contains 0 if the chunk and the box do not overlap.
 
@@ -215,7 +215,8 @@ class ChunkGridReader:
 
         Raises:
             CheckpointError: If the grid does not cover the shape, names a file that the manifest does not list, or
-                names a file twice.
+                names a file twice. Also if all grids of the manifest together have too many files.
+            LookupError, TypeError, ValueError: If `encoded` has another structure.
         """
         file = encoded["file"]
         sizes = tuple(
@@ -265,6 +266,10 @@ def read_counts(value: Any) -> tuple[int, ...]:
 
 def read_count(value: Any, least: int = 0) -> int:
     """Return a number from a manifest, after checking that it is an integer from `least` to 2^63 - 1.
+
+    Args:
+        value: Number in the manifest. It is untrusted.
+        least: Smallest allowed number. Default: 0.
 
     Raises:
         CheckpointError: If the value is not an integer or out of range.

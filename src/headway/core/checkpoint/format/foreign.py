@@ -89,7 +89,10 @@ def identify_program(folder: Path) -> tuple[str, list[str]]:
 
 
 def find_foreign_checkpoint(parent: Path) -> Path | None:
-    """Return the newest checkpoint of another program in a folder, or None if there is none."""
+    """Return the newest checkpoint of another program in a folder, or None if there is none.
+
+    The newest is the one with the highest number at the end of its name. In an object store, return None.
+    """
     found = [
         parent / name for name in _list_names(parent) if not name.startswith(".") and identify_program(parent / name)[0]
     ]
@@ -99,7 +102,8 @@ def find_foreign_checkpoint(parent: Path) -> Path | None:
 def list_checkpoint_names(parent: Path) -> list[str]:
     """Return the names of the committed checkpoints in a folder, newest first.
 
-    The newest is the one with the highest number at the end of its name.
+    The newest is the one with the highest number at the end of its name. Names without a number come last. On a disk,
+    names that begin with a dot are left out.
     """
     if isinstance(parent, ObjectPath):
         below = [name.split("/") for name, _ in parent.list_objects()]

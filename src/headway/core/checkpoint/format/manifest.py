@@ -321,6 +321,10 @@ def _decode_shape(value: Any, item_bytes: int) -> tuple[int, ...]:
     Args:
         value: Shape in the manifest.
         item_bytes: Bytes per element.
+
+    Raises:
+        CheckpointError: If the tensor would be too large, or the shape has more than 64 dims or an invalid length.
+        TypeError: If the value is not iterable.
     """
     shape = read_counts(value)
     # The limit applies to empty tensors too, because their strides are products of the nonzero dims.
@@ -336,6 +340,9 @@ def _do_chunks_cover(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
 
     The corners of all chunks are counted with alternating signs. The counts equal those of the full tensor's corners if
     and only if the chunks cover it exactly once. The time is proportional to the number of chunks.
+
+    Raises:
+        CheckpointError: If the tensor is cut along more than 6 dims. The time grows exponentially with their number.
     """
     boxes = [chunk for chunk in chunks if prod(chunk.shape)]
     if len(boxes) <= 1:
@@ -353,10 +360,13 @@ def _do_chunks_cover(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
 
 
 def _check_shared_bytes(tensors: Mapping[str, TensorEntry], files: Mapping[str, WrittenFile]) -> None:
-    """Raise `CheckpointError` if two chunks share bytes of a file.
+    """Raise `CheckpointError` if two chunks have the same key in a file, or a file is smaller than its chunks together.
 
     The check limits the memory for reading all chunks to the total size of the files. Chunks of grids have unique names
     and files by construction, so only their total size is checked.
+
+    Raises:
+        CheckpointError: If chunks share bytes, or need more bytes than the files have.
     """
     room = {name: written.num_bytes for name, written in files.items()}
     taken: set[tuple[str, str]] = set()

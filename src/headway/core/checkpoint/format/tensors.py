@@ -166,11 +166,12 @@ limits applies. Without a limit, a manifest could claim unbounded memory.
 def get_saved_stride(tensor: Any) -> list[int] | None:
     """Return the stride that a checkpoint records for a tensor, so that a load can restore it.
 
-    Return None if the tensor is in row-major order. For a view whose elements are too far apart, return a stride
-    without gaps.
+    Return None if the tensor is in row-major order or is a `ShardPiece`. For a view whose elements are too far apart,
+    return a stride without gaps.
 
     Args:
-        tensor: Strided tensor or DTensor. For a DTensor, the result is the stride of the full tensor, without gaps.
+        tensor: Strided tensor, DTensor or `ShardPiece`. For a DTensor, the result is the stride of the full tensor,
+            without gaps.
     """
     if isinstance(tensor, ShardPiece):
         return None
@@ -260,7 +261,12 @@ _LATER = {"C64", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 def get_stored_spec(dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
     """Return the dtype and shape with which a file stores a tensor.
 
-    A dtype that the file format lacks is stored as bytes. Then only the manifest contains the original dtype.
+    A dtype that the file format lacks is stored as a 1-D uint8 tensor. Then only the manifest contains the original
+    dtype and shape.
+
+    Args:
+        dtype: Dtype of the tensor.
+        shape: Shape of the tensor.
     """
     if CODES.get(dtype, "C64") in _LATER:
         return TensorSpec((prod(shape) * dtype.itemsize,), torch.uint8)
@@ -270,7 +276,12 @@ def get_stored_spec(dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
 def _choose_piece(specs: Iterable[TensorSpec], num_files: int) -> int:
     """Return the number of bytes that one hash covers in a file in an object store.
 
-    `write_shards` documents the rule.
+    It is the smallest power of two from 16 KiB to 8 MiB that is at least 8 KiB times `num_files`, and with which all
+    files together have at most 2^18 hashes. If there is none, it is 16 MiB.
+
+    Args:
+        specs: Shapes and dtypes of the file's tensors.
+        num_files: Number of files of about this size that all ranks write.
     """
     most = max(1, _MOST_PIECES // num_files)
     total = sum(spec.num_bytes for spec in specs)
@@ -287,7 +298,7 @@ def _list_values(
 def write_shards(
     folder: Path, files: Mapping[str, Sequence[tuple[str, torch.Tensor]]], num_files: int = 1
 ) -> list[WrittenFile]:
-    """Write files, flush them to the disk with fsync, and return their lengths and hashes.
+    """Write safetensors files, flush them to the disk with fsync, and return their lengths and hashes in order.
 
     Several threads are used for object stores, and for disks if there are at least 64 MiB to write. Each header is checked
     with `check_header`. `ParallelWriter` documents how much memory this takes.
@@ -364,7 +375,7 @@ class PieceHashes:
 
 
 def hash_file(path: Path, name: str) -> WrittenFile:
-    """Hash a file that a hook has written, flush it to the disk with fsync, and return its length and hashes.
+    """Hash a file that a hook has written, and return its length and hashes. On a disk, flush it with fsync.
 
     Args:
         path: File to read.

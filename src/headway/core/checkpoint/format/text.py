@@ -10,7 +10,7 @@ _ESCAPED = re.compile(r"[\ud800-\udfff\x00]|\\(?=u[0-9a-f]{4})")
 
 
 def is_plain(text: str) -> bool:
-    """Whether JSON can represent a text. It can if the text contains no lone surrogates."""
+    """Whether every JSON parser restores a text unchanged, because it contains no lone surrogates."""
     return _SURROGATE.search(text) is None
 
 
@@ -20,10 +20,10 @@ def encode_base64(text: str) -> str:
 
 
 def decode_base64(text: str) -> str:
-    """Return the text that `encode_base64` has encoded.
+    """Return the string that `encode_base64` has encoded. It may contain lone surrogates.
 
     Raises:
-        ValueError: If the text was not written by `encode_base64`.
+        ValueError: If `text` is not valid Base64, or the decoded bytes are not UTF-8.
     """
     return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
 

@@ -201,7 +201,7 @@ class TypedReader:
         """Return a reader for the value under a required key.
 
         Raises:
-            CheckpointError: If the key is missing.
+            CheckpointError: If this value is not a dict, or the key is missing.
         """
         value = self.value
         if not isinstance(value, dict):
@@ -214,6 +214,9 @@ class TypedReader:
         """Return a list of readers for the values of the given keys in a JSON object.
 
         Missing keys and null values are skipped.
+
+        Raises:
+            CheckpointError: If this value is not a dict.
         """
         value = self.value
         if not isinstance(value, dict):

@@ -199,11 +199,11 @@ def decode_value(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the value that `encode_value` has encoded.
 
     Args:
-        value: JSON value.
-        tensors: Saved tensors by name.
+        value: JSON value. It is untrusted.
+        tensors: Saved tensors by name. The result can contain these tensors themselves.
 
     Raises:
-        CheckpointError: If the JSON value was not written by `encode_value`.
+        CheckpointError: If the JSON value cannot be decoded, or refers to a tensor that `tensors` lacks.
     """
     try:
         return _decode(value, tensors, 0)
@@ -406,9 +406,10 @@ def _decode_array(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor],
 
 
 def map_items(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a copy of a container with `function` applied to each item. Other values are returned unchanged.
+    """Return a copy of a dict, list, tuple or deque with `function` applied to each item, in a dict to each value.
 
-    Sets and bytearrays are copied without calling `function`.
+    Sets and bytearrays are copied without calling `function`. All other values are returned unchanged. Among them are
+    named tuples and other subclasses of list and tuple.
     """
     if isinstance(value, dict):
         made = value.copy()

@@ -15,7 +15,8 @@ _OWN = ("model/", "optimizer/")
 def rename_compiled(manifest: Manifest) -> Manifest:
     """Return a manifest whose tensor names lack the prefixes of `torch.compile`.
 
-    The keys of the tensors in the files do not change. A manifest without such prefixes is returned unchanged.
+    The keys of the tensors in the files do not change. A manifest without such prefixes is returned unchanged, and so
+    is one in which two tensors would get the same name.
     """
     compiled = [name for name in manifest.tensors if "_orig_mod" in name]
     if not compiled:

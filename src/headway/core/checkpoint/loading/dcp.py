@@ -82,7 +82,8 @@ def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for each tensor of a model in a folder, one at a time. Names are those in the model.
 
     If the state was saved as `{"model": model.state_dict(), ...}` (or under "module", "state_dict" or "app"), only
-    that entry is read. If it was saved as a flat state dict of one model, all tensors are read.
+    that entry is read. If that entry has a nested entry "model", only the nested one is read. If the state was saved as
+    a flat state dict of one model, all tensors are read.
 
     Args:
         folder: Folder in torch.distributed.checkpoint's format.
@@ -103,7 +104,15 @@ def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _map_model_names(keys: Iterable[str], paths: dict[str, Any]) -> dict[str, str]:
-    """Return a dict from names in the folder to names in the model. Tensors outside the model are left out."""
+    """Return a dict from names in the folder to names in the model. Tensors outside the model are left out.
+
+    Args:
+        keys: Names of the tensors in the folder.
+        paths: For each name, the keys of the nested dicts that lead to the tensor in the saved state.
+
+    Raises:
+        CheckpointError: If the saved state has several entries and none is a model.
+    """
     found = {key: tuple(map(str, paths.get(key, (key,)))) for key in keys}
     if all(len(path) == 1 for path in found.values()):
         return {key: key for key in found}

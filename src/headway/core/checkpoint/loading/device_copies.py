@@ -58,6 +58,9 @@ def copy_pairs(pairs: Iterable[Pair], copy_one: Callable[[torch.Tensor, torch.Te
 def move_state(state: dict[Any, Any], devices: dict[Any, torch.device]) -> None:
     """Replace large tensors of an optimizer's state dict by copies on the devices of their parameters.
 
+    Only contiguous CPU tensors of at least 1 MiB are replaced. Nothing is copied to a device that shares the host's
+    memory (CPU or MPS), or to the meta device.
+
     Args:
         state: The entry "state" of the state dict, keyed by the parameter's number. It is changed in place.
         devices: Device of each parameter, keyed by its number.

@@ -50,7 +50,7 @@ Each mapped file uses a file descriptor, and a checkpoint has as many files as t
 
 
 class CheckpointFiles:
-    """Files of a checkpoint. Each is mapped into memory on first use.
+    """Files of a checkpoint. Each is mapped into memory on first use. At most `_MOST_OPEN` files are kept open.
 
     Args:
         folder: Folder of the checkpoint, or the local folder of downloaded files.
@@ -117,14 +117,15 @@ class ChunkedTensor:
     def iterate_tiles(
         self, offsets: Sequence[int], shape: Sequence[int]
     ) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-        """Yield the saved values of a box in parts, one for each chunk that overlaps the box.
+        """Yield the saved values of a box (rectangular block of the tensor), one part for each chunk that overlaps it.
 
         Args:
             offsets: First index of the box along each dim of the tensor.
             shape: Shape of the box.
 
         Yields:
-            Pairs of (slices within the box, values of this part as a view of the mapped file).
+            Pairs of (slices within the box, values of this part). The values are a view of the mapped file, or a copy
+                if the file format lacks the dtype.
 
         Raises:
             CheckpointError: If a file differs from the manifest.
@@ -135,17 +136,24 @@ class ChunkedTensor:
             yield make_slices(begins, sizes, offsets), view[make_slices(begins, sizes, chunk.offsets)]
 
     def fill(self, box: torch.Tensor, offsets: Sequence[int]) -> None:
-        """Copy the saved values of a box into a tensor of the box's shape and the saved dtype.
+        """Copy the saved values of a box (rectangular block) into a tensor of the box's shape and the saved dtype.
 
         Args:
             box: Tensor to fill.
             offsets: First index of the box along each dim of the saved tensor.
+
+        Raises:
+            CheckpointError: If a file differs from the manifest.
         """
         for where, values in self.iterate_tiles(offsets, box.shape):
             view_as_bits(box[where]).copy_(view_as_bits(values))
 
     def whole(self) -> torch.Tensor:
-        """Return the full tensor in new memory."""
+        """Return the full tensor in new host memory.
+
+        Raises:
+            CheckpointError: If a file differs from the manifest.
+        """
         offsets = (0,) * len(self.shape)
         for _ in self.iterate_tiles(offsets, self.shape):  # checks the files before allocating what the manifest claims
             pass
@@ -161,8 +169,13 @@ def iterate_pairs(own: Any, saved: "torch.Tensor | ChunkedTensor") -> Iterator[t
         own: Tensor or shard of this rank.
         saved: Saved tensor, in memory or in files.
 
+    An unsharded tensor whose saved values are in memory is yielded as one pair.
+
     Yields:
         Pairs of (part of this rank's tensor, its saved values), with equal shapes.
+
+    Raises:
+        CheckpointError: If a file differs from the manifest.
     """
     if is_spread(own) or isinstance(saved, ChunkedTensor):
         for offsets, memory in list_own_boxes(own):
@@ -181,9 +194,14 @@ def iterate_pairs(own: Any, saved: "torch.Tensor | ChunkedTensor") -> Iterator[t
 def read_sharded_like(own: Any, saved: ChunkedTensor) -> Any:
     """Return the saved values in new memory, sharded like this rank's own tensor.
 
+    A DTensor is returned on the device of `own`, and a `ShardPiece` in host memory.
+
     Args:
         own: DTensor or `ShardPiece` of this rank.
-        saved: Saved tensor.
+        saved: Saved tensor of the same global shape.
+
+    Raises:
+        CheckpointError: If a file differs from the manifest.
     """
     if not is_dtensor(own):
         boxes = []
@@ -225,6 +243,8 @@ class UsedRanges:
     def add_own(self, like: Mapping[str, Sequence[Any]]) -> None:
         """Add the byte ranges of the values that this rank's shards need.
 
+        A tensor whose global shape differs from the saved one is skipped, because it cannot be loaded.
+
         Args:
             like: For the name of each saved tensor, a list of this rank's tensors that receive its values.
 
@@ -243,7 +263,8 @@ class UsedRanges:
         A file that contains none of the given tensors is added entirely.
 
         Args:
-            left_out: Names of the tensors to leave out, because `add_own` has added their ranges.
+            left_out: Names of the tensors to leave out, because `add_own` has added their ranges or this rank does not
+                need them.
 
         Raises:
             CheckpointError: If a file does not hold what the manifest lists.
@@ -363,7 +384,8 @@ def verify_checkpoint(folder: Path, manifest: Manifest | None = None) -> Manifes
         manifest: Manifest of the checkpoint. Default: None, it is read from the folder.
 
     Raises:
-        CheckpointError: If a file differs from the manifest. The message contains the first such file.
+        CheckpointError: If there is no readable manifest, or a file differs from it. The message contains the first
+            such file.
     """
     found = read_manifest(folder) if manifest is None else manifest
     fetched = find_store(folder).fetched(found)
@@ -387,7 +409,7 @@ def read_state(
         folder: Folder of the checkpoint.
         manifest: Manifest of the checkpoint.
         is_verified: Whether to compare every byte with the hashes. For sharded tensors, each rank always compares its
-            own shards, and no others.
+            own shards, and no others. Ignored in object stores, where all bytes that are read are compared.
         placing: Layout of this run. Default: None, nothing is sharded, and all tensors are read in full.
 
     Returns:

@@ -136,9 +136,10 @@ class CheckpointReader:
     def find_first_complete(self, parent: Path, candidates: Sequence[Path]) -> tuple[Path | None, list[str]]:
         """Return the first candidate that has all its files on every machine. Every rank must call it.
 
-        The hashes of its bytes are left to `read`, which compares them while it reads. If `read` finds damage, the next
-        call skips that checkpoint. If the disks of some machines have none of the candidates, the hashes are compared
-        here, and the checkpoint is then copied to these machines.
+        The lengths of the files are checked. The hashes of their bytes are left to `read`, which compares them while it
+        reads. If `read` finds damage, the next call skips that checkpoint. If the disks of some machines have none of
+        the candidates, the hashes are compared here, and the checkpoint is then copied to these machines. A candidate
+        that only some of the other disks hold is ignored without a message.
 
         Args:
             parent: Folder that holds the checkpoints.
@@ -167,7 +168,8 @@ class CheckpointReader:
         """Return the candidates on the disks of all ranks, in order of preference. Every rank must call it.
 
         Returns:
-            For each rank, pairs of (name, manifest hash).
+            For each rank, pairs of (name, manifest hash). If a manifest is damaged, a text that begins with "damaged"
+                takes the place of the hash.
         """
         own: list[tuple[str, str]] = []
         for folder in candidates:
@@ -178,9 +180,10 @@ class CheckpointReader:
         return self._collectives.gather_objects(own)
 
     def _agree_on_problem(self, folder: Path, is_held: bool, are_hashes_compared: bool) -> str | None:
-        """Return the reason why a checkpoint cannot be read, or None. All ranks return the same text.
+        """Return the reason why a checkpoint cannot be read, or None if no problem is found. Every rank must call it.
 
-        One rank per machine examines the files on its disk. Rank 0 examines the objects in an object store.
+        All ranks return the same text. One rank per machine examines the files on its disk. Rank 0 examines the objects
+        in an object store. A checkpoint in which `read` has found damage is refused without an examination.
 
         Args:
             folder: Folder of the checkpoint.
@@ -206,7 +209,11 @@ class CheckpointReader:
 
     @pause_garbage_collection()
     def read(self, path: Path, placing: TargetLayout | None = None) -> tuple[Manifest, CollectedState]:
-        """Return a checkpoint's manifest and state, verified against the hashes. Weights are views of its files.
+        """Return a checkpoint's manifest and state, verified against the hashes. Every rank must call it.
+
+        One rank per machine compares all bytes with their hashes, unless `find_first_complete` has just done so. Other
+        ranks compare only the bytes of their own shards. Weights are views of the files, or are read from the files
+        when they are copied.
 
         Args:
             path: Folder of the checkpoint.
@@ -214,7 +221,8 @@ class CheckpointReader:
                 is sharded.
 
         Raises:
-            CheckpointError: On every rank, if any rank cannot find or read the checkpoint.
+            CheckpointError: On every rank, if any rank cannot find or read the checkpoint, or the ranks have different
+                checkpoints in this folder.
             CheckpointDamaged: On every rank, if the checkpoint is damaged. Later searches for the newest checkpoint
                 skip it.
         """
@@ -258,7 +266,7 @@ def _list_common(everywhere: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[
     Damaged checkpoints are included, so that they are reported.
 
     Args:
-        everywhere: For each disk, pairs of (name, manifest hash).
+        everywhere: For each disk, pairs of (name, manifest hash, or a text that begins with "damaged").
     """
     first = everywhere[0] if everywhere else ()
     return [pair for pair in first if all(pair in each or pair[1].startswith("damaged") for each in everywhere)]

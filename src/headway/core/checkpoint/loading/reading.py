@@ -47,7 +47,7 @@ def read_files(
     places: Mapping[str, Sequence[ReadBuffer]] | None = None,
     is_verified: bool = True,
 ) -> None:
-    """Read entire files and compare every byte with the hashes. Takes 1 MiB of memory per thread.
+    """Read entire files on up to 8 threads, and compare every byte with the hashes. Each thread takes 1 MiB of memory.
 
     Args:
         folder: Folder of the files.
@@ -57,8 +57,8 @@ def read_files(
             True.
 
     Raises:
-        CheckpointError: If a file does not match its recorded length or hashes. The message contains the first such
-            file.
+        CheckpointError: If a file does not have its recorded length, or cannot be read.
+        CheckpointDamaged: If a file differs from its hashes. The message contains the first such file.
     """
     wanted = [written for written in files if is_verified or written.name in (places or {})]
     for written in wanted:
@@ -74,10 +74,11 @@ def verify_ranges(folder: Path, manifest: Manifest, ranges: Mapping[str, Sequenc
     Args:
         folder: Folder of the checkpoint.
         manifest: Manifest with the hashes.
-        ranges: Byte ranges by file, as pairs of (begin, end).
+        ranges: Byte ranges by file, as pairs of (begin, end). The end is exclusive.
 
     Raises:
-        CheckpointError: If a file differs from the manifest. The message contains the first such file.
+        CheckpointError: If a file does not have its recorded length, or cannot be read.
+        CheckpointDamaged: If a file differs from its hashes. The message contains the first such file.
     """
     wanted = [
         (manifest.files[file], [piece for piece in manifest.files[file].pieces() if _meets(piece, found)])
@@ -101,6 +102,10 @@ def _read_pieces(
         wanted: Pairs of (file, pieces to read). A piece is a triple of (offset, length, hash).
         places: Buffers to fill, by file name, ordered by offset. Default: None, the bytes are not kept.
         is_verified: Whether to compare each piece with its hash. Default: True.
+
+    Raises:
+        CheckpointError: If a file cannot be read, or has become shorter.
+        CheckpointDamaged: If a piece differs from its hash.
     """
     # In order, so that the error always names the first bad file.
     tasks = (
@@ -203,6 +208,9 @@ def _allocate(
     """Return a pair of (new tensors by name, lists of `ReadBuffer` objects by file name).
 
     The tensors are uninitialized. Reading a file into its buffers, which are views of the tensors, fills them.
+
+    Raises:
+        CheckpointError: If a file lacks a tensor, or holds it with another dtype or shape.
     """
     found: dict[str, torch.Tensor] = {}
     places: dict[str, list[ReadBuffer]] = {}

@@ -39,7 +39,7 @@ from headway.core.checkpoint.state import (
 from headway.core.training.prepared.optimizer import find_low_bit_extension
 from headway.core.weights.compiled import get_bare_submodule
 from headway.core.weights.pieces import get_local_part, is_dtensor
-from headway.core.weights.shards import get_dtype_name, get_raw_bytes, is_bit_identical, view_as_bits
+from headway.core.weights.shards import get_dtype_name, is_bit_identical, view_as_bits
 from headway.errors import CheckpointError
 
 
@@ -73,7 +73,8 @@ class LoadRollback:
 def copy_state(state: Any) -> Callable[[], Any]:
     """Copy a state, and return a function that rebuilds it. Later changes to the original do not affect the copy.
 
-    Dense tensors are copied to host memory. DTensors are copied on their device.
+    Dense tensors are copied to host memory. DTensors are copied on their device. Sparse, quantized and meta tensors,
+    and objects of unknown types, are kept without a copy.
     """
     kept = _keep(state)
     return lambda: _back(kept)
@@ -90,8 +91,7 @@ def is_same_state(one: Any, other: Any) -> bool:
             return False
     (first, mine), (second, theirs) = encoded
     return bool(first == second) and all(
-        tensor.dtype == theirs[name].dtype
-        and torch.equal(get_raw_bytes(get_local_part(tensor)), get_raw_bytes(get_local_part(theirs[name])))
+        is_bit_identical(get_local_part(tensor), get_local_part(theirs[name]))
         for name, tensor in mine.items()
     )
 
@@ -136,7 +136,7 @@ def _collect_own_tensors(own: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def collect_saved_tensors(found: CollectedState, prefix: str) -> dict[str, Any]:
-    """Return a model's saved weights by logical name. Tied weights occur under each of their names.
+    """Return a model's saved weights, without extra state, by logical name. Tied weights occur under all their names.
 
     Args:
         found: Saved state.
@@ -191,14 +191,17 @@ def match_models(parts: StatefulObjects, found: CollectedState) -> list[ModelMat
 
 
 def find_model_misfits(match: ModelMatch, found: CollectedState) -> list[str]:
-    """Return one message for each saved tensor of a model that does not fit the model's own tensor. Nothing is changed.
+    """Return one message for each tensor that the model or the checkpoint lacks, or whose saved values do not fit.
+
+    Nothing is changed. The messages are sorted.
 
     Args:
         match: The model's own and saved weights.
         found: Saved state.
 
     Raises:
-        CheckpointError: If the saved extra state cannot be decoded.
+        CheckpointError: If a saved value that is not a weight, such as extra state, cannot be decoded, or a file
+            differs from the manifest.
     """
     prefix = f"model/{match.index}/"
     saved, mine = match.saved, match.own
@@ -252,7 +255,12 @@ def _find_part_misfit(own: torch.Tensor, saved: torch.Tensor) -> str | None:
 def _find_cast_problem(dtype: torch.dtype, saved: torch.Tensor) -> str | None:
     """Return the reason why saved values cannot be cast to another dtype, or None if they can.
 
-    The cast is impossible if torch forbids it, for example from float to integer, or if a value is out of range.
+    The cast is refused if torch forbids it, for example from float to integer, or if the target is bool. It is also
+    refused if a finite value would become infinite, or an integer would change.
+
+    Args:
+        dtype: Target dtype, which differs from that of the saved values.
+        saved: Saved values.
     """
     message = f"is of {dtype}, the checkpoint's of {saved.dtype}"
     is_castable = view_as_bits(saved) is saved and view_as_bits(torch.empty(0, dtype=dtype)).dtype == dtype
@@ -423,6 +431,13 @@ def _replace_tensor(
     """Replace a sparse or quantized tensor of a model by a saved one.
 
     The tensor cannot be changed in place, because the saved values might need a different amount of memory.
+
+    Args:
+        model: Model without wrappers.
+        name: Name of the tensor in the model.
+        value: Saved tensor.
+        description: Name of the tensor for messages about a failed rollback.
+        undo: Rollback to which an undo step is added before the change.
     """
     tensors, last = _find_holder(model, name), name.rpartition(".")[2]
     assert tensors is not None  # otherwise find_misfits() has refused it
@@ -527,9 +542,9 @@ def restore_objects(
             Default: None, there are no other ranks.
 
     Raises:
-        CheckpointError: If an object could not load its state on any rank, or the weights could not be copied. In the
-            first case, all changes are undone, or the message names the objects that could not be restored. In the
-            second case, the model is left partly changed.
+        CheckpointError: If an object could not load its state on any rank, or the weights could not be copied on this
+            rank. In the first case, all changes are undone, or the message names the objects that could not be
+            restored. In the second case, the model is left partly changed.
     """
     undo, failure, cause = LoadRollback(), None, None
     try:
@@ -597,6 +612,9 @@ def restore_object(obj: Any, before: Callable[[], Any]) -> None:
     Args:
         obj: Object with `state_dict` and `load_state_dict`.
         before: Function that returns the former state, as `copy_state` returned it.
+
+    Raises:
+        Exception: The error of `load_state_dict`, unless the object still has its former state.
     """
     try:
         obj.load_state_dict(before())

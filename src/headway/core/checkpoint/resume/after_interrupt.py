@@ -30,8 +30,9 @@ class SavedPlace(Protocol):
 def explain_interrupts(run: SavedPlace) -> None:
     """Register a hook that, after an uncaught KeyboardInterrupt, prints how to continue the run.
 
-    Under a launcher, the launcher prints this text instead. It reads the checkpoint from the status files (pulses)
-    of its ranks. The hook has only a weak reference to the run.
+    Under a launcher, the launcher prints this text instead. It reads the text from the status files (pulses) of its
+    ranks. So this function also writes a text for a run without a checkpoint to this rank's pulse, if the pulse has
+    none. The hook has only a weak reference to the run.
 
     Args:
         run: Run whose last checkpoint is named in the message.

@@ -109,7 +109,7 @@ class GlobalBatch:
         return [windows[index][0] if index in windows else size for index, size in enumerate(plain)]
 
     def _list_trained(self) -> list[int]:
-        """Return the indices of the loaders whose batches are used for training."""
+        """Return the indices of the loaders whose batches are used for training, or [0] before the first such batch."""
         trained = self._accumulation.trained_on
         return [index for index, each in enumerate(self._loaders) if any(each is one for one in trained)] or [0]
 
@@ -166,7 +166,7 @@ class GlobalBatch:
         Return None if no plan keeps it.
 
         Args:
-            wanted: Number of samples per update, by loader index.
+            wanted: Number of samples per update in the saved run, by loader index.
             units: For each loader, a number of samples. With `drop_last`, an epoch is shortened to a multiple of it.
         """
         full = {index: self._loaders[index].step_size or 1 for index in wanted}

@@ -35,9 +35,9 @@ class StateCollector:
     Args:
         objects: Objects of the run.
         progress: Progress of the run's training loop.
-        local: Converter of the state that differs between ranks under local SGD.
+        local: Object that collects and restores the state that differs between ranks under local SGD.
         batch: Global batch of the run.
-        frozen_weights: Converter that replaces frozen weights by digests, if a checkpoint should not hold their values.
+        frozen_weights: Object that replaces frozen weights by digests, if a checkpoint should not hold their values.
         frozen_parameters: Names of frozen parameters.
     """
 
@@ -64,13 +64,18 @@ class StateCollector:
     ) -> tuple[CollectedState, dict[str, Any]]:
         """Return the state of all ranks except their RNG states, and the manifest's `about` section.
 
-        Every rank must call it unless `is_alone` is True.
+        Every rank must call it unless `is_alone` is True. Within an accumulation window, the result describes the run
+        at the start of the window.
 
         Args:
             before: State at the start of the evaluation in progress, at which a resumed run continues. Default: None,
                 no evaluation is in progress.
             is_alone: Whether only this rank's state is collected, without communication. Default: False.
             saves_frozen: Whether to include the values of frozen weights. False: only their digests. Default: True.
+
+        Raises:
+            CheckpointError: If the state of an object cannot be collected on another rank, or holds something that only
+                pickle could store. A rank on which user code fails raises that error instead.
         """
         objects = self._objects
         progress = self._progress
@@ -140,8 +145,9 @@ class StateCollector:
 
         Args:
             collected: State to extend.
-            before: State at the start of the evaluation in progress. Default: None.
-            is_alone: Whether only this rank calls it. Default: False.
+            before: State at the start of the evaluation in progress, whose RNG states are added. Default: None, no
+                evaluation is in progress.
+            is_alone: Whether only this rank calls it, so that only its own RNG states are added. Default: False.
         """
         is_unfinished = self._windows.is_unfinished
         mark = self._progress.window_start
@@ -178,6 +184,15 @@ class StateCollector:
         """Return the state of this rank's objects, and the states of its loaders.
 
         If a `state_dict` fails on one rank, all ranks raise an error instead of waiting for that rank.
+
+        Args:
+            before: State at the start of the evaluation in progress, or None.
+            is_unfinished: Whether an accumulation window is open. Buffers, extra states and loader states are then
+                those of the window's start, and `before` is ignored.
+            is_alone: Whether only this rank calls it, so that errors are not exchanged.
+
+        Raises:
+            CheckpointError: If the collection failed on another rank. The rank on which it failed raises its own error.
         """
         objects = self._objects
         failure: Exception | None = None
@@ -263,7 +278,11 @@ class StateCollector:
         return [each.seed for each in self._objects.loaders].index(loader.seed)
 
     def _describe_checkpoint(self, is_unfinished: bool) -> dict[str, Any]:
-        """Return the `about` section of the manifest."""
+        """Return the `about` section of the manifest.
+
+        Args:
+            is_unfinished: Whether the checkpoint is saved within an accumulation window.
+        """
         run = self._run
         return {
             "num_updates": run.clock.num_updates,

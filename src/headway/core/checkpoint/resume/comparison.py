@@ -88,10 +88,10 @@ def find_changed_schedules(
 
 
 def recount_schedules(preparation: Preparation, saved: SavedRun) -> None:
-    """Correct the position of learning rate schedulers that count updates now but did not in the saved run.
+    """Correct the position of each `LambdaLR` scheduler that counts updates now but did not in the saved run.
 
-    Their position becomes the number of updates made. This function must be called after the schedulers' states are
-    loaded.
+    Its position becomes the number of updates made. Other schedulers are left unchanged. This function must be called
+    after the schedulers' states are loaded.
 
     Args:
         preparation: Prepared objects with the schedulers.
@@ -124,7 +124,12 @@ def _unit(made: SchedulerEntry) -> str:
 def _find_jumps(scheduler: Any, state: Mapping[str, Any]) -> Iterator[tuple[float, float, int]]:
     """Yield, for each LambdaLR in a scheduler, the first learning rate that differs from the saved one.
 
-    The learning rates are computed for the saved scheduler step.
+    The learning rates are computed for the saved scheduler step. Callable objects are left out, because they continue
+    from their saved attributes.
+
+    Args:
+        scheduler: Scheduler of this run, which can contain others.
+        state: Saved state of the scheduler.
 
     Yields:
         Triples of (saved learning rate, new learning rate, scheduler step).
@@ -228,16 +233,17 @@ class RunComparison:
     ) -> BatchPlan:
         """Raise `CheckpointError` if a saved state does not fit this run. Every rank must call it.
 
-        Other differences are added to `restored`.
+        Other differences are recorded in `restored`. If parameter groups have changed and may be converted, their saved
+        states in `found` are converted.
 
         Args:
             restored: Result of the load, to which the differences are added.
             parts: Objects that should load the state.
-            found: Saved state.
+            found: Saved state. It can be changed.
             saved: Counters and settings of the saved run.
             is_strict: Whether to refuse any difference.
-            changed: Which of "data", "schedule" and "groups" were replaced on purpose. None: only warn about
-                differences in data and schedules.
+            changed: Which of "data", "schedule" and "groups" were replaced on purpose. Differences in the others are
+                refused. None: only warn about differences in data and schedules.
 
         Returns:
             Settings of loaders and gradient accumulation with which this run continues.
@@ -267,7 +273,7 @@ class RunComparison:
         return plan
 
     def _gather_problems(self, problems: list[str]) -> list[str]:
-        """Return all ranks' messages about saved values that do not fit. Each rank checks only its own shards."""
+        """Return all ranks' messages about saved values that do not fit, without duplicates. Every rank must call it."""
         return list(dict.fromkeys(line for each in self.collectives.gather_objects(problems) for line in each))
 
     def _compare_intended(
@@ -282,8 +288,11 @@ class RunComparison:
             found: Saved state.
             changed: Which of "data" and "schedule" were replaced on purpose. None: only warn about such differences.
 
+        A warning is logged for each learning rate that jumps without being refused. If `changed` is None, one is logged
+        for every difference.
+
         Returns:
-            Pair of (differences that are refused, differences that are only reported).
+            Pair of (messages for differences that are refused, all differences), one line each.
         """
         data, unused = find_changed_loaders(self.preparation.loaders, saved, self.collectives)
         schedules, jumps = find_changed_schedules(self.preparation, saved, found, self.runtime.world_size)

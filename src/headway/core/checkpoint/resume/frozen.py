@@ -45,8 +45,8 @@ class FrozenParameters:
         """Schedule a comparison of this run's frozen parameters with those of a checkpoint, at the next update.
 
         Args:
-            saved: For each model, the names of its frozen parameters in the saved run. None: unknown, nothing is
-                compared.
+            saved: For each model, the names of its frozen parameters in the saved run. None: unknown. If it is None or
+                has another length than this run's models, nothing is compared.
             place: Name of the checkpoint, for the warning.
         """
         self._place = place

@@ -77,7 +77,10 @@ class CheckpointedObjects:
         return any(is_spread(value) for model in self.list_bare_models() for _, value in export(model))
 
     def read_piece_size(self) -> dict[str, int | None]:
-        """Return the state of automatic micro-batching as a dict, or {} if batches are not split automatically."""
+        """Return the state of automatic micro-batching, or {} if batches are not split automatically.
+
+        It contains the limit on rows per micro-batch, and the state of the search for this limit.
+        """
         return {} if self.step.pieces is None else asdict(self.step.pieces)
 
     def read_rng_states(self) -> dict[str, Any]:
@@ -98,7 +101,8 @@ class CheckpointedObjects:
     def agree(self, failure: str | None) -> list[str]:
         """Send this rank's error message, or None, to all ranks. Return the error messages of all ranks.
 
-        All ranks get an identical list, so that either all of them continue or none does.
+        Every rank must call it. All ranks get an identical list, so that either all of them continue or none does. In a
+        run with several ranks, each message begins with its rank.
         """
         failures = self.run.collectives.gather_objects(failure)
         several = len(failures) > 1

@@ -48,14 +48,16 @@ class WindowSnapshot:
     only in runs that are expected to save.
 
     Attributes:
-        rng_states: RNG states, or None.
+        rng_states: RNG states. None if the run is not expected to save.
         loaders: State of each loader.
         epoch: Epoch of the loop. A window that continues in the next epoch starts in the epoch before it.
         over: Number of finished passes of that epoch, by the loaders' seeds.
         num_calls: For each learning rate scheduler, the number of `step` calls without an update.
         local_steps: For each model, the number of steps made in its local SGD block. None if it is in no such block.
-        pieces: State of automatic micro-batching: the limit on rows per micro-batch, and the search for it.
-        changed: Copies of the buffers and extra state, which forward passes can change, or None.
+        pieces: State of automatic micro-batching: the limit on rows per micro-batch, and the search for it. Empty if
+            batches are not split automatically.
+        changed: Copies of the buffers and extra state, which forward passes can change. None if the run is not expected
+            to save.
     """
 
     rng_states: dict[str, Any] | None
@@ -80,7 +82,7 @@ class Changed:
         self._extra: list[dict[str, Any]] = []
 
     def note(self, models: Sequence[torch.nn.Module]) -> None:
-        """Copy the current buffers and extra states of the models.
+        """Copy the current persistent buffers and extra states of the models.
 
         Args:
             models: Models without wrappers.
@@ -101,7 +103,10 @@ class Changed:
         ]
 
     def put_into(self, collected: CollectedState) -> None:
-        """Replace the current values in a collected state with the copies from the start of the accumulation window."""
+        """Replace the buffers and extra states in a collected state with the copies from the accumulation window's start.
+
+        Parameters and optimizer states are not replaced. Names that are missing in `collected` are skipped.
+        """
         collected.tensors.update((name, kept) for name, kept in self._buffers.items() if name in collected.tensors)
         for index, (kept, extra) in enumerate(zip(self._extra, collected.state["extra"])):
             for name in kept.keys() & extra.keys():
@@ -109,7 +114,7 @@ class Changed:
 
 
 def has_changing_state(models: Sequence[torch.nn.Module]) -> bool:
-    """Whether the models have buffers or extra state, which a forward pass can change."""
+    """Whether the models have persistent buffers or extra state, which a forward pass can change."""
     return any(
         any(True for _ in _iterate_buffers(0, model)) or any(True for _ in _with_extra_state(model)) for model in models
     )
@@ -157,7 +162,10 @@ def list_loader_states(loaders: Sequence[PreparedLoader], mark: WindowSnapshot |
 
 
 def list_loader_lengths(loaders: Sequence[PreparedLoader]) -> list[int | None]:
-    """Return, for each loader, the number of samples in an epoch, or None if it is unknown."""
+    """Return, for each loader, the number of samples in an epoch.
+
+    An item is None if the data has no length, or if the dataset can change with the epoch.
+    """
     return [_count_samples(each) for each in loaders]
 
 
@@ -166,7 +174,8 @@ def find_changed_loaders(
 ) -> tuple[list[str], list[str]]:
     """Compare the numbers of samples of all loaders with the saved ones. Every rank must call it.
 
-    Rank 0's numbers are compared, because one rank can read the data for all ranks.
+    Rank 0's numbers are compared, because one rank can read the data for all ranks. A difference prevents a resume if
+    the loader was used for training, or was saved in the middle of a pass.
 
     Args:
         loaders: Prepared loaders.
@@ -232,7 +241,8 @@ class LaterLoaders:
             Whether the checkpoint has a position for this loader.
 
         Raises:
-            CheckpointError: If the number of samples has changed since the save.
+            CheckpointError: If `is_new` is False, and the number of samples of a loader that was used for training or
+                saved in the middle of a pass has changed.
         """
         saved = self.saved
         if index >= len(saved.loaders):
@@ -448,6 +458,8 @@ class EvaluationStarts:
     def find_start(self, *, goes_back: bool) -> EvaluationStart | None:
         """Return the position that a save must store if an evaluation is in progress, else None.
 
+        Also return None if no loader has been used for training yet.
+
         Args:
             goes_back: Whether a resumed run enters the epoch again and repeats its evaluations. False: only the
                 evaluations in progress are repeated.
@@ -466,7 +478,8 @@ class EvaluationStarts:
     def get_start(self) -> EvaluationStart:
         """Return the state at the start of the evaluation in progress.
 
-        A save stores it in place of the current state.
+        A save stores it in place of the current state. If no start has been recorded since the last accumulation window
+        began, return the current state, with each evaluated loader at the start of its pass.
         """
         known = self._beginning
         if known is not None and known.num_windows == self.accumulation.num_windows:

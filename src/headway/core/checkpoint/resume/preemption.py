@@ -54,6 +54,10 @@ class PreemptionGuard:
 
         Args:
             loader: Loader that is about to return a batch. Default: None, the loop has no prepared loaders.
+
+        Raises:
+            Preempted: After the save, unless `Preemption(exits=False)` is set. It ends the process with code 75.
+            CheckpointError: If the checkpoint could not be saved.
         """
         state = self._state
         if self._stopping.check(state.run.windows.num_windows, lambda: _describe_place(state, loader)):

@@ -32,7 +32,7 @@ class LoopProgress:
 
     Args:
         objects: Objects of the run.
-        local: Converter of the state that differs between ranks under local SGD.
+        local: Object that collects and restores the state that differs between ranks under local SGD.
 
     Attributes:
         epoch: Number of the loop's current epoch.
@@ -153,7 +153,13 @@ class LoopProgress:
         self._epoch_starts = {each.seed: each.next_epoch for each in self._objects.loaders}
 
     def note_saved_epoch(self, epoch: int) -> None:
-        """Record the epoch at which a run would continue after resuming from the checkpoint that is being saved."""
+        """Record a save that counts the current epoch as finished, for a warning if the epoch is then continued.
+
+        Do nothing if the loop does not use `epochs()`, or `epoch` is not later than the current epoch.
+
+        Args:
+            epoch: Epoch at which a run that resumes from the checkpoint being saved would continue.
+        """
         if self.counts_epochs and epoch > self.epoch:
             self._saved_as_over = self._windows.num_windows
 
@@ -166,7 +172,10 @@ class LoopProgress:
     # ---------------------------------------------------------------- before each batch
 
     def expect_saves(self) -> None:
-        """Prepare for saves: include the RNG states in all later snapshots of the starts of accumulation windows."""
+        """Include all state that a save needs in later snapshots of the starts of accumulation windows.
+
+        This adds the RNG states and copies of the models' buffers and extra states.
+        """
         self._is_saving = True
 
     def ask_before_batches(self, ask: Callable[[PreparedLoader], None] | None) -> None:
@@ -210,9 +219,9 @@ class LoopProgress:
         return any(each.seed == loader.seed for each in self._windows.trained_on)
 
     def _note_window(self) -> None:
-        """Record the state at the start of an accumulation window of several micro-batches.
+        """Record the state at the start of an accumulation window, which a save within the window needs.
 
-        A save within the window needs it.
+        Do nothing if a window is already open.
         """
         if self._windows.is_unfinished:
             return

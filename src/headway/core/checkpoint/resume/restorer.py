@@ -22,15 +22,18 @@ from headway.core.runtime.seed import derive_rng_states
 
 
 class StateRestorer:
-    """Restorer of one run's state from a checkpoint. If any step fails, nothing is changed.
+    """Restorer of one run's state from a checkpoint.
+
+    If a step before the copy of the weights fails, all changes are undone. The weights are copied last, and a failure
+    of that copy leaves the models partly changed.
 
     Args:
         objects: Objects of the run.
         progress: Progress of the run's training loop.
         reader: Reader of checkpoints.
-        local: Converter of the state that differs between ranks under local SGD.
+        local: Object that collects and restores the state that differs between ranks under local SGD.
         batch: Global batch of the run.
-        frozen_weights: Converter that compares digests of frozen weights, if a checkpoint does not hold their values.
+        frozen_weights: Object that compares digests of frozen weights, if a checkpoint does not hold their values.
         frozen_parameters: Names of frozen parameters.
     """
 
@@ -64,7 +67,10 @@ class StateRestorer:
         hooks: Sequence[Callable[[list[torch.nn.Module], str], None]] = (),
         changed: Collection[str] | None = (),
     ) -> Restored:
-        """Load a checkpoint. If this fails, nothing is changed. Every rank must call it.
+        """Load a checkpoint. Every rank must call it.
+
+        If this fails before the weights are copied, all changes are undone, except those that load hooks have made. A
+        failed copy of the weights leaves the models partly changed.
 
         Args:
             path: Folder of the checkpoint.
@@ -76,7 +82,7 @@ class StateRestorer:
 
         Raises:
             CheckpointError: On every rank, if the checkpoint is missing, damaged or does not fit, or with `is_strict`
-                if anything differs.
+                if anything differs. Only on this rank, if its weights could not be copied.
         """
         objects = self._objects
         run = self._run
@@ -116,7 +122,13 @@ class StateRestorer:
     def _restore_position(self, saved: SavedRun, plan: BatchPlan, is_new: bool, undo: LoadRollback) -> None:
         """Restore the gradient scaler, the global batch, the loaders' positions and the RNG states.
 
-        Any of these steps can still fail. An undo step is added to `undo` before each of them.
+        The scaler is restored only if the mixed precision is unchanged. Any of these steps can still fail.
+
+        Args:
+            saved: Counters and positions of the saved run.
+            plan: Settings of loaders and gradient accumulation with which the run continues.
+            is_new: Whether the loaders' data was replaced, so that they start the epoch at its first batch.
+            undo: Rollback to which an undo step is added before each change.
         """
         objects = self._objects
         precision = self._run.precision
@@ -131,7 +143,10 @@ class StateRestorer:
         self._restore_rng_states(saved)
 
     def _restore_rng_states(self, saved: SavedRun) -> None:
-        """Set the saved RNG states. Derive new ones if the checkpoint has none for this rank."""
+        """Set the saved RNG states. If the checkpoint has none for this rank, derive new ones.
+
+        They are derived from the seed, the number of updates, and the index of this rank's data shard.
+        """
         if saved.is_own:
             self._objects.write_rng_states(saved.rng_states, saved.loader_rng)
         else:

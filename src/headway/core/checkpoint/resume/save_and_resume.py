@@ -180,12 +180,18 @@ class Checkpoints:
         return self.place.is_automatic
 
     def _publish_commit(self, event: RunEvent) -> None:
-        """Report a checkpoint to the launcher once it is on the disk, which can be long after `save` has returned."""
+        """Report a checkpoint of this run to the launcher once it is on the disk. Do nothing for other events.
+
+        In a background save, this can be long after `save` has returned.
+        """
         if event.name == "checkpoint" and event.source is self._state.run.clock:
             publish_checkpoint(self, event.details["folder"])
 
     def expect_background_saves(self) -> None:
-        """Pin host memory for background saves at the first update, so that the first save need not wait for it."""
+        """Pin host memory for background saves before the second update, so that the first save need not wait for it.
+
+        The size of the memory is known once the first update has created the optimizer state.
+        """
         self._step_hooks.before_update.append(self._state.saver.pin_early(self._state.objects.list_stateful))
 
     def _hold_at_first(self) -> None:
@@ -196,9 +202,15 @@ class Checkpoints:
     def _hold(self, is_alone: bool = False, output_dir: str | Path | None = None) -> None:
         """Lock the folder into which this run saves. Runs that only read checkpoints never lock it.
 
+        Automatically named checkpoints lock their parent folder. A folder that the caller names is locked only if its
+        store needs a lock, which a disk does not. Every rank must call this method unless `is_alone` is True.
+
         Args:
             is_alone: Whether only this rank saves. Default: False.
             output_dir: Folder of the checkpoint. Default: None, checkpoints are named automatically.
+
+        Raises:
+            CheckpointError: If another run holds the lock.
         """
         place = self.place
         state = self._state
@@ -220,7 +232,7 @@ class Checkpoints:
             self._held = None
 
     def _check_steps(self) -> None:
-        """Register checks that run before each training step."""
+        """Register checks that run before each training step, unless they are registered already."""
         if self._check_resumed not in self._step_hooks.before_learning:
             self._step_hooks.before_learning.append(self._check_resumed)
             self._step_hooks.before_begin.append(self._check_place)
@@ -232,13 +244,18 @@ class Checkpoints:
     ) -> Path:
         """Commit a checkpoint and return its folder. All ranks or only some of them may call it.
 
-        If only some ranks call it, the first of them saves alone.
+        If only some ranks call it, the first of them saves alone. The others return the folder without writing.
 
         Args:
             output_dir: Folder of the checkpoint. None: checkpoints are named automatically.
             is_blocking: Whether to return only when the checkpoint is on the disk. False: write in the background.
-            metric: Metric of the checkpoint for `keep_best`, or None.
-            also: Additional save hook for this save. Default: None.
+            metric: Metric of the checkpoint for `keep_best`, or None. NaN and infinity count as None.
+            also: Additional save hook for this save. Default: None, no additional hook.
+
+        Raises:
+            CheckpointError: If the checkpoint, or an earlier one in the background, could not be written, another run
+                holds the lock, or an earlier run's checkpoint has the name.
+            ConfigError: If `output_dir` is None, and checkpoints are not named automatically.
         """
         runtime = self._state.run.runtime
         attended = runtime.scope.own(Attendance).find_participants(SAVE)
@@ -340,7 +357,11 @@ class Checkpoints:
                     del collected.aliases[name]
 
     def wait(self) -> None:
-        """Wait until a background save has finished. Every rank must call it."""
+        """Wait until a background save has finished. Every rank must call it.
+
+        Raises:
+            CheckpointError: On every rank, if the checkpoint could not be written.
+        """
         self._state.saver.wait()
 
     # ---------------------------------------------------------------- preemption
@@ -353,7 +374,12 @@ class Checkpoints:
     def check_preemption(self) -> bool:
         """Save and end the run if all ranks have agreed to stop.
 
-        Return whether they have agreed. With `Preemption(exits=False)`, the run is neither saved nor ended here.
+        Return whether they have agreed. With `Preemption(exits=False)`, the run is neither saved nor ended here. If the
+        run does not listen for requests to stop, return False.
+
+        Raises:
+            Preempted: After the save, which ends the process with code 75.
+            CheckpointError: If the checkpoint could not be saved.
         """
         if self.guard is not None:
             self.guard.check()
@@ -366,6 +392,9 @@ class Checkpoints:
             settings: Signals and deadlines that ask the run to stop. None: do not listen.
             is_asked_for: Whether the user has requested this explicitly. False: outside the main thread, where signals
                 cannot be handled, do nothing instead of raising an error.
+
+        Raises:
+            StateError: If `is_asked_for` is True, and this is not the main thread.
         """
         if settings is None or (not is_asked_for and threading.current_thread() is not threading.main_thread()):
             return
@@ -387,7 +416,10 @@ class Checkpoints:
         self.release_lock()
 
     def start_watching(self) -> None:
-        """Listen again for requests to stop the run, and replace any other listener."""
+        """Listen again for requests to stop the run, and replace any other listener.
+
+        Do nothing if `watch` has not started a listener. Outside the main thread, only log a message.
+        """
         if self.guard is None:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -433,10 +465,11 @@ class Checkpoints:
     # ---------------------------------------------------------------- hooks and objects
 
     def add_save_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Register a hook that each save calls on every rank before any file of the checkpoint is written.
+        """Register a hook that each save calls before any file of the checkpoint is written, on every rank that saves.
 
         Args:
-            hook: Function of the models, their state dicts, and the staging directory.
+            hook: Function of the models, their state dicts, and the staging directory. The weights of a model whose
+                state dict it removes from the list are not saved.
 
         Returns:
             Handle that removes the hook.
@@ -449,7 +482,8 @@ class Checkpoints:
         """Register a hook that each load calls, and return a handle that removes it.
 
         Args:
-            hook: Function of the models and the checkpoint's folder.
+            hook: Function of the models and the checkpoint's folder. A model that it removes from the list is not
+                loaded.
         """
         handle = RemovableHandle(self._load_hooks)
         self._load_hooks[handle.id] = hook
@@ -497,18 +531,24 @@ class Checkpoints:
         changed: str | Collection[str] | None = (),
         newest: Callable[[], Path | None] | None = None,
     ) -> Restored:
-        """Load a checkpoint after `prepare`. If this fails, nothing is changed. Every rank must call it.
+        """Load a checkpoint after `prepare`. Every rank must call it.
+
+        If this fails before the weights are copied, all changes are undone, except those that load hooks have made.
 
         Args:
             input_dir: Folder of the checkpoint. None: the newest one.
             is_strict: Whether to refuse any difference from this run.
             changed: Which of "data", "schedule" and "groups" were changed on purpose. None: only warn about changed
-                data and schedules. Default: ().
+                data and schedules. Default: (), none of them.
             newest: Function that returns the checkpoint to load if the first one proves damaged. Default: None. The
                 newest valid checkpoint on the disk is then loaded if `input_dir` is None, else the load fails.
 
         Raises:
             StateError: If other ranks continue without calling it.
+            CheckpointError: If there is no checkpoint, or it is damaged or does not fit, or with `is_strict` if
+                anything differs.
+            ConfigError: If `changed` has an unknown name, or `input_dir` is None and checkpoints are not named
+                automatically.
         """
         meant = check_changed(changed)
         attended = self._state.run.runtime.scope.own(Attendance).find_participants("load_state")
@@ -553,14 +593,24 @@ class Checkpoints:
     def resume(
         self, checkpoint: str | Path, is_strict: bool, run: str | None, changed: str | Collection[str] | None = ()
     ) -> Restored | None:
-        """Load a checkpoint and return a description of it, or return None if there is no checkpoint.
+        """Load a checkpoint and return a description of it. Every rank must call it.
+
+        Return None if `checkpoint` is "latest" or "best" and there is no checkpoint.
 
         Args:
             checkpoint: Folder of the checkpoint, "latest" or "best".
             is_strict: Whether to refuse any difference from this run.
-            run: With "latest" or "best", ID of the run whose checkpoints count. None: the checkpoints of all runs.
+            run: ID of the run whose checkpoints count with "latest" or "best". None: the checkpoints of all runs, or
+                with "best" those of this run if it has any.
             changed: Which of "data", "schedule" and "groups" were changed on purpose. None: only warn about changed
-                data and schedules. Default: ().
+                data and schedules. Default: (), none of them.
+
+        Raises:
+            CheckpointError: If the given folder is no checkpoint, all checkpoints are damaged, or the checkpoint does
+                not fit, or with `is_strict` if anything differs.
+            ConfigError: If `changed` has an unknown name, the project has no directory, or "best" is used without
+                `keep_best`.
+            StateError: If other ranks continue without calling it.
         """
         find = {"latest": self._newest, "best": self._find_best}.get(str(checkpoint))
         folder = to_path(checkpoint).expanduser().absolute() if find is None else find(run)
@@ -616,7 +666,16 @@ class Checkpoints:
     # ---------------------------------------------------------------- epochs
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Yield the numbers of the remaining epochs: from the current one to `num_epochs` - 1."""
+        """Yield the numbers of the remaining epochs: from the current one to `num_epochs` - 1.
+
+        End early if a prepared loader has been stopped.
+
+        Args:
+            num_epochs: Total number of epochs, which may be infinite.
+
+        Raises:
+            ConfigError: If `num_epochs` is not a whole number or infinity.
+        """
         if not isinstance(num_epochs, Real) or not (math.isinf(num_epochs) or num_epochs % 1 == 0):
             raise ConfigError(f"epochs({num_epochs!r}): give the total number of epochs, a whole number")
         state = self._state
@@ -632,6 +691,8 @@ class Checkpoints:
 
     def _check_resumed(self) -> None:
         """Raise an error before a training step if the run should have resumed first, or if its loop cannot resume.
+
+        Each of the two errors is raised at most once.
 
         Raises:
             CheckpointError: If an earlier run's checkpoints have the names that this run will use, and this run has not
@@ -671,7 +732,8 @@ def check_load_arguments(given: Mapping[str, Any]) -> None:
         given: Extra arguments by name.
 
     Raises:
-        ConfigError: If no supported backend has an argument of this name, or `map_location` is not a valid device.
+        ConfigError: If no supported backend has an argument of this name, or `map_location` is not None, "cpu",
+            "on_device" or a device. An allowed `map_location` is ignored without a message.
     """
     for name, value in given.items():
         if name != "map_location":

@@ -57,7 +57,8 @@ def check_objects(state: TypedReader, found: CollectedState) -> None:
 def find_unfit(parts: StatefulObjects, found: CollectedState) -> list[str]:
     """Return one message for each saved value that would be loaded without an error, but would cause one later.
 
-    Nothing is changed. It must be called after `find_misfits` has found no problem.
+    Only values for torch's own optimizers and schedulers are checked, and nothing is changed. It must be called after
+    `find_misfits` has found no problem.
 
     Args:
         parts: Objects that should load the state.
@@ -119,6 +120,9 @@ def decode_reader(reader: TypedReader, found: CollectedState) -> TypedReader:
     Args:
         reader: Reader of the encoded value. The result names the same path in error messages.
         found: Saved state with the tensors to which the value refers.
+
+    Raises:
+        CheckpointError: If the value cannot be decoded.
     """
     return TypedReader(decode_value(reader.value, found.tensors), reader.where)
 

@@ -39,7 +39,9 @@ from headway.errors import CheckpointError
 
 
 class LocalState:
-    """Converter of state that differs between ranks under local SGD to its form in checkpoints, and back.
+    """Collects and restores the state that differs between ranks under local SGD.
+
+    In a checkpoint, each such tensor is stored as its mean over the ranks, and as a tensor with one row per rank.
 
     Args:
         training: Registry of the run's local SGD blocks.
@@ -66,11 +68,13 @@ class LocalState:
     def add(self, collected: CollectedState, steps: Sequence[int | None]) -> None:
         """Replace each tensor that differs between ranks with its mean, and add a tensor with every rank's values.
 
-        The added tensor has one row per rank. Every rank must call this method.
+        The added tensor has one row per rank. Only floating-point tensors of at least 16 bits are averaged. Others keep
+        each rank's own values. Every rank must call this method.
 
         Args:
             collected: State to change.
-            steps: Result of the method `steps`.
+            steps: For each model, the number of steps made in its local SGD block. None if it is in no such block. Only
+                weights of models in a block are changed.
         """
         inside = tuple(f"model/{index}/" for index, each in enumerate(steps) if each is not None)
         parted = tuple(
@@ -85,6 +89,8 @@ class LocalState:
 
     def take(self, found: CollectedState) -> None:
         """Replace the means of optimizer states in a loaded state with this rank's own values.
+
+        This rank's values of weights are kept for `resume_blocks`. In the loaded state, weights remain means.
 
         Args:
             found: Loaded state to change. It has only this rank's row of each tensor with one row per rank.
@@ -105,9 +111,9 @@ class LocalState:
                 found.tensors[common] = row
 
     def resume_blocks(self, parts: StatefulObjects, steps: Sequence[int | None]) -> None:
-        """Set the step at which each local SGD block continues when it is entered.
+        """Set the step at which each local SGD block continues when it is entered, and this rank's weights for it.
 
-        Call it after the state has been restored.
+        Call it after `take`, and after the state has been restored.
 
         Args:
             parts: Restored objects.
@@ -152,7 +158,7 @@ _BLOCK = 2**20
 
 
 class FrozenWeights:
-    """Converter that replaces the frozen weights in a checkpoint with digests, and checks them during a load.
+    """Replaces the frozen weights in a checkpoint with digests, and compares the digests during a load.
 
     Args:
         everyone: Collectives over all ranks.
@@ -186,14 +192,14 @@ class FrozenWeights:
     def put_back(self, found: CollectedState, parts: StatefulObjects) -> StatefulObjects:
         """Return the objects to load, excluding the weights for which the checkpoint holds only digests.
 
-        Every rank must call it.
+        Every rank must call it. `parts` is returned unchanged if the checkpoint holds no digests.
 
         Args:
             found: Loaded state. The digests are removed from it.
             parts: Objects to load.
 
         Raises:
-            CheckpointError: If the digests of this run's weights differ from the saved ones.
+            CheckpointError: If the digests of this run's weights differ from the saved ones, or a weight is missing.
         """
         named = found.state.pop(_KEY, {})
         if not isinstance(named, dict):
@@ -223,7 +229,15 @@ class FrozenWeights:
         return replace(parts, export=rest)
 
     def _compute_digests(self, tensors: dict[str, Any], is_alone: bool) -> dict[str, list[Any]]:
-        """Return the shape, dtype and digest of each tensor, by name. Digests of unchanged tensors are cached."""
+        """Return a list of [shape, dtype name, hexadecimal digest] for each tensor, by name.
+
+        Every rank must call it unless `is_alone` is True. The digest of a sharded tensor covers the shards of all
+        ranks. Digests are cached until a tensor changes.
+
+        Args:
+            tensors: Tensors by name, in the same order on all ranks.
+            is_alone: Whether only this rank calls it. Its tensors must then be unsharded.
+        """
         keys = {
             name: (get_memory_key(value), _torch.read_version(get_local_part(value))) for name, value in tensors.items()
         }

@@ -27,7 +27,7 @@ class CheckpointState:
     Attributes:
         run: Run of the Accelerator.
         objects: Objects whose state is saved in checkpoints.
-        local: Converter of the state that differs between ranks under local SGD.
+        local: Object that collects and restores the state that differs between ranks under local SGD.
         progress: Progress of the loop through its epochs and loaders.
         collector: Collector of the state for a checkpoint.
         restorer: Restorer of the state from a checkpoint.

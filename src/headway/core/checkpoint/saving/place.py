@@ -65,8 +65,10 @@ class CheckpointFolder:
             output_dir: Folder that the caller has chosen. Ignored with automatic naming.
 
         Raises:
-            CheckpointError: If an earlier run has a checkpoint with the next number or a higher one.
-            ConfigError: If `output_dir` is None, and checkpoints are not named automatically.
+            CheckpointError: With automatic naming, if an earlier run has a checkpoint with the next number or a higher
+                one, or a copy that a user made has the name of the next checkpoint.
+            ConfigError: If `output_dir` is None or not allowed in an object store. With automatic naming, if the
+                project has no directory.
         """
         if not self.is_automatic:
             if output_dir is None:
@@ -88,7 +90,6 @@ class CheckpointFolder:
         exactly the next checkpoint's name.
         """
         later = [path for path in list_committed(self.parent()) if (parse_number(path) or 0) >= self.iteration]
-        # A copy conflicts only if it has the name of the next checkpoint.
         return [path for path in later if path.name == f"checkpoint_{self.iteration}" or not find_original_name(path)]
 
     def _find_earlier(self) -> tuple[Path, tuple[int, int]] | None:
@@ -98,9 +99,10 @@ class CheckpointFolder:
         return (found[0], find_store(found[0]).identity()) if found else None
 
     def check_resumed(self) -> None:
-        """Raise an error if an earlier run's checkpoints have the names that this run will use.
+        """Raise `CheckpointError` if an earlier run's checkpoints have the names that this run will use.
 
-        Called when training begins. Without this check, the error would be raised only at the first save.
+        Called when training begins. Without this check, the error would be raised only at the first save. Only the
+        first call checks. In a forecast (dry run), nothing is checked.
 
         Raises:
             CheckpointError: If there are such checkpoints and this run has not resumed.
@@ -124,8 +126,10 @@ class CheckpointFolder:
     def to_load(self, input_dir: str | Path | None) -> Path:
         """Return the folder of the checkpoint to load: `input_dir`, or the newest checkpoint if it is None.
 
+        Whether `input_dir` exists is not checked. If it is None, every rank must call this method.
+
         Raises:
-            CheckpointError: If there is no checkpoint.
+            CheckpointError: If `input_dir` is None and there is no checkpoint, or `newest` raises this error.
             ConfigError: If `input_dir` is None, and checkpoints are not named automatically.
         """
         if input_dir is not None:
@@ -140,10 +144,14 @@ class CheckpointFolder:
         return folder
 
     def newest(self, run: str | None = None) -> Path | None:
-        """Return the newest checkpoint that passes verification, or None if there is none. Every rank must call it.
+        """Return the newest checkpoint whose files are all there, or None if there is none. Every rank must call it.
+
+        The lengths of the files are checked. Their hashes are left to the load, unless the checkpoint must be copied to
+        other machines. For each skipped checkpoint, a warning is logged.
 
         Args:
-            run: ID of the run whose checkpoints count. Default: None, the checkpoints of all runs.
+            run: ID of the run whose checkpoints count. Checkpoints that name no run count, too. Default: None, the
+                checkpoints of all runs.
 
         Raises:
             CheckpointError: If all checkpoints are damaged, if there are only copies that a user made, or if the only
@@ -173,10 +181,12 @@ class CheckpointFolder:
         """Continue the numbering of checkpoints after a load. Every rank must call it.
 
         The next number is larger than the numbers of the loaded checkpoint and of all later checkpoints in the folder.
+        Copies that a user made do not count. The number does not change if checkpoints are not named automatically, or
+        `iteration` is not an integer.
 
         Args:
             folder: Folder of the loaded checkpoint.
-            iteration: Number of the checkpoint, as recorded in its manifest.
+            iteration: Number of the checkpoint, as recorded in its manifest. It is untrusted.
         """
         self.earlier = None
         if not self.is_automatic or not isinstance(iteration, int):

@@ -38,7 +38,8 @@ class Saver:
     Args:
         runtime: Runtime of this process.
         collectives: Collectives over all ranks.
-        source: Object whose state is saved. It is passed to the listeners that are notified of each commit.
+        source: Object that identifies the run, such as its update counter. It is passed to the listeners that are
+            notified of each commit. Default: None, this process's run.
     """
 
     def __init__(self, runtime: ProcessRuntime, collectives: Collectives, source: object = None) -> None:
@@ -55,16 +56,18 @@ class Saver:
     def hold(self, parent: Path, run: str | None, is_alone: bool = False) -> str:
         """Lock a folder against saves of other runs. Every rank must call it unless `is_alone` is True.
 
+        Rank 0 takes the lock, then the first rank of each other machine, whose disk might be a different one.
+
         Args:
             parent: Folder that holds the checkpoints.
-            run: ID of the run. None: a new ID is chosen.
+            run: ID of the run. If all ranks call this method, rank 0's value counts. None: a new ID is chosen.
             is_alone: Whether only this rank calls it. Default: False.
 
         Returns:
-            ID of the run, the same on all ranks.
+            ID of the run, equal on all ranks that call this method.
 
         Raises:
-            CheckpointError: On every rank, if another run holds the lock.
+            CheckpointError: On every rank that calls this method, if another run holds the lock.
         """
         locks, runtime = scope.own(folders.Locks), self._runtime
         process.release_at_end(locks.release)
@@ -106,6 +109,10 @@ class Saver:
     ) -> None:
         """Write a checkpoint. Every rank must call it with the same folder unless `policy.is_alone` is True.
 
+        First wait for an earlier background save. Without `policy.is_blocking`, return once the state has been copied
+        or its copies are scheduled. A failure of the background thread is then raised by `poll`, `wait` or the next
+        save.
+
         Args:
             final: Folder of the checkpoint.
             collected: State to save, in the same order on all ranks.
@@ -116,7 +123,9 @@ class Saver:
             seal: Hook called after `fill`, which adds the last parts of the state to `collected`. Default: None.
 
         Raises:
-            CheckpointError: On every rank, if any rank could not write. An earlier checkpoint in the folder is intact.
+            CheckpointError: On every rank that saves, if any of them could not write, or an earlier background save
+                has failed. Also if a tensor is sharded, and only one rank saves or machines do not share the folder.
+                An earlier checkpoint in the folder is intact.
         """
         is_alone = policy.is_alone
         self.wait(is_alone)
@@ -162,11 +171,11 @@ class Saver:
             self._background.start(job)
 
     def agree_on(self, folder: Path) -> Path:
-        """Return the folder to which this rank saves.
+        """Return the folder to which this rank saves. Every rank must call it.
 
         If all ranks are on one machine, return rank 0's folder. The ranks might name different folders, for example if
-        each rank has created a temporary one. In a run on several machines, return `folder`, because each machine might
-        have its own disk.
+        each rank has created a temporary one. A warning is then logged. In a run on several machines, return `folder`,
+        because each machine might have its own disk.
 
         Args:
             folder: Folder that this rank names.
@@ -186,10 +195,10 @@ class Saver:
         return chosen
 
     def _find_share(self, final: Path, nonce: str) -> writer.DiskShare:
-        """Return the description of the part of a checkpoint that this rank writes.
+        """Return the description of the part of a checkpoint that this rank writes. Every rank must call it.
 
-        To find out whether all machines share the folder, rank 0 creates a file with a random name in it. All ranks
-        then look for that file.
+        In a run on several machines, this method finds out whether they share the folder. Rank 0 creates a file with a
+        random name in it, and all ranks then look for that file.
 
         Args:
             final: Folder of the checkpoint.
@@ -217,11 +226,14 @@ class Saver:
     def _together(self, act: Callable[[], _T], job: writer.SaveJob) -> _T:
         """Run `act` on every rank, or only on this rank if it saves alone, and return its result.
 
-        If it fails on any rank, remove the staging directory and raise an error on all ranks.
+        If it fails on any rank, remove the staging directory and raise `CheckpointError` on all ranks.
 
         Args:
             act: Function to run.
             job: Save to which `act` belongs.
+
+        Raises:
+            CheckpointError: If `act` raises an `Exception` on any rank.
         """
         result: _T | None = None
         failure: str | None = None
@@ -242,9 +254,10 @@ class Saver:
         return cast(_T, result)
 
     def _after(self, job: writer.SaveJob) -> None:
-        """Raise `CheckpointError` if machines have committed different manifests.
+        """Raise `CheckpointError` if machines have committed different manifests. Every rank must call it.
 
-        If the manifests are equal and each machine has its own disk, remove old checkpoints from the disks.
+        If the manifests are equal and each machine has its own disk, remove old checkpoints from the disks. Do nothing
+        if all ranks are on one machine.
         """
         if self._collectives.world_size == self._runtime.local_world_size:
             return
@@ -258,7 +271,9 @@ class Saver:
             job.rotate()
 
     def pin_early(self, list_objects: Callable[[], StatefulObjects]) -> Callable[[], None]:
-        """Return a hook that pins host memory for the first background save. Call it before an optimizer step.
+        """Return a hook that pins host memory for the first background save. It must be called before each update.
+
+        Its second call starts to pin the memory, because the first update creates the optimizer state.
 
         Args:
             list_objects: Function that returns the objects whose state the save will contain.
@@ -276,7 +291,7 @@ class Saver:
         self._snapshot.settle()
 
     def poll(self) -> None:
-        """Raise the error of a failed background save if there is one.
+        """Raise the error of a background save that has failed on this rank. Each error is raised only once.
 
         Raises:
             CheckpointError: If the checkpoint could not be written.
@@ -292,7 +307,8 @@ class Saver:
                 by the next call that all ranks make. Default: False.
 
         Raises:
-            CheckpointError: On every rank, if any rank could not write. After a save of one rank, only on that rank.
+            CheckpointError: On every rank, if any rank could not write, or machines have committed different manifests.
+                After a save of one rank, only on that rank.
         """
         self._background.join()
         self._alone.join()

@@ -77,7 +77,10 @@ class OverlappedCopy:
         self._failure: CheckpointError | None = None
 
     def settle(self) -> None:
-        """Make the copies now if they have not been made yet. They are complete when this method returns."""
+        """Make the copies now if they have not been made yet. They are complete when this method returns.
+
+        If a source was changed before this call, `wait` raises an error.
+        """
         with self._lock:
             if not self._pairs:
                 return
@@ -151,7 +154,8 @@ class HostBuffers(Mapping[_Key, torch.Tensor]):
     Args:
         own: Tensors that will be copied, in the order of the copies.
         allocate: Function that returns pinned memory of a given number of bytes as uint8, or raises RuntimeError.
-        reserved: Futures of arenas of `pinned_memory.ARENA` bytes. They are used before new arenas are pinned.
+        reserved: Futures of arenas of `pinned_memory.ARENA` bytes. They are used before new arenas are pinned, and
+            removed from the list.
     """
 
     def __init__(
@@ -232,6 +236,8 @@ class HostCopies:
     def reserve(self, num_bytes: int) -> None:
         """Start to pin memory for the first copies, in the background. Later copies reuse it.
 
+        Do nothing if memory has already been reserved, or copies have been made.
+
         Args:
             num_bytes: Number of bytes that will be copied from devices. Only whole blocks of `pinned_memory.ARENA`
                 bytes are pinned. The first copies pin the remainder.
@@ -257,7 +263,7 @@ class HostCopies:
 
         Host tensors in `steady` are copied by the thread that waits for the snapshot's arrivals. Device tensors in
         `steady` are copied on a separate stream. `settle` must be called before a tensor in `steady` changes. Other
-        tensors are copied as in `take`.
+        tensors, and inference tensors, are copied as in `take`.
 
         Args:
             tensors: The state to save, by name.
@@ -297,8 +303,8 @@ class HostCopies:
         Args:
             tensors: The state to save, by name.
             names: Names of the unsharded tensors that this rank writes.
-            steady: Names of tensors that do not change during the save. Those in host memory are not copied. Default:
-                ().
+            steady: Names of tensors that do not change during the save. Those in host memory are not copied, except
+                inference tensors, whose changes cannot be detected. Default: (), none.
         """
         written = {key: tensor.detach() for key, tensor in _written(tensors, names)}
         kept = {key: each for key, each in written.items() if key[0] in steady and _is_countable(each)}
@@ -385,7 +391,7 @@ def pattern_of(name: str) -> str:
 
 
 def own_part(tensors: Mapping[str, Any], part: int) -> tuple[dict[str, list[tuple[str, torch.Tensor]]], dict[str, Any]]:
-    """Return the shards that this rank writes, and a JSON summary of them for rank 0.
+    """Return the shards that this rank writes, and a JSON summary of them for the rank that commits.
 
     Args:
         tensors: The state to save, by name. Plain tensors are skipped.
@@ -486,7 +492,7 @@ def entries(tensors: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> di
         told: JSON summaries that `own_part` has returned, one from each writing rank.
 
     Raises:
-        CheckpointError: If ranks have different tensors or placements.
+        CheckpointError: If ranks have different sharded tensors or placements.
     """
     differing = [part for part, each in enumerate(told) if each["grids"] != told[0]["grids"]]
     if differing:

@@ -53,7 +53,8 @@ class SavePolicy:
         is_alone: Whether only this rank saves. It then writes everything and does not communicate.
         steady: Names of tensors that change only in an optimizer step. The step waits until they are copied, so they
             may be copied in the background.
-        is_told: Whether to log the save, notify listeners, and update the file `latest`.
+        is_told: Whether to notify listeners of the commit, update the file `latest`, and check before the commit that
+            the manifest can be decoded. False for states that are kept in host memory.
     """
 
     keep: int | None = None
@@ -94,13 +95,14 @@ class SaveJob:
         content: State of the run, in the same order on all ranks.
         about: The manifest's `about` section.
         policy: Options of the save, including which checkpoints are kept.
-        source: Object whose state is saved, passed to the listeners that are notified of the commit. Default: None.
+        source: Object that identifies the run, passed to the listeners that are notified of the commit. Default: None,
+            this process's run.
         arrivals: Events and copies to wait for. The content is complete once they have finished. Default: (), nothing
             to wait for.
-        confirm: Function called when this rank's part has been written. It raises an error if the source tensors have
-            changed since the snapshot.
+        confirm: Function called when this rank's part has been written. It raises `CheckpointError` if the source
+            tensors have changed since the snapshot. Default: a function that does nothing.
         spread: Function called after `confirm`, before the commit. It sends this part to other ranks and receives
-            theirs.
+            theirs. Default: a function that does nothing.
     """
 
     final: Path
@@ -180,11 +182,15 @@ def plan_files(tensors: Mapping[str, torch.Tensor | ShardPiece], num_parts: int)
 
 
 def begin(job: SaveJob) -> None:
-    """Create the staging directory of a save. Called on the main thread after all ranks have agreed on the save.
+    """Create the staging directory of a save, on the rank that commits on this disk. Other ranks create nothing.
+
+    Files that interrupted saves have left are removed first. Called on the main thread after all ranks have agreed on
+    the save.
 
     Raises:
         OSError: If the directory cannot be created.
-        CheckpointError: If the checkpoint's folder contains something other than a checkpoint.
+        CheckpointError: If the checkpoint's path contains a NUL character, or something other than a checkpoint is
+            there.
     """
     if "\0" in str(job.final):
         raise CheckpointError(
@@ -198,7 +204,7 @@ def begin(job: SaveJob) -> None:
 
 
 def announce(job: SaveJob) -> None:
-    """Create the file that marks this rank as writing.
+    """Create the file that marks this rank as writing. Do nothing if this rank writes no part of the checkpoint.
 
     It must be called after `begin` has run on the rank that commits the checkpoint on this disk.
     """
@@ -223,9 +229,11 @@ class SaveWait:
     def of(self, *what: str) -> Iterator[None]:
         """Return a context manager within which the calling thread is recorded as waiting.
 
+        The pulse shows the wait while "joined" and "collecting" are both recorded.
+
         Args:
             what: "joined" if the thread waits for the writing thread. "collecting" if the thread has written this
-                rank's part and waits for the others.
+                rank's part and waits for the others. On the main thread, "joined" is always added.
         """
         is_main = threading.current_thread() is threading.main_thread()
         added = {*what, "joined"} if is_main else {*what}
@@ -259,7 +267,8 @@ def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
 
     Raises:
         OSError: If the disk is full or failed. An earlier checkpoint in the folder is intact.
-        CheckpointError: If another rank could not write its part.
+        CheckpointError: If another rank could not write its part within `policy.timeout`, a tensor was changed before
+            it was copied, a load would refuse the files, or another run has taken the lock.
     """
     plan = plan_files(job.content.tensors, job.share.num_parts)
     if job.share.part is not None:
@@ -318,6 +327,9 @@ def _collect(job: SaveJob) -> tuple[dict[str, WrittenFile], list[dict[str, Any]]
 
     Returns:
         Pair of (written files by name, list with one summary per part of the sharded tensors in that part).
+
+    Raises:
+        CheckpointError: If a part could not be written, or was not written within `policy.timeout`.
     """
     files: dict[str, WrittenFile] = {}
     boxes = []
@@ -345,7 +357,12 @@ def _collect(job: SaveJob) -> tuple[dict[str, WrittenFile], list[dict[str, Any]]
 
 
 def _added_files(staging: Path, known: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
-    """Return the files that hooks have added to the staging directory. They belong to the checkpoint too."""
+    """Hash the files that hooks have added to the staging directory, flush them to the disk, and return them by name.
+
+    Args:
+        staging: Staging directory.
+        known: Files that ranks have written, by name.
+    """
     added = {}
     for path in sorted(staging.rglob("*")):
         name = path.relative_to(staging).as_posix()
@@ -378,7 +395,7 @@ def _assemble(
 
 
 def abandon(job: SaveJob) -> None:
-    """Remove the staging directory of a save that failed."""
+    """Remove the staging directory of a failed save, on the rank that commits on this disk. Errors are ignored."""
     if job.share.leads:
         with suppress(OSError, ValueError, CheckpointError):  # ValueError: the name contains a NUL
             folders.find_store(job.staging).abandon()
@@ -419,7 +436,7 @@ class BackgroundSave:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the running save. If the save fails, keep its error for `check`."""
+        """Wait for the running save, if there is one. If the save fails, keep its error for `check`."""
         if self._thread is not None:
             with self._wait.of("joined"):
                 # After Ctrl-C in Thread.join() Python regards the thread as ended, and does not wait for it at exit.

@@ -41,8 +41,8 @@ class DiskStore:
 
     Attributes:
         poll: Seconds between two checks for files that other ranks write.
-        needs_lock: Whether two runs that commit the same checkpoint at once could both succeed. False, because on a
-            disk the second rename fails.
+        needs_lock: Whether saves to a folder that the caller names, instead of an automatically named one, need a lock.
+            False, because a commit is a rename: a reader always finds the complete checkpoint of one run.
         verifies_on_read: Whether readers compare the bytes with their hashes as they read them, in a single pass.
     """
 
@@ -98,6 +98,9 @@ class DiskStore:
         """Remove this store's folder, which is the staging directory of a failed save.
 
         The directory is renamed first, so that ranks that are still writing cannot find it.
+
+        Raises:
+            OSError: If the directory does not exist or cannot be renamed. Errors of the removal itself are ignored.
         """
         aside = self.folder.with_name(f"{self.folder.name[:-16]}{secrets.token_hex(8)}")
         os.rename(self.folder, aside)
@@ -114,13 +117,12 @@ class DiskStore:
         Args:
             staging: Staging directory with the files.
             manifest: Manifest that lists the files.
-            fence: Function that checks the lock. Ignored on a disk, because a rename fails if another run has replaced
-                the folder.
+            fence: Function that checks the lock. Not called on a disk.
 
         Raises:
             OSError: If the disk is full or the folder is not writable. An earlier checkpoint in the folder is
                 unchanged.
-            CheckpointError: If a load would refuse the manifest.
+            CheckpointError: If the manifest cannot be written as JSON, or a load would refuse it.
         """
         final, data = self.folder, manifest.encode()
         manifest.read_back()  # an unreadable manifest must not replace a readable one
@@ -178,7 +180,11 @@ class DiskStore:
         return self.folder
 
     def identity(self) -> tuple[int, int]:
-        """Return the inode number and modification time of the manifest. They change with each commit."""
+        """Return the inode number and modification time (ns) of the manifest. They change with each commit.
+
+        Raises:
+            OSError: If there is no manifest.
+        """
         found = (self.folder / MANIFEST).stat()
         return found.st_ino, found.st_mtime_ns
 
@@ -200,7 +206,13 @@ class DiskStore:
     # ---------------------------------------------------------------- remove
 
     def remove(self) -> None:
-        """Remove the checkpoint. Its folder is renamed first, so that no reader finds an incomplete checkpoint."""
+        """Remove the checkpoint. Its folder is renamed first, so that no reader finds an incomplete checkpoint.
+
+        A folder whose name begins with a dot is removed without a rename, because readers ignore it.
+
+        Raises:
+            OSError: If the folder cannot be renamed or removed.
+        """
         folder = doomed = self.folder
         if not folder.name.startswith("."):
             doomed = folder.parent / f"{_REMOVED}{folder.name}"
@@ -216,9 +228,10 @@ class DiskStore:
             raise
 
     def sweep(self, name: str | None = None) -> list[Path]:
-        """Remove files that interrupted saves have left in this folder, and return the removed paths.
+        """Remove files that interrupted saves have left in this folder, and return their paths.
 
-        Do not call it while one of the named checkpoints is being saved.
+        If a removal fails, only a warning is logged. A checkpoint that was moved aside is kept if its replacement has
+        not been committed. Do not call this method while one of the named checkpoints is being saved.
 
         Args:
             name: Name of the checkpoint whose leftover files are removed. Default: None, those of all checkpoints.
@@ -313,6 +326,10 @@ def _is_litter(path: Path) -> bool:
 
 def check_file(path: Path, written: WrittenFile) -> None:
     """Raise `CheckpointError` unless the path is a regular file with the length that the manifest lists.
+
+    Args:
+        path: File to check.
+        written: The manifest's entry of the file.
 
     Raises:
         CheckpointError: If the path is not a regular file, or has another length.

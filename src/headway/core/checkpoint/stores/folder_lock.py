@@ -73,7 +73,9 @@ class FolderLock(lock.PlaceLock):
     def _make(self) -> int | None:
         """Create the lock file with its full content. If this fails, no file is left.
 
-        Return the file descriptor, or None if the lock file already exists.
+        The content is written to a temporary file, to which the lock file is then a hard link.
+
+        Return the open file descriptor, or None if the lock file already exists.
 
         Raises:
             OSError: If the disk is full or not writable.
@@ -102,7 +104,12 @@ class FolderLock(lock.PlaceLock):
     def _make_in_place(self) -> int | None:
         """Create the lock file on a disk without hard links.
 
-        Return the file descriptor, or None if the lock file already exists.
+        For a moment, the file exists without content.
+
+        Return the open file descriptor, or None if the lock file already exists.
+
+        Raises:
+            OSError: If the disk is full or not writable. No file is left.
         """
         try:
             handle = _create(self._path)
@@ -130,7 +137,9 @@ class FolderLock(lock.PlaceLock):
     def _wait_for_end(self) -> None:
         """Wait until the lock's holder counts as dead, then remove its lock file.
 
-        Return earlier if the lock file disappears or another run has replaced its content.
+        A holder on this machine whose process has ended counts as dead at once. Otherwise the lock file must not have
+        been touched for `lock.SILENCE` seconds, or `_EMPTY` seconds if it is empty. Return earlier if the lock file
+        disappears or another run has replaced its content.
 
         Raises:
             CheckpointError: If the holder is alive.
@@ -190,7 +199,13 @@ def _touch(handle: int, over: threading.Event) -> None:
 
 
 def _read_content(path: Path) -> tuple[bytes, float] | None:
-    """Return the content and modification time of a file, or None if it does not exist."""
+    """Return the content and modification time of a file, or None if it does not exist.
+
+    The time is in seconds since the epoch, according to the file system.
+
+    Raises:
+        CheckpointError: If the file exists but cannot be read.
+    """
     if not os.path.lexists(path):
         return None
     try:
@@ -202,7 +217,13 @@ def _read_content(path: Path) -> tuple[bytes, float] | None:
 
 
 def _read_disk_clock(path: Path) -> float:
-    """Return the current time according to the file system, whose clock might be that of a file server."""
+    """Return the current time in seconds since the epoch according to the file system.
+
+    Its clock might be that of a file server, so a temporary file is created to read it.
+
+    Args:
+        path: Lock file. The temporary file is created next to it.
+    """
     probe = _make_temporary_path(path)
     probe.touch()
     try:

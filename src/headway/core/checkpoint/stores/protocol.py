@@ -18,7 +18,11 @@ class FetchedFiles(Protocol):
     folder: Path
 
     def header(self, file: str) -> Path:
-        """Download the safetensors header of a file, and return the path of the local file."""
+        """Download the safetensors header of a file, and return the path of the local file.
+
+        Args:
+            file: Name of the file, relative to the checkpoint's folder.
+        """
 
     def fetch(self, ranges: Mapping[str, Iterable[tuple[int, int]]]) -> None:
         """Download the given byte ranges, and compare them with their hashes.
@@ -26,11 +30,20 @@ class FetchedFiles(Protocol):
         Each range is extended to whole pieces. A piece is the part of a file that one hash covers.
 
         Args:
-            ranges: Byte ranges by file, as pairs of (begin, end).
+            ranges: Byte ranges by file name, as pairs of (begin, end). The end is exclusive.
+
+        Raises:
+            CheckpointDamaged: If a piece differs from its hash.
+            CheckpointError: If a file is missing or cannot be read.
         """
 
     def verify(self) -> None:
-        """Download every byte of the checkpoint and compare it with the hashes. The bytes are not kept."""
+        """Download every byte of the checkpoint and compare it with the hashes. The bytes are not kept.
+
+        Raises:
+            CheckpointDamaged: If a piece of a file differs from its hash.
+            CheckpointError: If a file is missing or cannot be read.
+        """
 
 
 class CheckpointStore(Protocol):
@@ -39,8 +52,7 @@ class CheckpointStore(Protocol):
     Attributes:
         folder: Path or URL of the checkpoint, or of the directory of checkpoints.
         poll: Seconds between two checks for files that other ranks write.
-        needs_lock: Whether saves to a folder that the caller names need a lock. Without it, two runs that commit the
-            same checkpoint at once could both succeed.
+        needs_lock: Whether saves to a folder that the caller names, instead of an automatically named one, need a lock.
         verifies_on_read: Whether the bytes are compared with their hashes as they are read, so that no separate
             verification is needed.
     """
@@ -57,7 +69,15 @@ class CheckpointStore(Protocol):
         """Raise `CheckpointError` if a save would overwrite anything other than a checkpoint."""
 
     def lock(self, run: str, start: str) -> PlaceLock:
-        """Lock the checkpoint directory against saves of other runs, and return the lock."""
+        """Lock the checkpoint directory against saves of other runs, and return the lock.
+
+        Args:
+            run: ID of the run, as in `LockOwner`.
+            start: ID of this launch of the run, as in `LockOwner`.
+
+        Raises:
+            CheckpointError: If another run holds the lock.
+        """
 
     def staging(self, nonce: str) -> Path:
         """Return the staging directory or prefix that holds the files of a save until the commit.
@@ -70,13 +90,26 @@ class CheckpointStore(Protocol):
         """Remove this store's folder, which is the staging directory or prefix of a failed save."""
 
     def commit(self, staging: Path, manifest: Manifest, fence: Callable[[], None]) -> None:
-        """Commit the files of the staging directory or prefix as a checkpoint."""
+        """Commit the files of the staging directory or prefix as a checkpoint.
+
+        Args:
+            staging: Staging directory or prefix with the files.
+            manifest: Manifest that lists the files.
+            fence: Function that raises `CheckpointError` if another run has taken the lock. Some stores do not call it.
+
+        Raises:
+            OSError, CheckpointError: If the commit fails. An earlier checkpoint in the folder is then unchanged.
+        """
 
     def point_latest(self) -> None:
         """Write the checkpoint's name to the file `latest` next to it."""
 
     def locate(self) -> Path:
-        """Return the folder or prefix that holds the checkpoint of this store."""
+        """Return the folder or prefix that holds the checkpoint of this store.
+
+        Raises:
+            CheckpointError: If there is no checkpoint.
+        """
 
     def get_content_folder(self) -> Path:
         """Return the folder or prefix that holds the checkpoint's files."""

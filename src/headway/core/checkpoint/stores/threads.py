@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 def run_in_order(tasks: Iterable[Callable[[], None]], num_threads: int) -> None:
     """Run tasks on several threads. If several fail, raise the error of the earliest task in the given order.
 
+    After a failure, tasks that have not started are skipped.
+
     Args:
         tasks: Functions to call.
-        num_threads: Number of threads.
+        num_threads: Number of threads, at least 1.
     """
     with ThreadPoolExecutor(num_threads, "headway-read") as readers:
         running = [readers.submit(task) for task in tasks]

@@ -120,7 +120,7 @@ def describe_difference(fingerprints: Sequence[Fingerprint], path: str) -> str:
 
     Args:
         fingerprints: Fingerprints of all ranks, indexed by rank.
-        path: Path of a leaf that differs.
+        path: Path of a leaf whose values differ between ranks, as `compare_fingerprints` returns it.
     """
     first = fingerprints[0].get(path)
     rank, other = next(

@@ -49,7 +49,7 @@ def compare_samples(dataset: Any, everyone: Collectives) -> str:
 
     Args:
         dataset: Map-style dataset of this rank.
-        everyone: Collectives of all ranks that were given the dataset.
+        everyone: Collectives of all ranks that read the dataset.
     """
     if everyone.world_size == 1:
         return ""

@@ -70,12 +70,14 @@ class MappedFeed:
         base_seed: Source of the workers' base seed.
         is_seedable: Whether the order and the workers' RNG states are functions of (seed, epoch). Otherwise, a single
             process draws them as torch's DataLoader does.
-        is_shared: Whether other ranks read the same samples and need equal random numbers in their workers.
+        is_shared: Whether other ranks read the same samples and need equal random numbers in their workers. Default:
+            False.
         reads_ahead: Whether to fetch the next batch before the current one has been processed. No effect with workers.
+            Default: False.
         leaves_workers: Whether to keep torch's seeding of workers even with several ranks. In a resumed epoch, workers
-            then draw different random numbers than in an uninterrupted one.
+            then draw different random numbers than in an uninterrupted one. Default: False.
         compare_order: Function that compares the first items of each pass between ranks. It is called on all ranks.
-            None if the order is equal on all ranks by construction.
+            Default: None, for no comparison, because the order is equal on all ranks by construction.
 
     Attributes:
         is_batched: Whether torch's DataLoader builds batches. Otherwise it yields single items of the dataset.
@@ -172,7 +174,7 @@ class MappedFeed:
         """Whether `num_rounds` batches per rank can hold `window` samples per update.
 
         Batches may be smaller than the configured batch size, but not larger. Always False if a custom batch sampler
-        yields the batches.
+        yields the batches, or if several ranks read with `in_order=False`.
 
         Args:
             window: Number of samples per gradient update over all ranks.
@@ -201,7 +203,7 @@ class MappedFeed:
         """Draw the random numbers that torch's DataLoader draws in `iter()`.
 
         With workers, torch requests the first indices in `iter()`. So in that case, the random numbers that determine
-        the sample order are drawn too.
+        the sample order are drawn too. They are also drawn if this process reads for all ranks.
         """
         self._base_seed.draw_seed()
         if self._draws_at_once:
@@ -220,6 +222,10 @@ class MappedFeed:
 
         Returns:
             Pair of (number of non-padding samples before the first batch, iterator over pairs of (batch, `RankBatch`)).
+
+        Raises:
+            DataError: If several ranks read with `in_order=False` and one step of the epoch differs in size from the
+                others. Also if `compare_order` finds that the ranks' orders differ.
         """
         if not self._is_in_order and self.split.count > 1:
             self._check_uniform()
@@ -247,7 +253,13 @@ class MappedFeed:
         """Do nothing, because a map-style dataset is read by index and its state need not be saved."""
 
     def follow_pass(self, epoch: int) -> None:
-        """Draw the order of an epoch that another process reads, so that a state saved by this process includes it."""
+        """Draw the order of an epoch that another process reads for this rank.
+
+        RNG states then stay equal on all ranks, and a state that this process saves includes the order.
+
+        Args:
+            epoch: Number of the epoch.
+        """
         self.order.draw(epoch)
         self._base_seed.start_pass(self.inner, is_given=False)
 
@@ -367,9 +379,9 @@ class MappedFeed:
             )
 
     def state(self, is_running: bool) -> State:
-        """Return the state from which the sample order can be drawn again.
+        """Return the state from which the workers' base seed and the sample order can be drawn again.
 
-        It includes the workers' RNG states if this object records them.
+        It also includes a description of the order, and the workers' RNG states if this object records them.
 
         Args:
             is_running: Whether a pass is in progress.
@@ -401,7 +413,10 @@ class MappedFeed:
         set_on_reader(self.inner, name, value)
 
     def load_state(self, state: State) -> None:
-        """Load the state that `state` returned. The next pass resumes from it."""
+        """Load the state that `state` returned. The next pass resumes from it.
+
+        An empty state discards the state that was loaded before.
+        """
         self._base_seed.load_state(state)
         self._saved_kind = state.get("order")
         self.order.load_state({name: value for name, value in state.items() if name != "order"})
@@ -410,7 +425,9 @@ class MappedFeed:
 
 
 def measure_rows(batch: object, share: RankBatch) -> RankBatch:
-    """Return `share` with `num_rows` measured on `batch`. `valid_counts` is unchanged.
+    """Return `share` with `num_rows` measured on `batch`; None if the batch has no tensor with rows.
+
+    The field `valid_counts` is unchanged.
 
     Args:
         batch: Collated batch.
@@ -420,9 +437,9 @@ def measure_rows(batch: object, share: RankBatch) -> RankBatch:
 
 
 def count_rows(batch: object, share: RankBatch) -> RankBatch:
-    """Return `share` with row counts measured on `batch`, for a run with a single process.
+    """Return `share` with row counts measured on `batch`, for data that is not split among ranks.
 
-    All rows count as non-padding.
+    All rows count as non-padding. The counts are None if the batch has no tensor with rows.
 
     Args:
         batch: Collated batch.

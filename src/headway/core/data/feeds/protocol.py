@@ -64,7 +64,9 @@ class BatchFeed(Protocol):
         """
 
     def follow_pass(self, epoch: int) -> None:
-        """Draw the random numbers of a pass that another process reads, so that RNG states stay equal on all ranks.
+        """Draw the random numbers of a pass that another process reads for this rank. Nothing is read.
+
+        RNG states then stay equal on all ranks. Call it instead of `start_pass`, after `open_pass`.
 
         Args:
             epoch: Number of the epoch.
@@ -111,7 +113,10 @@ class BatchFeed(Protocol):
 
     @property
     def inner(self) -> DataLoader[Any]:
-        """DataLoader that reads the dataset, created with the settings of the user's loader."""
+        """DataLoader that reads the dataset, created with the settings of the user's loader.
+
+        Its sampler and its collate function can be Headway's own.
+        """
 
     def state(self, is_running: bool) -> State:
         """Return the state that a checkpoint needs in addition to the position, such as RNG states.
@@ -121,7 +126,11 @@ class BatchFeed(Protocol):
         """
 
     def read_left_state(self) -> State:
-        """Return the state with which the next pass starts, after a pass that was left early (by `break`)."""
+        """Return the state to save for the next pass, after the current one was left early (by `break`).
+
+        The state has no position, because the next pass starts at the beginning of an epoch. It is empty if the next
+        pass needs no saved state.
+        """
 
     def read_brief_state(self) -> State:
         """Return a small state of the current pass, with which the pass can later be resumed at the current batch.
@@ -130,7 +139,10 @@ class BatchFeed(Protocol):
         """
 
     def load_state(self, state: State) -> None:
-        """Load the state that `state` or `read_brief_state` returned. The next pass resumes from it."""
+        """Load a state that `state`, `read_brief_state` or `read_left_state` returned. The next pass starts from it.
+
+        An empty state discards the state that was loaded before.
+        """
 
     def set_reading(self, name: str, value: Any) -> None:
         """Change a setting of the DataLoader that reads the dataset, from the next pass on.

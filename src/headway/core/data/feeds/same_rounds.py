@@ -61,8 +61,8 @@ class SameRounds:
             parts: `Collated` items that this rank reads, one per step.
 
         Raises:
-            DataError: If the ranks' samples differ, or if the number of samples in the first step is not equal on all
-                ranks. Raised on all ranks.
+            DataError: If the ranks' samples differ by more than augmentation, or if the number of samples in the first
+                step is not equal on all ranks. Raised on all ranks.
         """
         number = 0
         current = self._compare_round(next(parts, None), number)

@@ -10,7 +10,10 @@ _MAX_DEPTH = 30
 
 
 def has_shuffle_buffer(dataset: Any) -> bool:
-    """Whether a dataset is an iterable dataset of the `datasets` library that shuffles its samples in a buffer."""
+    """Whether a dataset is an iterable dataset of the `datasets` library that shuffles its samples in a buffer.
+
+    False for other datasets, even if they wrap such a dataset.
+    """
     return _holds_buffer(getattr(dataset, "_ex_iterable", None), 0)
 
 

@@ -848,8 +848,8 @@ _UNCOUNTABLE_ROWS = -2
 def _count_part(part: Collated | None) -> tuple[int, int]:
     """Return the number of non-padding rows and the number of samples that one rank read for a step.
 
-    Return (-1, 0) if the rank has no data left, 0 rows if the step is skipped, and `_UNCOUNTABLE_ROWS` if the rows cannot
-    be counted.
+    Return (-1, 0) if the rank has no data left, 0 rows if the step is skipped, and `_UNCOUNTABLE_ROWS` if the rows
+    cannot be counted.
 
     Args:
         part: Collated batch of the rank; None if the rank has no data left.

@@ -49,7 +49,7 @@ _SETTINGS = [
 
 
 def seed_generators(seed: int) -> None:
-    """Seed this worker's torch, Python and NumPy generators."""
+    """Seed the global torch (CPU), Python and NumPy generators of the calling process, which is a worker."""
     # Do not use torch.manual_seed, which would seed the generators of all devices too.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -99,7 +99,10 @@ class IndexWithCall:
 
 
 def is_read_one_by_one(dataset: object) -> bool:
-    """Whether torch fetches each sample of a batch separately, and the dataset may draw random numbers."""
+    """Whether torch fetches each sample of a batch separately, and the dataset may draw random numbers.
+
+    A `Subset` counts as the dataset inside it.
+    """
     while type(dataset) is Subset:
         dataset = dataset.dataset
     if type(dataset) in (TensorDataset, list, tuple, range):
@@ -122,12 +125,12 @@ def start_worker(
 ) -> None:
     """Install the worker's signal handlers, then call the user's worker_init_fn.
 
-    The first signal of each kind is ignored if the rank received it too, because the rank then ends its workers. Any
-    other signal ends the worker.
+    The first signal of each kind is ignored if the rank reports within 2 s that it has received a signal too, because
+    the rank then ends its workers. Any other signal of `signals` ends the worker.
 
     Args:
         worker_init_fn: User's function, or None.
-        signals: Signals that request the end of the run.
+        signals: Numbers of the signals that request the end of the run.
         heard: Event that the rank sets when it has received one of these signals.
         worker_id: Index of the worker, from 0.
     """
@@ -221,9 +224,10 @@ class WorkerRNGStates:
         return 0
 
     def list_initial_states(self) -> list[str | None]:
-        """Return the RNG states to send to the workers with the first indices of a resumed pass.
+        """Return the RNG states to send to the workers with the first indices of a pass, indexed by worker.
 
         An element is None for a worker that keeps its own states. The list is empty if no states have to be sent.
+        States are sent in a resumed pass and, to persistent workers, also in each later pass.
         """
         if not self._are_sent:
             return []
@@ -238,9 +242,9 @@ class WorkerRNGStates:
         return carried.batch
 
     def state(self, is_running: bool) -> State:
-        """Return the workers' RNG states and the number of batches read.
+        """Return {"workers": RNG states of the workers and number of batches read in the pass}.
 
-        The state is empty between passes if workers are not persistent.
+        The result is empty between passes if workers are not persistent.
 
         Args:
             is_running: Whether a pass is in progress.
@@ -255,7 +259,7 @@ class WorkerRNGStates:
         They are ignored if the number of workers has changed.
 
         Args:
-            state: Saved state.
+            state: State returned by `state`. If it has no "workers", earlier loaded states are discarded.
         """
         told = state.get("workers", {"streams": (), "num_batches": 0})
         fits = len(told["streams"]) == len(self._rng_states)
@@ -269,7 +273,7 @@ def rebuild_loader(
 
     The new loader draws its workers' base seed from its own generator, so that iterating does not advance torch's
     global generator. Its `generator` must be seeded before each pass. If this process handles termination signals, its
-    workers ignore them and wait for this process to end them.
+    workers ignore a signal that this process has received too, and wait for this process to end them.
 
     Args:
         loader: User's loader.
@@ -287,7 +291,7 @@ def rebuild_loader(
 def set_on_reader(reader: DataLoader[Any], name: str, value: Any) -> None:
     """Set an attribute of a loader that `rebuild_loader` created.
 
-    A new worker_init_fn is wrapped, so that workers still ignore signals that this process handles.
+    A new worker_init_fn is wrapped, so that workers still leave the signals that this process handles to it.
 
     Args:
         reader: Loader to change.
@@ -298,9 +302,10 @@ def set_on_reader(reader: DataLoader[Any], name: str, value: Any) -> None:
 
 
 def _wrap_init_fn(loader: DataLoader[Any], worker_init_fn: Any) -> Any:
-    """Return a worker_init_fn that makes workers ignore the signals that this process handles.
+    """Return a worker_init_fn that makes workers ignore signals that this process handles and has received too.
 
-    If the loader has no workers or this process handles no signals, return `worker_init_fn` itself.
+    It then calls `worker_init_fn`. If the loader has no workers or this process handles no signals, return
+    `worker_init_fn` itself.
     """
     signals = list_handled_signals() if loader.num_workers > 0 else ()
     if not signals:

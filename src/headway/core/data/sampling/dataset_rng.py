@@ -99,8 +99,9 @@ class DatasetRNGStates:
         """Start a pass from the loaded states, from states shared by all ranks, or from the current global states.
 
         Args:
-            share: Function that returns RNG states as text, equal on all ranks. Its argument is whether states were
-                loaded. Default: None, the dataset draws from this process's generators.
+            share: Function that returns the states of all three generators as text (as `read_text` does), equal on all
+                ranks. Its argument is whether states were loaded, which take precedence. Default: None, the dataset
+                draws from this process's generators.
         """
         self.end_pass()
         self._num_fetched = 0
@@ -141,9 +142,10 @@ class DatasetRNGStates:
             self._num_fetched += 1
 
     def state(self) -> State:
-        """Return the dataset's RNG states at the start of the current pass; between passes, the loaded states.
+        """Return the RNG states from which the dataset's draws in the current pass began; else the loaded states.
 
-        Empty if the dataset has not drawn any random numbers.
+        The result is {"lines": [[index of the generator, number of fetches before its first draw, state as text]]}. It
+        is empty if the dataset has not drawn any random numbers.
         """
         starts = self._starts or self._loaded
         return {"lines": [[place, *start] for place, start in sorted(starts.items())]} if starts else {}
@@ -151,8 +153,8 @@ class DatasetRNGStates:
     def read_left_state(self) -> State:
         """Return the dataset's current RNG states after a pass that was left early (by `break`).
 
-        They become the global states when the next pass starts. The result is empty if all ranks share the states,
-        because the next pass then gets new ones.
+        They become the global states when the next pass starts. The result has the form of `state`, with -1 as number
+        of fetches. It is empty if all ranks share the states, because the next pass then gets new ones.
         """
         if self._is_shared:
             return {}  # the next pass gets new states

@@ -17,9 +17,9 @@ from headway.core.runtime import seed
 class LoaderGenerator:
     """Random number stream from which the loaders of one run draw.
 
-    With a single process, it is torch's global generator, as in plain torch. With several ranks, it is a copy of that
-    generator, created when the first pass starts. A copy is needed because training's own draws on a rank (e.g.
-    dropout on a CPU) depend on the number of ranks. They must not determine which samples are read after a resume
+    With a single process, it is torch's global generator, as in plain torch. With several ranks (`is_private`), it is a
+    copy of that generator, created when the first pass starts. A copy is needed because training's own draws on a rank
+    (e.g. dropout on a CPU) depend on the number of ranks. They must not determine which samples are read after a resume
     with a different number of ranks. Each draw also advances the process's global generator, so that training (noise,
     dropout) then draws the same numbers as after a plain loader.
 
@@ -59,7 +59,7 @@ class LoaderGenerator:
         return torch.initial_seed() != self._seen_seed or (not self._was_fresh and _is_fresh())
 
     def draw(self) -> int:
-        """Draw and return a 64-bit seed, as torch's loader and sampler do."""
+        """Draw and return a seed in [0, 2**63), as torch's loader and sampler do."""
         drawn = _draw(self._generator)
         if not self.is_global:
             _draw(torch.default_generator)
@@ -95,7 +95,8 @@ class LoaderGenerator:
         """Continue with a copy of torch's generator that has the given state.
 
         Args:
-            state: State returned by `state`; None to use no copy until a pass starts.
+            state: State returned by `state`. None to discard the copy: if the stream is private, a new copy of torch's
+                generator is created when the next pass starts. Otherwise torch's generator itself is used.
         """
         self._own = None
         self._seen_seed = None
@@ -126,7 +127,10 @@ class BaseSeed:
         self._loaded: str | None = None
 
     def draw_seed(self) -> None:
-        """Draw the base seed for a new iterator, unless a resumed pass or persistent workers already have one."""
+        """Draw the base seed for a new iterator, unless a resumed pass or persistent workers already have one.
+
+        Nothing is drawn either if the workers' seeds are functions of (seed, epoch) and the loader has no generator.
+        """
         if self._loaded is not None:
             self._origin = self._loaded
             self._loaded = None
@@ -147,8 +151,8 @@ class BaseSeed:
 
         Args:
             inner: DataLoader that reads the dataset, with its own generator.
-            is_given: Whether to give `inner` the base seed that a plain loader would draw. Otherwise the generator of
-                `inner` is unchanged.
+            is_given: Whether to give `inner` the base seed that a plain loader would draw, provided that it was drawn
+                and the loader has workers. Otherwise the generator of `inner` is unchanged.
         """
         self._is_open = False
         generator = inner.generator
@@ -158,8 +162,9 @@ class BaseSeed:
     def state(self, is_running: bool) -> dict[str, str]:
         """Return {"base_seed": RNG state before the base seed was drawn, as text}; empty if no base seed was drawn.
 
-        The base seed belongs to the current pass, to an iterator whose first batch was not requested yet, or to
-        persistent workers. If none of these exists, the loaded state is returned.
+        The text is "" if the loader has no workers, which need no base seed. The base seed belongs to the current pass,
+        to an iterator whose first batch was not requested yet, or to persistent workers. If none of these exists, the
+        loaded state is returned.
 
         Args:
             is_running: Whether a pass is in progress.
@@ -169,7 +174,10 @@ class BaseSeed:
         return {} if origin is None or not self._is_due else {"base_seed": origin}
 
     def load_state(self, state: dict[str, str]) -> None:
-        """Load the state that `state` returned. The next pass uses its base seed."""
+        """Load the state that `state` returned. The next pass uses its base seed, and draws none.
+
+        With an empty state, the next pass draws a base seed.
+        """
         self._loaded = state.get("base_seed")
         self._is_open = False
 

@@ -3,12 +3,14 @@
 By default, torch's plain shuffling is replaced by a `DrawnOrder`. At the start of a pass, it draws the seed that
 torch's sampler would draw. The order is a pure function of this seed, so that a resumed pass can start at any position.
 Seedable shuffling and sequential reading use a `PureOrder`, which is a function of (seed, epoch). Every other sampler
-is used as it is (`SamplerOrder`). It draws from its own generators or, if it has none, from the global ones. Their
-states at the start of the epoch are saved.
+is used as it is (`SamplerOrder`). It draws from its own generators and from the global ones. The states of its own
+generators at the start of the epoch are saved. The global states are saved too, unless they are functions of
+(seed, epoch).
 
 torch's loader draws a base seed for its workers (even if there are none), and its sampler draws a seed for a
-shuffled order. Both are drawn here in the same way, so that later random numbers are equal to those of a plain loop.
-The state from which they were drawn is saved, so that a resumed pass draws nothing and repeats its order.
+shuffled order. Both are drawn in the same way (the base seed by `loader_generator.BaseSeed`), so that later random
+numbers are equal to those of a plain loop. For the shuffled order, the drawn seed is saved. For the base seed, the RNG
+state before the draw is saved. So a resumed pass draws neither again and repeats its order.
 
 `LoadingRules` chooses between behaviors, such as whether ranks compare their data.
 """
@@ -69,7 +71,8 @@ class SampleOrder(Protocol):
     def draw_ahead(self) -> None:
         """Draw the epoch's random numbers early, when `iter()` is called on the loader.
 
-        It is called only if torch's loader would draw them at that time, because it has workers.
+        It is called if the loader has workers, because torch's loader then draws them at that time, and if this process
+        reads for all ranks.
         """
 
     def draw(self, epoch: int) -> Sequence[Any] | Iterator[Any]:
@@ -95,11 +98,14 @@ class SampleOrder(Protocol):
         """
 
     def load_state(self, state: State) -> None:
-        """Load the state that `state` returned. The next epoch is drawn from it."""
+        """Load the state that `state` returned. The next epoch is drawn from it.
+
+        An empty state discards the state that was loaded before.
+        """
 
 
 def draw_permutation(length: int, seed: int) -> numpy.ndarray[Any, Any]:
-    """Return the shuffled order of `length` samples: torch.randperm, seeded by `seed`."""
+    """Return the shuffled order of `length` samples as an int64 array: torch.randperm, seeded by `seed`."""
     generator = torch.Generator()
     generator.manual_seed(seed)
     # Convert to an array: slicing one costs a tenth of slicing a tensor.
@@ -215,7 +221,7 @@ class DrawnOrder:
         """Load the seed that `state` returned. It shuffles the next pass.
 
         Args:
-            state: Saved state.
+            state: Saved state. An empty state discards a seed that was loaded before.
         """
         self._loaded = state.get("drawn")
         self._opened = None
@@ -226,9 +232,10 @@ class SamplerOrder:
 
     Args:
         sampler: Iterable of indices, or of lists of indices.
-        seed: Seed for the global generators while the sampler draws. It is used only if `is_seedable`.
+        seed: Seed for the global generators while the sampler draws. It is used only if `is_seedable`, or if the
+            sampler has its own `torch.Generator`.
         is_seedable: Whether to seed the global generators from (seed, epoch). Otherwise they start with the state of
-            `stream`, as with a plain loader.
+            `stream`, as with a plain loader, unless the sampler has its own `torch.Generator`.
         stream: Random number stream from which the run's loaders draw.
         agree: Function that returns rank 0's value on every rank; None if this process draws alone.
         is_synchronized: Whether random generators in the sampler start each epoch with rank 0's state.
@@ -270,7 +277,7 @@ class SamplerOrder:
         """Return an iterator over the sampler's items, which are drawn on request.
 
         A resumed pass must start with the same items as the original pass. If it does not, the sampler's saved state is
-        restored, provided that the sampler has a `state_dict`.
+        restored, provided that the sampler has a `state_dict`. If the items still differ, a `HeadwayWarning` is issued.
 
         Args:
             epoch: Number of the epoch.
@@ -297,10 +304,12 @@ class SamplerOrder:
 
         A sampler that does not start with that item by itself is reset by its `state_dict`, if it has one. Its state at
         the start of the pass is tried first, then its state after the first item. With the latter, a sampler whose
-        state contains its position continues with the second item.
+        state contains its position continues with the second item. If no attempt succeeds, issue a warning and return
+        the items of the last attempt.
 
         Args:
-            expected: Saved start of the interrupted pass.
+            expected: Saved start of the interrupted pass, with the keys in `_MARK`. Without "first", nothing is
+                compared.
             draw: Function that starts a pass over the sampler.
         """
         if "first" not in expected:
@@ -364,9 +373,9 @@ class SamplerOrder:
     def state(self, is_running: bool) -> State:
         """Return the state that determines the order of the current epoch or, between epochs, of the next one.
 
-        It contains the states of the RNGs that the sampler uses, unless seed and epoch determine the order. It also
-        contains the sampler's own state, if any, and a digest of the epoch's first items. A resumed epoch must start
-        with items that have the same digest.
+        It contains the states of the sampler's own generators and, unless they are functions of (seed, epoch), of the
+        global ones. It also contains the sampler's own state, if any, and a digest of the epoch's first items. A
+        resumed epoch must start with items that have the same digest.
 
         Args:
             is_running: Whether an epoch is in progress.
@@ -396,7 +405,10 @@ class SamplerOrder:
         return {"first": first, "rest": rest, "item": items[0], "sampler": self._before, "sampler_begun": begun}
 
     def load_state(self, state: State) -> None:
-        """Load the state that `state` returned. The next epoch is drawn from it."""
+        """Load the state that `state` returned. The next epoch is drawn from it.
+
+        An empty state discards the state that was loaded before.
+        """
         self._own.load_state(state)
         self._loaded_global = state.get("global")
         self._expected = {name: state[name] for name in _MARK if name in state}
@@ -406,7 +418,7 @@ def describe_order(order: Any) -> str:
     """Return a phrase that describes an order, such as "by WeightedRandomSampler" or "in the order of the data".
 
     Args:
-        order: Order of samples.
+        order: `SampleOrder` of a loader.
     """
     if isinstance(order, PureOrder):
         if order.is_shuffled:
@@ -485,8 +497,8 @@ class LoadingRules:
             as torch's loaders do.
         parts_streams: Whether loaders and training draw from separate random number streams if several ranks read one
             data shard.
-        refuses_unlike_data: Whether different data or samplers on different ranks are an error. Otherwise they cause
-            one warning.
+        refuses_unlike_data: Whether different data or samplers on different ranks raise `DataError`. Otherwise they
+            cause one warning.
         compares_streams: Whether ranks that each read an iterable dataset in full compare their samples, read with
             equal global RNG states, and end a pass together. Otherwise they exchange nothing.
     """

@@ -21,7 +21,7 @@ from headway.core.data.sampling.rng import (
 
 # A string, because numpy.random is imported on first use and most runs do not need it.
 OwnGenerator: TypeAlias = "torch.Generator | random.Random | numpy.random.RandomState | numpy.random.Generator"
-"""Random generator in a sampler or dataset."""
+"""Random generator that is an attribute of a sampler or dataset."""
 _BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 """Supported bit generators of `numpy.random.Generator`."""
 
@@ -65,7 +65,10 @@ class OwnGenerators:
         self._write(self._begun)
 
     def state(self, is_running: bool) -> State:
-        """Return the generators' states at the start of the current epoch; between epochs, their current states.
+        """Return the generators' states at the start of the current epoch.
+
+        Between epochs, return the states that were loaded for the next epoch or, if there are none, the current states.
+        Return an empty dict if there are no generators.
 
         Args:
             is_running: Whether an epoch is in progress.
@@ -77,7 +80,10 @@ class OwnGenerators:
         return {"generators": self._read(), "is_idle": True}
 
     def load_state(self, state: State) -> None:
-        """Load the states that `state` returned. The next epoch starts with them."""
+        """Load the states that `state` returned. The next epoch starts with them.
+
+        An empty dict discards states that were loaded before.
+        """
         texts = state.get("generators")
         if texts is None:
             self._loaded = None
@@ -198,10 +204,10 @@ def _is_readable(generator: object) -> bool:
 
 
 def find_generators(sampler: object) -> list[OwnGenerator]:
-    """Return the random generators in the attributes of a sampler, including its nested samplers.
+    """Return the random generators in the attributes of a sampler or dataset, and of its nested samplers.
 
     Nested samplers are those in the attributes `sampler` and `batch_sampler`. NumPy's global RandomState is left out,
-    because it is saved with the global RNG states.
+    because it is saved with the global RNG states. So are generators whose state cannot be read and written.
     """
     nested = (sampler, getattr(sampler, "sampler", None), getattr(sampler, "batch_sampler", None))
     values = [value for each in nested for value in getattr(each, "__dict__", {}).values()]

@@ -73,7 +73,10 @@ class Position:
         return is_over
 
     def start_pass(self) -> int:
-        """Start a pass at the loaded position, or else at the start of an epoch. Return the number of the pass."""
+        """Start a pass at the loaded position, or else at the start of an epoch. Return the number of the pass, from 1.
+
+        If the previous pass is unfinished, its epoch is ended first.
+        """
         if self.is_running:
             self.end_epoch()
         self.is_running = True
@@ -110,6 +113,8 @@ class Position:
     def pin_epoch(self, epoch: int) -> bool:
         """Set the epoch of the next pass. A loaded position is kept only if it belongs to the given epoch.
 
+        During a pass, the number is stored and takes effect when the current epoch ends.
+
         Args:
             epoch: Number of the epoch.
 
@@ -126,7 +131,10 @@ class Position:
         return True
 
     def state_dict(self) -> State:
-        """Return `{"epoch": ..., "consumed": ...}`, plus `is_over` if the current batch is the last of the epoch."""
+        """Return the position as a dict with the keys "epoch" and "consumed".
+
+        It also has the key "is_over", with the value True, if the current batch is the last of the epoch.
+        """
         is_over = self.is_running and self.share.is_last
         return {"epoch": self.epoch, "consumed": self.consumed, **({"is_over": True} if is_over else {})}
 

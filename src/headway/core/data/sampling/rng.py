@@ -13,7 +13,7 @@ import torch
 from headway.core.runtime import seed
 
 Agree = Callable[[Any], Any]
-"""Function that returns rank 0's value on every rank."""
+"""Function that returns rank 0's value on every rank. All ranks must call it."""
 
 _PYTHON = struct.Struct("<?d")
 _NUMPY = struct.Struct("<iid")
@@ -85,7 +85,10 @@ def write_text(text: str) -> None:
 
 
 def is_rng_states_text(text: str) -> bool:
-    """Whether a text contains valid global RNG states. To check them, they are loaded into new generators."""
+    """Whether a text contains valid global RNG states, as `read_text` returns them.
+
+    To check the states of torch and Python, they are loaded into new generators.
+    """
     try:
         state, python, (_, keys, position, has_gauss, _) = _unpack(text)
         torch.Generator().set_state(state)
@@ -169,7 +172,7 @@ def encode(state: torch.Tensor) -> str:
 
 
 def decode(text: str) -> torch.Tensor:
-    """Return the state of a torch generator from text that `encode` returned."""
+    """Return the state of a torch generator, as a uint8 tensor, from text that `encode` returned."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 

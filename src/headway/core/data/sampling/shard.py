@@ -56,8 +56,9 @@ class EpochStart(NamedTuple):
 
     Attributes:
         consumed: Number of non-padding samples before the starting point.
-        opening: First items of the epoch's order, used as padding for the last step.
-        rounds: Iterator over the samples of each remaining step on all ranks.
+        opening: First items of the epoch's order, used as padding for the last step; empty if it is not padded with
+            them. An item is the index of a sample or, in a `BatchSplit`, a batch of indices.
+        rounds: Iterator over the remaining steps. Each element contains the items of one step on all ranks.
     """
 
     consumed: int
@@ -128,6 +129,9 @@ class SampleSplit:
     def get_share(self, samples: Sequence[T], rank: int, opening: list[T]) -> tuple[list[T], tuple[int, ...]]:
         """Return the samples of `rank` in one step, and the number of non-padding samples of every rank.
 
+        An incomplete step is padded if `is_even`. Otherwise only a rank without samples gets padding: the samples of
+        rank 0.
+
         Args:
             samples: Samples of the step on all ranks.
             rank: Rank whose samples are returned.
@@ -150,9 +154,11 @@ class SampleSplit:
     def find_offset(self, samples: Sequence[Any], rank: int) -> int:
         """Return the index of the first sample of `rank` within the samples of one step.
 
+        If the rank has no samples, the index can be beyond the end of the samples.
+
         Args:
             samples: Samples of the step on all ranks.
-            rank: Rank to look up.
+            rank: Rank whose first sample is located.
         """
         return rank * self._size_in(samples)
 
@@ -222,8 +228,11 @@ class BatchSplit:
     ) -> tuple[list[Any], tuple[int, ...]]:
         """Return the samples of `rank` in one step, and the number of non-padding samples of every rank.
 
+        Short batches and missing batches are padded if `is_even`. Otherwise only a rank without samples gets padding:
+        the samples of rank 0.
+
         Args:
-            batches: Batches of the step, as the batch sampler yields them.
+            batches: Batches of the step, as the batch sampler yields them. With `is_split`, there is exactly one.
             rank: Rank whose samples are returned.
             opening: First batches of the epoch, used as padding for an incomplete step.
         """
@@ -243,7 +252,7 @@ class BatchSplit:
 
         Args:
             batches: Batches of the step, as the batch sampler yields them.
-            rank: Rank to look up.
+            rank: Rank whose first sample is located.
         """
         return sum(map(len, self._pieces(batches)[:rank]))
 
@@ -269,7 +278,7 @@ def fill_by_cycling(samples: list[T], source: list[T], size: int) -> list[T]:
 
 
 def convert_to_list(samples: Sequence[T]) -> list[T]:
-    """Return the samples as a list of plain Python values, from an array, a range or a list."""
+    """Return the samples as a list. An array's elements become Python numbers, and a list is returned unchanged."""
     if type(samples) is list:
         return samples
     to_list = getattr(samples, "tolist", None)
@@ -387,6 +396,8 @@ class WindowSplit:
     def get_share(self, samples: Sequence[T], rank: int, opening: list[T]) -> tuple[list[T], tuple[int, ...]]:
         """Return the samples of `rank` in one step, and the number of non-padding samples of every rank.
 
+        A rank without samples gets the first sample of the step as padding.
+
         Args:
             samples: Samples of the step on all ranks.
             rank: Rank whose samples are returned.
@@ -402,7 +413,7 @@ class WindowSplit:
 
         Args:
             samples: Samples of the step on all ranks.
-            rank: Rank to look up.
+            rank: Rank whose first sample is located.
         """
         return rank * len(samples) // self.count
 

@@ -19,7 +19,8 @@ def is_carried(dtype: torch.dtype) -> bool:
 def as_carried(found: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors in dtypes that all backends support.
 
-    A tensor with another dtype is replaced by a view in a supported dtype of equal width.
+    A tensor with another dtype is replaced by a detached view in a supported dtype of equal width. The others are
+    returned unchanged.
     """
     return [tensor if is_carried(tensor.dtype) else view_as_carried(tensor.detach()) for tensor in found]
 

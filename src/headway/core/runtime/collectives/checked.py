@@ -69,13 +69,16 @@ class PendingHandshake:
 class Collectives:
     """Collectives over a group of processes, with a handshake that checks that all ranks call the same operation.
 
+    Every method with a handshake raises `CollectiveError` if the ranks call different operations or a rank is lost. It
+    raises `StateError` if the process group has ended.
+
     Args:
         runtime: Runtime of this process.
         group: torch process group, which must also carry CPU tensors. Default: all processes.
         is_alone: Whether the group consists of this process only. If it does, `group` must be None, which then does not
-            mean all processes.
+            mean all processes. Default: False.
         place: Name under which a `CollectiveLog` records the collectives of this group. All groups that one call of
-            `split` creates share a name.
+            `split` creates share a name. Default: "all".
 
     Attributes:
         rank: Rank of this process in the group. Its global rank is `runtime.rank`.
@@ -118,7 +121,7 @@ class Collectives:
         return self.world_size > 1 and not dist.is_initialized()
 
     def ensure_connected(self, operation: str) -> None:
-        """Raise an error if the process group has ended.
+        """Check that the process group has not ended.
 
         Args:
             operation: Name of the collective that is about to start, for the message.
@@ -163,7 +166,8 @@ class Collectives:
 
         Args:
             values: Numbers of this rank. Each rank must pass the same number of values.
-            operation: Name of the collective in error messages.
+            operation: Name of the collective, which must be equal on all ranks. It must be one of the names in
+                `_EXCHANGES`. Default: "numbers".
         """
         if self.world_size == 1:
             return [list(values)]
@@ -172,7 +176,13 @@ class Collectives:
     def start_sum(self, values: Sequence[float]) -> PendingHandshake | list[float]:
         """Start summing `values` over the ranks, element by element, without waiting for the sums.
 
-        Pass the returned object to `finish_sum`.
+        Pass the returned object to `finish_sum`. It is the list of values itself if the group has one process.
+
+        Args:
+            values: Numbers of this rank, at most 32. Each rank must pass the same number of values.
+
+        Raises:
+            CollectiveError: If there are more than 32 values.
         """
         if self.world_size == 1:
             return list(values)
@@ -273,6 +283,8 @@ class Collectives:
 
     def broadcast(self, tree: Tree, src: int = 0) -> Tree:
         """Return rank `src`'s tensors on every rank. The other ranks pass tensors of equal shapes and dtypes.
+
+        The returned tensors are new, except that a group of one process returns `tree` itself.
 
         Args:
             tree: Tensor or nested structure of tensors.
@@ -383,7 +395,7 @@ class Collectives:
         self.ledger.record_exit(entry)
 
     def pad_across_processes(self, tree: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
-        """Pad each tensor along `dim` to the largest length on any rank.
+        """Pad each tensor along `dim` to the largest length on any rank. Tensors of that length are returned unchanged.
 
         Args:
             tree: Tensor or nested structure of tensors. A tensor without dimension `dim` is returned unchanged.
@@ -585,7 +597,10 @@ class Collectives:
         return out
 
     def get_group(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
-        """Return the process group that transfers a tensor: the CPU group for CPU tensors, else the main group."""
+        """Return the process group that transfers a tensor: the CPU group for CPU tensors, else the main group.
+
+        None stands for torch's default group.
+        """
         return self._cpu_group if tensor.device.type == "cpu" else self.group
 
     def _global_rank(self, rank: int) -> int:

@@ -89,15 +89,24 @@ class RankAware:
             print(*args, **kwargs)
 
     def on_main_process(self, function: Function | None = None) -> Any:
-        """Decorate a function so that it runs on rank 0 only and returns None on the other ranks."""
+        """Decorate a function so that it runs on rank 0 only and returns None on the other ranks.
+
+        Without `function`, return the decorator.
+        """
         return self._only(function, lambda rank, _: rank == 0)
 
     def on_local_main_process(self, function: Function | None = None) -> Any:
-        """Decorate a function so that it runs on local rank 0 of each machine only and returns None on other ranks."""
+        """Decorate a function so that it runs on local rank 0 of each machine only and returns None on other ranks.
+
+        Without `function`, return the decorator.
+        """
         return self._only(function, lambda _, local: local == 0)
 
     def on_last_process(self, function: Function | None = None) -> Any:
-        """Decorate a function so that it runs on the highest rank only and returns None on the others."""
+        """Decorate a function so that it runs on the highest rank only and returns None on the others.
+
+        Without `function`, return the decorator.
+        """
         last = self.num_processes - 1
         return self._only(function, lambda rank, _: rank == last)
 
@@ -105,8 +114,11 @@ class RankAware:
         """Decorate a function so that it runs on one rank only and returns None on the others.
 
         Args:
-            function: Function to decorate.
+            function: Function to decorate. Default: None, to return the decorator.
             process_index: Rank that runs it. Required.
+
+        Raises:
+            ConfigError: If `process_index` is missing or is not a rank of the run.
         """
         wanted = self._index(process_index, self.num_processes, "process_index")
         return self._only(function, lambda rank, _: rank == wanted)
@@ -115,8 +127,11 @@ class RankAware:
         """Decorate a function so that it runs on one local rank of each machine only and returns None on the others.
 
         Args:
-            function: Function to decorate.
+            function: Function to decorate. Default: None, to return the decorator.
             local_process_index: Local rank that runs it. Required.
+
+        Raises:
+            ConfigError: If `local_process_index` is missing or is not a local rank of this machine.
         """
         wanted = self._index(local_process_index, self.runtime.local_world_size, "local_process_index")
         return self._only(function, lambda _, local: local == wanted)
@@ -173,8 +188,11 @@ class RankAware:
         `headway.core.runtime.collectives.tree.split_inputs` describes how each type is split.
 
         Args:
-            inputs: List, tuple, tensor, NumPy array, Hugging Face Dataset, or a dict of these.
-            apply_padding: Whether to pad all parts to one length by repeating the last item.
+            inputs: List, tuple, tensor, NumPy array, Hugging Face Dataset, or a dict of these with equal lengths.
+            apply_padding: Whether to pad all parts to one length by repeating the last item. Default: False.
+
+        Raises:
+            DataError: If the type is not supported, or the values of a dict differ in length.
         """
         yield split_inputs(inputs, self.num_processes, self.process_index, apply_padding)
 
@@ -194,20 +212,29 @@ class RankAware:
     def gather(self, tensor: Tree) -> Tree:
         """Concatenate the tensors of all ranks along dim 0 in rank order. A 0-d tensor counts as one row.
 
-        First dimensions may differ between ranks. A nested structure keeps its nesting.
+        First dimensions may differ between ranks. A nested structure keeps its nesting. All ranks must call this.
 
         Args:
             tensor: Tensor or nested structure of tensors.
+
+        Raises:
+            CollectiveError: If ranks differ in structure, in dtype, or in any dimension except the first.
+            CallError: If an entry is not a tensor. Inside a container, None is also allowed.
         """
         return self.collectives.gather(tensor)
 
     def reduce(self, tensor: Tree, reduction: str = "sum", scale: float = 1.0) -> Tree:
-        """Combine tensors over all ranks, element by element. Shapes must be equal on all ranks.
+        """Combine tensors over all ranks, element by element. All ranks must call this with equal shapes.
 
         Args:
             tensor: Tensor or nested structure of tensors.
-            reduction: "sum", "mean", "max" or "min".
-            scale: Factor by which the result is multiplied.
+            reduction: "sum", "mean", "max" or "min". Default: "sum".
+            scale: Factor by which the result is multiplied. Default: 1.0.
+
+        Raises:
+            ConfigError: If the reduction is unknown.
+            CollectiveError: If ranks differ in structure, dtype or shape.
+            CallError: If an entry is not a tensor. Inside a container, None is also allowed.
         """
         return self.collectives.reduce(tensor, reduction, scale)
 
@@ -215,15 +242,21 @@ class RankAware:
         """Pad tensors along one dimension to the largest length on any rank, so that they can be gathered.
 
         Args:
-            tensor: Tensor or nested structure of tensors.
-            dim: Dimension to pad.
-            pad_index: Value of the padding.
-            pad_first: Whether to pad before the data instead of after it.
+            tensor: Tensor or nested structure of tensors. A tensor without dimension `dim` is returned unchanged.
+            dim: Dimension to pad; negative numbers count from the end. Default: 0.
+            pad_index: Value of the padding. Default: 0.
+            pad_first: Whether to pad before the data instead of after it. Default: False.
+
+        Raises:
+            CollectiveError: If ranks differ in structure, dtype or number of dimensions.
+            CallError: If an entry is not a tensor. Inside a container, None is also allowed.
         """
         return self.collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def reduce_mean(self, total: torch.Tensor | float, weight: torch.Tensor | float) -> torch.Tensor:
         """Return the exact mean over all ranks: the sum of `total` divided by the sum of `weight`.
+
+        All ranks must call this. Of ranks that read the same data shard, only one is counted.
 
         Args:
             total: Sum over this rank's items, for example of losses or correct answers.

@@ -38,7 +38,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bo
         fn: Function that takes a leaf and returns its replacement.
         tree: Nested containers.
         is_leaf: Function that returns whether to treat a container as a leaf. It is not called for plain lists, tuples
-            and dicts. Default: only a PackedSequence is a leaf.
+            and dicts. Default: `is_packed`, so that only a PackedSequence is a leaf.
     """
     if isinstance(tree, torch.Tensor | str | bytes):
         return fn(tree)
@@ -74,8 +74,8 @@ def rebuild_dataclass(kind: Any, values: dict[str, Any]) -> Any:
     """Copy a dataclass instance with new field values, even if the dataclass is frozen.
 
     Args:
-        kind: Instance to copy.
-        values: New values by field name.
+        kind: Instance to copy. It is not changed.
+        values: New values by field name. Other fields keep their values.
     """
     given = {field.name for field in dataclasses.fields(kind) if field.init}
     try:
@@ -89,11 +89,14 @@ def rebuild_dataclass(kind: Any, values: dict[str, Any]) -> Any:
 
 
 def rebuild_mapping(kind: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Copy a mapping with new items. The copy has the mapping's type and attributes, such as its default factory.
+    """Return a mapping with new items that has the type of another mapping.
+
+    For a plain dict, `items` itself is returned. The result for a mutable mapping is a shallow copy that keeps other
+    attributes, such as the default factory, and also the items whose keys are not in `items`.
 
     Args:
-        kind: Mapping to copy.
-        items: Items of the copy.
+        kind: Mapping whose type and attributes the result gets. It is not changed.
+        items: New items.
     """
     if type(kind) is dict:
         return items
@@ -148,6 +151,10 @@ def name_leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
     A path is written like a Python expression, such as `['loss'][0]` or `.logits`. It is "" if the tree itself is a
     leaf.
+
+    Args:
+        tree: Nested batch.
+        prefix: Start of every path, for the recursion. Default: "".
     """
     if isinstance(tree, torch.Tensor | str | bytes) or is_packed(tree):
         yield prefix, tree
@@ -166,14 +173,15 @@ def name_leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def require_tensors(tree: Tree, operation: str) -> None:
-    """Raise an error unless the tree is a tensor or a container of tensors and None, so that ranks can exchange it.
+    """Check that the tree is a tensor or a container of tensors and None, so that ranks can exchange it.
 
     Args:
         tree: Argument of the collective.
         operation: Name of the collective, for the message.
 
     Raises:
-        CallError: If there is another kind of leaf. It would not be transferred, and could differ between ranks.
+        CallError: If there is another kind of leaf, or the tree itself is None. Such a leaf would not be transferred,
+            and could differ between ranks.
     """
     if isinstance(tree, torch.Tensor):
         return
@@ -207,6 +215,8 @@ def _suggest_tensor(leaf: Any) -> str:
 
 def describe_structure(tree: Tree) -> str:
     """Return the nesting of containers as text, with one symbol per leaf. Trees with equal nesting give equal texts.
+
+    The symbol is "*" for a tensor, "-" for None and "." for any other leaf. Shapes and dtypes are not included.
 
     Raises:
         DataError: If the tree contains a PackedSequence, whose rows are interleaved.
@@ -257,6 +267,9 @@ def to_device(tree: Tree, device: torch.device, non_blocking: bool = False) -> T
         tree: Nested containers.
         device: Target device.
         non_blocking: Whether to copy asynchronously. Default: False.
+
+    Raises:
+        DataError: If the `to` method of an object fails.
     """
 
     def move(leaf: Any) -> Any:
@@ -273,10 +286,10 @@ def move_object(item: Any, device: torch.device, non_blocking: bool = False) -> 
     Args:
         item: Object with a `to` method.
         device: Target device.
-        non_blocking: Whether to request an asynchronous copy, if `to` has such an argument.
+        non_blocking: Whether to request an asynchronous copy, if `to` has such an argument. Default: False.
 
     Raises:
-        DataError: If `to` does not accept a device.
+        DataError: If `to` raises a TypeError, ValueError or AttributeError, for example because it takes no device.
     """
     try:
         moved = item.to(device, non_blocking=True) if non_blocking and _knows_non_blocking(item) else item.to(device)
@@ -297,10 +310,10 @@ def _knows_non_blocking(item: Any) -> bool:
 
 
 def concatenate(trees: list[Tree], dim: int = 0) -> Tree:
-    """Concatenate trees of equal structure, tensor by tensor along `dim`.
+    """Concatenate trees of equal structure, tensor by tensor along `dim`. Other leaves are taken from the first tree.
 
     Raises:
-        DataError: If the trees differ in nesting.
+        DataError: If the trees differ in nesting, contain a PackedSequence, or if there is no tree.
     """
     shapes = {describe_structure(tree) for tree in trees}
     if len(shapes) != 1:
@@ -363,13 +376,16 @@ def compute_slice_bounds(num_items: int, num_parts: int, index: int) -> tuple[in
 
 
 def split_inputs(inputs: Any, num_parts: int, index: int, apply_padding: bool = False) -> Any:
-    """Return part `index` of `inputs` as a new object of the same type. The input is not changed.
+    """Return part `index` of `inputs`. The input is not changed.
+
+    The part has the type of the input, except that mappings become dicts. A tensor or array without padding is a view.
 
     Args:
         inputs: List, tuple, tensor, NumPy array, Hugging Face Dataset, or a dict of these with equal lengths.
         num_parts: Number of parts.
         index: Index of the requested part.
         apply_padding: Whether to pad all parts to the length of the longest one by repeating the input's last item.
+            Default: False.
 
     Raises:
         DataError: If the type is not supported, or the values of a dict differ in length.

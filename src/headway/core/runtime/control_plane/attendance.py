@@ -125,7 +125,7 @@ class Attendance:
     def start(self, runtime: process.ProcessRuntime) -> None:
         """Start the thread that publishes this rank's counts. It runs until the runtime ends.
 
-        Does nothing in a run with a single process, or if the thread is already running.
+        Do nothing in a run with a single process, or if the thread is already running.
         """
         if runtime.world_size == 1 or self._control is not None:
             return
@@ -196,9 +196,10 @@ class Attendance:
     # ---------------------------------------------------------------- asking other ranks
 
     def find_participants(self, name: str) -> CallParticipants:
-        """Register that this rank enters the call `name`, and return which ranks take part in it.
+        """Register that this rank enters a call that other ranks may skip, and return which ranks take part in it.
 
-        Waits until every rank has either entered the call or continued its script without making it.
+        Wait until every rank has either entered the call or continued its script without making it. The wait has no
+        time limit.
 
         Args:
             name: Name of the call, equal on all ranks, such as "save_state".
@@ -207,9 +208,11 @@ class Attendance:
         return self.find_current_participants()
 
     def find_current_participants(self) -> CallParticipants:
-        """Return which ranks take part in the call that this rank registered last.
+        """Return which ranks take part in the call that this rank registered last with `count_call`.
 
-        Waits until every rank has either entered the call or continued its script without making it.
+        A call is an operation that needs all ranks but that a script may make on some ranks only, such as a save. Wait
+        until every rank has either entered the call or continued its script without making it. After the runtime has
+        ended, return all ranks without asking them.
         """
         control, site = self._control, _find_users_line()
         if control is None:
@@ -257,7 +260,9 @@ class Attendance:
         return False
 
     def _forget(self, control: Control, key: str) -> None:
-        """Delete all keys from the store except those of the latest announced calls, so that the store stays small.
+        """Delete this rank's key of the call that it announced 16 calls ago, so that the store stays small.
+
+        Rank 0 also deletes the keys of that call that all ranks share. No rank reads them any more.
 
         Args:
             control: Control plane client.

@@ -34,6 +34,13 @@ class RankConditionalCallCheck:
     def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise an error before a forward of the model starts if another rank does not run this forward.
 
+        Only the first forward from each stack is checked, and none while torch.compile traces.
+
+        Args:
+            model: Sharded model.
+            args: Unused.
+            kwargs: Unused.
+
         Raises:
             UnsupportedError: If another rank has continued its script without running this forward.
         """

@@ -208,14 +208,14 @@ class Control:
         self._store.set(f"user/{key}", value)
 
     def get(self, key: str, timeout: timedelta) -> bytes:
-        """Return the value of `key`. Waits until some rank has set it.
+        """Wait until some rank has set `key`, and return its value.
 
         Args:
             key: Key to read.
             timeout: Maximum time to wait.
 
         Raises:
-            ControlPlaneError: If no rank has set the key within `timeout`.
+            ControlPlaneError: If no rank has set the key within `timeout`, or another program has set it.
         """
         return wait_for_value(self._store, f"user/{key}", timeout, key)
 
@@ -248,6 +248,9 @@ class Control:
 
     def abort(self, reason: str) -> NoReturn:
         """End the run on every rank at once, and report the reason. This method may be called on any thread.
+
+        With a launcher, the launcher's agents end the processes. Without one, each process ends itself with exit code
+        1.
 
         Args:
             reason: Text for the user, of one or more lines.
@@ -292,6 +295,7 @@ def current() -> Control:
 
     Raises:
         LaunchError: If the host of the store cannot be reached.
+        ControlPlaneError: If there is no launcher, and rank 0 does not publish the store's address before the timeout.
     """
     return process.current().scope.own(_joined)
 

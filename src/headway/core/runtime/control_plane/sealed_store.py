@@ -48,16 +48,20 @@ class SealedStore:
         return [self._proven(key, value) for key, value in zip(keys, self._store.multi_get(list(keys)))]
 
     def set_once(self, key: str, value: bytes) -> bytes:
-        """Write a value unless the key already has one. Return the value that the key has afterwards."""
+        """Write a value unless the key already has one. Return the value that the key has afterwards.
+
+        Raises:
+            ControlPlaneError: If the key already has a value that was not written by this run.
+        """
         sealed = self._seal.seal_message(f"{self._name}/{key}", value)
         return self._proven(key, self._store.compare_set(key, "", sealed))  # type: ignore[arg-type, unused-ignore]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all the given keys exist."""
+        """Whether all the given keys exist. Their values are not read or checked."""
         return bool(self._store.check(list(keys)))
 
     def add(self, key: str, number: int) -> int:
-        """Add `number` to a counter, and return its new total."""
+        """Add `number` to a counter, and return its new total. Counters carry no HMAC."""
         return self._store.add(key, number)
 
     def reset(self, key: str) -> None:

@@ -117,7 +117,7 @@ class StopAgreement:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread and restore the signal handlers."""
+        """Stop the thread and restore the signal handlers. Outside the main thread, the handlers stay installed."""
         self._end_thread()
         pulse.get_own_pulse().set_saves_on_signal(False)
         if threading.current_thread() is threading.main_thread():  # only the main thread may restore handlers
@@ -134,10 +134,16 @@ class StopAgreement:
     def check(self, window: int, where: Callable[[], tuple[str, bool]]) -> bool:
         """Report that this rank has reached a point at which it can stop. Return whether all ranks stop here.
 
+        Only after a stop request does this wait for the other ranks. After the agreed stop it returns False.
+
         Args:
             window: Number of accumulation windows started so far.
             where: Function that returns a pair. Its first element describes this rank's place in the script and is
-                compared with that of other ranks. The second is whether an accumulation window is open.
+                compared with that of other ranks. The second is whether an accumulation window is open. It is called
+                only after a stop request.
+
+        Raises:
+            ControlPlaneError: If another rank does not answer a stop request within `POSTING` seconds.
         """
         was = self._position
         if was[0] != window:
@@ -210,7 +216,7 @@ class StopAgreement:
         return target, max(float(pace) for _, _, pace in posts)
 
     def _wait_for_arrivals(self, where: str) -> bool:
-        """Wait for the other ranks, and return whether all of them are at this check.
+        """Wait for the other ranks, and return whether all of them are at this check and at equal places of the script.
 
         The last rank to arrive publishes the result. If a rank times out before that, it publishes that not all ranks
         have arrived.
@@ -234,7 +240,7 @@ class StopAgreement:
         return control.set_once(verdict, b"on") == b"here"
 
     def _wait_for_readers(self) -> None:
-        """Wait on rank 0 until all other ranks have read the decision.
+        """Report that this rank has read the decision. On rank 0, also wait until all other ranks have, at most 30 s.
 
         Rank 0's process might host the store, which would otherwise end before the other ranks have read from it.
         """
@@ -267,7 +273,8 @@ class StopAgreement:
         """Check once for a stop request.
 
         If this rank has received a request, publish it; otherwise read the request of another rank. If there is one,
-        also post the position of this rank's next check.
+        also post the position of this rank's next check. If the launcher has marked the run as over, a request of this
+        rank ends the process instead.
         """
         own_request = self._describe_own_request()
         if own_request and pulse.get_own_pulse().is_run_over and not self._flags.has_previous_handler:
@@ -332,7 +339,14 @@ class _Agreements:
 def start_agreement(signals: Sequence[int], deadline: Deadline | None) -> StopAgreement:
     """Create and start a `StopAgreement`, which replaces any earlier one of this process.
 
-    The new agreement ends with the runtime.
+    The new agreement ends with the runtime. All ranks must call this in the same order.
+
+    Args:
+        signals: Numbers of the signals that request a stop.
+        deadline: Time at which to stop the run even without a signal; None for no time limit.
+
+    Raises:
+        StateError: If called outside the main thread.
     """
     own = scope.own(_Agreements)
     if own.current is not None:

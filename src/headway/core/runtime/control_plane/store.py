@@ -100,8 +100,8 @@ class StoreLink:
     Args:
         address: Address of the store.
         timeout: Maximum time for connecting.
-        server: Server of the store if this process hosts it, else None.
-        strangers: Counter of the values in the store that other programs have written.
+        server: Server of the store if this process hosts it. Default: None, if another process does.
+        strangers: Counter of the values in the store that other programs have written. Default: a new counter.
 
     Attributes:
         seal: Object that computes and checks HMACs with the run's secret.
@@ -210,7 +210,10 @@ class StoreLink:
 
 
 def end_process(text: str) -> NoReturn:
-    """Print the reason and end this process at once, whatever its threads are doing."""
+    """Print the reason to standard error and end this process at once, with exit code 1.
+
+    Nothing else is cleaned up: neither `finally` blocks nor `atexit` functions run.
+    """
     print(f"headway: {text}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
@@ -251,8 +254,11 @@ def host_control_plane(
         store: Rendezvous store of the process group.
         seal: Object that computes and checks HMACs with the user's secret.
         rank: Rank of this process.
-        is_alone_on_machine: Whether all ranks run on this machine.
+        is_alone_on_machine: Whether all ranks run on this machine. Only rank 0 uses it.
         timeout: Maximum time that the other ranks wait for rank 0.
+
+    Raises:
+        ControlPlaneError: On another rank, if rank 0 does not publish the address before the timeout.
     """
     server = None
     if rank == 0:
@@ -268,13 +274,14 @@ def host_control_plane(
 def open_group_store(init_method: str | None, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, int]:
     """Open the store for the rendezvous of a process group.
 
-    If MASTER_ADDR and MASTER_PORT are set, the store is opened directly, because torch's own rendezvous would wait for
-    all ranks and could not name the missing ones.
+    For "env://" with MASTER_ADDR and MASTER_PORT, rank 0 starts the store and the other ranks connect to it. torch's
+    own rendezvous is not used then, because it could not name missing ranks. It is used for every other URL, if one of
+    the two variables is missing, and if torchrun's agent hosts the store (TORCHELASTIC_USE_AGENT_STORE).
 
     Args:
         init_method: URL as for torch's `init_process_group`; None for "env://".
-        rank: Rank of this process.
-        world_size: Number of processes.
+        rank: Rank of this process. A URL with a rank can override it.
+        world_size: Number of processes. A URL with a number of processes can override it.
         timeout: Maximum time of a call to the store.
 
     Returns:
@@ -317,7 +324,7 @@ def wait_for_value(store: SealedStore, key: str, timeout: timedelta, name: str =
         name: Name of the key in the error message. Default: "", which uses `key`.
 
     Raises:
-        ControlPlaneError: If the key has no value when the timeout expires.
+        ControlPlaneError: If the key has no value when the timeout expires, or its value was not written by this run.
     """
     if not wait_for_keys(store, [key], timeout):
         raise ControlPlaneError(

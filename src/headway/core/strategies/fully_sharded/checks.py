@@ -292,7 +292,7 @@ class ParameterUsage:
     Args:
         model: Sharded model.
         everyone: Collectives over all ranks.
-        changes: Whether the set of used parameters can change between updates.
+        changes: Whether the set of used parameters can change between updates, as `find_unused_parameters` declares.
     """
 
     def __init__(self, model: torch.nn.Module, everyone: Collectives, changes: bool) -> None:
@@ -348,8 +348,13 @@ class ParameterUsage:
     def settle(self) -> None:
         """Remove the gradients of parameters that no rank used, after the last backward of an accumulation window.
 
+        If every rank used every parameter at the first update, later updates must do so, too. Otherwise, or with
+        `find_unused_parameters`, ranks exchange which parameters they used at each update. Do nothing if no parameter
+        got a gradient on this rank.
+
         Raises:
-            StateError: On all ranks, if the unused parameters on any rank differ from those at the first update.
+            StateError: On all ranks, if a rank did not use a parameter, although every rank used every parameter at the
+                first update. Never with `find_unused_parameters`.
         """
         if self._is_settled or not self._fired:
             return
@@ -375,6 +380,11 @@ class ParameterUsage:
         )
 
     def _agree(self, found: list[Any]) -> None:
+        """Exchange which parameters each rank used, and remove the gradients of those that no rank used.
+
+        Args:
+            found: FSDP's records of the trainable parameters.
+        """
         flags = torch.tensor([float(id(record) in self._used) for record in found])
         self._everyone.sum_in_place([flags])
         counts = flags.tolist()

@@ -46,7 +46,10 @@ def put_whole(own: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def shard_like(tensor: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return a full tensor as a DTensor that is sharded like another one. Requires no communication."""
+    """Return a full tensor as a DTensor that is sharded like `like`. Requires no communication.
+
+    The tensor is returned unchanged if it is a DTensor already, or if `like` is none.
+    """
     if is_dtensor(tensor) or not is_dtensor(like):
         return tensor
     whole = tensor.detach()
@@ -157,7 +160,8 @@ def is_from_parameters(loss: torch.Tensor) -> bool:
 def complete_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the parameter's gradient, or None.
 
-    If the gradient is a partial sum (Partial), it is first summed over ranks.
+    If the gradient is a partial sum (Partial), it is first summed over ranks in a collective, and the sum replaces it
+    in `parameter.grad`.
     """
     grad: Any = parameter.grad
     if grad is None or not is_dtensor(grad) or not any(p.is_partial() for p in grad.placements):
@@ -168,7 +172,7 @@ def complete_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def get_local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return this rank's shards of the existing gradients of `parameters`."""
+    """Return this rank's shards of the existing gradients of `parameters`, after summing partial sums over ranks."""
     found = [complete_gradient(parameter) for parameter in parameters]
     return [get_local_shard(grad) for grad in found if grad is not None]
 
@@ -255,6 +259,13 @@ def _count_nonzero(parameters: list[torch.Tensor], everyone: Collectives, num_ho
 
 
 def _reduce_over_ranks(total: torch.Tensor, norm_type: float, everyone: Collectives) -> torch.Tensor:
+    """Return the norm over all ranks.
+
+    Args:
+        total: This rank's sum of powers, or its maximum or minimum for an infinite `norm_type`. A 0-d tensor.
+        norm_type: Order of the norm.
+        everyone: Collectives over the ranks that hold the gradients.
+    """
     if math.isinf(norm_type):
         # A backend's maximum may ignore NaN, so send it as an additional number.
         # The minimum is the maximum of the negated values. torch's norm of no gradients is 0.

@@ -53,7 +53,7 @@ def _list_groups_of(module: torch.nn.Module) -> list[Any]:
 def prepare_to_gather(model: torch.nn.Module) -> None:
     """Make FSDP find its root module and create its streams, as the first forward does.
 
-    This is required before parameters can be gathered.
+    This is required before parameters can be gathered. Do nothing if the model is not sharded.
     """
     if isinstance(model, fsdp.FSDPModule):
         model._get_fsdp_state()._lazy_init()
@@ -221,7 +221,10 @@ def leave_forward(model: torch.nn.Module, output: Any) -> Any:
 
 
 def find_autograd_parameters(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the gathered parameters that autograd uses in place of the given shards."""
+    """Return the gathered parameters that autograd uses in place of the given shards.
+
+    A parameter that has not been gathered yet, or that is no shard of the model, is returned unchanged.
+    """
     whole = {id(record.sharded_param): get_gathered_parameter(record) for record in iterate_records(model)}
     return [parameter if (found := whole.get(id(parameter))) is None else found for parameter in parameters]
 

@@ -247,6 +247,8 @@ class MeshStrategy(Strategy):
     ) -> Engine | None:
         """Broadcast rank 0's values, apply the transforms, and shard the model. Parameter names do not change.
 
+        A model that was sharded in this way before, and then released, is registered again without these steps.
+
         Args:
             model: The user's own model.
             transforms: Functions to apply to the model before it is sharded.
@@ -254,8 +256,12 @@ class MeshStrategy(Strategy):
             sequences: Return value of `split_sequences` for the model. If None, and the layout has context parallelism,
                 `split_sequences` is called.
 
+        Returns:
+            The context-parallel wrapper that is called in place of the model, or None without context parallelism.
+
         Raises:
-            PrepareError: If the model cannot be sharded. The message names the modules or parameters.
+            PrepareError: If the model cannot be sharded, or was sharded in another way.
+            ConfigError: If the options name modules that the model does not contain.
             StateError: If the process group of the mesh has ended.
         """
         if self._has_ended:
@@ -282,6 +288,16 @@ class MeshStrategy(Strategy):
         return None if self._sequence_axis is None else self._sequence_axis.split_model(model, self.mesh, self._all)
 
     def _shard_once(self, made: ShardedModel, transforms: Iterable[Transform], elsewhere: Container[int]) -> None:
+        """Shard the model and record how, or only enable its splits again if it was sharded in this way before.
+
+        Args:
+            made: Model, whose `splits` and `lost_writes` are set here.
+            transforms: Functions to apply to the model before it is sharded.
+            elsewhere: IDs of parameters and buffers that are empty because they belong to other stages of a pipeline.
+
+        Raises:
+            PrepareError: If the model cannot be sharded, or was sharded in another way.
+        """
         model = made.model
         known = self.everyone.runtime.scope.own(ShardedModels if self.layout.pp == 1 else ShardedStages)
         how = (self.layout, self._options, f"mixed_precision={self._number_format!r}", self._tensor)
@@ -317,6 +333,7 @@ class MeshStrategy(Strategy):
 
         Raises:
             PrepareError: If the model cannot be sharded. The message names the modules or parameters.
+            ConfigError: If the options name modules that the model does not contain.
         """
         if self.is_sharded:
             if isinstance(model, _CONTAINERS) and type(model).forward is torch.nn.Module.forward:
@@ -460,9 +477,12 @@ class MeshStrategy(Strategy):
         return nullcontext() if sync or not isinstance(model, fsdp.FSDPModule) else fsdp_state.defer_reduction(model)
 
     def unshard_loss(self, loss: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
-        """Return the loss as a plain tensor, with a factor that is equal on all ranks.
+        """Return a loss that is computed from parameters alone as a plain tensor, with a factor equal on all ranks.
 
-        The loss is a DTensor if it is computed from parameters alone.
+        Any other loss is returned unchanged, with its factor.
+
+        Raises:
+            LossError: If the loss adds plain tensors to sharded parameters.
         """
         if not dtensors.is_from_parameters(loss):
             return loss, factor
@@ -518,6 +538,9 @@ class MeshStrategy(Strategy):
         """Discard the gradients of `parameters`, and free parameters that a failed forward has left gathered.
 
         Unsharded gradients that wait for the end of the accumulation window are discarded, too.
+
+        Raises:
+            UnsupportedError: If this version of torch cannot free the gathered parameters.
         """
         super().drop_gradients([self.find_current(p) for p in parameters])  # type: ignore[misc]
         for each in self._prepared:
@@ -548,7 +571,11 @@ class MeshStrategy(Strategy):
     # ---------------------------------------------------------------- a batch that is run again
 
     def clean_up_failure(self) -> None:
-        """Free gathered parameters, communication buffers and unsharded gradients of a failed forward or backward."""
+        """Free gathered parameters, communication buffers and unsharded gradients of a failed forward or backward.
+
+        Raises:
+            UnsupportedError: If this version of torch cannot free the gathered parameters.
+        """
         for model in self._models:
             fsdp_state.prepare_to_gather(model)
             fsdp_state.discard_gradients(model)
@@ -567,6 +594,9 @@ class MeshStrategy(Strategy):
 
         Args:
             step: Collective, as recorded in the `CollectiveLog`.
+
+        Raises:
+            CollectiveError: If any value would change the result, or if the collective is none of this strategy's.
         """
         if step[0] != fsdp_collectives.PLACE:
             super().join_collective(step)
@@ -589,7 +619,12 @@ class MeshStrategy(Strategy):
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Remove the gradients of parameters that no rank used, and broadcast rank 0's buffers.
 
-        Gradients were already reduced in backward, except in a pipeline, where they are reduced here.
+        Gradients were already reduced in backward, except in a pipeline, where they are reduced here. Buffers are not
+        broadcast if the options disable it, or if the model is in evaluation mode.
+
+        Raises:
+            StateError: If a rank used fewer parameters than at the first update (see `ParameterUsage.settle`).
+            PrepareError: If gradients that must be equal on all ranks of a mesh axis differ.
         """
         for each in self._prepared:
             if self.layout.pp == 1:
@@ -638,7 +673,11 @@ class MeshStrategy(Strategy):
     ) -> bool:
         """Step the optimizer on the shards. Return False if the gradient scaler (fp16) skipped the update.
 
-        Before the first step, the dtypes of parameters and gradients are checked.
+        Before the first step, the dtypes of parameters and gradients are checked. Before the steps number 1, 2, 4, 8
+        and so on, hooks and writes of the script that were lost are searched for.
+
+        Raises:
+            StateError: If a dtype was changed after prepare(), or if a hook or write of the script was lost.
         """
         if not self._num_steps:
             for each in self._prepared:

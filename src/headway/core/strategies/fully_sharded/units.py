@@ -98,6 +98,11 @@ def find_units(model: torch.nn.Module, options: ShardingOptions) -> ShardingUnit
 
 
 def _named(model: torch.nn.Module, options: ShardingOptions) -> list[torch.nn.Module]:
+    """Return the modules that the options name as units. If they name none, return the model's repeated blocks.
+
+    Raises:
+        ConfigError: If the model does not contain a named module, or if a named module is never called.
+    """
     if not options.units:
         return find_blocks(model)
     for one in options.units:
@@ -115,9 +120,10 @@ def _named(model: torch.nn.Module, options: ShardingOptions) -> list[torch.nn.Mo
 
 
 def _iterate_by_size(module: torch.nn.Module, least: int, is_root: bool = True) -> Iterator[torch.nn.Module]:
-    """Yield modules with at least `least` parameters, innermost first.
+    """Yield modules with at least `least` parameter elements, innermost first.
 
-    Parameters of modules that were already yielded do not count.
+    Parameters of modules that were already yielded do not count. The root, and containers without a forward, are not
+    yielded.
     """
     found: list[torch.nn.Module] = []
     for child in module.children():
@@ -169,6 +175,16 @@ def _iterate_untied(module: torch.nn.Module, tied: dict[int, list[torch.nn.Modul
 
 
 def _ignored(model: torch.nn.Module, wanted: tuple[object, ...]) -> set[torch.nn.Parameter]:
+    """Return the parameters that stay unsharded: the requested ones, and frozen quantized ones that sharding breaks.
+
+    Args:
+        model: Model to shard.
+        wanted: Classes, class names, module names or parameter names that the options request.
+
+    Raises:
+        ConfigError: If the model contains nothing that matches one of these.
+        PrepareError: If one of the parameters is trainable.
+    """
     found: set[torch.nn.Parameter] = set()
     for one in wanted:
         matching = [(name, m) for name, m in model.named_modules() if is_wanted(name, m, (one,))]
@@ -208,6 +224,11 @@ def _must_stay_whole(parameter: torch.nn.Parameter) -> bool:
 
 
 def _check_wrapped(model: torch.nn.Module) -> None:
+    """Raise an error if a module is already wrapped or sharded, or produces sparse gradients.
+
+    Raises:
+        PrepareError: If there is such a module.
+    """
     for name, module in model.named_modules():
         where = f"the module {name!r} of {type(model).__name__}" if name else type(model).__name__
         kind = type(module).__name__
@@ -224,6 +245,16 @@ def _check_wrapped(model: torch.nn.Module) -> None:
 def _check_parameters(
     model: torch.nn.Module, units: Iterable[torch.nn.Module], ignored: set[torch.nn.Parameter]
 ) -> None:
+    """Raise an error if a parameter cannot be sharded, or if trainable parameters of a unit differ in dtype.
+
+    Args:
+        model: Model to shard.
+        units: Modules that become units, without the root.
+        ignored: Parameters that stay unsharded.
+
+    Raises:
+        PrepareError: If a parameter is lazy, a scalar or not contiguous, or if a unit has several dtypes.
+    """
     kind = type(model).__name__
     for name, parameter in model.named_parameters():
         if parameter in ignored:
@@ -432,8 +463,9 @@ def wrap_weights(
 ) -> int:
     """Wrap weights of float8 layers so that they are all-gathered in float8. Call this before weights are sharded.
 
-    A weight is not wrapped if several modules use it, its scales are per row, or its rows cannot be divided evenly
-    among the shards.
+    A weight is not wrapped if several modules use it, its scales are per row or rounded to powers of 2, or its rows
+    cannot be divided evenly among the shards. No weight is wrapped if the options disable float8 all-gathers, or if
+    gathered weights are partly kept after forward.
 
     Args:
         model: Model whose layers were converted to float8.

@@ -152,6 +152,21 @@ def _fill_unit(
     device: torch.device,
     everyone: Collectives,
 ) -> int:
+    """Have modules initialize their full tensors, give all ranks rank 0's values, and keep this rank's shards.
+
+    Args:
+        model: Model that contains the modules.
+        modules: Modules of one unit, children first.
+        lacking: IDs of the tensors that have no values and must be initialized.
+        device: Device on which values are computed.
+        everyone: Collectives over all ranks.
+
+    Returns:
+        Bytes of the full tensors that were initialized.
+
+    Raises:
+        PrepareError: If the modules leave a tensor without values.
+    """
     whole: dict[int, torch.Tensor] = {}
     held: list[tuple[TensorLocation, torch.Tensor]] = []
     for module in modules:
@@ -186,7 +201,8 @@ def take_values(model: torch.nn.Module, everyone: Collectives) -> dict[str, torc
     Meta tensors replace them in the model.
 
     Returns:
-        The tensors by name. Empty if all ranks, or none, built the model on the meta device.
+        The tensors by name. On ranks that built the model on the meta device, they are meta tensors. Empty if all
+            ranks, or none, did so.
 
     Raises:
         PrepareError: If rank 0 has no values but other ranks do.
@@ -261,7 +277,10 @@ class AwaitedValues:
 
 
 def _allocate_marked(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Allocate memory for a tensor, filled with a marker value that reveals elements which no module initializes."""
+    """Allocate memory for a tensor, filled with a marker value that reveals elements which no module initializes.
+
+    Tensors of one-byte dtypes are filled with zeros, because any of their values may be valid.
+    """
     return wrap_like(tensor, torch.full(tensor.shape, _unwritten(tensor.dtype), dtype=tensor.dtype, device=device))
 
 
@@ -272,6 +291,7 @@ def _unwritten(dtype: torch.dtype) -> float:
 
 
 def _check_filled(model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> None:
+    """Raise `PrepareError` if a tensor from `_allocate_marked` still contains its marker value."""
     for tensor in tensors:
         value = _unwritten(tensor.dtype)
         if value and bool((tensor.isnan() if math.isnan(value) else tensor == value).any()):
@@ -315,6 +335,10 @@ def _initialize_modules(
 
 
 def _get_initializer(model: torch.nn.Module, module: torch.nn.Module) -> Callable[[], object] | None:
+    """Return a function that initializes a module's tensors, or None if there is none.
+
+    It is PEFT's method for LoRA layers, the model's `_init_weights`, or the module's own `reset_parameters`.
+    """
     lora: Any = module
     configs: Any = getattr(model, "peft_config", {})
     if configs and hasattr(lora, "reset_lora_parameters"):  # LoRA matrices are not initialized by the model's method

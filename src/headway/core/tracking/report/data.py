@@ -40,7 +40,10 @@ _MAX_STEP = 2**53
 """Largest step up to which a float can represent all integers. The page's script stores steps as floats."""
 _FEWEST_SPEEDS = 10
 _DEPTH = 5
-"""How many folders below a given folder runs are searched for. Those of `make demo` are four folders below the clone."""
+"""Maximum depth of the folders that are searched for runs, counted from a given folder.
+
+Those of `make demo` are four folders below the clone.
+"""
 _MAX_ENTRIES = 20_000
 """Maximum number of directory entries that a search for nearby runs reads, which takes less than 0.1 s."""
 
@@ -118,11 +121,11 @@ class RunData:
 def find_log(path: Path) -> Path:
     """Return the path of the run log for `path`.
 
-    The log is `path` itself, `log.jsonl` in the folder `path`, or the only log up to `_DEPTH` folders below it. A log
-    in an object store is downloaded.
+    The log is `path` itself, `log.jsonl` in the folder `path`, or the only log up to five folders below it. A log in an
+    object store is downloaded, and the path of the local copy is returned.
 
     Raises:
-        ConfigError: If there is no log, or more than one. The message lists runs in nearby folders.
+        ConfigError: If there is no log, or more than one. The message names runs in nearby folders of this machine.
     """
     if isinstance(path, ObjectPath):
         found: Path | None = extensions.load("feature", "mirror_log").fetch_log(path)
@@ -194,7 +197,9 @@ def load(paths: Sequence[Path]) -> list[RunData]:
         paths: Log files, folders, or paths in an object store.
 
     Raises:
-        ConfigError: If a path contains no run, or its log cannot be read.
+        ConfigError: If there are no paths, or a path contains no run or several runs.
+        TrackingError: If a file is not a run log, has no complete line yet, or was written by a later version of
+            Headway.
     """
     logs = list(dict.fromkeys(find_log(to_path(path)).resolve() for path in paths))
     if not logs:
@@ -254,9 +259,14 @@ def _measure_steps_per_second(points: Sequence[Point], restarts: Sequence[float]
 
 
 class _StepAxis:
-    """Converter from logged steps and times to positions on the step axis and the time axis.
+    """Step axis and time axis of a run's charts, on which logged values are placed.
 
-    A value without a step gets the step that the run had reached at that time.
+    A value without a step gets the step that the run had reached at that time. If no value has a step, the step axis
+    shows seconds.
+
+    Args:
+        series: Points (step or None, seconds since 1970, value) of each series.
+        began: Start of the run, in seconds since 1970.
     """
 
     def __init__(self, series: Iterable[Sequence[tuple[int | None, float, Any]]], began: float) -> None:
@@ -282,6 +292,8 @@ class _StepAxis:
 
     def points(self, rows: Sequence[tuple[int | None, float, Any]]) -> list[Point]:
         """Return logged numbers as points (step, seconds since the run's start, value), in the order of their steps.
+
+        Values that are strings are left out.
 
         Args:
             rows: Tuples of (step or None, seconds since 1970, value).

@@ -103,7 +103,7 @@ def _floats(values: Sequence[float | None]) -> list[float]:
 
 
 def _escape_label(label: str) -> str:
-    """Return the label in a form that matplotlib shows unchanged.
+    """Return the label as text for matplotlib, with dollar signs escaped and leading underscores removed.
 
     Dollar signs would start math mode, and a leading underscore would hide the label in the legend.
     """

@@ -75,7 +75,7 @@ def _render_chart(title: str, keys: str, drawing: str) -> str:
 
 
 class _Axes:
-    """Converter from values to coordinates on an SVG chart of memory.
+    """Axes of an SVG chart of memory. They compute coordinates from values, and draw the grid and the labels.
 
     Args:
         ends: First and last value of the horizontal axis.
@@ -126,10 +126,10 @@ def _choose_grid_step(most: int) -> int:
 
 
 def _draw_timeline(timeline: Mapping[str, Any]) -> tuple[str, str]:
-    """Draw the memory during two training steps as stacked areas, one per kind of memory.
+    """Draw the memory during the traced training steps as stacked areas, one per kind of memory.
 
     Returns:
-        HTML of the legend, and SVG of the drawing.
+        HTML of the legend, and SVG of the drawing. Both are empty if nothing was traced.
     """
     places: Sequence[int] = timeline["places"]
     sizes: Mapping[str, Sequence[int]] = timeline["sizes"]

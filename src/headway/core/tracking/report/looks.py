@@ -70,7 +70,7 @@ def format_short(value: float) -> str:
 
 
 def format_value(value: float | None, unit: str = "number") -> str:
-    """Return a value as text with four significant digits and its unit.
+    """Return a value as short text with its unit. Small fractional numbers have four significant digits.
 
     Args:
         value: Value to format; None for a dash.

@@ -86,11 +86,14 @@ WAIT_BY_RANK = "data_wait/rank_"
 
 
 def build_panels(runs: Sequence[RunData], most: int = MAX_BUCKETS) -> list[Panel]:
-    """Return the charts in the order of the page. Series with a single value are left out; see `select_single_values`.
+    """Return the charts of a report. A chart on which each series has a single value is left out.
+
+    `select_single_values` returns these values.
 
     Args:
         runs: Runs of the report.
-        most: Maximum number of buckets per series.
+        most: Maximum number of buckets per series. Fewer are used if there are many series, but at least `MIN_BUCKETS`.
+            Default: `MAX_BUCKETS`.
     """
     names = list(dict.fromkeys(name for run in runs for name in run.series))
     limit = max(MIN_BUCKETS, min(most, ALL_BUCKETS // max(1, sum(len(run.series) for run in runs))))
@@ -189,7 +192,14 @@ def _make_memory_panels(drawn: "_Drawing", names: Sequence[str]) -> Iterator[Pan
 
 
 class _Drawing:
-    """Converter from series to chart lines. It assigns one color per run, or one per line if there is a single run."""
+    """Builder of chart lines from logged series.
+
+    It assigns one color per run, or one per line if there is a single run.
+
+    Args:
+        runs: Runs of the report.
+        limit: Maximum number of buckets per series.
+    """
 
     def __init__(self, runs: Sequence[RunData], limit: int) -> None:
         self.runs = runs
@@ -215,7 +225,11 @@ def _guess_unit(name: str) -> str:
 
 
 def find_step_range(panels: Sequence[Panel]) -> tuple[float, float]:
-    """Return the smallest and the largest step of all charts. All charts have this range on the step axis."""
+    """Return the range of the step axis, which is the same for all charts: the smallest and the largest step.
+
+    The range begins at 0 if the smallest step is close to 0. It is never empty: (0.0, 1.0) if there are no values, and
+    widened by half a step on both sides if there is a single step.
+    """
     steps = [end for panel in panels for line in panel.lines for end in (line.series.steps[0], line.series.steps[-1])]
     low, high = min(steps, default=0.0), max(steps, default=1.0)
     if 0 < low < 0.05 * high:
@@ -224,9 +238,9 @@ def find_step_range(panels: Sequence[Panel]) -> tuple[float, float]:
 
 
 def find_value_range(panel: Panel) -> tuple[float, float]:
-    """Return the lower and the upper end of a chart's value axis.
+    """Return the lower and the upper end of a chart's value axis: (0.0, 1.0) if the chart has no finite values.
 
-    Spikes that would flatten the other values are cut off.
+    The ends include a small margin. Spikes that would flatten the other values are cut off.
     """
     tops = [value for line in panel.lines for value in (line.series.highs or line.series.means) if value is not None]
     lows = [value for line in panel.lines for value in (line.series.lows or line.series.means) if value is not None]
@@ -246,8 +260,8 @@ def find_spike_limits(lows: Sequence[float | None], highs: Sequence[float | None
     values there are no limits.
 
     Args:
-        lows: Minimum of each bucket.
-        highs: Maximum of each bucket.
+        lows: Minimum of each bucket; None for a bucket without finite values.
+        highs: Maximum of each bucket; None for a bucket without finite values.
     """
     bottom, top = (sorted(value for value in values if value is not None) for values in (lows, highs))
     if len(bottom) < 20:

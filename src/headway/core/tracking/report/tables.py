@@ -161,7 +161,7 @@ def _list_metrics(run: RunData) -> list[Fact]:
 def _list_summary(run: RunData) -> list[tuple[str, str]]:
     """Return pairs of (name, text) for the final values of a run.
 
-    If the run was restarted, they include the duration of the last process, which differs from that of the run.
+    The duration is left out, unless the run was restarted: the summary's duration is then that of the last process only.
     """
     rows = [(key, format_figure(key, value)) for key, value in run.summary.items() if key != "seconds"]
     seconds = run.summary.get("seconds")
@@ -268,7 +268,12 @@ def _render_cell(fact: Fact | None) -> str:
 
 
 def render_single_values(runs: Sequence[RunData], values: Mapping[str, Sequence[tuple[float, float] | None]]) -> str:
-    """Return an HTML table of the values that were logged only once, with a row per name and a column per run."""
+    """Return an HTML table of the values that were logged only once; "" if there are none.
+
+    Args:
+        runs: Runs of the report, one per column.
+        values: For each name, one pair of (step, value) per run; None for a run without the value.
+    """
     if not values:
         return ""
     rows = []
@@ -309,7 +314,7 @@ def _summarize(series: DownsampledSeries) -> tuple[float | None, ...]:
 
 
 def render_event_table(runs: Sequence[RunData]) -> str:
-    """Return the events of all runs as an HTML table, ordered by run and time.
+    """Return the events of all runs as an HTML table, ordered by run and time; "" if there are none.
 
     If there are more than `MAX_ROWS` events, only the most serious ones are shown.
     """

@@ -73,8 +73,8 @@ class BypassDetector:
         """Raise an error or warn if the first step of an optimizer bypasses the prepared objects.
 
         Raises:
-            StateError: If `prepare()` has replaced the optimizer's parameters, or its gradients still contain the loss
-                scale.
+            StateError: If the optimizer is not prepared, and `prepare()` has replaced its parameters. Also if its
+                gradients still contain the loss scale of the Accelerator that prepared the model.
         """
         name, parameters = type(optimizer).__name__, list(iterate_parameters(optimizer))
         preparer, steps = self._neighbors.find_preparer(optimizer), self._neighbors.list_newest_first()
@@ -124,6 +124,8 @@ class BypassDetector:
     def look_for_loader(self, step: TrainingStep) -> None:
         """Warn if the current batch apparently came from a DataLoader that was not prepared.
 
+        Do nothing if all ranks share one data shard, if a prepared loader is being iterated, or after four searches.
+
         Args:
             step: Training step of the Accelerator that trains on the batch.
         """
@@ -149,7 +151,7 @@ def _may_drift(steps: list[TrainingStep]) -> bool:
     """Whether weights might diverge between ranks if an optimizer trains parameters that belong to no prepared model.
 
     They might if no Accelerator has ever prepared a model. They also might if an Accelerator is in use: its
-    accumulation window is unfinished, or its latest micro-batch used the last batch that its loader returned.
+    accumulation window is unfinished, or its loop has not read another batch since its latest micro-batch began.
 
     Args:
         steps: Training steps of all Accelerators of the process.
@@ -174,6 +176,8 @@ def _sees_scaled(optimizer: torch.optim.Optimizer, owner: TrainingStep) -> bool:
 def _is_reduced_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a wrapper that the script created, such as DDP, reduces the optimizer's gradients over ranks.
 
+    True also if a parameter is a DTensor.
+
     Called once, before a warning, because it searches all Python objects of the process.
     """
     parameters = list(iterate_parameters(optimizer))
@@ -185,7 +189,14 @@ def _is_reduced_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _reads_everything(obj: Any, num_ranks: int) -> bool:
-    """Whether an object is an iterator of a map-style DataLoader whose sampler ignores ranks."""
+    """Whether an object is an iterator of a map-style DataLoader whose sampler ignores ranks.
+
+    False if the dataset is a `Subset` that is probably one rank's shard.
+
+    Args:
+        obj: Any Python object.
+        num_ranks: Number of data shards.
+    """
     if not issubclass(type(obj), DataLoaderIterator):
         return False
     sampler = getattr(obj._index_sampler, "sampler", obj._index_sampler)

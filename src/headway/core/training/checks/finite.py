@@ -132,7 +132,7 @@ class FiniteGuard(StepGuard):
     def forget(self) -> None:
         """Reset the state of the current accumulation window, because the run continues from a loaded state.
 
-        Accumulation windows are then numbered from the start again. The total number of skipped updates is kept.
+        Accumulation windows are numbered anew then. The total number of skipped updates is kept.
         """
         self._seen, self._window, self._verdict, self._counted = _Seen(), -1, None, -1
         self.num_in_row, self.has_stopped = 0, False
@@ -140,7 +140,11 @@ class FiniteGuard(StepGuard):
     # ---------------------------------------------------------------- during the window
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """Record the loss and return it. A loss that is not finite is changed so that its gradients are NaN."""
+        """Return the loss, changed so that its gradients are NaN if it is not finite.
+
+        Record each loss on an accelerator, and each non-finite loss on the CPU. While a window is run again to find the
+        origin of a value, the tracer checks the loss instead, and the loss is returned unchanged.
+        """
         if self._replay is not None and self._replay.tracer is not None:
             self._replay.tracer.check_loss(loss)
             return loss
@@ -166,7 +170,7 @@ class FiniteGuard(StepGuard):
 
         Args:
             parameters: Parameters whose gradients are about to be clipped.
-            norm_type: Type of norm with which they are clipped.
+            norm_type: Order of the norm by which they are clipped.
 
         Returns:
             Total norm of the gradients as a tensor, or None if a gradient scaler checks the gradients itself. For
@@ -202,7 +206,7 @@ class FiniteGuard(StepGuard):
     def can_update(self) -> bool:
         """Whether the update may be made. This is called before each optimizer's step.
 
-        The result is equal on all ranks.
+        The result is equal on all ranks. It is always True if a gradient scaler checks gradients itself.
 
         Raises:
             NonFiniteError: If the update may not be made, and the policy demands an error.
@@ -294,7 +298,7 @@ class FiniteGuard(StepGuard):
     def after_step(self, did_step: bool) -> None:
         """Record whether an optimizer has made its step.
 
-        If it was skipped, find out whether a non-finite loss was the cause.
+        If a gradient scaler skipped it, find out in a collective whether a non-finite loss was the cause.
 
         Raises:
             NonFiniteError: If a loss was the cause, and the policy demands an error.
@@ -324,6 +328,15 @@ class FiniteGuard(StepGuard):
         return math.isfinite(loss)
 
     def _refuse(self, ranks: dict[int, list[float]], parameters: Sequence[torch.Tensor]) -> None:
+        """Count and report a refused update, and apply the policy's action to it.
+
+        Args:
+            ranks: Non-finite losses by rank, as `_gather_bad_losses` returns them.
+            parameters: Parameters of the window, whose gradients are searched if no loss was the cause.
+
+        Raises:
+            NonFiniteError: If the policy demands an error, and the window is not run again first.
+        """
         window, update = self._windows.current.number, self._clock.num_updates + 1
         # A bad loss makes all gradients NaN, so their names carry no information then.
         culprits = [] if ranks else self._find_culprits(parameters)
@@ -355,6 +368,8 @@ class FiniteGuard(StepGuard):
 
     def _explain(self) -> bool:
         """Report the origin of the non-finite value, after the accumulation window was run a second time to trace it.
+
+        Return False, because the window makes no update.
 
         Raises:
             NonFiniteError: If the policy demands an error.

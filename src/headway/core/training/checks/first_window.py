@@ -56,8 +56,8 @@ class FirstWindow:
                 none.
 
         Raises:
-            StateError: If gradients were cleared within the accumulation window, or if two batches are trained in one
-                `accumulate` block.
+            StateError: If gradients were cleared within the accumulation window. Also if an `accumulate` block has two
+                losses, and several batches of one loader were read for it.
         """
         window = self._windows.current
         if window.micro_weight is not None and self._windows.num_read > 1:

@@ -62,7 +62,13 @@ class NonFiniteNotice:
         process.release_at_end(self._read_all)
 
     def note(self, loss: torch.Tensor) -> None:
-        """Record a loss that is not finite, or that is on a device and can only be read later."""
+        """Warn of a non-finite loss on the CPU, or record a loss on a device, which is read later.
+
+        Do nothing after the first warning.
+
+        Args:
+            loss: Loss of the current micro-batch. A loss on the CPU must be one that is not finite.
+        """
         if not self._is_told:
             micro_batch, plain = self._windows.current.num_done, get_local_shard(loss.detach())
             if plain.device.type == "cpu":
@@ -93,8 +99,8 @@ class NonFiniteNotice:
     def _tell(self, update: int, micro_batch: int, loss: float) -> None:
         """Warn about a loss that is not finite, on the first rank that finds one.
 
-        The other ranks stay silent, because their losses follow from the first one: a non-finite gradient makes the
-        weights of all ranks non-finite.
+        Other ranks log nothing, because their losses follow from the first one: a non-finite gradient makes the
+        weights of all ranks non-finite. Listeners of the process are notified in any case.
         """
         self._is_told = True
         rank = self._runtime.rank

@@ -75,7 +75,7 @@ class RowCountCheck:
         self._is_told = False
 
     def record_rows(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the number of rows in the inputs of a prepared model's training call."""
+        """Record the number of rows in the inputs of a prepared model's training call, unless a loader counts them."""
         if self._windows.loader is None and torch.is_grad_enabled() and model.training:
             self._seen.add(find_batch_size((args, kwargs)) or 0)
 
@@ -139,7 +139,7 @@ class ReplicaCheck:
         self._told: set[str] = set()
 
     def note(self) -> None:
-        """Count a reduction of gradients in which all ranks took part."""
+        """Count a reduction of gradients, unless ranks train separately at the moment."""
         self._num_reduced += self._strategy.get_peers() is not None
 
     def check(self) -> None:
@@ -334,7 +334,10 @@ def _get_tolerance(parameter: torch.Tensor) -> float:
 
 
 def _to_comparable(value: Any) -> Any:
-    """Return a hyperparameter if its type can be compared between ranks, else None."""
+    """Return a hyperparameter if its type can be compared between ranks, else None.
+
+    A tensor with one element is returned as a number.
+    """
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else None
     if isinstance(value, tuple) and all(isinstance(each, int | float) for each in value):

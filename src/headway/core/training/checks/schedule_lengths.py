@@ -51,6 +51,12 @@ def get_decay_length(scheduler: Any) -> int | None:
 
 
 def _length_of_children(scheduler: Any, measure: Callable[[Any], int | None]) -> int | None:
+    """Return the length of a schedule that consists of others (SequentialLR, ChainedScheduler), or None if unknown.
+
+    Args:
+        scheduler: Any schedule.
+        measure: Function that returns the length of one of the inner schedules.
+    """
     children = getattr(scheduler, "_schedulers", None)
     if not children:
         return None
@@ -73,12 +79,12 @@ def warn_of_prepared_length(
     Args:
         scheduler: Schedule of the user, about to be prepared.
         rule: Rule for the number of scheduler steps per update.
-        num_parts: Number of shards into which the data is split over ranks.
+        num_parts: Number of ranks among which the batches are divided; 1 if each batch is split among ranks instead.
         num_steps: Micro-batches per update.
         loaders: Loaders that have been prepared.
 
     Returns:
-        Whether a warning was given.
+        Whether the length is doubtful. The log shows the warning once per process.
     """
     length, ticks = get_decay_length(scheduler), rule.ticks(num_steps)
     if not length or ticks == 1:
@@ -140,7 +146,7 @@ def _does_fit_rule(length: int, num_batches: int, num_parts: int, num_steps: int
 
 
 def has_run_its_course(scheduler: Any, length: int) -> bool:
-    """Whether a schedule has ended. OneCycleLR ends one step before its length.
+    """Whether a schedule has at most one step left, because OneCycleLR ends one step before its length.
 
     Args:
         scheduler: Schedule to check.
@@ -153,7 +159,10 @@ def has_run_its_course(scheduler: Any, length: int) -> bool:
 
 
 def is_nearly_zero(scheduler: Any) -> bool:
-    """Whether the learning rates of all parameter groups have decayed so far that updates have no effect."""
+    """Whether the learning rates of all parameter groups are at most 1/1000 of their initial values.
+
+    Updates then have hardly any effect. False if the scheduler has no optimizer.
+    """
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
     return bool(groups) and all(
         float(group["lr"]) <= _NEARLY_ZERO * float(group.get("initial_lr", 0.0)) for group in groups

@@ -15,8 +15,9 @@ _HOST = ("cpu", "disk")
 def list_spread_places(model: nn.Module, device: torch.device) -> list[str]:
     """Return the places (devices, "cpu", "disk") over which a dispatched model is spread, or [] if it may be moved.
 
-    `prepare()` may move a model whose device map names only one place, or that is completely on `device` already. If
-    `device` is the CPU, parts on "disk" count as being on it, because they are memory-mapped.
+    `prepare()` may move a model whose device map names at most one place, unless that is "disk". It may also move a
+    model that is completely on `device`, if the model has Headway's hooks or `device` is the CPU. Parts on "disk" count
+    as being on the CPU, because they are memory-mapped.
 
     Args:
         model: Model that dispatch_model(), transformers' `device_map=` or Accelerate may have placed, completely or in

@@ -43,7 +43,20 @@ Look = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """Call settings and call state of one prepared model."""
+    """Call settings and call state of one prepared model.
+
+    Attributes:
+        bare_class: Class that the model had before it was prepared.
+        engine: Engine, such as a DDP instance, that runs forward passes with gradients; None to run them directly.
+        autocast: Function that creates the autocast context of a forward; None without autocast.
+        keep_local: Function that creates the context of `no_sync()`, or None.
+        shards: Name of the strategy that sharded the model; None if it is not sharded.
+        looks: Functions that are called before each outermost forward.
+        lone: Check that all ranks make a state-dict call on a sharded model, or None.
+        serves_all: Whether the engine also runs forward passes without gradients.
+        is_inside: Whether the outermost call is running, so that inner calls run the user's forward.
+        num_opened: Number of reads of the attribute `module` since the last forward began.
+    """
 
     bare_class: type
     engine: Engine | None
@@ -63,7 +76,10 @@ class PreparedModel:
     _is_accelerate_prepared = True  # a flag that libraries check
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's forward under autocast. If gradients are enabled, run it through the engine, such as DDP."""
+        """Run the user's forward under autocast, and through the engine, such as DDP, if gradients are enabled.
+
+        Some engines also run forwards without gradients. A forward inside a torch.func transform bypasses the engine.
+        """
         call: _Call = self.__dict__[_KEY]
         bare = super().__call__  # type: ignore[misc]
         if call.is_inside:
@@ -120,7 +136,9 @@ class PreparedPart(PreparedModel):
         """Run the user's forward under autocast and through the engine.
 
         Raises:
-            UnsupportedError: If torch.func calls the model with parameters other than those that the layout gathers.
+            UnsupportedError: If `torch.func.functional_call` or a transform such as vmap calls the model, because it
+                would use this rank's shards instead of the gathered parameters. Also if only some ranks call the model,
+                which is checked once for each stack of callers.
         """
         # TorchDynamo cannot read frames.
         if (not torch.compiler.is_compiling() and is_called_by(functional_call.__code__)) or _is_transformed():
@@ -238,13 +256,15 @@ def attach_engine(
     lone: RankConditionalCallCheck | None = None,
     methods: Mapping[str, Any] | None = None,
 ) -> None:
-    """Route calls to `model` through `engine` and `autocast`. If neither is needed, leave the object unchanged.
+    """Route calls to `model` through `engine` and `autocast`, by a subclass that replaces the class of the object.
+
+    Leave the object unchanged if `looks` is empty, and `engine`, `autocast`, `keep_local` and `shards` are None.
 
     Args:
         model: User's model.
         engine: Engine, such as a DDP instance, that runs forward passes with gradients. If its attribute
-            `serves_evaluation` is true, it also runs all other forward passes.
-        autocast: Function that creates the autocast context of a forward.
+            `serves_evaluation` is true, it also runs all other forward passes. None: they run directly.
+        autocast: Function that creates the autocast context of a forward. None: forwards run without autocast.
         keep_local: Function that creates the context of `no_sync()`. None on a single process: the model then gets
             neither `no_sync()` nor `module`.
         shards: Name of the strategy that sharded the model. A sharded model cannot be copied. None: the model is not
@@ -292,7 +312,7 @@ def refuse_copies(model: Any) -> None:
 
 
 def detach_engine(model: torch.nn.Module) -> None:
-    """Restore the model's original class."""
+    """Restore the model's original class. Do nothing if the model is not prepared."""
     call = model.__dict__.pop(_KEY, None)
     if call is not None:
         model.__class__ = call.bare_class

@@ -13,7 +13,8 @@ def check_odd_tensors(model: torch.nn.Module) -> None:
     """Copy expanded buffers into contiguous memory, and raise an error for lazy and expanded parameters.
 
     Raises:
-        PrepareError: If a parameter of a lazy module has no shape yet, or if elements of a parameter share memory.
+        PrepareError: If a parameter or buffer of a lazy module has no shape yet, or if elements of a parameter share
+            memory.
     """
     name = type(model).__name__
     tensors = (*model.named_parameters(), *model.named_buffers())

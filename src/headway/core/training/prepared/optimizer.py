@@ -148,7 +148,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return _itself, (self.optimizer,)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the wrapped optimizer."""
+        """Add a parameter group to the wrapped optimizer. Parameters that sharding has replaced are exchanged in it."""
         self.optimizer.add_param_group(param_group)
         self._checked = -1
         repoint_parameters(self.optimizer, self._strategy)
@@ -164,7 +164,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state dict.
+        """Load the wrapped optimizer's state dict. Full tensors in it are sharded like their parameters.
 
         Raises:
             UnsupportedError: If an engine such as DeepSpeed keeps the state itself, or if the state is sharded and only
@@ -221,13 +221,17 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step the wrapped optimizer at the end of an accumulation window. Do nothing inside a window.
 
+        No update is made either if the window has a loss weight of 0, or if the guard or an fp16 overflow forbids it.
+
         Args:
             closure: Closure as for a torch optimizer. Default: None.
 
         Raises:
-            PrepareError: If parameters belong to no prepared model, so that processes would diverge.
-            StateError: If gradients did not come from `accelerator.backward`, or if no `accumulate` block has named
-                this optimizer's models since its last step.
+            PrepareError: In a run on several processes, if parameters belong to no prepared model.
+            StateError: If gradients did not come from `accelerator.backward`, if no `accumulate` block has named this
+                optimizer's models since its last step, if a GradScaler makes the call, or if a closure is passed inside
+                an `accumulate` block before any backward. Also if ranks have diverged.
+            NonFiniteError: If a loss or gradient is not finite, and `on_non_finite` requests an error.
         """
         step, windows = self._step, self._windows
         if "grad_scale" in self.__dict__:
@@ -274,7 +278,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
         Raises:
             StateError: If gradients come from a backward outside `Accelerator.backward`, or if a closure is passed
-                before the window is complete.
+                inside an `accumulate` block in which no backward has run yet.
         """
         windows = self._windows
         if windows.can_step(window):
@@ -300,7 +304,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return False
 
     def _has_foreign_gradients(self) -> bool:
-        """Whether some gradients come from a backward other than `accelerator.backward`."""
+        """Whether any gradient of the optimizer has a nonzero element.
+
+        Called only if `accelerator.backward` has computed no gradient, so that another backward must have done so.
+        """
         return any(bool(grad.count_nonzero()) for grad in self._list_weighed_gradients())
 
     def _list_weighed_gradients(self) -> list[torch.Tensor]:
@@ -448,7 +455,10 @@ def repoint_parameters(optimizer: torch.optim.Optimizer, strategy: Strategy) -> 
 
 
 def fit_state(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
-    """Shard full tensors in the optimizer's state like their parameters, for example after `load_state_dict`."""
+    """Shard full tensors in the optimizer's state like their parameters, for example after `load_state_dict`.
+
+    Do nothing if the strategy keeps the optimizer's states as full tensors.
+    """
     if strategy.keeps_whole_state(optimizer):
         return
     with _convert_low_bit_states(optimizer, any(map(is_dtensor, iterate_parameters(optimizer)))):

@@ -132,7 +132,10 @@ class Preparation:
 
         Raises:
             PrepareError: If `objects` is empty, or one of them cannot be prepared.
-            ConfigError: If `placement` and `objects` differ in length.
+            ConfigError: If `placement` and `objects` differ in length, or if a loader's batches do not add up to the
+                global batch size.
+            UnsupportedError: If the strategy does not support an object, such as a second model or an optimizer.
+            DataError: If ranks gave different data, and the rules of the Accelerator forbid it.
         """
         if not objects:
             raise PrepareError("prepare() got nothing; give models, optimizers, loaders, schedules")
@@ -156,6 +159,15 @@ class Preparation:
         return [made[index] for index in range(len(objects))]
 
     def _find_kind(self, obj: Any) -> str | None:
+        """Return the kind of an object passed to `prepare()`.
+
+        Returns:
+            "model", "optimizer", "loader" or "scheduler"; "done" for an object that needs no preparation; None for an
+                object of an unknown type.
+
+        Raises:
+            PrepareError: If the object resembles an optimizer, but is not a `torch.optim.Optimizer`.
+        """
         is_prepared = isinstance(obj, PreparedLoader | PreparedOptimizer | PreparedScheduler)
         # None needs no preparation, nor does a weight average, which is notified when its model is prepared.
         if is_prepared or getattr(obj, "follows_model", obj is None):
@@ -195,7 +207,7 @@ class Preparation:
     def prepare_model(
         self, model: torch.nn.Module, place: bool | None = None, is_evaluation: bool = False
     ) -> torch.nn.Module:
-        """Move and wrap a model, and return it as the same object.
+        """Move and wrap a model, and return it as the same object. A model that is prepared already is left unchanged.
 
         Args:
             model: Model to prepare.
@@ -203,7 +215,8 @@ class Preparation:
             is_evaluation: Whether it is only evaluated, and therefore not sharded. Default: False.
 
         Raises:
-            PrepareError: If the model cannot be prepared.
+            PrepareError: If the model cannot be prepared, or if ranks built different models.
+            UnsupportedError: If the strategy supports only one model, and another one is prepared already.
         """
         if any(model is known for known in self.models):
             if not is_evaluation and id(model) in self._evaluated and self._is_spread:
@@ -313,7 +326,12 @@ class Preparation:
             )
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
-        """Wrap an optimizer, or return the existing wrapper if the optimizer was prepared before."""
+        """Wrap an optimizer, or return the existing wrapper if the optimizer was prepared before.
+
+        Raises:
+            UnsupportedError: If the optimizer cannot step on the parameters as the strategy stores them.
+            PrepareError: If it is a placeholder, and the strategy has no configuration that defines the real optimizer.
+        """
         if isinstance(optimizer, OptimizerPlaceholder):
             optimizer = self._strategy.replace_placeholder(optimizer, 1)
         for known in map(_as_prepared, self.optimizers):
@@ -328,7 +346,10 @@ class Preparation:
         return made
 
     def create_engine_if_ready(self) -> None:
-        """Create an engine that needs models and optimizers together, such as DeepSpeed's, once both are prepared."""
+        """Create an engine that needs models and optimizers together, such as DeepSpeed's, once both are prepared.
+
+        Then check whether models separate packed documents (see `check_packed_models`).
+        """
         optimizers, count = [each.optimizer for each in self.optimizers], self._strategy.data_shard.count
         rows = [loader.total_batch_size // count for loader in self.loaders if loader.total_batch_size]
         for made in self._strategy.create_engine(optimizers, self.step.precision.name, self._windows.num_steps, rows):
@@ -358,11 +379,17 @@ class Preparation:
             _as_prepared(optimizer).check_owned(known)
 
     def prepare_loader(self, loader: DataLoader[Any], place: bool | None = None) -> PreparedLoader:
-        """Shard a loader over ranks, and derive the number of accumulation steps if a global batch size is set.
+        """Shard a loader over ranks, or return it unchanged if it is prepared already.
+
+        If a global batch size is set, the number of accumulation steps is derived from the first loader.
 
         Args:
             loader: Loader to prepare.
             place: Whether to move batches to the device. None: the Accelerator's setting.
+
+        Raises:
+            DataError: If the loader cannot be split, or if ranks gave different data and the rules forbid it.
+            ConfigError: If the loader's batches cannot add up to the global batch size.
         """
         for known in self.loaders:
             if loader is known:
@@ -426,14 +453,23 @@ class Preparation:
         )
 
     def _derive_seed(self) -> int:
-        """Return the seed for the next loader, derived from rank 0's seed. Each loader gets a different seed."""
+        """Return the seed for the next loader, derived from rank 0's seed. Each loader gets a different seed.
+
+        This is a collective, because rank 0 broadcasts its seed.
+        """
         given = self.loading.data_seed
         seed = torch.initial_seed() if given is None else given
         agreed = self._strategy.everyone.broadcast_object(seed)
         return mix_seed(agreed & ((1 << 63) - 1), len(self.loaders))
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Wrap a scheduler, and connect it to its prepared optimizer. Log once how many steps it makes per update."""
+        """Wrap a scheduler and connect it to its prepared optimizer, or return the existing wrapper.
+
+        Log once how many steps it makes per update, and warn if its length was probably counted wrongly.
+
+        Raises:
+            PrepareError: If the scheduler's optimizer is not prepared, although it advances only with updates.
+        """
         rule = self.rule
         if isinstance(scheduler, SchedulerPlaceholder):
             scheduler = self._strategy.replace_placeholder(scheduler, self.tick_base[0])
@@ -516,7 +552,10 @@ class Preparation:
 
     @contextmanager
     def use_evenness(self, even_batches: bool) -> Iterator[None]:
-        """Return a context that sets whether map-style loaders fill up the last batches with repeated samples."""
+        """Return a context that sets whether map-style loaders fill up the last batches with repeated samples.
+
+        It also changes loaders that are already prepared. The earlier setting is restored when the context ends.
+        """
         before = self.loading.even_batches
         self.set_evenness(even_batches)
         try:

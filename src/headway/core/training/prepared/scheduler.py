@@ -54,7 +54,7 @@ class StepsPerProcess:
     def ticks(self, window_length: int) -> int:
         """Return the number of scheduler steps for one update: the number of processes.
 
-        `window_length` has no effect.
+        The number of micro-batches in the update, `window_length`, has no effect.
         """
         return self.num_processes
 
@@ -79,7 +79,10 @@ class StepsPerMicroBatch:
         return f"counted in single-process micro-batches: {self.num_processes} ticks for each micro-batch of the update"
 
     def ticks(self, window_length: int) -> int:
-        """Return the number of scheduler steps for one update: the number of processes times `window_length`."""
+        """Return the number of scheduler steps for one update of `window_length` micro-batches.
+
+        It is the number of processes times `window_length`.
+        """
         return self.num_processes * window_length
 
 
@@ -104,7 +107,11 @@ class KeptSteps:
         return f"counted in the micro-batches of the run that was resumed: {self.num_ticks} ticks a full update"
 
     def ticks(self, window_length: int) -> int:
-        """Return the number of scheduler steps for one update, in proportion to `window_length` and rounded up."""
+        """Return the number of scheduler steps for one update of `window_length` micro-batches, rounded up.
+
+        A full window of `num_steps` micro-batches makes `num_ticks` scheduler steps, and other windows proportionally
+        many.
+        """
         return -(-self.num_ticks * window_length // self.num_steps)
 
 
@@ -121,7 +128,7 @@ class StepsPerUpdate:
     reason: str = "counted in updates: 1 tick an update"
 
     def ticks(self, window_length: int) -> int:
-        """Return 1, the number of scheduler steps for one update. `window_length` has no effect."""
+        """Return 1, the number of scheduler steps for one update of any number of micro-batches."""
         return 1
 
 
@@ -129,7 +136,7 @@ class PreparedScheduler(LRScheduler):
     """Wrapper around the user's scheduler. Attributes that it does not define are read from the wrapped scheduler.
 
     Args:
-        scheduler: Object with step() and state_dict().
+        scheduler: User's scheduler: an object with step(), state_dict() and load_state_dict().
         optimizers: Prepared optimizers whose updates advance it.
         rule: Rule for the number of scheduler steps per update.
         follows_optimizer: Whether it advances only with updates. If False, every call to step() advances it once.
@@ -177,7 +184,10 @@ class PreparedScheduler(LRScheduler):
 
     @staticmethod
     def wraps(obj: Any) -> bool:
-        """Whether an object is a scheduler: it has step and state_dict, and is neither an optimizer nor a model."""
+        """Whether an object is a scheduler: an LRScheduler, or an object with the methods that are needed.
+
+        These are step, state_dict and load_state_dict. Classes, and objects with an optimizer's methods, do not count.
+        """
         if isinstance(obj, LRScheduler):
             return True
         names = ("step", "state_dict", "load_state_dict")
@@ -193,11 +203,15 @@ class PreparedScheduler(LRScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule for the update that was just made.
 
-        Do nothing if there was no update since the last call.
+        Do nothing if there was no update since the last call. If the script runs backward outside `accumulate` although
+        an update has several micro-batches, each call advances the schedule, unless an optimizer's step was skipped.
 
-        If the script sets `sync_gradients` itself, each call advances the schedule, unless fp16's gradient scaler
-        skipped the update. A scheduler that receives a value (the metric of ReduceLROnPlateau) advances once per call,
-        because it counts evaluations.
+        If `follows_optimizer` is False, each call advances the schedule by one step. So does a call for
+        ReduceLROnPlateau, or with arguments such as a metric, because such schedulers count evaluations.
+
+        Args:
+            *args: Arguments of the wrapped scheduler's step().
+            **kwargs: Keyword arguments of the wrapped scheduler's step().
         """
         if not self.follows_optimizer or args or kwargs or isinstance(self.scheduler, ReduceLROnPlateau):
             self.num_calls += 1
@@ -252,7 +266,7 @@ class PreparedScheduler(LRScheduler):
             )
 
     def _has_stepped(self) -> bool:
-        """Whether all optimizers of this scheduler made an update in their last step."""
+        """Whether no optimizer of this scheduler skipped its last step."""
         return not any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
     def set_rule(self, rule: SchedulerStepRule) -> None:
