@@ -70,16 +70,18 @@ class ObjectClient:
         self._kept: dict[str, tuple[bytes, str]] = {}
         self._retry_seconds = _read_seconds(RETRY_SECONDS, 120.0) if retry_seconds is None else retry_seconds
         timeout = timedelta(seconds=_read_seconds(REQUEST_TIMEOUT, 60.0))
+        allows_http = any(env.get_bool(f"{maker}_ALLOW_HTTP") for maker in ("AWS", "AZURE", "GOOGLE"))
+        profile = _find_profile(root)
         try:
             self._store = importlib.import_module("obstore.store").from_url(
                 root,
                 client_options={  # these replace all client options that obstore reads from the environment
                     "timeout": timeout,
                     "connect_timeout": min(timeout, timedelta(seconds=10)),
-                    "allow_http": any(env.get_bool(f"{maker}_ALLOW_HTTP") for maker in ("AWS", "AZURE", "GOOGLE")),
+                    "allow_http": allows_http,
                 },
                 retry_config={"max_retries": 0, "retry_timeout": timeout},
-                **_find_profile(root),
+                **profile,
             )
         except Exception as error:  # obstore raises several kinds of errors here
             raise ConfigError(f"{root} cannot be used: {error}") from error

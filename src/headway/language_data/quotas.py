@@ -329,8 +329,8 @@ class QuotaOrder:
         """Return the release and the deadline of a sample, which limit its position in the order.
 
         The release is the first position at which the sample may be placed. The deadline is the position before which
-        it must have been placed. A sample that the weights never grant has `sys.maxsize` as its deadline. If they do not
-        even grant a part of it, its release is `sys.maxsize`, too.
+        it must have been placed. A sample that the weights never grant completely has the deadline `sys.maxsize`. If
+        they grant no part of it, its release is `sys.maxsize`, too.
 
         Args:
             source: Index of the source.

@@ -328,7 +328,8 @@ def _choose_threads(
     divided equally among several processes. For a single process, the number is then None.
     """
     chosen: int | None = resolved.get("num_cpu_threads_per_process")
-    from_environment = parse_whole_number(environment.get("OMP_NUM_THREADS", ""))
+    # OpenMP reads a list as one number per level of nested parallelism. PyTorch uses the first level.
+    from_environment = parse_whole_number(environment.get("OMP_NUM_THREADS", "").partition(",")[0])
     if chosen is None and from_environment is None and num_local > 1:
         chosen = max(1, machine.num_cores // num_local)
     return (from_environment, False) if chosen is None else (chosen, True)

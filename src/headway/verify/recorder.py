@@ -264,10 +264,18 @@ class RunRecorder:
                 if size % count:
                     self._facts["undivided"] = size
                 else:
-                    preparation.loading = replace(preparation.loading, split_batches=True)
-                    if isinstance(preparation.rule, StepsPerProcess | StepsPerMicroBatch):
-                        preparation.rule = replace(preparation.rule, num_processes=1)
+                    return split_prepared(loader, place)
             return prepare(loader, place)
+
+        def split_prepared(loader: Any, place: bool | None) -> Any:
+            loading = preparation.loading
+            if isinstance(preparation.rule, StepsPerProcess | StepsPerMicroBatch):
+                preparation.rule = replace(preparation.rule, num_processes=1)
+            preparation.loading = replace(loading, split_batches=True)
+            try:
+                return prepare(loader, place)
+            finally:  # the script may have divided the batch size of another loader itself
+                preparation.loading = loading
 
         preparation.prepare_loader = prepare_shared
 

@@ -68,7 +68,7 @@ class LaunchOrder:
         if not args:
             return self
         argv = list(self.argv)
-        if "agent" in argv:  # several processes: the agent's plan holds the arguments of the script
+        if self.argv[1:4] == ("-m", "headway.launch", "agent"):  # the agent's plan holds the arguments of the script
             plan = json.loads(argv[-1])
             plan["program"]["args"] += args
             argv[-1] = json.dumps(plan)

@@ -134,7 +134,7 @@ class PlaceLock(ABC):
     def _take(self) -> None:
         """Create the lock file or object. The lock of a dead process is replaced.
 
-        If another machine of this run has created it already, nothing is written.
+        If another machine of this run has already created it, nothing is written.
 
         Raises:
             CheckpointError: If another run holds the lock.

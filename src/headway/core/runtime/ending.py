@@ -35,7 +35,7 @@ class ProcessExit:
 
     @property
     def is_failure(self) -> bool:
-        """Whether this process is exiting because of an error, so that it must not wait for the other ranks."""
+        """Whether this process is exiting because of an error. It then does not wait for the other ranks."""
         return self.code not in (None, 0, PREEMPTED)
 
 

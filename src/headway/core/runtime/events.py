@@ -30,7 +30,7 @@ class RunEvent:
         name: Kind of event: "out_of_memory", "checkpoint", "resumed", "preempted", "non_finite", ...
         step: Number of the update that the event belongs to; None for the update in progress.
         source: Object that counts the updates of the run that the event belongs to; None for this process's run.
-        details: Further data, as JSON values.
+        details: Details of the event, as JSON values.
     """
 
     name: str
@@ -77,7 +77,7 @@ def notify_listeners(name: str, *, step: int | None = None, source: object = Non
         step: Number of the update that the event belongs to. Default: the update in progress.
         source: Object that counts the updates of the run that the event belongs to. Default: None, for this process's
             run.
-        details: Further data, as JSON values.
+        details: Details of the event, as JSON values.
     """
     happening = RunEvent(name, step, source, details)
     listeners = scope.own(Listeners).to_happenings
@@ -93,7 +93,7 @@ def notify_listeners(name: str, *, step: int | None = None, source: object = Non
 
 
 def mark_phase(phase: str) -> None:
-    """Report to all listeners that a phase of the training step begins.
+    """Report to all listeners that a phase of the training step begins. The previous phase ends at that time.
 
     Args:
         phase: "forward", "backward" or "step".

@@ -42,7 +42,7 @@ class Capabilities:
         several_models: Whether more than one model may be prepared.
         deferred_sync: Whether gradients can stay unreduced for some micro-batches.
         clip_by_value: Whether gradients can be clamped element by element.
-        rollback: Whether a step can be undone.
+        rollback: Whether a batch can be undone and run again, as automatic micro-batching requires.
         lone_forward: Whether a model may be called on one rank alone. False: its forward is a collective.
         whole_gradients: Whether each rank has all gradients, with equal values on all ranks. False: each rank has only
             its shards.

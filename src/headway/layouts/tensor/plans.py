@@ -234,7 +234,7 @@ def _rename_below_wrappers(plan: Mapping[str, Any], names: list[str], parameters
     """
     parameters = [name for name in parameters if not name.startswith(_PROMPTS)]
     prefix, sample = "", next(iter(parameters), "")
-    while all(name.startswith(prefix) for name in parameters):
+    while parameters and all(name.startswith(prefix) for name in parameters):
         moved = {prefix + pattern: style for pattern, style in plan.items()}
         if any(is_match(pattern, name) for pattern in moved for name in names):
             return moved

@@ -30,6 +30,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
         given: list[Any] = list(params)
+        if not given:
+            raise ConfigError("MatrixOptimizer got an empty parameter list; give it parameters, or parameter groups")
         groups = [dict(each) for each in given] if isinstance(given[0], dict) else [{"params": given}]
         for group in groups:
             group["params"] = list(group["params"])

@@ -165,11 +165,11 @@ class ChunkedTensor:
 def iterate_pairs(own: Any, saved: "torch.Tensor | ChunkedTensor") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the parts of this rank's tensor together with their saved values.
 
+    An unsharded tensor whose saved values are in memory is yielded as one pair.
+
     Args:
         own: Tensor or shard of this rank.
         saved: Saved tensor, in memory or in files.
-
-    An unsharded tensor whose saved values are in memory is yielded as one pair.
 
     Yields:
         Pairs of (part of this rank's tensor, its saved values), with equal shapes.

@@ -273,7 +273,7 @@ class RunComparison:
         return plan
 
     def _gather_problems(self, problems: list[str]) -> list[str]:
-        """Return all ranks' messages about saved values that do not fit, without duplicates. Every rank must call it."""
+        """Return all ranks' messages about values that do not fit, without duplicates. Every rank must call it."""
         return list(dict.fromkeys(line for each in self.collectives.gather_objects(problems) for line in each))
 
     def _compare_intended(
@@ -281,15 +281,13 @@ class RunComparison:
     ) -> tuple[list[str], list[str]]:
         """Compare the data and the learning rate schedulers with the saved ones.
 
-        Both can have been replaced on purpose.
+        Both can have been replaced on purpose. A warning is logged for each learning rate that jumps without being
+        refused. If `changed` is None, one is logged for every difference.
 
         Args:
             saved: Counters and settings of the saved run.
             found: Saved state.
             changed: Which of "data" and "schedule" were replaced on purpose. None: only warn about such differences.
-
-        A warning is logged for each learning rate that jumps without being refused. If `changed` is None, one is logged
-        for every difference.
 
         Returns:
             Pair of (messages for differences that are refused, all differences), one line each.

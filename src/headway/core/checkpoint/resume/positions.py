@@ -103,9 +103,10 @@ class Changed:
         ]
 
     def put_into(self, collected: CollectedState) -> None:
-        """Replace the buffers and extra states in a collected state with the copies from the accumulation window's start.
+        """Replace the buffers and extra states in a collected state with the copies from the start of the window.
 
-        Parameters and optimizer states are not replaced. Names that are missing in `collected` are skipped.
+        The window is the accumulation window in which `note` was called. Parameters and optimizer states are not
+        replaced. Names that are missing in `collected` are skipped.
         """
         collected.tensors.update((name, kept) for name, kept in self._buffers.items() if name in collected.tensors)
         for index, (kept, extra) in enumerate(zip(self._extra, collected.state["extra"])):

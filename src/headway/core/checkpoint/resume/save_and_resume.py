@@ -728,12 +728,14 @@ def check_save_arguments(given: Mapping[str, Any]) -> None:
 def check_load_arguments(given: Mapping[str, Any]) -> None:
     """Log that extra arguments of `load_state` belong to other backends and have no effect.
 
+    `map_location` has no effect either, but nothing is logged for it.
+
     Args:
         given: Extra arguments by name.
 
     Raises:
         ConfigError: If no supported backend has an argument of this name, or `map_location` is not None, "cpu",
-            "on_device" or a device. An allowed `map_location` is ignored without a message.
+            "on_device" or a device.
     """
     for name, value in given.items():
         if name != "map_location":

@@ -39,7 +39,7 @@ from headway.errors import CheckpointError
 
 
 class LocalState:
-    """Collects and restores the state that differs between ranks under local SGD.
+    """Collector and restorer of the state that differs between ranks under local SGD.
 
     In a checkpoint, each such tensor is stored as its mean over the ranks, and as a tensor with one row per rank.
 
@@ -158,7 +158,7 @@ _BLOCK = 2**20
 
 
 class FrozenWeights:
-    """Replaces the frozen weights in a checkpoint with digests, and compares the digests during a load.
+    """Digests that replace the frozen weights in a checkpoint, with a comparison during a load.
 
     Args:
         everyone: Collectives over all ranks.

@@ -18,7 +18,7 @@ from headway.errors import DataError
 
 
 class DispatchFeed:
-    """`BatchFeed` with which the main process reads the batches of all ranks, and sends each rank its batch.
+    """`BatchFeed` for data that the main process reads for all ranks. It sends each rank its batch.
 
     Args:
         feed: `BatchFeed` that yields the batches of all ranks round-robin. Only the main process reads batches from it,

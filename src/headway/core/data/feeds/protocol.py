@@ -133,7 +133,7 @@ class BatchFeed(Protocol):
         """
 
     def read_brief_state(self) -> State:
-        """Return a small state of the current pass, with which the pass can later be resumed at the current batch.
+        """Return a small state of the current pass, from which a run can resume at the current batch.
 
         It leaves out states that are valid only for the latest batch, such as the state of a StatefulDataLoader.
         """

@@ -590,7 +590,7 @@ class StreamFeed:
                 yield self._collate(samples)
 
     def _regroup_leftovers(self, batches: Iterator[Collated]) -> Iterator[Collated]:
-        """Yield the batches of full steps, and further steps built from the workers' leftover samples.
+        """Yield the batches of full steps, and of the steps that can be built from the workers' leftover samples.
 
         A worker's leftover samples are used in multiples of one rank's batch size, in order of arrival.
 
@@ -700,8 +700,8 @@ class StreamFeed:
     def load_state(self, state: State) -> None:
         """Load the state that `state`, `read_brief_state` or `read_left_state` returned. The next pass starts from it.
 
-        The state of a StatefulDataLoader is used only if this rank's shards and the samples per step are unchanged. It
-        must also contain the dataset's state, and the dataset must not shuffle with a buffer.
+        The state of a StatefulDataLoader is used only if this rank's shards and the samples per step are unchanged, and
+        if it contains the dataset's state. It is never used for a dataset that shuffles with a buffer.
 
         Args:
             state: Saved state. An empty state discards the one that was loaded before.

@@ -56,8 +56,8 @@ class EpochStart(NamedTuple):
 
     Attributes:
         consumed: Number of non-padding samples before the starting point.
-        opening: First items of the epoch's order, used as padding for the last step; empty if it is not padded with
-            them. An item is the index of a sample or, in a `BatchSplit`, a batch of indices.
+        opening: First items of the epoch's order, used as padding for the last step; empty in a `WindowSplit`. An item
+            is a sample (or its index) or, in a `BatchSplit`, a batch of indices.
         rounds: Iterator over the remaining steps. Each element contains the items of one step on all ranks.
     """
 

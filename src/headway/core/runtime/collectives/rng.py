@@ -43,7 +43,7 @@ def _is_device(name: str) -> bool:
 
 
 def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:
-    """Copy rank 0's RNG states to all ranks.
+    """Copy rank 0's RNG states to all ranks. All ranks must call this. Do nothing in a run with a single process.
 
     Args:
         rng_types: Any of "python", "numpy", "torch", "device" (or its type, such as "cuda"), "generator".
@@ -65,8 +65,8 @@ def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator 
 def share_rng_states(everyone: Collectives, index: int) -> list[str]:
     """Make ranks that read the same data shard draw equal random numbers, for example in dropout, noise and datasets.
 
-    Generators whose states already agree on these ranks keep their states. The others are seeded from rank 0's seed
-    and the shard's index. All ranks call this.
+    A generator whose state agrees on these ranks, for every shard, keeps its state. Any other generator is seeded on all
+    ranks, from rank 0's seed and the shard's index. All ranks must call this.
 
     Args:
         everyone: Collectives of all ranks.

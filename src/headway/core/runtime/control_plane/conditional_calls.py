@@ -17,7 +17,7 @@ _DEPTH = 12
 
 
 class RankConditionalCallCheck:
-    """Callable check that raises an error if only some ranks make a call on a sharded model.
+    """Callable check that raises `UnsupportedError` if only some ranks make a call on a sharded model.
 
     The check runs only once for each stack (the innermost 12 frames) from which the call is made.
 
@@ -32,7 +32,7 @@ class RankConditionalCallCheck:
         self._seen: set[tuple[tuple[int, int], ...]] = set()
 
     def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise an error before a forward of the model starts if another rank does not run this forward.
+        """Raise `UnsupportedError` before a forward of the model starts if another rank does not run this forward.
 
         Only the first forward from each stack is checked, and none while torch.compile traces.
 
@@ -50,7 +50,7 @@ class RankConditionalCallCheck:
             self.check(f"{type(model).__name__} is called", action)
 
     def check(self, call: str, action: str) -> None:
-        """Raise an error before a call starts if another rank does not make it.
+        """Raise `UnsupportedError` before a call starts if another rank does not make it.
 
         Only the first call from each stack is checked.
 

@@ -54,14 +54,14 @@ UNTIL_ENDED = 30.0
 class Control:
     """Client of the control plane. `current()` returns the client of this process.
 
-    Votes must not overlap, but can be made on any thread (such as autograd's). `set`, `get`, `has` and `abort` can be
-    called on any thread at any time.
+    Only one vote can be in progress at a time, but on any thread (such as autograd's). `set`, `get`, `has` and `abort`
+    can be called on any thread at any time.
 
     Args:
         rank: Rank of this process.
         world_size: Number of processes.
         link: Connection to the store; None in a run with a single process, in which every call returns at once.
-        timeout: Default time limit of a wait.
+        timeout: Maximum time that a rank may keep the others waiting. It is the default time limit of votes.
     """
 
     def __init__(self, rank: int, world_size: int, link: StoreLink | None, timeout: timedelta) -> None:
@@ -88,7 +88,8 @@ class Control:
         Args:
             values: Numbers of this rank. Each rank must pass the same number of values.
             op: "any" (1.0 if some rank's value is not zero, else 0.0), "min", "max" or "sum".
-            timeout: Maximum time to wait for the other ranks. Default: the run's timeout.
+            timeout: Maximum time to wait for the other ranks. Default: the run's timeout plus the extension set by
+                `extend_limit`. With a launcher, 30 s are added, so that the launcher's hang watch reports first.
 
         Returns:
             The combined values, equal on every rank.

@@ -457,7 +457,10 @@ class MeshStrategy(Strategy):
         return self._replaced.current(parameter)
 
     def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a full tensor, as a DTensor that is sharded like the parameter."""
+        """Return this rank's shard of a full tensor, as a DTensor that is sharded like the parameter.
+
+        The tensor is returned unchanged if it is a DTensor already, or if the parameter is not sharded.
+        """
         return dtensors.shard_like(tensor, parameter)
 
     def free_gathered(self, model: torch.nn.Module) -> None:

@@ -161,7 +161,7 @@ def _list_metrics(run: RunData) -> list[Fact]:
 def _list_summary(run: RunData) -> list[tuple[str, str]]:
     """Return pairs of (name, text) for the final values of a run.
 
-    The duration is left out, unless the run was restarted: the summary's duration is then that of the last process only.
+    The duration is left out, unless the run was restarted. It is then shown as that of the last process.
     """
     rows = [(key, format_figure(key, value)) for key, value in run.summary.items() if key != "seconds"]
     seconds = run.summary.get("seconds")

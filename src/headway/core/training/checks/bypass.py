@@ -151,7 +151,7 @@ def _may_drift(steps: list[TrainingStep]) -> bool:
     """Whether weights might diverge between ranks if an optimizer trains parameters that belong to no prepared model.
 
     They might if no Accelerator has ever prepared a model. They also might if an Accelerator is in use: its
-    accumulation window is unfinished, or its loop has not read another batch since its latest micro-batch began.
+    accumulation window is unfinished, or it iterates over a loader and has begun to train on each batch read so far.
 
     Args:
         steps: Training steps of all Accelerators of the process.

@@ -200,12 +200,15 @@ class ReplicaCheck:
     # ---------------------------------------------------------------- parameters
 
     def _compare_changes(self, group: Collectives, names: list[str], per_step: list[int]) -> None:
-        """Report shards that some ranks changed in place since the last call, but others did not.
+        """Report shards that some ranks changed in place since the last comparison, but others did not.
 
         Args:
             group: Collectives over the ranks to compare.
             names: Parameters whose shards user code has changed in place on this rank.
             per_step: For every parameter, the number by which an optimizer step increases its version counter.
+
+        Raises:
+            StateError: If there are such shards, and the check is strict.
         """
         every: list[tuple[list[str], list[int]]] = group.gather_objects((names, per_step))
         if any(counts != per_step for _, counts in every):
@@ -227,6 +230,9 @@ class ReplicaCheck:
             group: Collectives over the ranks to compare.
             replicas: Pairs of (name, parameter), in the order of `bits`.
             bits: Checksum of each parameter on this rank.
+
+        Raises:
+            StateError: If trainable parameters differ by more than rounding, and the check is strict.
         """
         every = group.gather_objects(bits)
         drifted, frozen, num_rounded = list[str](), list[str](), 0

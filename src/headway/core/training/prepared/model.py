@@ -153,6 +153,9 @@ class PreparedPart(PreparedModel):
         """Raise an error, because a sharded model cannot be copied.
 
         Without this method, torch's own error would be raised before `__reduce_ex__` is called.
+
+        Raises:
+            UnsupportedError: Always.
         """
         refuse_copies(self)
 

@@ -332,6 +332,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
         )
 
     def _check_parameters(self) -> None:
+        """Check that prepared models own all parameters. If another Accelerator prepared them, use its strategy.
+
+        Do nothing in a single-process run.
+
+        Raises:
+            PrepareError: If some parameters belong to no prepared model.
+        """
         prepared = self._step.prepared
         self._checked = prepared.num_resets
         if self._strategy.everyone.world_size == 1:
@@ -467,6 +474,16 @@ def fit_state(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
 
 
 def _shard_value(state: Any, shape: torch.Size, parameter: torch.Tensor, strategy: Strategy) -> Any:
+    """Return a parameter's state in which tensors of the full shape are sharded like the parameter.
+
+    Other values, and a state that is not a dict, are returned unchanged.
+
+    Args:
+        state: The optimizer's state of the parameter, by name.
+        shape: Shape of the full parameter.
+        parameter: Parameter as the strategy stores it.
+        strategy: Strategy that shards the tensors.
+    """
     if not isinstance(state, dict):
         return state
     return {

@@ -256,7 +256,7 @@ class Preparation:
         return model
 
     def _compare(self, model: torch.nn.Module) -> None:
-        """Raise `PrepareError` if ranks built different models.
+        """Raise `PrepareError` if ranks built different models, or if they cannot share a tensor of the model.
 
         Otherwise pass the strategy the names of the tensors that will be filled from files or from rank 0.
         """
@@ -269,6 +269,7 @@ class Preparation:
         self._strategy.expect_values(expected)
 
     def _set_up(self, model: torch.nn.Module) -> None:
+        """Replicate or shard a model for training, fill it from registered checkpoints, and attach its engine."""
         accept_bare_names(model)
         engine = self._strategy.setup_model(model, self.transforms(True))
         self.weights.read(model)
@@ -295,7 +296,7 @@ class Preparation:
         Dispatched models stay on the devices where their parts are.
 
         Raises:
-            PrepareError: If the model is dispatched, and is to be moved or trained on several processes.
+            PrepareError: If the model is dispatched, and `place` requests a move, or several processes train it.
         """
         is_moved = self.places if place is None else place
         places, count = list_spread_places(model, self._runtime.device), self._strategy.everyone.world_size
@@ -432,7 +433,7 @@ class Preparation:
 
         Raises:
             ConfigError: If the ranks' batches cannot add up to `wanted`. If machines were lost, the batch is split
-                unevenly instead.
+                unevenly instead, as far as that is possible.
         """
         num_shards, per_step = self._strategy.data_shard.count, loader.total_batch_size
         if per_step and wanted % per_step == 0:
