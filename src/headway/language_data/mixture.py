@@ -505,8 +505,8 @@ class Reading:
 
         Positions in the order are counted from the position at which a source was last dropped.
         """
-        pieces = drop_sources(self._mixture.pieces, self._start, {source for _, source in self._ended})
-        return QuotaOrder(pieces) if pieces else None
+        pieces, end = drop_sources(self._mixture.pieces, self._start, {source for _, source in self._ended})
+        return QuotaOrder(pieces, end) if pieces else None
 
     def read(self, limit: int | None) -> Iterator[Any]:
         """Yield samples until position `limit` is reached or the mixture ends.
@@ -517,7 +517,10 @@ class Reading:
         mixture = self._mixture
         while self._order is not None and (limit is None or self._position < limit):
             number, offset = divmod(self._position - self._start, self._order.block_size)
-            for source in self._order.read_block(number).sources[offset:]:
+            sources = self._order.read_block(number).sources[offset:]
+            if not sources:  # from here on, no remaining source has a weight
+                return
+            for source in sources:
                 found = self._take(source)
                 if not found:
                     if mixture.ends[source] == "stop":
@@ -598,13 +601,13 @@ class Reading:
         return copy.deepcopy(dataset.state_dict())
 
 
-def drop_sources(pieces: list[Piece], start: int, dropped: set[int]) -> list[Piece]:
-    """Return the ranges of constant weights from a position on, with the weight 0 for dropped sources.
+def drop_sources(pieces: list[Piece], start: int, dropped: set[int]) -> tuple[list[Piece], int | None]:
+    """Return the ranges of constant weights from a position on, with the weight 0 for dropped sources, and their end.
 
     A position is the place of one sample in a mixture's order. Positions in the result are counted from `start`. In
-    each range, the weights of the remaining sources are scaled to add up to 1. From the first range in which all of
-    them have the weight 0, ranges are left out, so the result can be empty. The last range has no end. If `start` is 0
-    and nothing is dropped, `pieces` is returned unchanged.
+    each range, the weights of the remaining sources are scaled to add up to 1. The order ends before the first range in
+    which all of them have the weight 0, so the result can contain no range. The end is None if there is no such range.
+    If `start` is 0 and nothing is dropped, `pieces` is returned unchanged.
 
     Args:
         pieces: Ranges of positions with constant weights, for all sources.
@@ -612,15 +615,17 @@ def drop_sources(pieces: list[Piece], start: int, dropped: set[int]) -> list[Pie
         dropped: Indices of the dropped sources.
     """
     if not start and not dropped:
-        return pieces
+        return pieces, None
     starts: list[int] = []
     rows = []
+    end: int | None = None
     for index, piece in enumerate(pieces):
         if index + 1 < len(pieces) and pieces[index + 1].start <= start:
             continue
         row = share_rates(piece, dropped)
         if row is None:
+            end = max(0, piece.start - start)
             break
         starts.append(max(0, piece.start - start))
         rows.append(row)
-    return build_pieces(starts, rows) if rows else []
+    return (build_pieces(starts, rows) if rows else []), end

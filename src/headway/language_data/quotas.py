@@ -290,7 +290,7 @@ class QuotaOrder:
         return counts
 
     def find_occurrence(self, source: int, number: int) -> int | None:
-        """Return the position of a source's sample in the order, or None if the weights never grant any part of it.
+        """Return the position of a source's sample in the order, or None if the weights never grant it.
 
         Args:
             source: Index of the source.
@@ -300,7 +300,10 @@ class QuotaOrder:
         if release == maxsize:
             return None
         block_number = release // self.block_size
-        while True:
+        # A fraction of a sample that is due when a source's weight becomes 0 is placed within the next block, or never.
+        is_dropped = not self._pieces[-1].rates[source]
+        last = self._starts[-1] // self.block_size + 2 if is_dropped else maxsize
+        while block_number <= last and block_number * self.block_size < self._end:
             block = self.read_block(block_number)
             seen = block.counts[source]
             for offset, each in enumerate(block.sources):
@@ -309,6 +312,7 @@ class QuotaOrder:
                         return block.start + offset
                     seen += 1
             block_number += 1
+        return None
 
     # ---------------------------------------------------------------- curves
 

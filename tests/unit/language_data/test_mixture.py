@@ -358,3 +358,18 @@ def test_tables_give_the_samples_of_single_reads(kind: str) -> None:
     assert all(type(sample["x"]) is numpy.ndarray for sample in mixture.__getitems__([0, 1, 2, 3]))
     again = pickle.loads(pickle.dumps(mixture))
     assert repr(again.__getitems__([5, 6])) == repr(mixture.__getitems__([5, 6]))
+
+
+def test_sample_that_the_weights_grant_only_in_part_does_not_end_the_epoch():
+    """Source a gets 1.5 samples before its weight becomes 0. It has one, and never needs a second."""
+    mixture = Mixture(
+        {"a": SourceRows("a", 1), "b": SourceRows("b", 1000)},
+        weights={0: [0.5, 0.5], 3: [0, 1]},
+        samples_per_update=1,
+        when_source_ends={"a": "stop", "b": "repeat"},
+        num_samples=100,
+        seed=0,
+    )
+    names = [name for name, _ in read_all(mixture)]
+    assert len(names) == 100
+    assert names.count("a") in (1, 2)

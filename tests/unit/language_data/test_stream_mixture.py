@@ -186,3 +186,16 @@ def test_invalid_use_is_refused():
     next(iter(mixture))
     with pytest.raises(StateError, match="was saved by a Mixture"):
         build_mixture(seed=7).load_state_dict(mixture.state_dict())
+
+
+def test_epoch_ends_where_all_remaining_sources_have_no_weight():
+    """A dropped source leaves the order without any weight from position 10 on, as in a mixture of indexed sources."""
+    options = {"weights": {0: [0.5, 0.5], 10: [0, 1]}, "samples_per_update": 1, "seed": 0}
+    ends = {"when_source_ends": {"a": "repeat", "b": "drop"}}
+    indexed = Mixture({"a": [("a", n) for n in range(4)], "b": [("b", n) for n in range(3)]}, **options, **ends)
+    streamed = Mixture({"a": Stream("a", 4), "b": Stream("b", 3)}, **options, **ends)
+    wanted = [indexed[position][0] for position in range(len(indexed))]
+    found = [sample[0] for sample, _ in zip(streamed, range(50))]
+    assert len(wanted) == 10
+    assert sorted(found) == sorted(wanted)
+    assert found.count("b") == 3

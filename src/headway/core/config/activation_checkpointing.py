@@ -14,7 +14,7 @@ class ActivationCheckpointing:
     """Options of activation checkpointing: which blocks recompute their activations, and which tensors are saved.
 
     Attributes:
-        every: Number n such that every n-th block is checkpointed. 1: all blocks.
+        every: Number n such that every n-th block is checkpointed, at least 1. 1: all blocks.
         policy: One of the following, or a policy function for torch's create_selective_checkpoint_contexts.
             "recompute": save only a block's inputs. "keep_matmul": also save outputs of matrix products, convolutions
             and fused attention. "keep_attention": also save outputs of fused attention. "keep_all": recompute nothing,

@@ -92,11 +92,11 @@ class TorchDynamoPlugin:
         return str(self.backend).lower()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all settings by name."""
+        """Return the settings as `to_kwargs` does, and in addition `use_regional_compilation`."""
         return {**self.to_kwargs(), "use_regional_compilation": self.use_regional_compilation}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the settings as keyword arguments of `torch.compile`."""
+        """Return the settings as keyword arguments of `torch.compile`. If there are `options`, `mode` is left out."""
         given: dict[str, Any] = {"backend": self.backend if _is_function(self.backend) else self.name}
         if self.options:
             given["options"] = dict(self.options)
@@ -125,8 +125,8 @@ def resolve_compiler(backend: Backend | None, plugin: TorchDynamoPlugin | None) 
     """Return the settings for torch.compile from the Accelerator's two arguments and the launcher.
 
     Args:
-        backend: Argument `dynamo_backend` of the Accelerator.
-        plugin: Argument `dynamo_plugin` of the Accelerator.
+        backend: Argument `dynamo_backend` of the Accelerator. None: the launcher's setting, else no compilation.
+        plugin: Argument `dynamo_plugin` of the Accelerator, or None. It is returned unchanged.
 
     Raises:
         ConfigError: If both arguments are given, `plugin` has the wrong type, or settings contradict each other.

@@ -20,7 +20,7 @@ class EnginePlugin(Protocol):
         """Number of micro-batches per update that the engine's configuration sets, or None if it sets none."""
 
     def build_strategy(self, collectives: Any, options: Any, number_format: str, is_deferred: bool) -> Any:
-        """Return the strategy that trains with the engine.
+        """Return the `Strategy` object that trains with the engine.
 
         Args:
             collectives: Collectives over all ranks.

@@ -65,10 +65,11 @@ class EngineOptions:
 def collect_options(handlers: list[Any] | None) -> EngineOptions:
     """Return an `EngineOptions` whose fields hold the objects in `kwargs_handlers`.
 
-    An instance of a subclass is assigned to the field of its parent class.
+    An instance of a subclass is assigned to the field of its parent class, and `AORecipeKwargs` to the field `float8`.
+    Objects that could be changed later are copied.
 
     Args:
-        handlers: Argument `kwargs_handlers` of the Accelerator.
+        handlers: Argument `kwargs_handlers` of the Accelerator. None: no objects.
 
     Raises:
         ConfigError: If an object has an unknown class, or two have the same class.

@@ -56,7 +56,7 @@ def read_file_layer(
     Args:
         named: Path that the user gave. None: the default file if it exists.
         environment: Environment variables, which determine the default file.
-        explain: Function that returns hints for unknown keys that belong to another library.
+        explain: Function that returns hints for unknown keys that belong to another library. Default: no hints.
 
     Raises:
         ConfigError: If a named file does not exist, or the file cannot be read or contains an unknown key or an invalid
@@ -94,7 +94,11 @@ def read_config(path: Path) -> bytes:
 
 
 def load_mapping(content: bytes, name: str) -> dict[str, Any]:
-    """Parse YAML or JSON into a mapping.
+    """Parse YAML or JSON into a mapping. Empty content gives an empty mapping.
+
+    Args:
+        content: YAML or JSON. It is untrusted.
+        name: Name of the file, for messages.
 
     Raises:
         ConfigError: If the content is neither YAML nor JSON, or is not a mapping with string keys.
@@ -121,9 +125,13 @@ def load_mapping(content: bytes, name: str) -> dict[str, Any]:
 
 
 def _check_shape(events: Iterable[Any], name: str) -> None:
-    """Raise an error for YAML that would exhaust the stack or memory, or take very long to parse.
+    """Raise `ConfigError` for YAML that would exhaust the stack or memory, or take very long to parse.
 
     Such YAML contains deep nesting, aliases or huge numbers.
+
+    Args:
+        events: Events of PyYAML's parser.
+        name: Name of the file, for messages.
 
     Raises:
         ConfigError: If the content contains such YAML.
@@ -152,7 +160,7 @@ def parse_config(content: bytes, name: str, explain: Explain = _explain_nothing)
     Args:
         content: YAML or JSON.
         name: Name of the file in origins and errors.
-        explain: Function that returns hints for unknown keys that belong to another library.
+        explain: Function that returns hints for unknown keys that belong to another library. Default: no hints.
 
     Raises:
         ConfigError: If the content cannot be parsed, or contains an unknown key or an invalid value.
@@ -161,12 +169,12 @@ def parse_config(content: bytes, name: str, explain: Explain = _explain_nothing)
 
 
 def read_settings(mapping: Mapping[str, Any], name: str, explain: Explain = _explain_nothing) -> dict[str, Value]:
-    """Return the settings in a parsed config file, each with its origin.
+    """Return the settings in a parsed config file, each with its origin. Keys with a null value are left out.
 
     Args:
         mapping: Keys and values of the file.
         name: Name of the file in origins and errors.
-        explain: Function that returns hints for unknown keys that belong to another library.
+        explain: Function that returns hints for unknown keys that belong to another library. Default: no hints.
 
     Raises:
         ConfigError: If a key is unknown or a value is invalid.
@@ -188,7 +196,7 @@ def format_config(config: LaunchConfig, original: str | None = None) -> str:
     Args:
         config: Settings to write.
         original: Name of another library's config file, if the settings were translated from it. Error messages then
-            name that file as the origin.
+            name that file as the origin. Default: None, the settings were not translated.
     """
     import yaml
 
@@ -211,7 +219,7 @@ def write_config(config: LaunchConfig, path: Path, original: str | None = None) 
         config: Settings to write.
         path: File to create or replace.
         original: Name of another library's config file, if the settings were translated from it. Error messages then
-            name that file as the origin.
+            name that file as the origin. Default: None, the settings were not translated.
 
     Raises:
         ConfigError: If the file cannot be written.

@@ -99,7 +99,7 @@ class Float8Options:
 
 @dataclass(frozen=True)
 class AORecipeKwargs:
-    """Options of float8 training, with the names that Accelerate uses. `Float8Options` has these options and more.
+    """Options of float8 training, with the names that Accelerate uses. `Float8Options` has more options.
 
     Attributes:
         config: torchao's Float8LinearConfig. None: dynamic scales, one per tensor.

@@ -21,6 +21,9 @@ class NonFinitePolicy:
             error is raised.
         explains: Whether to find the operation that produced the first non-finite value, also for actions other than
             "explain". To find it, the accumulation window is run again.
+
+    Raises:
+        ConfigError: If the action is unknown, or `max_in_row` is not an integer of at least 1.
     """
 
     action: str = "skip"
@@ -55,6 +58,9 @@ class SpikePolicy:
             two copies are kept.
         max_in_row: Maximum number of spikes that are skipped or undone in a row. Two spikes are in a row if there are
             fewer than `updates` updates between them. If yet another spike follows, SpikeError is raised.
+
+    Raises:
+        ConfigError: If the action is unknown, or a number is out of range.
     """
 
     action: str = "skip"

@@ -398,7 +398,14 @@ class RequestedLayout:
         )
 
     def _build_context(self, given: TorchContextParallelConfig | None) -> TorchContextParallelConfig:
-        """Return the options of context parallelism, from `kwargs_handlers`, the ParallelismConfig and the launcher."""
+        """Return the options of context parallelism, from `kwargs_handlers`, the ParallelismConfig and the launcher.
+
+        Args:
+            given: Options in `kwargs_handlers`, or None.
+
+        Raises:
+            ConfigError: If two sources contradict each other.
+        """
         handler = self.request.context
         if given is not None and handler is not None and given != handler:
             raise ConfigError(
@@ -436,7 +443,16 @@ class RequestedLayout:
         return chosen
 
     def _choose_units(self, given: ShardingOptions) -> tuple[tuple[Any, ...], int]:
-        """Return the FSDP units as a pair of (classes or names of units, minimum number of parameters of a unit)."""
+        """Return the FSDP units as a pair of (classes or names of units, minimum number of parameters of a unit).
+
+        If the pair is ((), 0), the units are the repeated blocks of the model.
+
+        Args:
+            given: Options from the script's `kwargs_handlers`.
+
+        Raises:
+            ConfigError: If two sources contradict each other.
+        """
         says_itself = bool(given.units or given.min_num_params)
         policy = self._decide_setting("fsdp_auto_wrap_policy")
         names = self._decide_setting(
@@ -474,11 +490,14 @@ class RequestedLayout:
 
 
 def _check_typed(text: str, layout: Layout) -> None:
-    """Raise `ConfigError` if a command-line option does not apply to the script's layout.
+    """Raise `ConfigError` if an option that was given on the command line does not apply to the run's layout.
 
     Args:
         text: Layout as written by the user.
         layout: Layout of this run.
+
+    Raises:
+        ConfigError: If there is such an option.
     """
     for name, what, _ in list_inapplicable_options(text, layout):
         value, origin = resolve_run_setting(name, UNSET, None)
@@ -489,7 +508,7 @@ def _check_typed(text: str, layout: Layout) -> None:
 
 
 def list_inapplicable_options(text: str, layout: Layout) -> Iterator[tuple[str, str, str]]:
-    """Yield a tuple for each setting that does not apply to the layout.
+    """Yield a tuple for each setting that does not apply to the layout. On a single rank, all settings are accepted.
 
     Args:
         text: Layout as written by the user.

@@ -102,7 +102,10 @@ def resolve(layers: Sequence[Layer], *, force: bool = False) -> Resolved:
 
 
 def read_environment_layer(environment: Mapping[str, str]) -> dict[str, Value]:
-    """Return the settings in HEADWAY_* variables, each with its origin.
+    """Return the settings in HEADWAY_* variables, each with its origin. Empty variables are ignored.
+
+    Args:
+        environment: Environment variables by name.
 
     Raises:
         ConfigError: If a value is invalid, or a variable looks like a misspelled setting.
@@ -196,7 +199,7 @@ def read_requested_num_processes() -> range | None:
     Return None if the script was not started by the launcher.
 
     Raises:
-        ConfigError: If the payload cannot be read.
+        ConfigError: If the launcher's payload cannot be read.
     """
     content = _read_payload()
     if content is None:
@@ -208,7 +211,10 @@ def read_requested_num_processes() -> range | None:
 def read_promised_device() -> str | None:
     """Return the torch device type that the launcher found for this process, or "cpu" if it found no device.
 
-    Return None if the launcher did not look for devices.
+    Return None if the launcher did not look for devices, or if the script was not started by the launcher.
+
+    Raises:
+        ConfigError: If the launcher's payload cannot be read.
     """
     found = (_read_payload() or {}).get("device")
     return None if found is None else str(found)
@@ -218,6 +224,9 @@ def read_ranks_per_machine() -> int | None:
     """Return the number of processes on each machine.
 
     Return None if there is a single machine, or if the script was not started by the launcher.
+
+    Raises:
+        ConfigError: If the launcher's payload cannot be read.
     """
     found = (_read_payload() or {}).get("ranks_per_machine")
     return None if found is None else int(found)
@@ -233,21 +242,24 @@ def resolve_run_setting(
 ) -> tuple[Any, str]:
     """Return the value of one setting and its origin, in a worker process.
 
+    The script's value precedes the launcher's, except that a different value on the command line is an error, or wins
+    with `--force`. Without a launcher, the variable HEADWAY_<NAME> is read if the script gives no value.
+
     Args:
         name: Name of the setting, such as "mixed_precision".
         code_value: Value that the script gives; UNSET or None if it gives none.
         default: Value to return if no source sets the setting.
         code_origin: Description of the script's line for error messages, such as "Accelerator(mixed_precision='fp16')
-            at train.py:12".
+            at train.py:12". Default: None, a description of name and value.
         parse: Function that parses the environment variable HEADWAY_<NAME>, for a setting that the launcher does not
-            know.
+            know. Default: None, the variable's text is the value.
 
     Returns:
         Pair of (value, origin).
 
     Raises:
-        ConfigError: If the script contradicts the command line without `--force`, or the text of the environment
-            variable is invalid.
+        ConfigError: If the script contradicts the command line without `--force`, the text of the environment variable
+            is invalid, or the launcher's payload cannot be read.
     """
     is_said = not (isinstance(code_value, Unset) or code_value is None)
     content = _read_payload()

@@ -188,8 +188,8 @@ class ParsedLayout:
             ranks_per_machine: Number of ranks on each machine. None: all ranks are on one machine.
 
         Raises:
-            ConfigError: If the product of the sizes is not the number of ranks. The message names the nearest sizes
-                that fit.
+            ConfigError: If the sizes do not fit the number of ranks, or "hsdp" without a size does not fit the
+                machines. The message names sizes that fit.
         """
         sizes = dict(self.sizes)
         if self.is_by_machine:
@@ -276,7 +276,8 @@ def parse_layout(text: str) -> ParsedLayout:
     """Parse a layout such as "fsdp", "hsdp=8" or "fsdp+tp=2".
 
     Raises:
-        ConfigError: If a term is unknown or repeated, a size is not a positive integer, or two terms have no size.
+        ConfigError: If a term is unknown or repeated, a size is not a positive integer, two terms have no size, or the
+            text is too long.
     """
     sizes: dict[str, int | None] = {}
     is_by_machine = False
@@ -380,6 +381,6 @@ def normalize_strategy(text: str) -> str:
     ends are removed.
 
     Raises:
-        ConfigError: If `text` is neither a layout nor a registered name.
+        ConfigError: If `text` is neither a layout nor a registered name, or two packages registered the name.
     """
     return normalize_layout(text) if find_entry_point(text) is None else text.strip()

@@ -81,6 +81,10 @@ class PipelineOptions:
 
         Stages are assigned round-robin. With the "zbv" schedule, every second round assigns them in reverse order,
         so that stages form a V.
+
+        Args:
+            stage: Index of the stage.
+            num_ranks: Number of pipeline ranks.
         """
         lap, place = divmod(stage, num_ranks)
         return num_ranks - 1 - place if self.schedule == "zbv" and lap % 2 else place
@@ -89,6 +93,9 @@ class PipelineOptions:
         """Return the number of micro-batches into which a batch is split.
 
         A batch with fewer rows than this number is split into single rows.
+
+        Args:
+            num_ranks: Number of pipeline ranks.
         """
         return self.num_microbatches or 2 * num_ranks
 
@@ -164,10 +171,13 @@ class ShardingOptions:
             )
 
     def check(self, num_shards: int) -> None:
-        """Raise an error if the options do not fit the number of shards.
+        """Raise `ConfigError` if `reshard_after_forward` is a number of ranks that does not fit the number of shards.
+
+        Args:
+            num_shards: Number of ranks over which each parameter is sharded.
 
         Raises:
-            ConfigError: If `reshard_after_forward` is a number that does not divide `num_shards`.
+            ConfigError: If the number is less than 2, not less than `num_shards`, or does not divide it.
         """
         chosen = self.reshard_after_forward
         if isinstance(chosen, bool) or chosen is None:
@@ -219,7 +229,7 @@ class TensorParallelOptions:
             the total.
 
     Raises:
-        ConfigError: If the plan is empty or names an unknown style.
+        ConfigError: If the plan is empty or names an unknown style, or `divide` or `keep` is a string.
     """
 
     plan: Mapping[str, Any] | None = None
@@ -388,7 +398,7 @@ class LayoutRequest:
             key: Argument of a plugin, or key of a config file, that requests the number.
 
         Raises:
-            ConfigError: If another key requests a different number.
+            ConfigError: If two keys request different numbers larger than 1.
         """
         before, other = self._sizes.get(axis, (1, key))
         if before > 1 and size not in (1, before):

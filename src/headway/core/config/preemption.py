@@ -37,7 +37,7 @@ class Preemption:
     exits: bool = True
 
     def __post_init__(self) -> None:
-        """Raise an error if a field has an invalid value."""
+        """Raise `ConfigError` if a field has an invalid value."""
         self.numbers  # noqa: B018  (raises)
         if self.reserve < timedelta(0) or (self.time_limit is not None and self.time_limit <= timedelta(0)):
             raise ConfigError(
@@ -63,6 +63,7 @@ class Preemption:
     def compute_deadline(self) -> "Deadline | None":
         """Return the deadline at which to save; None if there is no time limit.
 
+        It comes `reserve` before the end of the run, but no earlier than after three quarters of the remaining time.
         `time_limit` is measured with the monotonic clock, which ignores corrections of the system time and stops while
         the machine is suspended. The end of a SLURM job is compared with the system time.
         """

@@ -85,11 +85,12 @@ class ProjectConfiguration(KwargsHandler):
 
     Attributes:
         project_dir: Folder of the run. None: nothing is written unless a path is given.
-        logging_dir: Folder for trackers and logs. Default: `project_dir`.
+        logging_dir: Folder for trackers and logs. None: `project_dir`.
         automatic_checkpoint_naming: Whether save_state chooses its folder: `<project_dir>/checkpoints/checkpoint_<n>`.
         total_limit: Number of newest checkpoints to keep. None: all.
         iteration: Number of the first checkpoint.
-        keep_best: "max" or "min": also keep the checkpoint with the highest or lowest `metric`.
+        keep_best: "max" or "min": also keep the checkpoint with the highest or lowest `metric` passed to save_state.
+            None: metrics do not matter.
         save_on_each_node: Accepted for compatibility, without effect. Whether machines share the folder is detected.
         save_frozen: Whether checkpoints contain the values of frozen weights. False: they contain a digest of each
             frozen weight instead, for use with adapters. A resumed run must then build its models from the same base.
@@ -139,7 +140,14 @@ class ProjectConfiguration(KwargsHandler):
         return self if self.logging_dir is not None else replace(self, logging_dir=self.project_dir)
 
     def set_directories(self, project_dir: str | Path | None = None) -> None:
-        """Set `project_dir`, and use the same folder for `logging_dir` if that is not set."""
+        """Set `project_dir`, and use the same folder for `logging_dir` if that is not set.
+
+        Args:
+            project_dir: New folder of the run. Default: None, the run has no folder.
+
+        Raises:
+            ConfigError: If this is the copy that an Accelerator uses, which is read-only.
+        """
         self.project_dir = project_dir
         self.logging_dir = project_dir if self.logging_dir is None else self.logging_dir
 
@@ -154,6 +162,9 @@ def resolve_windows(
 ) -> GradientAccumulationPlugin:
     """Return the options of gradient accumulation from the three arguments of the Accelerator that can set them.
 
+    If neither `steps` nor `plugin` is given, the number of micro-batches is that of the launcher, or else 1. The result
+    is read-only.
+
     Args:
         steps: Number of micro-batches per update (`gradient_accumulation_steps`).
         plugin: All options (`gradient_accumulation_plugin`).
@@ -161,7 +172,8 @@ def resolve_windows(
         origin: Description of the script's line, for error messages.
 
     Raises:
-        ConfigError: If more than one of the three arguments is given, or `plugin` has the wrong type.
+        ConfigError: If more than one of the three arguments is given, `steps` is not an integer of at least 1 or
+            contradicts the command line, or `plugin` has the wrong type.
     """
     _check_kind("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
     if plugin is not None and steps is not None:
@@ -181,6 +193,10 @@ def resolve_windows(
 def is_automatic(microbatching: str | None, plugin: GradientAccumulationPlugin) -> bool:
     """Whether batches are split into smaller micro-batches when memory runs out.
 
+    Args:
+        microbatching: Argument of the Accelerator: "auto" or None.
+        plugin: Options of gradient accumulation.
+
     Raises:
         ConfigError: If `microbatching` is neither "auto" nor None, or gradients are to be reduced in every micro-batch.
     """
@@ -197,8 +213,14 @@ def is_automatic(microbatching: str | None, plugin: GradientAccumulationPlugin) 
 def resolve_loading(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
     """Return the options of data loading from the Accelerator's `dataloader_config` and `split_batches`.
 
+    The result is a read-only copy.
+
+    Args:
+        config: Argument `dataloader_config` of the Accelerator, or None.
+        split_batches: Argument `split_batches` of the Accelerator.
+
     Raises:
-        ConfigError: If the two arguments contradict each other, or `config` has the wrong type.
+        ConfigError: If `split_batches` is True but `config.split_batches` is False, or `config` has the wrong type.
     """
     _check_kind("dataloader_config", config, DataLoaderConfiguration)
     if config is not None and split_batches and not config.split_batches:
@@ -208,6 +230,12 @@ def resolve_loading(config: DataLoaderConfiguration | None, split_batches: bool)
 
 def resolve_project(folder: str | Path | None, config: ProjectConfiguration | None) -> ProjectConfiguration:
     """Return the project configuration from the Accelerator's `project_dir` and `project_config`.
+
+    The result is a read-only copy, in which `logging_dir` is `project_dir` unless it was set.
+
+    Args:
+        folder: Argument `project_dir` of the Accelerator, or None.
+        config: Argument `project_config` of the Accelerator, or None.
 
     Raises:
         ConfigError: If the two arguments contradict each other, or `config` has the wrong type.

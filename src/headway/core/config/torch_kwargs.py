@@ -35,6 +35,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
         comm_hook: Compression of gradients. A PowerSGD hook can be combined with `comm_wrapper` (NO, FP16 or BF16),
             which casts gradients before and after the hook.
         comm_state_option: Keyword arguments of PowerSGD's state.
+
+    Raises:
+        ConfigError: If `comm_hook` or `comm_wrapper` is not allowed.
     """
 
     dim: int = 0
@@ -117,10 +120,11 @@ class ProfileKwargs(KwargsHandler):
 
     Attributes:
         activities: Names of torch's activities, such as "cpu", "cuda" or "xpu". None: torch's default.
-        schedule_option: Keyword arguments of torch.profiler.schedule (wait, warmup, active, repeat, skip_first).
-        on_trace_ready: Function that is called with the profiler when a trace is ready.
+        schedule_option: Keyword arguments of torch.profiler.schedule (wait, warmup, active, repeat, skip_first). None:
+            no schedule, all steps are recorded.
+        on_trace_ready: Function that is called with the profiler when a trace is ready. None: no function.
         output_trace_dir: Folder in which each rank writes `profile_<rank>.json`, and a table of the slowest operations
-            in `profile_<rank>.txt`, even if the profiled block raises.
+            in `profile_<rank>.txt`, even if the profiled block raises. None: no files are written.
     """
 
     activities: list[str] | None = None

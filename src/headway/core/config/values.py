@@ -45,6 +45,9 @@ def check_count(**values: object) -> None:
 
     Args:
         values: Values to check. The error message uses the keywords as names.
+
+    Raises:
+        ConfigError: If a value is not such an integer.
     """
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -54,7 +57,8 @@ def check_count(**values: object) -> None:
 class KwargsHandler:
     """Base class of option dataclasses for the Accelerator.
 
-    The Accelerator uses a read-only copy of the object, so later changes to the original have no effect on it.
+    The Accelerator uses a read-only copy of the object, so later changes to the original have no effect on it. Setting
+    a field of the copy raises `ConfigError`. Setting an unknown field raises `CallError`.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -138,6 +142,7 @@ def check_file_value(setting: LaunchSetting, value: Any, origin: str) -> Any:
     """Return a value from a config file in normalized form, or raise an error if its type or range is wrong.
 
     In YAML, an unquoted `no` means False. For a setting that has the choice "no", False is converted back to "no".
+    Integers are converted to text for "text" and "choice" settings, and to float for "number" settings.
 
     Args:
         setting: Description of the setting.
@@ -145,7 +150,7 @@ def check_file_value(setting: LaunchSetting, value: Any, origin: str) -> Any:
         origin: Where the value was set, for error messages.
 
     Raises:
-        ConfigError: If the value has the wrong type or is out of range.
+        ConfigError: If the value has the wrong type, or is out of range or not allowed.
     """
     if isinstance(value, int) and value.bit_length() > 1000:  # too long for Python to print or to convert to float
         raise _make_error(setting, value, origin)

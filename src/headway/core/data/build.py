@@ -98,7 +98,7 @@ def prepare_loader(
 
 
 def _find_epoch_listeners(loader: DataLoader[Any], feed: BatchFeed) -> list[Any]:
-    """Return those samplers and datasets of a loader that have a `set_epoch` method.
+    """Return those samplers and datasets of a loader, and of `feed`'s own reader, that have a `set_epoch` method.
 
     The method must be called before each epoch.
     """

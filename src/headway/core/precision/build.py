@@ -35,11 +35,14 @@ def build_precision(
 ) -> Precision:
     """Create the `Precision` object for a value of `mixed_precision`.
 
+    If the hardware only emulates bfloat16 and the precision uses it, a warning is logged.
+
     Args:
         name: "no", "bf16", "fp16" or "fp8".
         hardware: Device type that this process computes on.
         options: Options for autocast, the gradient scaler and float8.
-        parts: Object that returns this rank's shards of the gradients (the strategy). If None, gradients are unsharded.
+        parts: Object that returns this rank's shards of the gradients (the strategy). Default: None, gradients are
+            unsharded.
 
     Raises:
         ConfigError: If the name is unknown, or options for another precision are given.

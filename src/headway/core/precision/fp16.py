@@ -55,7 +55,14 @@ def _hold_gradient(grad: torch.Tensor) -> torch.Tensor:
 
 
 class Fp16Precision(Bf16Precision):
-    """float16 autocast for forward passes. The loss is scaled so that small gradients do not underflow."""
+    """float16 autocast for forward passes. The loss is scaled so that small gradients do not underflow.
+
+    Args:
+        hardware: Device type that this process computes on.
+        options: Options for autocast and the gradient scaler.
+        parts: Object that returns this rank's shards of the gradients (the strategy). Default: None, gradients are
+            unsharded.
+    """
 
     name = "fp16"
     dtype = torch.float16
@@ -80,7 +87,10 @@ class Fp16Precision(Bf16Precision):
         self._unscaled_after: dict[int, int] = {}
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times the loss scale, in float32 because a scale of 65536 overflows in float16."""
+        """Return the loss times the loss scale, in float32 because a scale of 65536 overflows in float16.
+
+        If the scaler is disabled, return the loss in float32.
+        """
         self._num_scaled += 1
         return self.scaler.scale(loss.float())
 
@@ -89,14 +99,18 @@ class Fp16Precision(Bf16Precision):
         return self.scaler.get_scale()
 
     def unscale_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return a gradient norm divided by the loss scale, computed on its device without a host synchronization."""
+        """Return a gradient norm divided by the loss scale, computed on its device without a host synchronization.
+
+        The norm is returned unchanged if no loss has been scaled yet, or the scaler is disabled.
+        """
         scale = self.scaler._scale
         return norm if scale is None else norm / scale.to(norm.device, non_blocking=True)
 
     def adjust(self) -> None:
-        """Grow or shrink the loss scale once for all steps since the last call.
+        """Grow or shrink the loss scale once for all steps since the last change.
 
-        Does nothing while an optimizer's gradients are unscaled: between its `unscale` and its `step` or `discard`.
+        Do nothing if no optimizer has stepped or discarded gradients since then. Also do nothing while an optimizer's
+        gradients are unscaled: between its `unscale` and its `step` or `discard`.
         """
         if (self._stepped or self._dropped) and self._unscaled <= self._stepped:
             self.scaler.update()
@@ -116,6 +130,8 @@ class Fp16Precision(Bf16Precision):
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the loss scale, once per accumulation window.
 
+        Do nothing if they are already unscaled, or the scaler is disabled.
+
         Raises:
             StateError: If a loss was scaled after the gradients were unscaled, without a step or `discard` in between.
         """
@@ -134,7 +150,14 @@ class Fp16Precision(Bf16Precision):
             self._unscaled.add(id(optimizer))
 
     def _agree(self, probe: _Probe, parts: GradientParts) -> None:
-        """Tell all ranks whether gradients overflowed on any rank, so that all of them skip the update if one did."""
+        """Tell all ranks whether gradients overflowed on any rank, so that all of them skip the update if one did.
+
+        Every rank must call it. It synchronizes the host with the device.
+
+        Args:
+            probe: Proxy of the optimizer, whose gradients have just been unscaled.
+            parts: Object with the collectives over all ranks.
+        """
         found = self.scaler._per_optimizer_states[id(probe)]["found_inf_per_device"]
         total = sum((each.item() for each in found.values()), 0.0)
         (total,) = parts.everyone.reduce_numbers([total])
@@ -144,7 +167,8 @@ class Fp16Precision(Bf16Precision):
     def discard(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that the optimizer's gradients are discarded without a step.
 
-        The next gradients are then unscaled again.
+        The next gradients are then unscaled again. Do nothing if the gradients have not been unscaled since the last
+        step.
         """
         key = id(optimizer)
         if key in self._unscaled and key not in self._stepped:
@@ -160,6 +184,8 @@ class Fp16Precision(Bf16Precision):
         run: Callable[[], Any] | None = None,
     ) -> bool:
         """Step the optimizer unless a gradient overflowed. Return False if the update was skipped.
+
+        Gradients that are still scaled are unscaled first. With sharded gradients, every rank must call this method.
 
         Args:
             optimizer: torch's own optimizer.
@@ -198,7 +224,10 @@ class Fp16Precision(Bf16Precision):
         return tensors, states, dict(self._probes), set(self._unscaled), set(self._stepped), list(self._dropped)
 
     def restore(self, snapshot: Any) -> None:
-        """Restore the loss scale, its growth tracker and the per-optimizer state from a snapshot."""
+        """Restore the loss scale, its growth tracker and the per-optimizer state from a snapshot.
+
+        Do nothing if the snapshot is None, as of a disabled scaler. A snapshot can be restored several times.
+        """
         if snapshot is None:
             return
         (scale, growth), states, probes, unscaled, stepped, dropped = snapshot

@@ -22,7 +22,13 @@ log = get_logger(__name__)
 
 
 class GradientParts(Protocol):
-    """Protocol of objects that return this rank's shards of the gradients, such as the strategy."""
+    """Protocol of objects that return this rank's shards of the gradients, such as the strategy.
+
+    Attributes:
+        capabilities: Capabilities of the strategy. Its field `whole_gradients` is True if each rank has all gradients,
+            with equal values on all ranks.
+        everyone: Collectives over all ranks.
+    """
 
     @property
     def capabilities(self) -> Any: ...
@@ -33,7 +39,7 @@ class GradientParts(Protocol):
     def get_local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the existing gradients of the parameters as plain tensors, which the caller may change in place.
 
-        For a sharded gradient, the tensor is this rank's shard.
+        For a sharded gradient, the tensor is this rank's shard. Parameters without a gradient are left out.
         """
 
 
@@ -41,6 +47,8 @@ class Precision:
     """Hooks that a number format adds to a training step. This base class is full precision, and its hooks do nothing.
 
     Attributes:
+        name: Value of the Accelerator's `mixed_precision`.
+        is_mixed: Whether forward passes run under torch.autocast.
         scaler: Gradient scaler. None if losses are not scaled. The training step then does not call `scale_loss`,
             `adjust`, `unscale` and `discard`.
     """
@@ -123,9 +131,10 @@ class Precision:
 
 
 def halve_embeddings(model: torch.nn.Module) -> torch.nn.Module:
-    """Make embeddings return outputs in autocast's dtype, so that the residual stream is in half precision.
+    """Make embeddings return float32 outputs in autocast's dtype, so that the residual stream is in half precision.
 
-    Enabled by `AutocastKwargs(half_residual=True)`.
+    Enabled by `AutocastKwargs(half_residual=True)`. Outside of autocast, outputs are unchanged. If the model has no
+    embeddings, a warning is logged. Return the model, which is changed in place.
     """
     found = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     if not found:
@@ -159,6 +168,9 @@ class Bf16Precision(Precision):
 
 
 class Float8Precision(Bf16Precision):
-    """bfloat16 autocast for forward passes in which linear layers compute in float8."""
+    """bfloat16 autocast for forward passes in which linear layers compute in float8.
+
+    The layers are converted when the model is prepared, not by this class.
+    """
 
     name = "fp8"

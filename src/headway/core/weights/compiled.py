@@ -74,6 +74,8 @@ def remove_wrappers(module: nn.Module) -> nn.Module:
 def accept_bare_names(model: nn.Module) -> None:
     """Register hooks so that compiled submodules load state dicts with or without torch.compile's prefix.
 
+    A module that already has such a hook gets no second one.
+
     Args:
         model: Model with compiled submodules.
     """

@@ -59,7 +59,8 @@ _OF_TOKENIZERS = PATTERNS[3:]
 def split_ties(tensors: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
     """Separate tensors that must be written from names that are tied to another tensor.
 
-    Names that refer to exactly the same memory in the same layout are tied. Views that merely share a buffer are not.
+    Names that refer to exactly the same memory in the same layout are tied. Views that merely share a buffer are not,
+    and neither are tensors without elements.
 
     Args:
         tensors: Pairs of (name, tensor).
@@ -123,8 +124,9 @@ def save_weights(
         max_shard_size: Maximum bytes per file, as a number or text such as "10GB".
 
     Raises:
-        ConfigError: If the folder is a file.
+        ConfigError: If the folder is a file, or `max_shard_size` is not a size.
         CheckpointError: If a file, when read back, differs from the tensors. The folder is then unchanged.
+        OSError: If the disk is full or not writable. The folder is then unchanged.
     """
     place = _folder(folder)
     with open_writable(place) as local:
@@ -134,7 +136,7 @@ def save_weights(
 
 
 def _save(tensors: Iterable[tuple[str, Any]], folder: Path, max_shard_size: int | str) -> list[str]:
-    """Write tensors to safetensors files and their index, and return the names of the files."""
+    """Write tensors to safetensors files, and an index if there are several. Return the names of the files."""
     kept, tied = split_ties(tensors)
     shards = _shards_of(kept, max_shard_size)
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
@@ -197,6 +199,8 @@ def _warn_of_code(state: Mapping[str, Any]) -> None:
 
 def save_object(obj: Any, path: str | Path, safe_serialization: bool = False) -> None:
     """Write an object with torch.save, or a dict of tensors as safetensors. The file is replaced atomically.
+
+    In safetensors, a tied tensor is written once. The metadata records its other names.
 
     Args:
         obj: Object to write.
@@ -325,7 +329,7 @@ def copy_files(source: Path | None, folder: Path, patterns: Iterable[str] = PATT
     """Copy files by name pattern from one folder to another, and return the paths of the copies.
 
     Args:
-        source: Folder to copy from. Nothing is copied if it is None or does not exist.
+        source: Folder to copy from. Nothing is copied if it is None, does not exist, or is `folder`.
         folder: Folder to copy to.
         patterns: Name patterns of the files. Default: `PATTERNS`.
     """

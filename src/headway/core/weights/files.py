@@ -64,7 +64,8 @@ class StoredTensor(TensorSpec):
             offsets: First index of the block along each dim.
 
         Raises:
-            CheckpointError: If the file cannot be read or has become shorter.
+            CheckpointError: If the file cannot be opened or has become shorter.
+            OSError: If the file system reports a failed read.
         """
         if isinstance(self._origin, torch.Tensor):
             box.copy_(self._origin[make_slices(offsets, box.shape)])
@@ -117,9 +118,9 @@ def open_checkpoint(source: str | Path) -> WeightFiles:
     """Open a checkpoint that contains weights. Only headers are read, and no code in the files is executed.
 
     Args:
-        source: A `.safetensors` or `.bin` file, an index (`*.index.json`), a folder with one checkpoint, or a model ID
-            on the Hugging Face Hub. A model on the Hub is downloaded or taken from the local cache. Safetensors take
-            precedence over pickles.
+        source: A file (`.safetensors`, `.bin`, `.pt` or `.pth`), an index (`*.index.json`), a folder with one
+            checkpoint, or a model ID on the Hugging Face Hub. A model on the Hub is downloaded or taken from the local
+            cache. In folders and on the Hub, safetensors take precedence over pickles.
 
     Raises:
         CheckpointError: If there is no checkpoint or more than one, a shard is missing, or a file is damaged or would
@@ -138,10 +139,13 @@ def open_checkpoint(source: str | Path) -> WeightFiles:
 
 
 def _choose_checkpoint(folder: Path) -> Path:
-    """Return the only checkpoint in a folder. Safetensors take precedence over pickles.
+    """Return the only checkpoint in a folder: a file with weights, or an index. Safetensors precede pickles.
 
-    If there are several checkpoints of the same format, one is probably outdated, and an error is raised. However, a
-    file named `model` or `pytorch_model` is chosen if there is no index.
+    Several checkpoints of one format are an error, because one is probably outdated. However, a file named `model` or
+    `pytorch_model` is chosen if there is no index.
+
+    Raises:
+        CheckpointError: If the folder contains no weights or several checkpoints, or an index is damaged.
     """
     for patterns in (("*.safetensors.index.json", "*.safetensors"), ("*.bin.index.json", "*.bin")):
         indexes = sorted(folder.glob(patterns[0]))
@@ -289,7 +293,7 @@ def map_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]
         Pair of (tensors by name, the file's metadata).
 
     Raises:
-        CheckpointError: If the file violates the format. The message names the file.
+        CheckpointError: If the file cannot be opened or violates the format. The message names the file.
     """
     with open_regular_file(path) as file:
         places, metadata = read_header(file, path)

@@ -136,7 +136,7 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 class Conversion:
     """transformers rule for computing a model's tensors from stored tensors.
 
-    The stored tensors are stacked, joined, split or permuted.
+    The stored tensors are stacked, concatenated, split or permuted.
 
     Attributes:
         target: Name of the model's tensor.
@@ -176,8 +176,9 @@ class TensorSources:
     Attributes:
         direct: Mapping from names in the model to names in the checkpoint, for tensors that are loaded unchanged.
         conversions: Conversions that compute tensors from stored ones.
-        shapes: Pairs of (shape, dtype) in the checkpoint, by name in the model.
-        unexpected: Stored names that match no tensor of the model.
+        shapes: Pairs of (shape, dtype) by name in the model, for tensors that are in the checkpoint or computed by a
+            conversion.
+        unexpected: Stored names that match neither a tensor nor an extra state of the model.
         extras: Mapping from names of extra states in the model to names in the checkpoint.
     """
 
@@ -200,18 +201,19 @@ def match_names(
     Each parameter must be in the checkpoint. If it is tied, one of its names is enough. A buffer that the model has
     computed itself may be missing. If `strict` is set, this applies only to non-persistent buffers. With
     `computes_buffers`, non-persistent buffers that have no values yet may be missing, too. Unexpected names are an
-    error if `strict` is set, and logged otherwise. Shapes must be equal.
+    error if `strict` is set, and logged otherwise. Names that the model's class declares as ignored are skipped. Shapes
+    must be equal, and a floating-point tensor matches only a floating-point tensor.
 
     Args:
         model: Model that loads the tensors.
         places: Locations of the model's parameters and buffers, by name.
         checkpoint: Stored tensors.
-        strict: Whether missing persistent buffers and unexpected names are errors.
+        strict: Whether missing persistent buffers, missing extra states and unexpected names are errors.
         computes_buffers: Whether the model will compute its non-persistent buffers later. Default: False.
 
     Raises:
-        CheckpointError: If names or shapes do not match. The message lists missing, unexpected and mismatched names,
-            each with the most similar name on the other side.
+        CheckpointError: If names or shapes do not match, or a conversion fails. The message lists missing, unexpected
+            and mismatched names. Missing and unexpected names are shown with the most similar name on the other side.
     """
     sources = _sources(model, places, checkpoint)
     groups = map_ties(places)
@@ -311,6 +313,9 @@ def _try_conversion(conversion: Conversion, checkpoint: WeightFiles) -> dict[str
 
     Returns:
         Pair of (shape, dtype) for each computed tensor, by the model's name.
+
+    Raises:
+        CheckpointError: If the conversion fails.
     """
 
     def shape_only(key: str) -> torch.Tensor:

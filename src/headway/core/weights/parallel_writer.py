@@ -319,10 +319,11 @@ class _FileInProgress:
 
 
 class ParallelWriter:
-    """Context manager that writes files from several threads. All files are complete on exit.
+    """Context manager that writes files from several threads. All files are complete on exit without an error.
 
-    Each thread uses a buffer of 1 MiB, or of 16 MiB for object stores, and 4 MiB of pinned memory if values are on a
-    device. Host copies of all threads together take at most `MAX_COPIES` bytes, unless a single value is larger.
+    An error of a thread is raised by a later call of `write`, or on exit. Each thread uses a buffer of 1 MiB, or of 16
+    MiB for object stores, and 4 MiB of pinned memory if values are on a device. Host copies of all threads together
+    take at most `MAX_COPIES` bytes, unless a single value is larger.
 
     Args:
         num_threads: Number of threads. 0: the calling thread writes, which `count_threads` recommends for few
@@ -367,24 +368,27 @@ class ParallelWriter:
         is_forced: bool = False,
         on_written: Callable[[RangedFile], None] = lambda file: None,
     ) -> RangedFile:
-        """Start to write a file. The values must not change until the context exits.
+        """Start to write a safetensors file. The values must not change until the context exits.
 
         Args:
             path: File to write. It is not replaced atomically.
             specs: Shape and dtype of each tensor, in the order of the file.
             values: Pairs of (name, tensor) in the order of `specs`. Tensors that are not in memory are assembled by the
                 calling thread, one after the other.
-            metadata: Entries for the metadata in the file's header. Default: None.
+            metadata: Entries for the metadata in the file's header, in addition to `{"format": "pt"}`. Default: None,
+                no other entries.
             piece: Number of bytes that one hash covers, a power of two up to 16 MiB. Default: 16 MiB.
             is_forced: Whether to flush the file to the disk with fsync. Default: False.
-            on_written: Function called by a thread when the file is complete. Default: a function that does nothing.
+            on_written: Function called with the file by a thread when the file is complete. Default: a function that
+                does nothing.
 
         Returns:
-            The file, whose hashes are complete when it has been written.
+            The file. Its hashes are complete when it has been written.
 
         Raises:
-            OSError: If the disk is full or not writable.
-            CheckpointError: If the format lacks a dtype, or the values differ from `specs`.
+            OSError: If the file cannot be created.
+            CheckpointError: If the format lacks a dtype, a name cannot be encoded, or the values differ from `specs`.
+            BaseException: The error of a thread that has failed before, such as `OSError` if the disk is full.
         """
         header, _ = encode_header(specs, metadata or {})
         num_bytes = len(header) + sum(spec.num_bytes for spec in specs.values())
@@ -416,7 +420,7 @@ class ParallelWriter:
         return file
 
     def add_task(self, task: Callable[[], None]) -> None:
-        """Run a task on one of the threads. A file's `on_written` function may call this method."""
+        """Run a task on one of the threads, before the context exits. An `on_written` function may call this method."""
         self._threads.add(task)
 
     def _list_segments(
@@ -616,10 +620,10 @@ def check_specs(path: Path, specs: Mapping[str, TensorSpec]) -> None:
 
 
 def compare_range(file: RangedFile, number: int) -> None:
-    """Raise `CheckpointError` if one range of a written file differs from its hash.
+    """Raise `CheckpointError` if one range (`RANGE` bytes) of a written file differs from its hash.
 
     Args:
-        file: File with one hash per range.
+        file: File on a disk with one hash per range.
         number: Index of the range, from 0.
 
     Raises:

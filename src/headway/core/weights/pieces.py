@@ -156,7 +156,10 @@ def replace_local(like: "DTensor", local: torch.Tensor, stride: Sequence[int]) -
 
 
 def get_local_part(value: Any) -> torch.Tensor:
-    """Return this rank's shard of a tensor as a plain tensor. A tensor that is not sharded is returned in full."""
+    """Return this rank's shard of a tensor as a plain tensor. A tensor that is not sharded is returned unchanged.
+
+    For a `ShardPiece` without a local tensor, return its first box, or an empty tensor if it has no boxes.
+    """
     if is_dtensor(value):
         local: torch.Tensor = value.detach().to_local()  # type: ignore[attr-defined]
         # A tensor that is cast while it is gathered (float8) wraps the tensor with the values.
@@ -287,13 +290,14 @@ def list_cuts(tensor: "DTensor") -> list[list[tuple[int, int | None]]]:
 
 
 def iterate_boxes(tensor: "DTensor") -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """Yield the rectangular blocks (boxes) of a DTensor that this rank holds.
+    """Yield the rectangular blocks (boxes) of a DTensor that this rank holds. Yield nothing outside of its mesh.
 
     Yields:
         Pairs of (offsets in the full tensor, slices of the local tensor).
 
     Raises:
-        CheckpointError: If the local tensor's shape differs from the one that the placements imply.
+        CheckpointError: If the values are partial sums, or the local tensor's shape differs from the one that the
+            placements imply.
     """
     coordinate, mesh = tensor.device_mesh.get_coordinate(), tensor.device_mesh
     if coordinate is None:
@@ -319,7 +323,10 @@ def _with_places(runs: Sequence[IndexRange]) -> list[tuple[int, slice]]:
 def list_own_boxes(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
     """Return the boxes (rectangular blocks) of a tensor that this rank holds, as pairs of (offsets, values).
 
-    A tensor that is not sharded is one box.
+    The offsets are those in the full tensor, and the values are views. A tensor that is not sharded is one box.
+
+    Raises:
+        CheckpointError: If a DTensor holds partial sums, or its local shape contradicts its placements.
     """
     if is_dtensor(value):
         local = get_local_part(value)
@@ -330,9 +337,10 @@ def list_own_boxes(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
 
 
 class ShardCutter:
-    """Converter of DTensors to `ShardPiece` objects. It chooses which rank writes a box that several ranks hold.
+    """Creator of `ShardPiece` objects from DTensors. It chooses which rank writes a box that several ranks hold.
 
-    All ranks make the same choices without communication. The writes are divided among the replicas, balanced by bytes.
+    A box is a rectangular block of a tensor. All ranks make the same choices without communication, if they pass the
+    tensors in the same order. The writes are divided among the replicas, balanced by bytes.
     """
 
     def __init__(self) -> None:

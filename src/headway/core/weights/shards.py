@@ -106,7 +106,10 @@ def view_as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def get_raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's values in row-major order, as uint8 on the host. They are copied only if necessary."""
+    """Return a dense tensor's values in row-major order, as a 1-D uint8 tensor on the host.
+
+    The values are copied only if necessary. Otherwise the result shares the tensor's memory.
+    """
     flat = view_as_bits(tensor.detach().resolve_conj().resolve_neg()).contiguous().cpu().reshape(-1)
     if flat.numel() == 1:  # contiguous to torch with any stride, but view() as bytes needs stride 1
         flat = flat.as_strided((1,), (1,))
@@ -139,7 +142,7 @@ def read_header(file: BinaryIO, path: Path) -> tuple[StoredPlaces, dict[str, Any
             object.
 
     Raises:
-        CheckpointError: If the file violates the format.
+        CheckpointError: If the file violates the format, or its length differs from the one that the header implies.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -225,12 +228,14 @@ def write_file(
     Args:
         path: File to write. It is not replaced atomically.
         specs: Shape and dtype of each tensor, in the order of the file.
-        values: Pairs of (name, tensor), on any device and in any order.
-        metadata: Entries for the metadata in the file's header. Default: None.
+        values: Pairs of (name, tensor), on any device and in any order. Each tensor in `specs` must occur.
+        metadata: Entries for the metadata in the file's header, in addition to `{"format": "pt"}`. Default: None, no
+            other entries.
 
     Raises:
-        OSError: If the disk is full or not writable.
-        CheckpointError: If the format lacks a dtype, or the values differ from `specs`.
+        OSError: If the disk is full or not writable. An incomplete file can be left.
+        CheckpointError: If the format lacks a dtype, or a name cannot be encoded. Also if the values differ from
+            `specs`, which can leave an incomplete file.
     """
     header, starts = encode_header(specs, metadata or {})
     left = set(specs)
@@ -279,7 +284,7 @@ def encode_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) 
 
     Args:
         specs: Shape and dtype of each tensor, in the order of the file.
-        metadata: Entries for the metadata in the file's header.
+        metadata: Entries for the metadata in the file's header, in addition to `{"format": "pt"}`.
 
     Raises:
         CheckpointError: If the format lacks a dtype, or a name cannot be encoded.

@@ -11,11 +11,12 @@ from headway.core.weights.compiled import remove_compiled_levels
 def make_twin(module: torch.nn.Module, values: Mapping[str, torch.Tensor], path: str = "") -> torch.nn.Module:
     """Return a copy of a module, without forward hooks, in which the given tensors replace the module's own.
 
-    Tensors for which no replacement is given are shared with the original.
+    Tensors for which no replacement is given are shared with the original. A replaced parameter becomes a parameter
+    that requires no gradient.
 
     Args:
         module: Module to copy.
-        values: Replacement tensors by name.
+        values: Replacement tensors by name. Names lack the prefixes of `torch.compile`.
         path: Prefix of the module's names in `values`, used when the function calls itself for submodules. Default: "".
     """
     twin: Any = object.__new__(type(module))

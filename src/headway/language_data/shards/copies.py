@@ -121,6 +121,7 @@ def lock_file(path: Path, limit: float, what: str) -> Iterator[None]:
 
     Raises:
         DataError: If another process holds the lock for longer than `limit`.
+        OSError: If the file system does not support locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -129,7 +130,7 @@ def lock_file(path: Path, limit: float, what: str) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError as error:
+            except BlockingIOError as error:
                 if time.monotonic() - began > limit:
                     raise DataError(
                         f"another process has been writing {what} for {limit:g} s; look at that process"

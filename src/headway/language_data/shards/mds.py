@@ -104,7 +104,7 @@ class MDS:
         try:
             config = json.loads(bytes(reader.read_range(begin, offsets[0] - begin)))
             columns = [*zip(config["column_names"], config["column_encodings"], config["column_sizes"])]
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise DataError(describe_damage(name, begin, f"no description of the columns ({error!r})")) from error
         decoders = [(column, find_decoder(encoding, f"{name}: column {column!r}")) for column, encoding, _ in columns]
         return OpenMDS(offsets, decoders, [size for _, _, size in columns], name)
@@ -155,7 +155,11 @@ def find_decoder(encoding: str, what: str) -> Decoder:
         return lambda data: numpy.frombuffer(data, dtype)[0]
     if kind == "ndarray":
         name, _, shape = details.partition(":")
-        sizes = tuple(int(size) for size in shape.split(",")) if shape else None
+        try:
+            sizes = tuple(int(size) for size in shape.split(",")) if shape else None
+            numpy.dtype(name or None)
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{what} has the encoding {encoding!r}, which is no array: {error}") from error
         return lambda data: decode_array(data, name, sizes)
     raise DataError(
         f"{what} has the encoding {encoding!r}, which is not supported; supported are {', '.join([*simple, 'ndarray'])} and "

@@ -240,7 +240,7 @@ class Arrow:
             self._check_columns(schema, name)
         except (ValueError, OSError, EOFError) as error:
             raise DataError(describe_damage(name, 0, f"no Arrow schema ({error})")) from error
-        offset, num_rows, has_dictionaries = file.tell(), 0, False
+        offset, has_dictionaries, damage = file.tell(), False, ""
         while True:
             try:
                 message = ipc.read_message(file)
@@ -251,17 +251,24 @@ class Arrow:
             if message.type == "dictionary":
                 has_dictionaries = True
             elif not has_dictionaries:
-                batch = ipc.read_record_batch(message, schema)
-                if batch.num_rows:
-                    table.add(offset, file.tell() - offset, batch.num_rows)
+                try:
+                    num_batch_rows = ipc.read_record_batch(message, schema).num_rows
+                except (ValueError, OSError) as error:  # such as a damaged compressed buffer; the next batch is intact
+                    damage = damage or describe_damage(name, offset, error)
+                    num_batch_rows = 0
+                if num_batch_rows:
+                    table.add(offset, file.tell() - offset, num_batch_rows)
             offset = file.tell()
         if has_dictionaries:
-            file.seek(begin)
-            num_rows = sum(batch.num_rows for batch in ipc.open_stream(file))
             table = BlockTable()
+            file.seek(begin)
+            try:
+                num_rows = sum(batch.num_rows for batch in ipc.open_stream(file))
+            except (ValueError, OSError) as error:
+                return ShardScan(table, describe_damage(name, begin, error))
             if num_rows:
                 table.add(begin, num_bytes - begin, num_rows)
-        return ShardScan(table)
+        return ShardScan(table, damage)
 
     def open(self, reader: RangeReader, num_bytes: int, name: str) -> "OpenArrow":
         """Open a shard, and return an object that decodes its record batches.

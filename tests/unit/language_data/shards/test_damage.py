@@ -6,6 +6,7 @@ import pytest
 
 from headway.errors import ConfigError, DataError
 from headway.language_data.shards.dataset import ShardedDataset
+from headway.language_data.shards.mds import find_decoder
 from tests.unit.language_data.shards.shard_files import make_records, read_record, write_shard
 
 
@@ -153,3 +154,31 @@ def test_unnoticed_change_of_a_file_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(b"1\n222\n")
     with pytest.raises(DataError, match=r"a\.jsonl: the block at byte 0 has 2 records instead of 3"):
         dataset[0]
+
+
+def test_damaged_compressed_batch_of_arrow_is_an_error_or_left_out(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "a.arrow"
+    options = pyarrow.ipc.IpcWriteOptions(compression="lz4")
+    schema = pyarrow.schema([("id", pyarrow.int64())])
+    ends = []
+    with path.open("wb") as file, pyarrow.ipc.new_stream(file, schema, options=options) as writer:
+        for begin in (0, 1000, 2000):
+            writer.write_batch(pyarrow.record_batch({"id": [number % 7 for number in range(begin, begin + 1000)]}, schema))
+            file.flush()
+            ends.append(file.tell())
+    raw = bytearray(path.read_bytes())
+    middle = ends[1] - 100  # in the values of the second batch
+    raw[middle : middle + 60] = bytes(60)
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r'a\.arrow: the record at byte \d+ is damaged.*on_damage="skip"'):
+        open_shards(path)
+    kept = open_shards(path, on_damage="skip")
+    assert kept.num_skipped == 1
+    assert [record["id"] for record in kept] == [number % 7 for number in (*range(1000), *range(2000, 3000))]
+
+
+@pytest.mark.parametrize("encoding", ["ndarray:foo", "ndarray:int32:x"])
+def test_unknown_array_of_mds_is_an_error(encoding: str) -> None:
+    with pytest.raises(DataError, match=rf"column 'x' has the encoding '{encoding}', which is no array"):
+        find_decoder(encoding, "a.mds: column 'x'")

@@ -276,8 +276,8 @@ def get_stored_spec(dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
 def _choose_piece(specs: Iterable[TensorSpec], num_files: int) -> int:
     """Return the number of bytes that one hash covers in a file in an object store.
 
-    It is the smallest power of two from 16 KiB to 8 MiB that is at least 8 KiB times `num_files`, and with which all
-    files together have at most 2^18 hashes. If there is none, it is 16 MiB.
+    It is at least 8 KiB times `num_files`, and so large that all files together have at most 2^18 hashes. It is the
+    smallest such power of two from 16 KiB to 8 MiB, or else 16 MiB.
 
     Args:
         specs: Shapes and dtypes of the file's tensors.

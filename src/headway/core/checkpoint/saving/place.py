@@ -65,8 +65,8 @@ class CheckpointFolder:
             output_dir: Folder that the caller has chosen. Ignored with automatic naming.
 
         Raises:
-            CheckpointError: With automatic naming, if an earlier run has a checkpoint with the next number or a higher
-                one, or a copy that a user made has the name of the next checkpoint.
+            CheckpointError: If an earlier run has a checkpoint with the next number or a higher one. Also if a copy
+                that a user made has the next checkpoint's name. Both apply only to automatic naming.
             ConfigError: If `output_dir` is None or not allowed in an object store. With automatic naming, if the
                 project has no directory.
         """

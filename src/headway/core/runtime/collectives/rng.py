@@ -65,8 +65,8 @@ def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator 
 def share_rng_states(everyone: Collectives, index: int) -> list[str]:
     """Make ranks that read the same data shard draw equal random numbers, for example in dropout, noise and datasets.
 
-    A generator whose state agrees on these ranks, for every shard, keeps its state. Any other generator is seeded on all
-    ranks, from rank 0's seed and the shard's index. All ranks must call this.
+    A generator whose state agrees on these ranks, for every shard, keeps its state. Any other generator is seeded on
+    all ranks, from rank 0's seed and the shard's index. All ranks must call this.
 
     Args:
         everyone: Collectives of all ranks.

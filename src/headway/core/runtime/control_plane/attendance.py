@@ -249,6 +249,11 @@ class Attendance:
 
         If all ranks arrive at the call, the last rank to arrive publishes the list. Otherwise the first rank does.
 
+        Args:
+            control: Control plane client.
+            key: Key prefix of the call.
+            seconds: Maximum time to wait.
+
         Returns:
             Whether the list was published within `seconds`.
         """
@@ -276,6 +281,12 @@ class Attendance:
 
     def _find_absent(self, control: Control, key: str) -> dict[int, str]:
         """Return the ranks that have continued their script without making the call that this rank waits in.
+
+        Wait until this is known for every rank, or until another rank has published the list.
+
+        Args:
+            control: Control plane client.
+            key: Key prefix of the call.
 
         Returns:
             For each such rank, a phrase that says where its script is now.

@@ -155,6 +155,12 @@ class Control:
         """Combine the values that all ranks have written for a vote, and return the result as bytes to publish.
 
         If ranks voted with different operations or numbers of values, the result describes the difference.
+
+        Args:
+            store: Store with the votes of all ranks.
+            head: Packed number of the vote, operation and number of values, which must be equal on all ranks.
+            values: Values of this rank.
+            op: Operation of the vote.
         """
         votes = store.multi_get([f"vote/{rank}" for rank in range(self.world_size)])
         if any(vote[: _HEAD.size] != head for vote in votes):
@@ -181,7 +187,13 @@ class Control:
         return list(struct.unpack_from(f"<{len(values)}d", result, _HEAD.size))
 
     def _describe_absence(self, store: SealedStore, number: int, timeout: timedelta) -> str:
-        """Return an error message that names the ranks that have voted and the ranks that have not."""
+        """Return an error message that names the ranks that have voted and the ranks that have not.
+
+        Args:
+            store: Store with the votes of all ranks.
+            number: Number of the vote.
+            timeout: Time that this rank has waited.
+        """
         keys = [f"vote/{rank}" for rank in range(self.world_size)]
         numbers = [_HEAD.unpack_from(vote)[0] if (vote := store.find(key)) else 0 for key in keys]
         missing = [rank for rank, seen in enumerate(numbers) if seen < number]

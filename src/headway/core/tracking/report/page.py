@@ -128,6 +128,11 @@ def _render_card(panel: Panel, runs: Sequence[RunData], number: int) -> str:
     """Return an empty frame for a chart as HTML. The page's script draws the chart into it.
 
     Browsers without scripts show a table of numbers instead.
+
+    Args:
+        panel: Chart.
+        runs: Runs of the report.
+        number: Index of the chart in the data for the script.
     """
     classes = "card wide" if panel.is_wide else "card"
     names = ", ".join(f"{runs[line.run].label} {line.label}".strip() for line in panel.lines[:6])

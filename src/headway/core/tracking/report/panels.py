@@ -166,6 +166,10 @@ def _make_memory_panels(drawn: "_Drawing", names: Sequence[str]) -> Iterator[Pan
     """Yield the memory charts. For a single run, one chart shows the memory of all phases of a training step.
 
     With several runs, each phase has its own chart with one color per run.
+
+    Args:
+        drawn: Builder of the chart lines.
+        names: Names of all logged values.
     """
     phases = [name.partition("/")[2] for name in names if name.startswith("memory/")]
     ordered = sorted(phases, key=lambda phase: (_PHASES.index(phase) if phase in _PHASES else len(_PHASES), phase))
@@ -279,6 +283,11 @@ def _widen(low: float, high: float, from_zero: bool) -> tuple[float, float]:
     """Return the range of an axis, extended by a small margin below and above.
 
     The result is neither so narrow nor so wide that calculations with floats fail.
+
+    Args:
+        low: Lowest value.
+        high: Highest value.
+        from_zero: Whether the axis starts at zero if no value is negative.
     """
     low, high = max(low, -1e300), min(high, 1e300)
     if from_zero and low >= 0:
