@@ -508,7 +508,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         input_dir: str | Path | None = None,
         load_kwargs: Mapping[str, Any] | None = None,
         *,
-        strict: bool = False,
+        strict: bool | None = None,
         changed: str | Collection[str] | None = None,
         **load_model_func_kwargs: Any,
     ) -> Restored:
@@ -521,9 +521,9 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         Args:
             input_dir: Directory of the checkpoint. None: the newest checkpoint, which requires automatic naming.
             load_kwargs: Ignored, as in `headway.Accelerator.load_state`.
-            strict: Whether to refuse a checkpoint of Headway saved with a different world size, layout, batch size,
-                precision or version. False (the default): these differences are only listed in the result. Ignored for
-                a checkpoint of Accelerate, whose weights must have exactly the names of the model's weights.
+            strict: For a checkpoint of Headway, whether to refuse one saved with a different world size, layout, batch
+                size, precision or version. For a checkpoint of Accelerate, whether the weights must have exactly the
+                names of the model's weights. None (the default): False for the former, True for the latter.
             changed: Intended differences from a checkpoint of Headway: "data", "schedule", "groups" or several of them,
                 as in `headway.Accelerator.load_state`. A difference of these kinds that is not named raises
                 `CheckpointError`. None (the default): only warn if data or schedules differ.
@@ -546,7 +546,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         if folder is None and place.is_automatic:
             folder = find_newest(place.parent())
         if folder is None or not is_accelerate_checkpoint(folder):
-            own = super().load_state(input_dir, load_kwargs, strict=strict, changed=changed, **load_model_func_kwargs)
+            own = super().load_state(input_dir, load_kwargs, strict=bool(strict), changed=changed, **load_model_func_kwargs)
             self._checkpoint_state.progress.reads_from_start = not self.use_stateful_dataloader
             if not self.use_stateful_dataloader:
                 for loader in self._preparation.loaders:
@@ -556,8 +556,8 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
             raise UnsupportedError(
                 f"{folder} was written by Accelerate, but this run's models are sharded; load it without sharding, then save it again"
             )
-        weights_strict = load_model_func_kwargs.get("strict", True)
-        restored = Reader(self, folder).restore(self._checkpoints.list_models_to_load(folder), weights_strict)
+        models = self._checkpoints.list_models_to_load(folder)
+        restored = Reader(self, folder).restore(models, strict is not False)
         place.go_on_from(folder, parse_number(folder))
         log.info("%s was written by Accelerate: weights, optimizers, schedules and random streams are restored", folder)
         return restored

@@ -175,11 +175,12 @@ class Reader:
 
         Raises:
             CheckpointError: On every rank, if on any rank a file is missing, does not fit this run, or contains objects
-                that Headway refuses to unpickle. Only on this rank, after the weights were loaded, if its file of RNG
-                states is damaged.
+                that Headway refuses to unpickle.
         """
         undo, failure, cause, weights = LoadRollback(), None, None, []
+        rng_states: _RNGStates | None = None
         try:
+            rng_states = self._read_rng_states()
             weights = [self._weights(index, model) for index, model in enumerate(models)]
             self._restore_objects(
                 undo, [line for pair in zip(models, weights) for line in _find_misfits(*pair, strict)]
@@ -195,7 +196,8 @@ class Reader:
             raise CheckpointError(f"{'; '.join(sorted(failures))}; {told}") from cause
         for model, state in zip(models, weights):
             _put(model, state)
-        self._set_rng_states()
+        if rng_states is not None:
+            rng_states.set()
         return Restored(self._folder, {"num_updates": self._accelerator.num_updates, "epoch": 0})
 
     def _restore_objects(self, undo: LoadRollback, problems: list[str]) -> None:
@@ -256,18 +258,50 @@ class Reader:
             )
         return [self._pickled(f"custom_checkpoint_{index}.pkl") for index in range(wanted)]
 
-    def _set_rng_states(self) -> None:
+    def _read_rng_states(self) -> "_RNGStates | None":
+        """Return this rank's saved RNG states, or None with a warning if the checkpoint has none for this rank.
+
+        Raises:
+            CheckpointError: If the file is damaged, or holds no RNG states.
+        """
         name = f"random_states_{self._accelerator.process_index}.pkl"
         if not (self._folder / name).is_file():
             log.warning("%s has no %s: this rank's random streams are left unchanged", self._folder, name)
-            return
-        states = self._pickled(name)
-        random.setstate(_convert_to_tuples(states["random_state"]))
-        numpy.random.set_state(states["numpy_random_seed"])
-        torch.set_rng_state(states["torch_manual_seed"])
-        on_devices = states.get("torch_cuda_manual_seed")
-        if on_devices is not None and torch.cuda.is_available() and len(on_devices) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(on_devices)
+            return None
+        try:
+            return _RNGStates(self._pickled(name))
+        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{self._folder / name} holds no RNG states: {error!r}") from error
+
+
+class _RNGStates:
+    """RNG states of one rank, as Accelerate saves them. They are tried on separate generators when they are read.
+
+    Args:
+        states: Content of the rank's file.
+
+    Raises:
+        KeyError, TypeError, ValueError or RuntimeError: If a state is missing, or a generator does not accept it.
+    """
+
+    def __init__(self, states: Any) -> None:
+        self._python = _convert_to_tuples(states["random_state"])
+        self._numpy = states["numpy_random_seed"]
+        self._torch = states["torch_manual_seed"]
+        self._devices = states.get("torch_cuda_manual_seed")
+        random.Random().setstate(self._python)
+        numpy.random.RandomState().set_state(self._numpy)
+        torch.Generator().set_state(self._torch)
+
+    def set(self) -> None:
+        """Set the states of the global generators, and of the GPUs' generators if there are as many GPUs."""
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._devices is not None and torch.cuda.is_available() and len(self._devices) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(self._devices)
 
 
 def _convert_to_tuples(value: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 make_per_tensor_quantized = torch._make_per_tensor_quantized_tensor
 make_per_channel_quantized = torch._make_per_channel_quantized_tensor
-"""Function that rebuilds a per-channel quantized tensor from its integer codes.
+"""Functions that rebuild a quantized tensor from its integer codes, with one scale per tensor or per channel.
 
 torch's public functions would quantize the values again, and could round differently.
 """

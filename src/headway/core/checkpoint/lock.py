@@ -64,7 +64,12 @@ class LockOwner:
 
     @classmethod
     def describe_this_process(cls, run: str, start: str) -> "LockOwner":
-        """Return a `LockOwner` that describes this process."""
+        """Return a `LockOwner` that describes this process.
+
+        Args:
+            run: ID of the run.
+            start: ID of this launch of the run.
+        """
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         script = os.path.basename(sys.argv[0] or "python")
         return cls(

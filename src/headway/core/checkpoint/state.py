@@ -72,7 +72,7 @@ class StatefulObjects:
         others: Objects with `state_dict` and `load_state_dict`, by kind (`scheduler`, `loader`, `custom` ...).
         export: Function that yields the (name, value) pairs of a model's state dict.
         left_out: Indices in `models` of models that are neither compared with a checkpoint nor loaded from it. Default:
-            none.
+            set(), all models are loaded.
         part_of: Function that returns this rank's part of a parameter: the parameter itself or a shard. Default: the
             parameter itself.
         exposed: Function that returns a context manager for an optimizer. Within it, the optimizer holds its state,
@@ -242,6 +242,8 @@ def make_row(value: torch.Tensor, rank: int, count: int) -> ShardPiece:
 def describe_row(shape: tuple[int, ...], rank: int) -> ShardPiece:
     """Return a `ShardPiece` of meta tensors that describes one rank's row in a tensor with one row per rank.
 
+    Its dtype, float32, is a placeholder.
+
     Args:
         shape: Global shape of the tensor, including the dim of the rows.
         rank: Index of the row.
@@ -351,6 +353,13 @@ def _collect_whole(
     """Return the state of an optimizer whose state dict does not have torch's format, as JSON.
 
     The state dict is stored as one value, like that of a registered object.
+
+    Args:
+        optimizer: Optimizer whose state is collected.
+        saved: State dict of the optimizer.
+        keys: Names of the optimizer's parameters, as one list per parameter group.
+        index: Index of the optimizer.
+        tensors: Dict to which the state's tensors are added, by logical name.
 
     Raises:
         CheckpointError: If the state holds sharded tensors. Without a parameter name they cannot be loaded in another

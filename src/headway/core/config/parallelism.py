@@ -253,7 +253,12 @@ class TensorParallelOptions:
 
 
 def describe_unknown_style(name: str, style: str) -> str:
-    """Return the error message for a plan with an unsupported style."""
+    """Return the error message for a tensor-parallel plan with an unsupported style.
+
+    Args:
+        name: Name of the module or parameter in the plan.
+        style: Style that the plan gives to it.
+    """
     is_of_experts = style in ("grouped_gemm", "ep_dispatch_experts", "ep_router")
     why = ": expert parallelism is the layout ep, which needs no plan" if is_of_experts else ""
     return (

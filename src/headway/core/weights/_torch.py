@@ -35,7 +35,13 @@ LAZY_NAMES = (
 
 
 def build_like(like: "DTensor", local: torch.Tensor, stride: Sequence[int]) -> "DTensor":
-    """Return a DTensor with the placements of `like` and the given local values, which stay on their device."""
+    """Return a DTensor with the placements of `like` and the given local values, which stay on their device.
+
+    Args:
+        like: DTensor whose mesh, placements and global shape are used.
+        local: Local values of this rank.
+        stride: Stride of the full tensor.
+    """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 

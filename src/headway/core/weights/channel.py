@@ -38,7 +38,7 @@ class WeightChannel:
         """Send a bucket of tensors and wait until it has been received. An empty bucket ends the update of the weights.
 
         Args:
-            bucket: Pairs of (name, tensor).
+            bucket: Pairs of (name, dense tensor on any device).
 
         Raises:
             StateError: If the other process stays silent for longer than `timeout`, has ended, or sends an unexpected
@@ -55,9 +55,9 @@ class WeightChannel:
             raise StateError(f"{self._name} answered {bytes(answer)!r} to a bucket of weights; it must call receive()")
 
     def receive(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Wait for an update of the weights, without a time limit, and yield its buckets of (name, tensor) pairs.
+        """Wait for an update of the weights, without a time limit, and yield its buckets of (name, CPU tensor) pairs.
 
-        A bucket is acknowledged when the next one is requested.
+        A bucket is acknowledged when the next one is requested. The empty bucket at the end is not yielded.
 
         Raises:
             StateError: If the sender stays silent for longer than `timeout` during an update, has ended, or sends data

@@ -303,7 +303,8 @@ def write_configurations(model: torch.nn.Module, folder: Path, parts: Iterable[o
     Args:
         model: Model as the user created it, without wrappers.
         folder: Existing folder.
-        parts: Tokenizers and processors with `save_pretrained`. Other objects, such as None, are skipped. Default: ().
+        parts: Tokenizers and processors with `save_pretrained`. Other objects, such as None, are skipped. Default: (),
+            the tokenizer's files are copied from the folder or Hub cache from which the model was loaded.
     """
     config = getattr(model, "config", None)
     if callable(getattr(config, "save_pretrained", None)):

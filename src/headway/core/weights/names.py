@@ -344,6 +344,11 @@ def _match_by_transformers(
     Renaming rules are applied one after the other, then at most one conversion. The base model's prefix is added or
     removed where necessary. If the resulting name is not in the model, only the prefix of the stored name is adjusted.
 
+    Args:
+        model: Model of transformers.
+        stored: Names of the stored tensors.
+        wanted: Names of the model's tensors.
+
     Returns:
         Triple of (mapping from names in the model to names in the checkpoint, conversions, stored names that match no
             tensor).

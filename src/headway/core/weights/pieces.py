@@ -241,7 +241,12 @@ def compute_ranges(length: int, cuts: Sequence[tuple[int | None, int]]) -> dict[
 
 
 def _chunk_ranges(runs: Sequence[IndexRange], num: int) -> list[list[IndexRange]]:
-    """Split index ranges into `num` chunks like `torch.chunk`: equal chunks, then a shorter one, then empty ones."""
+    """Split index ranges into `num` chunks like `torch.chunk`: equal chunks, then a shorter one, then empty ones.
+
+    Args:
+        runs: Index ranges, which are treated as one sequence of indices.
+        num: Number of chunks.
+    """
     size = -(-sum(stop - start for start, stop in runs) // num)
     made: list[list[IndexRange]] = [[] for _ in range(num)]
     place = 0

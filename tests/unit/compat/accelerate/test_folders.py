@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from headway import ProjectConfiguration
 from headway.compat.accelerate.accelerator import AccelerateAccelerator
@@ -53,13 +53,17 @@ def test_expanded_buffer_is_loaded(tmp_path):
     assert other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("what", ["an expanded buffer", "a shape", "an object"])
+@pytest.mark.parametrize("what", ["an expanded buffer", "a shape", "an object", "a missing weight", "random states"])
 def test_misfit_changes_nothing(what, tmp_path):
     _, model, optimizer = build_prepared(1, is_expanded=what != "an expanded buffer")
     if what == "a shape":
         model.last = torch.nn.Linear(3, 2)
     write_accelerate_folder(tmp_path / "theirs", model, optimizer)
     accelerator, other, other_optimizer = build_prepared(2)
+    if what == "a missing weight":
+        remove_weight(tmp_path / "theirs", "last.bias")
+    if what == "random states":
+        torch.save({"random_state": (3, (1, 2), None)}, tmp_path / "theirs" / "random_states_0.pkl")
     if what == "an object":
         torch.save({}, tmp_path / "theirs" / "custom_checkpoint_0.pkl")
         accelerator.register_for_checkpointing(Refusing())
@@ -68,6 +72,24 @@ def test_misfit_changes_nothing(what, tmp_path):
         accelerator.load_state(str(tmp_path / "theirs"))
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in before.items())
     assert other_optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
+
+
+def remove_weight(folder, name):
+    """Remove one weight from a folder that `write_accelerate_folder` has written."""
+    weights = load_file(folder / "model.safetensors")
+    del weights[name]
+    save_file(weights, folder / "model.safetensors")
+
+
+def test_missing_weight_is_left_unchanged_without_strict(tmp_path):
+    _, model, optimizer = build_prepared(1)
+    write_accelerate_folder(tmp_path / "theirs", model, optimizer)
+    remove_weight(tmp_path / "theirs", "last.bias")
+    accelerator, other, _ = build_prepared(2)
+    bias = other.state_dict()["last.bias"].clone()
+    accelerator.load_state(str(tmp_path / "theirs"), strict=False)
+    wanted = {**model.state_dict(), "last.bias": bias}
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in wanted.items())
 
 
 def test_staging_folder_of_a_killed_save_is_not_a_checkpoint(tmp_path):

@@ -119,7 +119,10 @@ def _encode_items(items: Collection[Any], name: str, tensors: dict[str, torch.Te
 def _encode_leaf(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
     """Return a JSON object with a type tag for a value of a type that JSON lacks, such as bytes or a NumPy scalar.
 
-    Return None if the type is not one of the supported leaf types.
+    Return None if the type is not one of the supported leaf types. The arguments are those of `encode_value`.
+
+    Raises:
+        CheckpointError: If the dtype of a NumPy scalar cannot be rebuilt from a description.
     """
     kind = type(value)
     for tag, owner, pack, _ in _PACKED:

@@ -37,7 +37,7 @@ def copy_to_machines(
 
     Args:
         folder: Folder of the checkpoint on this rank's disk.
-        holders: For each rank, whether its disk has the checkpoint.
+        holders: For each rank, whether its disk has the checkpoint. At least one must be True.
         is_lead: Whether this rank writes the received files to its machine's disk.
         collectives: Collectives over all ranks.
         files: For each rank, the checkpoint's files on its disk. Default: None, each disk that has the checkpoint has

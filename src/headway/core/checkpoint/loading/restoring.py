@@ -537,7 +537,7 @@ def restore_objects(
         parts: Objects to change.
         found: Saved state. `find_misfits` must have found no problem with it.
         more: Function that restores all other state. It receives the `LoadRollback`, and adds an undo step before each
-            change. Default: None.
+            change. Default: None, there is no other state.
         agree: Function that sends this rank's failure or None to all ranks, and returns the failures of all ranks.
             Default: None, there are no other ranks.
 

@@ -65,7 +65,7 @@ class StateCollector:
         """Return the state of all ranks except their RNG states, and the manifest's `about` section.
 
         Every rank must call it unless `is_alone` is True. Within an accumulation window, the result describes the run
-        at the start of the window.
+        at the start of the window, except for registered objects, whose state is saved as it is now.
 
         Args:
             before: State at the start of the evaluation in progress, at which a resumed run continues. Default: None,

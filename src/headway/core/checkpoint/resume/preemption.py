@@ -98,6 +98,10 @@ class PreemptionGuard:
 def _describe_place(state: CheckpointState, loader: PreparedLoader | None) -> tuple[str, bool]:
     """Return a description of the current place in the training loop, for a comparison between ranks.
 
+    Args:
+        state: State of the run.
+        loader: Loader that is about to return a batch, or None in a loop without prepared loaders.
+
     Returns:
         Pair of (text that is equal on ranks at the same place, whether an accumulation window is open).
     """

@@ -76,9 +76,9 @@ class StateRestorer:
             path: Folder of the checkpoint.
             is_strict: Whether to refuse any difference from this run.
             hooks: Functions called with the list of models and the folder. A model that a hook removes from the list is
-                not loaded. Default: ().
+                not loaded. Default: (), no functions.
             changed: Parts of the run that were changed on purpose, as in `RunComparison.check`. With "data", the epoch
-                starts over. Default: ().
+                starts over. Default: (), nothing was changed.
 
         Raises:
             CheckpointError: On every rank, if the checkpoint is missing, damaged or does not fit, or with `is_strict`

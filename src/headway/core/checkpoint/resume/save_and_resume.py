@@ -439,8 +439,8 @@ class Checkpoints:
     def _save_to_end(self, before: EvaluationStart | None) -> Path:
         """Return the folder of a checkpoint with the run's current position, for a run that is about to exit.
 
-        The last checkpoint is reused if it has this position and the run has no registered objects. Otherwise a new
-        one is saved.
+        Every rank must call it. The last checkpoint is reused if it has this position and the run has no registered
+        objects. Otherwise a new one is saved.
 
         Args:
             before: State at the start of the evaluation in progress, or None.
@@ -490,7 +490,9 @@ class Checkpoints:
         return handle
 
     def register(self, objects: tuple[Any, ...]) -> None:
-        """Register further objects whose state is saved and loaded.
+        """Register objects whose state is saved and loaded, in addition to the prepared objects.
+
+        An object that is already registered is not added again.
 
         Args:
             objects: Objects with `state_dict` and `load_state_dict`.
@@ -581,6 +583,16 @@ class Checkpoints:
         """Load a checkpoint.
 
         If it proves damaged before anything has been changed, load the checkpoint that `newest` returns instead.
+
+        Args:
+            folder: Folder of the checkpoint.
+            is_strict: Whether to refuse any difference from this run.
+            changed: Which of "data", "schedule" and "groups" were changed on purpose, or None.
+            newest: Function that returns the folder of another checkpoint, or None if there is none. None: a damaged
+                checkpoint is an error.
+
+        Raises:
+            CheckpointError: If the checkpoint does not fit, or is damaged and `newest` finds no other one.
         """
         try:
             return self._state.restorer.load(folder, is_strict, tuple(self._load_hooks.values()), changed)

@@ -232,7 +232,18 @@ def _check_about(about: TypedReader) -> None:
 def _read_own(
     state: TypedReader, found: CollectedState, runtime: ProcessRuntime, num_ranks: int, num_loaders: int
 ) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """Return, for each rank that saved its own state, a pair of (positions of its loaders, RNG states)."""
+    """Return, for each rank that saved its own state, a pair of (positions of its loaders, RNG states by name).
+
+    Args:
+        state: The manifest's state.
+        found: The state and the tensors to which it refers.
+        runtime: Runtime of this process, whose device determines which generators exist.
+        num_ranks: Number of ranks that saved their own state.
+        num_loaders: Number of loaders of the saved run.
+
+    Raises:
+        CheckpointError: If a position or an RNG state is wrong.
+    """
     read = []
     for saved_loaders, saved_states in zip(
         state["loaders"].read_items(num_ranks), state["streams"].read_items(num_ranks)

@@ -153,6 +153,7 @@ def _put_back(pairs: Sequence[tuple[Any, torch.Tensor]]) -> None:
 
 _KEY = "frozen"
 _ODD, _MIX, _WRAP = -7046029254386353131, -4417276706812531889, 2**64
+"""Constants of the digests. `_ODD`, `_MIX`: odd factors that mix positions and values. `_WRAP`: modulus of a digest."""
 _BLOCK = 2**20
 """Number of elements that are processed at once when a digest is computed."""
 

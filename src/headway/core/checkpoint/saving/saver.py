@@ -119,8 +119,9 @@ class Saver:
             about: The manifest's `about` section, the same on all ranks.
             policy: Options of the save: which checkpoints to keep, whether the save blocks, and others.
             fill: Hook called on every rank with the staging directory. It may add files, or remove tensors from
-                `collected`. Default: None.
-            seal: Hook called after `fill`, which adds the last parts of the state to `collected`. Default: None.
+                `collected`. Default: None, no hook.
+            seal: Hook called after `fill`, which adds the last parts of the state to `collected`. Default: None, no
+                hook.
 
         Raises:
             CheckpointError: On every rank that saves, if any of them could not write, or an earlier background save

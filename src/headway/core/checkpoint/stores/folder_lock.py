@@ -160,6 +160,11 @@ class FolderLock(lock.PlaceLock):
             found = _read_content(self._path)
 
     def _displace(self, judged: bytes) -> None:
+        """Remove the lock file of a holder that counts as dead, unless another run has replaced it since.
+
+        Args:
+            judged: Content of the lock file when its holder was judged to be dead.
+        """
         aside = _make_temporary_path(self._path)
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             os.rename(self._path, aside)
@@ -190,6 +195,7 @@ def _fill(handle: int, text: bytes) -> None:
 
 
 def _touch(handle: int, over: threading.Event) -> None:
+    """Touch the lock file every `lock.BEAT` seconds until `over` is set, then close its file descriptor."""
     try:
         while not over.wait(lock.BEAT):
             with contextlib.suppress(OSError):  # the file server may be unavailable for a while
