@@ -546,7 +546,9 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         if folder is None and place.is_automatic:
             folder = find_newest(place.parent())
         if folder is None or not is_accelerate_checkpoint(folder):
-            own = super().load_state(input_dir, load_kwargs, strict=bool(strict), changed=changed, **load_model_func_kwargs)
+            own = super().load_state(
+                input_dir, load_kwargs, strict=bool(strict), changed=changed, **load_model_func_kwargs
+            )
             self._checkpoint_state.progress.reads_from_start = not self.use_stateful_dataloader
             if not self.use_stateful_dataloader:
                 for loader in self._preparation.loaders:

@@ -130,6 +130,7 @@ class ReplicaStrategy(Strategy):
         return [buffer for model in self._models if model.training for buffer in model.buffers() if buffer.numel()]
 
     def _plan(self, name: str, tensors: list[torch.Tensor]) -> "GradientBuckets":
+        """Return the buckets for tensors of these shapes and dtypes. They are kept for later calls with this `name`."""
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         known = self._buckets.get(name)
         if known is None or known[0] != shapes:

@@ -110,6 +110,11 @@ class GatheredTensor:
         self._travel(None)
 
     def _travel(self, out: torch.Tensor | None) -> None:
+        """Send this rank's boxes to rank 0. On rank 0, receive the boxes of all ranks.
+
+        Args:
+            out: Full tensor that rank 0 fills. None: rank 0 drops the values.
+        """
         self.is_done = True
         rank = self._collectives.rank
         own = {box.offsets: box.values for box in self._piece.boxes if box.is_written}
@@ -558,6 +563,17 @@ class PretrainedWeights:
         return num_read
 
     def _convert(self, conversion: Conversion, rank: int, tensors: Mapping[str, Any], everyone: Collectives) -> int:
+        """Fill the tensors of one conversion on all ranks. One rank reads and converts the stored values.
+
+        Args:
+            conversion: Conversion of stored tensors to tensors of the model.
+            rank: Rank that reads and converts the values, and broadcasts the result.
+            tensors: Tensors to fill, by their names in the model.
+            everyone: Collectives over all ranks.
+
+        Returns:
+            Number of bytes that this rank has read.
+        """
         made: dict[str, torch.Tensor] = {}
         is_here = everyone.rank == rank
 

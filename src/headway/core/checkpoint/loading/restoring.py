@@ -91,8 +91,7 @@ def is_same_state(one: Any, other: Any) -> bool:
             return False
     (first, mine), (second, theirs) = encoded
     return bool(first == second) and all(
-        is_bit_identical(get_local_part(tensor), get_local_part(theirs[name]))
-        for name, tensor in mine.items()
+        is_bit_identical(get_local_part(tensor), get_local_part(theirs[name])) for name, tensor in mine.items()
     )
 
 

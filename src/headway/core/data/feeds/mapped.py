@@ -255,7 +255,8 @@ class MappedFeed:
     def follow_pass(self, epoch: int) -> None:
         """Draw the order of an epoch that another process reads for this rank.
 
-        RNG states then stay equal on all ranks, and a state that this process saves includes the order.
+        The loader's own draws then leave equal RNG states on all ranks, and a state that this process saves includes
+        the order.
 
         Args:
             epoch: Number of the epoch.

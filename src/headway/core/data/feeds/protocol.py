@@ -66,7 +66,8 @@ class BatchFeed(Protocol):
     def follow_pass(self, epoch: int) -> None:
         """Draw the random numbers of a pass that another process reads for this rank. Nothing is read.
 
-        RNG states then stay equal on all ranks. Call it instead of `start_pass`, after `open_pass`.
+        The loader's own draws then leave equal RNG states on all ranks. Call this method instead of `start_pass`, after
+        `open_pass`.
 
         Args:
             epoch: Number of the epoch.

@@ -429,7 +429,16 @@ class Collectives:
             return [obj]
         payload, failure = _try_pickle(obj)
         rows = self._agree("objects", "", (_UNPICKLABLE if failure else len(payload),))
-        sizes = [int(row[0]) for row in rows]
+        return self._gather_pickled(payload, failure, [int(row[0]) for row in rows])
+
+    def _gather_pickled(self, payload: bytearray, failure: Exception | None, sizes: list[int]) -> list[Any]:
+        """Return every rank's object, after a handshake about the sizes of the pickled objects.
+
+        Args:
+            payload: This rank's pickled object.
+            failure: Error because of which this rank's object could not be pickled, or None.
+            sizes: Bytes of each rank's pickled object, or `_UNPICKLABLE`.
+        """
         self._check_pickled(sizes, failure)
         longest = max(sizes)
         own = torch.zeros(longest, dtype=torch.uint8)
@@ -455,7 +464,9 @@ class Collectives:
         rows = self._agree("object", str(src), (_UNPICKLABLE if failure else len(payload),))
         size = int(rows[src][0])
         self._check_pickled([size if rank == src else 0 for rank in range(self.world_size)], failure)
-        data = torch.frombuffer(payload, dtype=torch.uint8) if self.rank == src else torch.empty(size, dtype=torch.uint8)
+        data = (
+            torch.frombuffer(payload, dtype=torch.uint8) if self.rank == src else torch.empty(size, dtype=torch.uint8)
+        )
         dist.broadcast(data, self._global_rank(src), group=self._cpu_group)
         return obj if self.rank == src else pickle.loads(_view_buffer(data))
 
@@ -571,9 +582,12 @@ class Collectives:
         operation, signature, count = how
         if operation not in ("numbers", "objects"):
             raise CollectiveError(f"{operation} was called by the script in the middle of a batch")
-        self._finish(self._start(operation, signature, [0.0] * count))
-        if operation == "objects":
-            self._all_gather_objects(None)
+        if operation == "numbers":
+            self._finish(self._start(operation, signature, [0.0] * count))
+            return
+        payload, _ = _try_pickle(None)
+        rows = self._finish(self._start(operation, signature, [float(len(payload))]))
+        self._gather_pickled(payload, None, [int(row[0]) for row in rows])
 
     def _device(self, kind: str) -> torch.device:
         own = self.runtime.device

@@ -357,7 +357,7 @@ def slice_rows(tree: Tree, start: int, stop: int, num_rows: int) -> Tree:
         return rebuild_sequence(tree, [cut(item) for item in tree])
     if is_record(tree):
         cut_fields = {each.name: cut(getattr(tree, each.name)) for each in dataclasses.fields(tree) if each.init}
-        return dataclasses.replace(tree, **cut_fields)
+        return rebuild_dataclass(tree, cut_fields)
     return tree
 
 

@@ -154,6 +154,10 @@ class MeshStrategy(Strategy):
         everyone: Collectives over all ranks. In a pipeline, only over the ranks that hold the same stages as this rank.
         mesh: torch's device mesh, with axes named as in the layout.
         is_sharded: Whether FSDP manages the parameters.
+
+    Raises:
+        ConfigError: If the options of sharding do not fit the number of shards.
+        UnsupportedError: If an axis of the layout cannot be combined with the options.
     """
 
     name = "fsdp"
@@ -344,6 +348,15 @@ class MeshStrategy(Strategy):
         return AwaitedValues(model, self._all, expected)
 
     def _set_up(self, made: ShardedModel, transforms: Iterable[Transform], elsewhere: Container[int]) -> None:
+        """Broadcast rank 0's values, split the model along mesh axes, apply the transforms, and shard it with FSDP.
+
+        In a pipeline, the values are set by the pipeline, and are not broadcast here.
+
+        Args:
+            made: Model, whose `splits` are set here.
+            transforms: Functions to apply to the model before it is sharded.
+            elsewhere: IDs of parameters and buffers that are empty because they belong to other stages of a pipeline.
+        """
         model = made.model
         missing = self.await_values(model, self._expected) if self.layout.pp == 1 else None
         for axis in self._axes:
