@@ -11,7 +11,7 @@ from headway import Accelerator, init_empty_weights
 from headway.core.strategies.fully_sharded.dtensors import get_local_shard
 from tests.devices import ON_CPU
 from tests.distributed.layouts import VOCABULARY, build_seeded
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import RankFailed, run_ranks
 from tests.distributed.test_expert_parallel import mixtral
 
 LAYOUTS = {"tp": 2, "ep": 2, "fsdp+tp=2": 4, "ep=2+tp=2": 4, "pp=2+tp=2": 4, "pp=2+ep=2": 4}
@@ -55,3 +55,39 @@ def test_models_on_the_meta_device_are_split(layout, tmp_path: Path):
         {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors"
     )
     run_ranks(compare_models, LAYOUTS[layout], layout, str(tmp_path))
+
+
+class NetWithTable(nn.Module):
+    """Linear layer with a non-persistent buffer, which a state dict does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.table
+
+
+def prepare_with_meta_buffer(layout: str, is_on_rank_0: bool) -> list[float]:
+    """Prepare a model whose buffer is on the meta device although its parameters have values. Return the buffer."""
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
+    weights = build_seeded(0, NetWithTable).state_dict()
+    if is_on_rank_0 or not accelerator.is_main_process:
+        with torch.device("meta"):
+            model = NetWithTable()
+        model.load_state_dict(weights, assign=True)
+    else:
+        model = build_seeded(0, NetWithTable)
+    return accelerator.prepare(model).table.tolist()
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_buffer_without_values_is_an_error_on_all_ranks(layout):
+    with pytest.raises(RankFailed) as told:
+        run_ranks(prepare_with_meta_buffer, 2, layout, True)
+    assert str(told.value).count("these of its buffers are on the meta device: table") == 2
+
+
+def test_buffer_without_values_gets_those_of_rank_0():
+    assert run_ranks(prepare_with_meta_buffer, 2, "fsdp", False) == [[0.0, 1.0, 2.0, 3.0]] * 2

@@ -324,6 +324,11 @@ class Attempt:
     # ---------------------------------------------------------------- the end of a failed attempt
 
     def _end(self, error: BaseException | None) -> Outcome:
+        """End a failed attempt together with all ranks. Meanwhile the hang watch allows for peers that arrive late.
+
+        Args:
+            error: Error of this rank, or None if only other ranks failed.
+        """
         if not has_peers():
             return self._free(error, several=False)
         process.current()  # memory may have run out before the script's Accelerator joined the other processes

@@ -266,12 +266,11 @@ class _SearchSettings:
         return list_divisors(self.start) if self.keeps_global_batch else None
 
     def start_search(self, size: int, is_known: bool = False) -> BatchSizeSearch:
-        """Return a new search for the largest batch size that fits, by the method that `search` selects.
+        """Return a new search of the kind that the field `search` selects.
 
         Args:
-            size: First batch size to try. If the method predicts the size, the largest batch size to consider, unless
-                `limit` is set.
-            is_known: Whether an earlier call has found that this size fits.
+            size: First batch size to try. For "predicted", the largest batch size to consider, unless `limit` is set.
+            is_known: Whether an earlier call has found that this size fits. "predicted" then tries it without probes.
         """
         if self.search == "predicted":
             if is_known:
@@ -533,8 +532,7 @@ class _SearchCall:
                 attempt.release_objects()
                 outcome = Outcome(True)
                 clear_device_cache(garbage_collection=True)
-                if is_probe:
-                    attempt.restore_progress()
+                attempt.restore_progress()
             else:
                 last = outcome
                 ranks = f" on rank {', '.join(map(str, outcome.ranks))}" if outcome.ranks else ""

@@ -249,8 +249,8 @@ def read_free_bytes(hardware: Hardware, device: torch.device) -> int:
 def read_free_address_space() -> int | None:
     """Return the bytes that this process can still map before it reaches its address-space limit (`ulimit -v`).
 
-    Return None if there is no limit. In that case, the kernel kills a process when host memory runs out. Only with a
-    limit does an allocation fail with an error.
+    Return None if there is no limit, or if this is not Linux. Without a limit, the kernel kills a process when host
+    memory runs out. Only with a limit does an allocation fail with an error.
     """
     if not sys.platform.startswith("linux"):
         return None

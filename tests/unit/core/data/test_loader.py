@@ -2,13 +2,22 @@
 
 import gc
 import itertools
+import json
 import weakref
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+)
 
 from headway.core.data.loader import PreparedLoader
 from headway.errors import DataError
@@ -271,6 +280,36 @@ def test_break_does_not_repeat_the_shuffle():
     second = next(iter(loader)).tolist()
     assert first != second
     assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("kind", ["sampler", "stream"])
+def test_generator_of_a_sampler_or_stream_continues_after_a_break_and_a_resume(kind):
+    def build():
+        generator = torch.Generator().manual_seed(3)
+        if kind == "stream":
+            return prepare(DataLoader(DrawnStream(generator), batch_size=2))
+        dataset = Numbers(8)
+        return prepare(DataLoader(dataset, batch_size=2, sampler=RandomSampler(dataset, generator=generator)))
+
+    whole = build()
+    read_rows(whole)
+    next(iter(whole))
+    state = json.loads(json.dumps(whole.run_state()))
+    wanted = [read_rows(whole), read_rows(whole)]
+    resumed = build()
+    resumed.load_state_dict(state)
+    assert [read_rows(resumed), read_rows(resumed)] == wanted
+    assert wanted[0] != wanted[1]
+
+
+class DrawnStream(IterableDataset):
+    """Stream of numbers from a generator that is an attribute of the dataset."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __iter__(self):
+        return iter(torch.randperm(8, generator=self.generator).tolist())
 
 
 def test_set_epoch_reaches_sampler_and_dataset():

@@ -121,6 +121,23 @@ def test_passing_the_accumulation_steps_is_an_error():
         inner(gradient_accumulation_steps=2)
 
 
+@pytest.mark.parametrize("search", ["first", "largest", "predicted"])
+def test_final_call_draws_what_a_direct_call_draws(search):
+    @find_executable_batch_size(
+        starting_batch_size=2, search=search, **({} if search == "first" else {"max_batch_size": 8})
+    )
+    def draw(batch_size):
+        number = torch.rand(()).item()
+        if batch_size > 4:
+            raise MemoryError
+        return number
+
+    torch.manual_seed(0)
+    wanted = torch.rand(()).item()
+    torch.manual_seed(0)
+    assert draw() == wanted
+
+
 class Job:
     """Class whose methods receive the batch size after `self` or `cls`."""
 

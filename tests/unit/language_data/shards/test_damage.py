@@ -164,7 +164,9 @@ def test_damaged_compressed_batch_of_arrow_is_an_error_or_left_out(tmp_path: Pat
     ends = []
     with path.open("wb") as file, pyarrow.ipc.new_stream(file, schema, options=options) as writer:
         for begin in (0, 1000, 2000):
-            writer.write_batch(pyarrow.record_batch({"id": [number % 7 for number in range(begin, begin + 1000)]}, schema))
+            writer.write_batch(
+                pyarrow.record_batch({"id": [number % 7 for number in range(begin, begin + 1000)]}, schema)
+            )
             file.flush()
             ends.append(file.tell())
     raw = bytearray(path.read_bytes())

@@ -30,5 +30,7 @@ def test_matrices_of_convolutions_and_batches_are_updated_like_single_parameters
 def test_vectors_and_unknown_views_are_errors():
     with pytest.raises(ValueError, match="fewer than two dimensions"):
         MatrixOptimizer([torch.nn.Parameter(torch.zeros(3))], optim.Muon)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        MatrixOptimizer([], optim.Muon)
     with pytest.raises(ValueError, match="view='rows'"):
         MatrixOptimizer([{"params": [torch.nn.Parameter(torch.zeros(3, 2))], "view": "rows"}], optim.Muon)

@@ -355,6 +355,10 @@ class SeededShuffle:
         """
         return {"shuffled_by": self._seed}
 
+    def read_left_state(self) -> State:
+        """Return an empty state, because seed and epoch determine the order of the next epoch."""
+        return {}
+
     def load_state(self, state: State) -> None:
         """Restore the seed from a state that `state()` returned. If it contains no seed, keep the current one."""
         self._seed = state.get("shuffled_by", self._seed)

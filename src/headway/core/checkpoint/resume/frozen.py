@@ -12,6 +12,7 @@ import torch
 
 from headway.core.checkpoint.format.text import to_logical_name
 from headway.core.training.hooks import StepHooks
+from headway.core.weights.compiled import rename_bare_items
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -37,7 +38,7 @@ class FrozenParameters:
     def names(self) -> list[list[str]]:
         """Return the names of the frozen parameters, as one list per model."""
         return [
-            [to_logical_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad]
+            [to_logical_name(name) for name, parameter in _list_parameters(model) if not parameter.requires_grad]
             for model in self._models()
         ]
 
@@ -67,7 +68,7 @@ class FrozenParameters:
         return {
             f"{index}/{to_logical_name(name)}": not parameter.requires_grad
             for index, model in enumerate(self._models())
-            for name, parameter in model.named_parameters()
+            for name, parameter in _list_parameters(model)
         }
 
     def _check(self) -> None:
@@ -97,3 +98,8 @@ class FrozenParameters:
                 self._place,
                 "; ".join(lines),
             )
+
+
+def _list_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return pairs of (name, parameter). The names do not depend on which submodules `torch.compile` has wrapped."""
+    return rename_bare_items(model.named_parameters())

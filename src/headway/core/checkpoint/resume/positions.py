@@ -37,6 +37,7 @@ from headway.core.data.loader import PreparedLoader
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.training.prepared.objects import SchedulerEntry
 from headway.core.training.windows import AccumulationWindows
+from headway.core.weights.compiled import rename_bare_items
 from headway.errors import CheckpointError
 
 
@@ -128,16 +129,23 @@ def _iterate_buffers(index: int, model: torch.nn.Module) -> Iterator[tuple[str, 
         index: Index of the model.
         model: Model without wrappers.
     """
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"model/{index}/{prefix}{'.' if prefix else ''}{name}", buffer
+    found = [
+        (f"model/{index}/{prefix}{'.' if prefix else ''}{name}", buffer)
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+    yield from rename_bare_items(found)
 
 
 def _with_extra_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    for prefix, module in model.named_modules():
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-            yield f"{prefix}{'.' if prefix else ''}_extra_state", module
+    """Yield (name in the checkpoint, module) for each module of a model that has extra state."""
+    found = [
+        (f"{prefix}{'.' if prefix else ''}_extra_state", module)
+        for prefix, module in model.named_modules()
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state
+    ]
+    yield from rename_bare_items(found)
 
 
 def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -395,8 +395,11 @@ class MappedFeed:
         return state if self._rng_states is None else state | self._rng_states.state(is_running)
 
     def read_left_state(self) -> State:
-        """Return an empty state. After a pass that was left early (by `break`), the next pass needs no saved state."""
-        return {}
+        """Return the state of the sample order for the next pass, after a pass that was left early (by `break`).
+
+        It is empty unless the sampler has its own random generators.
+        """
+        return self.order.read_left_state()
 
     def read_brief_state(self) -> State:
         """Return the state of the current pass. It is equal to the result of `state`, which is already small."""

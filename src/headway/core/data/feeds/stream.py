@@ -680,10 +680,11 @@ class StreamFeed:
     def read_left_state(self) -> State:
         """Return the dataset's current RNG states, after a pass that was left early (by `break`).
 
-        The next pass starts with them. The state has no position. It is empty if the dataset has no separate RNG
-        states, or if all ranks share them.
+        These are the states of generators that are attributes of the dataset, and the dataset's separate global states.
+        The next pass starts with them. The state has no position. It is empty if the dataset has neither, or if it has
+        only separate global states and all ranks share them.
         """
-        return self._lines.read_left_state()
+        return {**self._generators.state(False), **self._lines.read_left_state()}
 
     def set_reading(self, name: str, value: Any) -> None:
         """Change a setting of the DataLoader that reads the dataset, from the next pass on.

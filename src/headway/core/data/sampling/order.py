@@ -97,6 +97,12 @@ class SampleOrder(Protocol):
             is_running: Whether an epoch is in progress.
         """
 
+    def read_left_state(self) -> State:
+        """Return the state for the next epoch, after the current one was left early (by `break`).
+
+        It is empty if the next epoch needs no saved state.
+        """
+
     def load_state(self, state: State) -> None:
         """Load the state that `state` returned. The next epoch is drawn from it.
 
@@ -146,6 +152,10 @@ class PureOrder:
         return len(self.items)
 
     def state(self, is_running: bool) -> State:
+        """Return an empty state, because seed and epoch determine the order."""
+        return {}
+
+    def read_left_state(self) -> State:
         """Return an empty state, because seed and epoch determine the order."""
         return {}
 
@@ -216,6 +226,10 @@ class DrawnOrder:
         """
         number = self._drawn if is_running else self._loaded if self._opened is None else self._opened
         return {} if number is None else {"drawn": number}
+
+    def read_left_state(self) -> State:
+        """Return an empty state, because the next pass draws a new seed."""
+        return {}
 
     def load_state(self, state: State) -> None:
         """Load the seed that `state` returned. It shuffles the next pass.
@@ -385,6 +399,10 @@ class SamplerOrder:
         if not is_running:
             return {**own, **self._expected}
         return {**own, **self._mark}
+
+    def read_left_state(self) -> State:
+        """Return the current states of the sampler's own generators, with which the next epoch continues."""
+        return self._own.state(False)
 
     def _describe(self, items: Sequence[Any], begun: Any) -> State:
         """Return the sampler's states and a digest of a pass's first items.

@@ -15,11 +15,12 @@ mix up tensors, or hang.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 
+from headway.common.text import join_names
 from headway.core.data.compare.samples import compare_samples
 from headway.core.memory.oom import is_out_of_memory
 from headway.core.runtime.collectives.checked import Collectives, digest_text
@@ -364,20 +365,24 @@ def _several(told: list[str]) -> str:
     return "; ".join(told[:_NUM_NAMES]) + more
 
 
-def check_alike(model: torch.nn.Module, settings: dict[str, str], everyone: Collectives) -> bool:
+def check_alike(
+    model: torch.nn.Module, settings: dict[str, str], everyone: Collectives, expected: Container[str] = ()
+) -> bool:
     """Raise an error if ranks built different models or settings. Return whether rank 0's model has values.
 
-    The model has no values if some of its parameters are on the meta device. One exchange of two numbers is enough
+    The model has no values if some of its parameters are on the meta device. One exchange of three numbers is enough
     if all ranks are equal. Details are exchanged only if they differ.
 
     Args:
         model: Model about to be wrapped.
         settings: Settings of the run, by the names of the Accelerator's arguments.
         everyone: Collectives over all ranks.
+        expected: Names of tensors whose values are loaded from files afterward.
 
     Raises:
         PrepareError: If the model is already wrapped in DDP. Also, on every rank, if the ranks differ in the settings
-            or in the model's tensor names, shapes, dtypes or frozen parameters.
+            or in the model's tensor names, shapes, dtypes or frozen parameters, or if rank 0's parameters have values but
+            its buffers do not.
     """
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise PrepareError("prepare() got a DistributedDataParallel; give the bare model, Headway wraps it")
@@ -385,8 +390,18 @@ def check_alike(model: torch.nn.Module, settings: dict[str, str], everyone: Coll
     if everyone.world_size == 1:
         return has_values
     own = settings | _describe_tensors(model)
-    numbers, values = zip(*everyone.gather_numbers([digest_text(repr(own)), float(has_values)]))
-    if len(set(numbers)) == 1:
+    lacking = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in expected]
+    digests, values, num_lacking = zip(
+        *everyone.gather_numbers([digest_text(repr(own)), float(has_values), float(len(lacking))])
+    )
+    if len(set(digests)) == 1:
+        if values[0] and num_lacking[0]:
+            names = everyone.broadcast_object(lacking)
+            raise PrepareError(
+                f"the parameters of {type(model).__name__} have values, but these of its buffers are on the meta device: "
+                f"{join_names(names)}. load_state_dict(..., assign=True) leaves buffers there that are not in the state dict. "
+                "Compute them before prepare, or build the model under init_empty_weights(), which keeps buffers on the CPU"
+            )
         return bool(values[0])
     first, *others = everyone.gather_objects(own)
     rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)

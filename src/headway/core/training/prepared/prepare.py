@@ -264,7 +264,7 @@ class Preparation:
             check_odd_tensors(model)
         steps, expected = str(self._windows.num_steps), self.weights.names(model)
         settings = {"gradient_accumulation_steps": steps, "mixed_precision": self.step.precision.name}
-        if check_alike(model, settings, self._strategy.everyone):
+        if check_alike(model, settings, self._strategy.everyone, expected):
             expected.update(name for name, _ in (*model.named_parameters(), *model.named_buffers()))
         self._strategy.expect_values(expected)
 

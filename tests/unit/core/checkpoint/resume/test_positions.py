@@ -35,11 +35,13 @@ class Counting(torch.nn.Module):
 class Run:
     """Training of a model with buffers and extra state, in windows of `STEPS` micro-batches."""
 
-    def __init__(self, folder, is_automatic=True):
+    def __init__(self, folder, is_automatic=True, is_compiled=False):
         torch.manual_seed(0)
         project = ProjectConfiguration(folder, automatic_checkpoint_naming=is_automatic)
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS, project_config=project)
         model = torch.nn.Sequential(Counting(), torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        if is_compiled:  # the names of its buffers and extra states then contain "_orig_mod"
+            model = torch.nn.Sequential(torch.compile(model[:3], backend="eager"), model[3])
         loader = DataLoader(TensorDataset(torch.randn(4 * NUM_BATCHES, 3)), batch_size=4, shuffle=True)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(
             model, torch.optim.SGD(model.parameters(), 0.1), loader
@@ -62,14 +64,16 @@ class Run:
                 for name, value in self.model.state_dict().items()}  # fmt: skip
 
 
-@pytest.mark.parametrize("stop", range(1, NUM_BATCHES))
-def test_buffers_and_extra_state_are_equal_after_a_save_in_mid_window(stop, tmp_path):
-    whole = Run(str(tmp_path / "whole"))
+@pytest.mark.parametrize(
+    ("stop", "is_compiled"), [*((stop, False) for stop in range(1, NUM_BATCHES)), (1, True), (4, True)]
+)
+def test_buffers_and_extra_state_are_equal_after_a_save_in_mid_window(stop, is_compiled, tmp_path):
+    whole = Run(str(tmp_path / "whole"), is_compiled=is_compiled)
     whole.train()
-    first = Run(str(tmp_path / "cut"))
+    first = Run(str(tmp_path / "cut"), is_compiled=is_compiled)
     first.train(save_at=(stop,))
     at_save = first.copy_state()
-    rest = Run(str(tmp_path / "cut"))
+    rest = Run(str(tmp_path / "cut"), is_compiled=is_compiled)
     rest.accelerator.resume("latest")
     for _ in rest.accelerator.epochs(1):
         rest.train()

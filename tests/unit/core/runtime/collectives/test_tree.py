@@ -141,6 +141,7 @@ def test_dataclasses_are_moved_with_all_tensors():
     assert map_tensors(lambda t: t + 1, box).made.tolist() == [2, 3, 4]
     boxed = Boxed(held=X, size=3)  # replace() cannot copy this object
     assert to_device(boxed, META).held.device == META
+    assert slice_rows(boxed, 0, 1, len(X)).held.tolist() == X[:1].tolist()
 
 
 def test_packed_sequence_is_one_leaf():
