@@ -73,4 +73,4 @@ def test_size_predicted_from_two_probes_trains_like_a_plain_run(rooms):
         assert [each[1] for each in calls[:2]] == [2, 2], "each probe ends in the second update"
         assert calls[-1] == [size, 4]
         assert is_equal
-    assert START // 25 <= size < START, "the predicted size is too small, or the limit had no effect"
+    assert START // 32 <= size < START, "the predicted size is too small, or the limit had no effect"

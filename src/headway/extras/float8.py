@@ -257,7 +257,7 @@ def _log_conversion(
     by_reason: dict[str, list[str]] = {}
     for name, reason in left.items():
         by_reason.setdefault(reason, []).append(name)
-    rest = "; ".join(f"{reason}: {_names(names)}" for reason, names in by_reason.items())
+    rest = "; ".join(f"{reason} ({_names(names)})" for reason, names in by_reason.items())
     kind = type(model).__name__
     if num_made:
         log.info(
@@ -266,7 +266,7 @@ def _log_conversion(
             num_all,
             kind,
             options.description,
-            f"; in bf16 stay: {rest}" if rest else "",
+            f"; kept in bf16: {rest}" if rest else "",
         )
     elif not is_done:
         log.warning_once(
