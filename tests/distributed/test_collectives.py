@@ -360,3 +360,19 @@ def test_coalesced_tensors_are_summed_one_by_one():
     for found, whole in run_ranks(sum_coalesced, 2):
         assert found == [[2 * size + 1.0] * size for size in (1, 5, 300)]
         assert whole == [1, 1]
+
+
+def join_exchanges_of_others():
+    """On rank 1, stand in for each collective that rank 0 makes. Return what rank 0 receives."""
+    acc = make_accelerator()
+    collectives = acc.collectives
+    if acc.process_index == 0:
+        return collectives.gather_objects({"unused": ["a", "b"]}), collectives.gather_numbers([5.0, 6.0])
+    collectives.stand_in(["", "handshake", "objects", "", 1])
+    collectives.stand_in(["", "handshake", "numbers", "", 2])
+    return None
+
+
+def test_rank_that_left_a_batch_joins_exchanges_of_objects():
+    found, _ = run_ranks(join_exchanges_of_others, 2)
+    assert found == ([{"unused": ["a", "b"]}, None], [[5.0, 6.0], [0.0, 0.0]])
