@@ -557,8 +557,8 @@ class Accelerator(RankAware):
         Args:
             loss: Scalar loss.
             weight: Number of items on this rank that the loss covers, such as tokens. None: the number of non-padding
-                samples in the current micro-batch, or 1 outside a prepared loader. Give it either on all ranks or on
-                none.
+                samples in the current micro-batch, or 1 outside a prepared loader; for a later loss of a micro-batch,
+                the weight of the first one. Give it either on all ranks or on none.
             reduction: "mean" (the default) if the loss is a mean over those items, "sum" if it is their sum.
             kwargs: Keyword arguments of torch.autograd.backward (retain_graph, create_graph, inputs).
 
@@ -1498,7 +1498,8 @@ class Accelerator(RankAware):
                   run.
                 - only, skip: Names of the proofs to run, and of those to leave out. Default: run all.
                 - updates: Number of optimizer updates in each run. Default: 6.
-                - time_limit: Number of seconds that each run may take. Default: 60.
+                - time_limit: Number of seconds that each run may go without a batch or an update. In all, a run may
+                  take three times as long plus 20 s. Default: 60.
 
         Returns:
             The status of each proof. Its attribute `passed` is True if none failed and at least one passed.

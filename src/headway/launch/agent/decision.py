@@ -14,7 +14,7 @@ class AgentAction(Enum):
     """
 
     GO_ON = "let the ranks run, or end the run successfully if all have ended"
-    END_SAVED = "end the run successfully, because its ranks have saved the requested checkpoint; do not restart"
+    END_SAVED = "end the run with exit code 75, because its ranks have saved the requested checkpoint; do not restart"
     END_ABORTED = "end the run, because a rank has aborted it on purpose; do not restart"
     END_HANG = "end a hanging run, including ranks that are suspended"
     END_ALONE = "end this machine's ranks, because another machine has failed or is lost"
