@@ -204,3 +204,22 @@ def test_nan_loss_is_on_all_ranks_even_if_some_have_no_sample(tmp_path):
     first, second = run_ranks(evaluate_one_sample, 2, tmp_path)
     assert first == second
     assert "eval_loss" in first
+
+
+class StopAtTwo(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 2
+
+
+def train_with_a_callback_on_one_rank(folder):
+    """Train with a callback that only the main process has. Return the number of updates."""
+    given = {"max_steps": 5, "per_device_train_batch_size": 2}
+    trainer = Trainer(Net(), make_arguments(folder, **given), train_dataset=Points(40), loss_function=cross_entropy)
+    if trainer.accelerator.is_main_process:
+        trainer.add_callback(StopAtTwo())
+    trainer.train()
+    return trainer.state.global_step
+
+
+def test_callback_of_one_rank_acts_on_all_ranks(tmp_path):
+    assert run_ranks(train_with_a_callback_on_one_rank, 2, tmp_path) == [2, 2]

@@ -69,14 +69,15 @@ def checkpoint_activations(model: torch.nn.Module, plan: ActivationCheckpointing
     Args:
         model: Model, prepared or not.
         plan: Settings: which blocks are checkpointed, which tensors they keep, and whether these tensors are offloaded.
-        device: Device that the model computes on. On a CPU nothing is offloaded, and a warning is given once.
+        device: Device that the model computes on. On the CPU, nothing is offloaded, and a warning is logged once if
+            `plan` requests offloading.
 
     Returns:
         Number of checkpointed blocks. 0 if nothing is recomputed and, on this device, nothing is offloaded.
 
     Raises:
-        ConfigError: If no blocks are found, a block's class cannot be extended, a block has its own forward on the
-            object, or `plan.every` cannot be applied.
+        ConfigError: If no blocks are found, a block's class cannot be extended, a block's `forward` was replaced on the
+            instance (compiled or patched), or `plan.every` cannot be applied.
         StateError: If a checkpointed block was prepared by itself, so that an earlier call cannot be undone.
     """
     keep_activations(model)

@@ -1,7 +1,7 @@
-"""Private names of torch that forecasting uses, each with the reason for its use and a possible replacement.
+"""Private names of torch that forecasting uses, each with the reason for its use and a possible replacement, if any.
 
-Operators of the dispatcher (`torch.ops.aten`) are not listed, because the tests of the kernel tables call them. Names
-that must not be imported early are in `LAZY_NAMES`, as "module:attribute". A test resolves all names.
+Names that must not be imported early are in `LAZY_NAMES`, as "module:attribute". A test checks that all names exist in
+the installed torch. Operators (`torch.ops.aten`) are not listed, because other tests call them.
 """
 
 import torch

@@ -326,9 +326,10 @@ class StepForecaster:
         )
 
     def compute_curve(self, batches: Sequence[int]) -> list[tuple[int, int]]:
-        """Return pairs of (batch size, peak reserved bytes), interpolated from two traces.
+        """Return pairs of (batch size, peak reserved bytes), extrapolated from traces of two small batches.
 
-        The list is empty if the two traces have different sequences of events.
+        The bytes of each allocation are assumed to be linear in the batch size. The list is empty if the two traces
+        have different sequences of events.
 
         Args:
             batches: Batch sizes to compute the memory for.

@@ -35,20 +35,20 @@ _USE_WEIGHTS_OF_OTHERS = {"MultiheadAttention", "TransformerEncoderLayer"}
 
 
 class Execution:
-    """Hooks that run one dispatched model and move weights and arguments to the devices where its modules run.
+    """Forward hooks of one dispatched model, which move weights and arguments to the devices where its modules run.
 
     Args:
         model: Model whose tensors are already on their target devices.
         placement: Devices on which parts are stored, and on which they run.
         skip_keys: Names of keyword arguments that are not moved between devices.
-        preload: Names of classes whose weights are loaded together with those of their submodules.
-        transport: Transport of copies to the device, or None for the device's default.
+        preload: Names of module classes whose weights are loaded together with those of their submodules.
+        transport: Method of copying weights to the device, or None for the device's default.
 
     Attributes:
         model: The dispatched model.
-        stream: Stream that copies weights to the main device (`DeviceStream`), or reader that reads them ahead in place
-            (`ReadAhead`). None if no weights have to be copied or read.
-        pace: Throughput of the forwards that have been recorded.
+        stream: `DeviceStream` that copies weights to the main device, or `ReadAhead` that reads memory-mapped weights
+            into the page cache before they are used. None if no weights have to be copied or read.
+        pace: Throughput of the last recorded forward, and the maximum that the measured bandwidth allows.
     """
 
     def __init__(

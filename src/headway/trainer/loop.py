@@ -167,6 +167,7 @@ class Training:
         self._last_saved = -1
         self._caught_up_at = -1
         self._num_samples = 0
+        self._has_foreign = False
         self._of_update: dict[str, torch.Tensor | float] = {}
 
     def run(self) -> TrainOutput:
@@ -174,6 +175,9 @@ class Training:
         args, events = self._args, self._events
         self._model.train()
         events.call_event("on_train_begin")
+        if self._accelerator.num_processes > 1:  # a script may add a callback on its main process only
+            has_foreign = self._accelerator.collectives.reduce_numbers([events.has_foreign], "max")[0]
+            self._has_foreign = bool(has_foreign)
         if args.eval_on_start and not events.state.global_step:
             events.control.should_evaluate = True
         owes = events.control.should_evaluate
@@ -276,11 +280,11 @@ class Training:
     def _synchronize_control(self) -> None:
         """Combine the control flags of all ranks, so that a request by any rank's callbacks applies to all ranks.
 
-        It does nothing in a single-process run, or if all callbacks are Headway's own, whose requests do not differ
-        between ranks.
+        It does nothing in a single-process run, or if all callbacks of all ranks are Headway's own, whose requests do
+        not differ between ranks.
         """
         accelerator, events = self._accelerator, self._events
-        if accelerator.num_processes > 1 and events.has_foreign:
+        if accelerator.num_processes > 1 and (self._has_foreign or events.has_foreign):
             # Reduce on the host, so that the host does not wait for the device.
             flags = accelerator.collectives.reduce_numbers([float(flag) for flag in events.control.flags()], "max")
             events.control.set_flags([flag > 0 for flag in flags])

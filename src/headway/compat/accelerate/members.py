@@ -138,9 +138,9 @@ class AccelerateMembers(RankAware):
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process is the first one on its machine, so that a script should write files on it.
+        """Whether this process is the local main process, which should write the files that a script saves itself.
 
-        In contrast, all processes must call `save_model`.
+        There is one such process on each machine. `save_model` must be called on all processes, not only on this one.
         """
         return self.is_local_main_process
 

@@ -1,6 +1,7 @@
 """`print_gpu_utilization` and `print_summary`: memory and speed in the format of Hugging Face's notebooks."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from headway.core.memory.driver import open_nvml
@@ -12,11 +13,17 @@ MIB = 1024**2
 
 
 def read_occupied_gpu_memory() -> int | None:
-    """Return the bytes that all processes hold on all GPUs of this machine, or None without a GPU."""
+    """Return the bytes that all processes hold on all GPUs of this machine, or None without a GPU.
+
+    If NVML cannot be read (package nvidia-ml-py), only the GPUs that are visible to this process are counted.
+    """
     with open_nvml() as library:
         if library is not None:
-            handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
-            return sum(int(library.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
+            # NVML does not know the memory of GPUs that share it with the host, and may be denied single GPUs.
+            with suppress(library.NVMLError):
+                handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
+                if handles:
+                    return sum(int(library.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
     devices = [use for use in all_memory_use() if use.device != "cpu"]
     return sum(use.occupied for use in devices) if devices else None
 

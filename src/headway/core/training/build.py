@@ -216,8 +216,9 @@ def build_preparation(run: Run, settings: Settings, step: TrainingStep, behavior
 def list_transforms(run: Run, is_trained: bool) -> tuple[ModelTransform, ...]:
     """Return the transforms to apply to a model before it is wrapped, in order.
 
-    They convert layers to float8, halve the outputs of embeddings, checkpoint activations, and compile the model.
-    Transforms that the run does not request are left out.
+    They convert layers to float8, cast the outputs of embeddings to autocast's dtype, enable activation checkpointing,
+    and compile the model. Transforms that the run does not request are left out. Activation checkpointing is also left
+    out for models that are only evaluated.
 
     Args:
         run: Run of the Accelerator.

@@ -112,8 +112,10 @@ class GatheredTensor:
     def _travel(self, out: torch.Tensor | None) -> None:
         """Send this rank's boxes to rank 0. On rank 0, receive the boxes of all ranks.
 
+        A box is a rectangular part of the full tensor. Every rank must call this method.
+
         Args:
-            out: Full tensor that rank 0 fills. None: rank 0 drops the values.
+            out: Full tensor that rank 0 fills. If None, rank 0 drops the values. Other ranks pass None.
         """
         self.is_done = True
         rank = self._collectives.rank

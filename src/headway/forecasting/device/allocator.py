@@ -266,7 +266,7 @@ class Allocator:
         return _Block(self._next_address - taken, taken, pool)
 
     def _grow_segment(self, pool: _Pool, size: int) -> _Block:
-        """Add pages to an expandable segment until a free block at its end has `size` bytes, and return that block.
+        """Add pages to an expandable segment, and return a free block of at least `size` bytes at its end.
 
         If the last block of the segment is free, that block grows. Otherwise a new block is added after it.
         """

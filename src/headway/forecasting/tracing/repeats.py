@@ -386,7 +386,7 @@ def _apply_size(known: _Token, other: _Token) -> _Token | None:
 
 
 class _Piece(NamedTuple):
-    """Sequence of event descriptions that is either repeated or not.
+    """Consecutive event descriptions of a trace, and whether further repetitions of the model's blocks repeat them.
 
     Attributes:
         tokens: Event descriptions, in order.

@@ -1,8 +1,8 @@
 """Rendezvous handlers for torch's elastic agent: for one machine, for machines with given ranks, and for torch's c10d.
 
 In a run on one machine, the agent opens a new store for each start of the ranks. In a run on several machines, all
-agents connect to a store on machine 0. The ranks of the machines are given in advance, or follow from the order of
-arrival (c10d).
+agents connect to a store on machine 0. The ranks of the machines are given in advance. With c10d, torch assigns them at
+each rendezvous instead, by sorting the machines' addresses.
 """
 
 import math

@@ -36,10 +36,11 @@ def export_state(optimizer: torch.optim.Optimizer, entry: Any) -> Any:
         optimizer: Optimizer that keeps the state. It may be of any class, for example a wrapper that shares the state
             of torchao's optimizer.
         entry: State of the parameter, from the optimizer or from its state dict. It is returned unchanged if it is not
-            a dict, or if neither it nor the optimizer is low-bit.
+            a dict. The same applies if it has no quantized tensors of torchao, and the optimizer is neither a low-bit
+            optimizer of torchao nor an optimizer of bitsandbytes.
 
     Returns:
-        The state, sharded as before. Its moments are on the CPU.
+        The state, sharded as before. Unless it is returned unchanged, its moments are on the CPU.
     """
     if not isinstance(entry, dict):
         return entry

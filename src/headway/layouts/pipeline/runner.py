@@ -359,7 +359,13 @@ def start_transfers(ops: list[dist.P2POp]) -> list[dist.Work]:
 
 
 def wait_for_transfers(works: Iterable[dist.Work]) -> None:
-    """Wait until all point-to-point transfers have completed."""
+    """Wait for point-to-point transfers that `start_transfers` has started.
+
+    With NCCL, only the current CUDA stream waits, not the host.
+
+    Args:
+        works: Handles of the transfers.
+    """
     for work in works:
         work.wait()
 

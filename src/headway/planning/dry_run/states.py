@@ -38,16 +38,16 @@ def describe_states(
     updates: DryRunUpdates,
     num_ranks: int,
 ) -> tuple[StateBytes, ...]:
-    """Return the bytes of each parameter's optimizer state.
+    """Return the bytes of each parameter's optimizer state, in the order of `parameters`.
 
-    If other ranks own parameters, this rank does not have their state. The bytes are then measured in a separate update
-    of full parameters.
+    Some optimizers update a full parameter on one rank, its owner, and only the owner has the state. If any parameter
+    has another rank as owner, the bytes of all states are measured in a separate update of full parameters.
 
     Args:
         parameters: Parameters on this rank.
         optimizer: Optimizer that has stepped.
-        make_optimizer: Function that makes the optimizer.
-        updates: Updates that the optimizer has made.
+        make_optimizer: Function that makes the optimizer from a list of parameters.
+        updates: Object that made the optimizer's updates, and that determines the owners.
         num_ranks: World size.
     """
     owners, rank = updates.find_owners(optimizer, num_ranks), _get_rank()

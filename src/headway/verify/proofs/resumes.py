@@ -66,7 +66,14 @@ def check_resume(runs: RunSet) -> Verdict:
 
 
 def _find_other_parameters(first: RunRecord, resumed: RunRecord) -> Verdict | None:
-    """Return the failed verdict if the resumed run has other parameters, such as an untied copy, else None."""
+    """Return a FAIL verdict if the names of the parameters differ between the two runs, else None.
+
+    For example, a model has an additional parameter after the resume if weights are no longer tied.
+
+    Args:
+        first: Record of the run that was not interrupted.
+        resumed: Record of the run that was killed and resumed.
+    """
     ours, theirs = (set(run.fact.get("trainable", ())) | set(run.fact.get("frozen", ())) for run in (first, resumed))
     more, fewer = sorted(theirs - ours), sorted(ours - theirs)
     if not ours or not theirs or not (more or fewer):

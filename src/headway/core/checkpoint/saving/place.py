@@ -84,10 +84,10 @@ class CheckpointFolder:
         return self.parent() / f"checkpoint_{self.iteration}"
 
     def _later_ones(self) -> list[Path]:
-        """Return existing checkpoints with the next checkpoint's number or a higher one, newest first.
+        """Return the existing checkpoints that conflict with the checkpoints that this run will save, newest first.
 
-        They conflict with the checkpoints that this run will save. A copy that a user made conflicts only if it has
-        exactly the next checkpoint's name.
+        A checkpoint conflicts if it has the next checkpoint's number or a higher one. Without a number, it counts as
+        number 0. A renamed copy that a user made conflicts only if it has exactly the next checkpoint's name.
         """
         later = [path for path in list_committed(self.parent()) if (parse_number(path) or 0) >= self.iteration]
         return [path for path in later if path.name == f"checkpoint_{self.iteration}" or not find_original_name(path)]

@@ -91,10 +91,14 @@ class LostWrites:
         self._parametrized = {id(wrapper.get_param()) for wrapper in wrappers if hasattr(wrapper, "get_param")}
 
     def check(self) -> None:
-        """Raise an error before an update if a hook or write of the script was lost.
+        """Raise an error if the script registered a hook or wrote values that have no effect on the sharded parameters.
+
+        Called before optimizer steps.
 
         Raises:
-            StateError: If a hook was registered on, or values were written to, a tensor that is not the real parameter.
+            StateError: If a sharded parameter has a hook from `Tensor.register_hook`, was changed in place while it was
+                gathered, or was given other values by `parameter.data = tensor`. Also if the script used or changed a
+                parameter that `prepare()` has replaced.
         """
         self.check_assigned()
         records = list(fsdp_state.iterate_records(self._model))

@@ -170,7 +170,9 @@ class ReduceScatterHook(_CommHook):
 
 
 class CommHooks:
-    """Communication hooks of all FSDP units of the sharded models.
+    """Registry of the communication hooks that record the collectives of all FSDP units of the sharded models.
+
+    A rank that ran out of memory finds the unit of a recorded collective here, and joins that collective.
 
     Args:
         everyone: Collectives over all ranks.

@@ -655,7 +655,17 @@ class MeshStrategy(Strategy):
                 self.everyone.broadcast_in_place(buffers)
 
     def end_forward(self, model: torch.nn.Module, output: Any) -> Any:
-        """Finish a model's forward that a pipeline stage has ended early, and return its output."""
+        """Run the post-forward work that a model skipped because a pipeline stage ended its forward early.
+
+        Restore parameters that tensor parallelism replaced during the forward, and run FSDP's post-forward hooks.
+
+        Args:
+            model: Prepared model.
+            output: Output of the stage's last block.
+
+        Returns:
+            The output, as FSDP's hooks return it.
+        """
         for each in self._prepared:
             for split in each.splits if each.model is model else ():
                 split.end_forward()

@@ -293,7 +293,8 @@ class _StepAxis:
     def points(self, rows: Sequence[tuple[int | None, float, Any]]) -> list[Point]:
         """Return logged numbers as points (step, seconds since the run's start, value), in the order of their steps.
 
-        Values that are strings are left out.
+        A value without a step gets the step that the run had reached at that time. If no value of the run has a step,
+        the seconds take the place of the step. Values that are strings are left out.
 
         Args:
             rows: Tuples of (step or None, seconds since 1970, value).

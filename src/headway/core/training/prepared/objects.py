@@ -42,7 +42,7 @@ class SchedulerEntry(Protocol):
         optimizers: Prepared optimizers whose updates advance it.
         rule: Rule for the number of scheduler steps per update. It has a `name`.
         follows_optimizer: Whether it advances only with updates. If False, every call to step() advances it once.
-        num_calls: Number of calls to step() that advanced it without an update.
+        num_calls: Number of calls to `step` that do not depend on updates, including repeated calls that are skipped.
     """
 
     scheduler: Any

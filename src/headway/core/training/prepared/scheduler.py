@@ -137,15 +137,17 @@ class PreparedScheduler(LRScheduler):
 
     Args:
         scheduler: User's scheduler: an object with step(), state_dict() and load_state_dict().
-        optimizers: Prepared optimizers whose updates advance it.
+        optimizers: Prepared optimizers whose updates advance the schedule.
         rule: Rule for the number of scheduler steps per update.
-        follows_optimizer: Whether it advances only with updates. If False, every call to step() advances it once.
-        step: Training step. If it splits batches into smaller micro-batches, a scheduler step that follows no update is
-            deferred until the whole batch has succeeded.
+        follows_optimizer: Whether a call to `step` advances the schedule only if there was an update. If False, every
+            call makes one scheduler step.
+        step: Training step. If it splits batches into smaller micro-batches, a scheduler step that does not depend on
+            updates is deferred until the whole batch has succeeded.
 
     Attributes:
         is_doubted: Whether a warning about the schedule's length has been given.
-        num_calls: Number of calls to `step` that advanced it without an update.
+        num_calls: Number of calls to `step` that do not depend on updates: with `follows_optimizer=False`, for
+            ReduceLROnPlateau, or with arguments. Repeated calls that `ignore_repeated` skips are counted, too.
     """
 
     needs_optimizer: ClassVar[bool] = True
