@@ -411,7 +411,7 @@ class PipelineStrategy(Strategy):
             # The dry run of context parallelism needs all stages, so it cannot run in the middle of a schedule.
             with isolate_generators(self.everyone.runtime.hardware):
                 for piece in task.pieces:
-                    self._context.rehearse_call(partial(task.fn, piece))
+                    self._context.run_dry_run_only(partial(task.fn, piece))
         with nullcontext() if self._context is None else self._context.backward_context():
             if task is not None:
                 self._run_schedule(task, factor, precision)
