@@ -169,7 +169,8 @@ class PipelineStrategy(Strategy):
                 if self._spread is None:
                     missing = AwaitedValues(model, self.everyone, self._expected)
                 else:
-                    missing = self._spread.await_values(model, self._expected)
+                    self._spread.check_shardable(model)
+                    missing = self._spread.broadcast_values(model, self._expected)
                 parts = self._split_model(model, transforms)
                 known.record_model(model, how, parts)
         except BaseException:
