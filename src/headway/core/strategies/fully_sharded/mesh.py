@@ -330,6 +330,8 @@ class MeshStrategy(Strategy):
             made.splits = [split for split in (reference() for reference in before_release) if split is not None]
             for split in made.splits:
                 split.resume()
+            fsdp_state.reshard_units(model)  # a forward since the release has left the root's parameters gathered
+            made.lost_writes = LostWrites(model, [], type(model).__name__)  # this time no parameter is replaced
             return
         check_hooks(model)
         name, before = type(model).__name__, list(model.named_parameters(remove_duplicate=False))
