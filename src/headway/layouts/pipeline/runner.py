@@ -152,15 +152,15 @@ class PipelineRunner:
         self.token_group = token_group
         self.device = group.runtime.device
         self.num_stages = route.stages.num
-        self.owners = [options.find_rank(stage, group.world_size) for stage in range(self.num_stages)]
+        self.owners = [options.find_rank(index, group.world_size) for index in range(self.num_stages)]
         self.last_rank = self.owners[-1]
         self._known: CallCache[list[StageActivation]] = CallCache(
             "a micro-batch of each new kind goes through the stages by itself, which is slow"
         )
         holders = route.stages.map_holders(model)
         self._weights = {
-            stage: [parameter for parameter in model.parameters() if stage in holders[id(parameter)]]
-            for stage in route.local
+            stage_index: [parameter for parameter in model.parameters() if stage_index in holders[id(parameter)]]
+            for stage_index in route.local
         }
 
     @property
@@ -268,11 +268,11 @@ class PipelineRunner:
         from headway.layouts.pipeline.stage import PipelineStage  # torch's schedules, which take a second to import
 
         made = {}
-        for stage in sorted(self.route.local):
-            weights = [parameter for parameter in self._weights[stage] if parameter.requires_grad]
-            learning, run = partial(find_autograd_parameters, self.model, weights), partial(compute, stage)
-            made[stage] = PipelineStage(
-                stage, self.num_stages, self.device, self.group.group, self.owners, learning, run
+        for stage_index in sorted(self.route.local):
+            weights = [parameter for parameter in self._weights[stage_index] if parameter.requires_grad]
+            learning, run = partial(find_autograd_parameters, self.model, weights), partial(compute, stage_index)
+            made[stage_index] = PipelineStage(
+                stage_index, self.num_stages, self.device, self.group.group, self.owners, learning, run
             )
         return made
 
