@@ -204,6 +204,22 @@ def values_assigned_after_an_update(layout: str) -> None:
         optimizer.step()
 
 
+def values_assigned_after_a_second_prepare(layout: str) -> None:
+    """A released model is sharded already, and `prepare` only registers it again."""
+    accelerator, model, optimizer = prepare_training(layout)
+    train(accelerator, model, optimizer)
+    accelerator.free_memory()
+    model, optimizer = accelerator.prepare(model, make_sgd(model))
+    train(accelerator, model, optimizer)
+    accelerator.free_memory()
+    with torch.no_grad():
+        model(make_data()[0])  # a forward of a released model leaves the root's parameters gathered
+    model, optimizer = accelerator.prepare(model, make_sgd(model))
+    assign_values(model)
+    with pytest.raises(StateError, match=r"4 parameters \(wide.weight.*of Net.*parameter.data = tensor"):
+        train(accelerator, model, optimizer)
+
+
 def former_tensors_in_losses_and_writes(layout: str) -> None:
     """Gradients of a penalty on parameters listed before `prepare`, and values written to them, would be lost."""
     for use in ("loss", "write"):
@@ -271,6 +287,7 @@ SCENARIOS: list[Callable[[str], None]] = [
     values_changed_in_place,
     values_assigned_afterwards,
     values_assigned_after_an_update,
+    values_assigned_after_a_second_prepare,
     former_tensors_in_losses_and_writes,
     values_written_after_an_evaluation,
     norm_summed_by_hand,

@@ -50,7 +50,7 @@ class _CombinedTensor:
         self.shape = torch.Size(newest.shape)
         self.dtype = dtype if dtype is not None and newest.dtype.is_floating_point else newest.dtype
 
-    def whole(self) -> torch.Tensor:
+    def assemble(self) -> torch.Tensor:
         """Return the full tensor, combined from the snapshots."""
         is_float = self._stored_dtype.is_floating_point
         work = torch.promote_types(self._stored_dtype, torch.float32) if is_float else self._stored_dtype

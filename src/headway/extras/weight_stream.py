@@ -101,7 +101,7 @@ class WeightStream(WeightBuckets):
         found = [(name, self._whole[name]) for name in names]
         try:
             if self._everyone.rank == 0:
-                return [(name, each.whole() if isinstance(each, GatheredTensor) else each) for name, each in found]
+                return [(name, each.assemble() if isinstance(each, GatheredTensor) else each) for name, each in found]
         finally:  # on other ranks, and on rank 0 if it ran out of memory: the others still send
             pass_by_all(each for _, each in found)
         return [(name, torch.empty(each.shape, dtype=each.dtype, device="meta")) for name, each in found]
@@ -166,7 +166,7 @@ class MergedLayer:
         """
         if self._made is None:
             self._made = self._merge_values({
-                key: each.whole() if isinstance(each, GatheredTensor) else each.detach().clone()
+                key: each.assemble() if isinstance(each, GatheredTensor) else each.detach().clone()
                 for key, each in self._parts.items()
             })  # fmt: skip
         return self._made.pop(name)
@@ -185,7 +185,7 @@ class MergedTensor(GatheredTensor):
         self.is_done = False
         self._layer, self._name = layer, name
 
-    def whole(self) -> torch.Tensor:
+    def assemble(self) -> torch.Tensor:
         """Return the full tensor with merged adapters. Called on rank 0; the other ranks call `pass_by`."""
         self.is_done = True
         return self._layer.take_tensor(self._name)

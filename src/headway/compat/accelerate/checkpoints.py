@@ -28,7 +28,7 @@ from headway.core.checkpoint.loading.restoring import (
     restore_object,
 )
 from headway.core.checkpoint.resume.comparison import Restored
-from headway.core.checkpoint.state import undo_optimizer
+from headway.core.checkpoint.state import make_optimizer_undo
 from headway.core.weights.compiled import remove_compiled_levels, rename_bare_items
 from headway.core.weights.export import save_object
 from headway.errors import CheckpointError
@@ -177,34 +177,34 @@ class Reader:
             CheckpointError: On every rank, if on any rank a file is missing, does not fit this run, or contains objects
                 that Headway refuses to unpickle.
         """
-        undo, failure, cause, weights = LoadRollback(), None, None, []
+        rollback, failure, cause, weights = LoadRollback(), None, None, []
         rng_states: _RNGStates | None = None
         try:
             rng_states = self._read_rng_states()
             weights = [self._weights(index, model) for index, model in enumerate(models)]
             self._restore_objects(
-                undo, [line for pair in zip(models, weights) for line in _find_misfits(*pair, strict)]
+                rollback, [line for pair in zip(models, weights) for line in _find_misfits(*pair, strict)]
             )
         except Exception as error:
             text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             failure, cause = text, error
         failures = {text for text in self._accelerator.collectives.gather_objects(failure) if text is not None}
         if failures:
-            left = undo.run()
-            stuck = f"this state could not be restored, so end the run: {'; '.join(left)}"
-            told = stuck if left else "nothing was changed"
-            raise CheckpointError(f"{'; '.join(sorted(failures))}; {told}") from cause
+            unrestored = rollback.run()
+            warning = f"this state could not be restored, so end the run: {'; '.join(unrestored)}"
+            outcome = warning if unrestored else "nothing was changed"
+            raise CheckpointError(f"{'; '.join(sorted(failures))}; {outcome}") from cause
         for model, state in zip(models, weights):
             _put(model, state)
         if rng_states is not None:
             rng_states.set()
         return Restored(self._folder, {"num_updates": self._accelerator.num_updates, "epoch": 0})
 
-    def _restore_objects(self, undo: LoadRollback, problems: list[str]) -> None:
+    def _restore_objects(self, rollback: LoadRollback, problems: list[str]) -> None:
         """Restore optimizers, schedulers, custom objects and the gradient scaler, and record how to undo each change.
 
         Args:
-            undo: Rollback to which an undo step per object is added.
+            rollback: Rollback to which an undo step per object is added.
             problems: Reasons why the weights do not fit the models. If there are any, no object is changed.
 
         Raises:
@@ -223,10 +223,10 @@ class Reader:
         if accelerator.scaler is not None:
             others.append((accelerator.scaler, self._pickled("scaler.pt")))
         for index, (optimizer, state) in enumerate(zip(optimizers, states)):
-            undo.add(f"optimizer {index}", undo_optimizer(optimizer.optimizer))
+            rollback.add(f"optimizer {index}", make_optimizer_undo(optimizer.optimizer))
             optimizer.load_state_dict(state)
         for each, state in others:
-            undo.add(type(each).__name__, partial(restore_object, each, copy_state(each.state_dict())))
+            rollback.add(type(each).__name__, partial(restore_object, each, copy_state(each.state_dict())))
             each.load_state_dict(state)
 
     def _weights(self, index: int, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:

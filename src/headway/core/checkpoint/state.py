@@ -620,7 +620,7 @@ def _move_tensors(value: Any, device: torch.device) -> Any:
     )
 
 
-def undo_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def make_optimizer_undo(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Record an optimizer's attributes, parameter groups and state, and return a function that restores them.
 
     Tensors are recorded by reference. A later change of their values is not undone.
@@ -630,7 +630,7 @@ def undo_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     state = getattr(optimizer, "state", {})
     entries = [(key, value, dict(value) if isinstance(value, dict) else value) for key, value in state.items()]
 
-    def back() -> None:
+    def undo() -> None:
         vars(optimizer).clear()
         vars(optimizer).update(attributes)
         optimizer.param_groups[:] = [group for group, _ in groups]
@@ -644,4 +644,4 @@ def undo_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
                 value.update(before)
             state[key] = value
 
-    return back
+    return undo

@@ -11,8 +11,8 @@ This module does not import torch.
 
 import json
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 VOTE = "vote"
 """Operation name under which a vote is recorded.
@@ -20,11 +20,19 @@ VOTE = "vote"
 In a vote, the ranks agree whether all of them have succeeded so far in the batch.
 """
 
-Step = list[Any]
-"""A recorded collective: name of the process group, operation, and values that a rank needs to take part.
 
-The name is, for example, "all", "part1" or "fsdp". The values are, for example, sizes and dtypes.
-"""
+class Step(NamedTuple):
+    """A recorded collective.
+
+    Attributes:
+        group: Name of the process group, such as "all", "part1" or "fsdp".
+        operation: Kind of collective, such as "numbers" or "gather".
+        values: Values that a rank needs to take part, such as sizes and dtypes.
+    """
+
+    group: str
+    operation: str
+    values: list[Any]
 
 
 class CollectiveLog:
@@ -81,7 +89,7 @@ class CollectiveLog:
         Do nothing if no batch is being processed.
 
         Args:
-            step: Group name, operation, and values, in the order that `Step` describes.
+            step: Group name, operation, and any number of values, as in `Step`. They are recorded as JSON.
         """
         if not self.is_open:
             return
@@ -122,10 +130,10 @@ class CollectiveLog:
 
 def parse_exchange(text: str | bytes) -> Step:
     """Parse a recorded collective from the JSON text that `CollectiveLog` passes to its listener."""
-    found: Step = json.loads(text)
-    return found
+    group, operation, *values = json.loads(text)
+    return Step(group, operation, values)
 
 
-def is_vote(step: Sequence[Any]) -> bool:
+def is_vote(step: Step) -> bool:
     """Whether a recorded collective is a vote, in which the ranks agree whether all of them have succeeded so far."""
-    return step[1:3] == ["numbers", VOTE]
+    return step.operation == "numbers" and step.values[:1] == [VOTE]

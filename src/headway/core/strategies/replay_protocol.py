@@ -110,9 +110,9 @@ class ReplayStrategy:
 
     def _collectives_of(self, step: Step) -> Collectives:
         for group in (self.everyone, self.data_group):
-            if group.place == step[0]:
+            if group.place == step.group:
                 return group
-        raise CollectiveError(f"{step[1]} of {step[0]} is no exchange of the {self.name} strategy")
+        raise CollectiveError(f"{step.operation} of {step.group} is no exchange of the {self.name} strategy")
 
     def snapshot(self) -> Any:
         """Return the state, other than gradients and buffers, that `restore` needs to undo a batch."""

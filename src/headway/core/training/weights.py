@@ -95,7 +95,7 @@ class GatheredTensor:
         self._piece = piece
         self._collectives = collectives
 
-    def whole(self) -> torch.Tensor:
+    def assemble(self) -> torch.Tensor:
         """Gather the tensor, and return it on rank 0's CPU. Other ranks get a meta tensor without values.
 
         Rank 0 needs memory for the tensor and for one received part of it.
@@ -223,7 +223,7 @@ def gather_state(tensors: Iterable[tuple[str, Any]], collectives: Collectives) -
 
     def put_together() -> dict[str, torch.Tensor]:
         found = named | {
-            name: each.whole() if isinstance(each, GatheredTensor) else each for name, each in whole.items()
+            name: each.assemble() if isinstance(each, GatheredTensor) else each for name, each in whole.items()
         }
         return {name: found[tied.get(name, name)] for name in named}
 

@@ -33,8 +33,8 @@ from headway.core.weights.parallel_writer import (
     ParallelWriter,
     RangedFile,
     check_specs,
-    compare_range,
     count_threads,
+    verify_range,
 )
 from headway.core.weights.pieces import get_memory_key
 from headway.core.weights.shards import TensorSpec, order_widest_first, write_file
@@ -265,7 +265,7 @@ def _write_and_compare(files: Mapping[Path, Mapping[str, Any]], tied: Mapping[st
         def compare(specs: Mapping[str, TensorSpec], file: RangedFile) -> None:
             check_specs(file.path, specs)
             for number in range(len(file.digests)):
-                writer.add_task(partial(compare_range, file, number))
+                writer.add_task(partial(verify_range, file, number))
 
         for path, tensors in files.items():
             specs = order_widest_first({name: _spec(tensor) for name, tensor in tensors.items()})

@@ -68,7 +68,7 @@ class LazyFullTensor(Protocol):
     shape: torch.Size
     dtype: torch.dtype
 
-    def whole(self) -> torch.Tensor:
+    def assemble(self) -> torch.Tensor:
         """Return the full tensor, assembled in memory."""
 
 
@@ -158,12 +158,12 @@ class _DiskSink:
 
     Args:
         path: File to create or overwrite.
-        is_forced: Whether `finish` flushes the file to the disk with fsync.
+        syncs_to_disk: Whether `finish` flushes the file to the disk with fsync.
     """
 
-    def __init__(self, path: Path, is_forced: bool) -> None:
+    def __init__(self, path: Path, syncs_to_disk: bool) -> None:
         self._path = path
-        self._is_forced = is_forced
+        self._syncs_to_disk = syncs_to_disk
         # The kernel lets one thread at a time write to a file. Others would spin on its lock instead of hashing.
         self._lock = threading.Lock()
         with name_file(path):
@@ -183,18 +183,18 @@ class _DiskSink:
 
     def end_range(self, start: int, num_bytes: int) -> None:
         """Start to flush a range from the page cache to the disk, so that the disk is not idle until `finish`."""
-        flush = _find_sync_file_range() if self._is_forced else None
+        flush = _find_sync_file_range() if self._syncs_to_disk else None
         if flush is not None:
             flush(self._handle, start, num_bytes, _SYNC_FILE_RANGE_WRITE)  # fsync reports errors
 
     def finish(self) -> None:
-        """Close the file. If `is_forced` is set, flush it to the disk first.
+        """Close the file. If `syncs_to_disk` is set, flush it to the disk first.
 
         Raises:
             OSError: If the disk is full or failed.
         """
         with name_file(self._path):
-            if self._is_forced:
+            if self._syncs_to_disk:
                 os.fsync(self._handle)
             handle, self._handle = self._handle, -1
             os.close(handle)
@@ -365,7 +365,7 @@ class ParallelWriter:
         values: Iterable[tuple[str, "torch.Tensor | LazyFullTensor"]],
         metadata: Mapping[str, str] | None = None,
         piece: int = RANGE,
-        is_forced: bool = False,
+        syncs_to_disk: bool = False,
         on_written: Callable[[RangedFile], None] = lambda file: None,
     ) -> RangedFile:
         """Start to write a safetensors file. The values must not change until the context exits.
@@ -378,7 +378,7 @@ class ParallelWriter:
             metadata: Entries for the metadata in the file's header, in addition to `{"format": "pt"}`. Default: None,
                 no other entries.
             piece: Number of bytes that one hash covers, a power of two up to 16 MiB. Default: 16 MiB.
-            is_forced: Whether to flush the file to the disk with fsync. Default: False.
+            syncs_to_disk: Whether to flush the file to the disk with fsync. Default: False.
             on_written: Function called with the file by a thread when the file is complete. Default: a function that
                 does nothing.
 
@@ -397,7 +397,7 @@ class ParallelWriter:
         if isinstance(path, ObjectPath):
             sink, range_bytes = _ObjectSink(path), math.lcm(PART, piece)  # one part, unless tests make parts smaller
         else:
-            sink, range_bytes = _DiskSink(path, is_forced), RANGE
+            sink, range_bytes = _DiskSink(path, syncs_to_disk), RANGE
         progress = _FileInProgress(file, sink, piece, range_bytes, on_written)
         self._files.append(progress)
         current = _Range(0)
@@ -453,7 +453,7 @@ class ParallelWriter:
                     yield _Segment(view_bytes(value), None)
                 continue
             self._copies.reserve(spec.num_bytes, self._num_held)
-            copy = value if isinstance(value, torch.Tensor) else value.whole()
+            copy = value if isinstance(value, torch.Tensor) else value.assemble()
             del value
             yield _Segment(get_raw_bytes(copy), self._copies)
             del copy
@@ -471,13 +471,13 @@ class ParallelWriter:
 
     # ---------------------------------------------------------------- in the threads
 
-    def _write_range(self, progress: _FileInProgress, wanted: _Range) -> None:
+    def _write_range(self, progress: _FileInProgress, file_range: _Range) -> None:
         sink, file, piece = progress.sink, progress.file, progress.piece
-        offset, digests = wanted.start, []
+        offset, digests = file_range.start, []
         digest, filled = xxhash.xxh3_128(), 0
-        is_whole = isinstance(sink, _ObjectSink)
-        most = progress.range_bytes if is_whole else BLOCK
-        for view in self._gather(wanted.segments, min(most, wanted.num_bytes), is_whole):
+        needs_single_block = isinstance(sink, _ObjectSink)
+        block_bytes = progress.range_bytes if needs_single_block else BLOCK
+        for view in self._gather(file_range.segments, min(block_bytes, file_range.num_bytes), needs_single_block):
             if self._threads.has_failed:
                 return
             sink.write(view, offset)
@@ -492,17 +492,17 @@ class ParallelWriter:
                     digest, filled = xxhash.xxh3_128(), 0
         if filled:
             digests.append(digest.hexdigest())
-        first = wanted.start // piece
+        first = file_range.start // piece
         file.digests[first : first + len(digests)] = digests
         del view, part  # they hold the memory of the last segment
-        num_copied = sum(each.values.numel() for each in wanted.segments if each.copies is not None)
-        wanted.segments.clear()  # frees the copies before others are made, and before the fsync
+        num_copied = sum(each.values.numel() for each in file_range.segments if each.copies is not None)
+        file_range.segments.clear()  # frees the copies before others are made, and before the fsync
         self._copies.release(num_copied)
-        sink.end_range(wanted.start, wanted.num_bytes)
+        sink.end_range(file_range.start, file_range.num_bytes)
         if progress.finish_range():
             self._threads.add(progress.finish)
 
-    def _gather(self, segments: Sequence[_Segment], num_bytes: int, is_whole: bool) -> Iterator[memoryview]:
+    def _gather(self, segments: Sequence[_Segment], num_bytes: int, needs_single_block: bool) -> Iterator[memoryview]:
         """Yield the bytes of the segments in blocks of at most `num_bytes`.
 
         Large values in host memory are yielded without a copy. Others are copied to a buffer that is reused by the next
@@ -511,26 +511,26 @@ class ParallelWriter:
         Args:
             segments: Bytes of the tensors.
             num_bytes: Maximum size of a block.
-            is_whole: Whether all bytes must be in one block, as an object store requires.
+            needs_single_block: Whether all bytes must be in one block, as an object store requires.
         """
-        room = self._buffer(num_bytes)
+        buffer = self._get_buffer(num_bytes)
         filled = 0
         for segment in segments:
             for view in self._read(segment.values):
                 while view:
-                    if not is_whole and not filled and len(view) >= _COALESCED:
+                    if not needs_single_block and not filled and len(view) >= _COALESCED:
                         yield view[:num_bytes]
                         view = view[num_bytes:]
                         continue
                     part = view[: num_bytes - filled]
-                    room[filled : filled + len(part)] = part
+                    buffer[filled : filled + len(part)] = part
                     filled += len(part)
                     view = view[len(part) :]
-                    if filled == num_bytes or (not is_whole and len(view) >= _COALESCED):
-                        yield room[:filled]
+                    if filled == num_bytes or (not needs_single_block and len(view) >= _COALESCED):
+                        yield buffer[:filled]
                         filled = 0
         if filled:
-            yield room[:filled]
+            yield buffer[:filled]
 
     def _read(self, values: torch.Tensor) -> Iterator[memoryview]:
         """Yield the bytes of a tensor. Values on a device are copied in blocks through a small buffer."""
@@ -547,7 +547,7 @@ class ParallelWriter:
                 staging[: part.numel()].copy_(part)
             yield _view_memory(staging[: part.numel()])
 
-    def _buffer(self, num_bytes: int) -> memoryview:
+    def _get_buffer(self, num_bytes: int) -> memoryview:
         found: memoryview | None = getattr(self._local, "buffer", None)
         if found is None or len(found) < num_bytes:
             found = self._local.buffer = memoryview(bytearray(num_bytes))
@@ -619,7 +619,7 @@ def check_specs(path: Path, specs: Mapping[str, TensorSpec]) -> None:
         raise CheckpointError(f"{path} does not contain what was written; nothing was replaced. Save to another disk")
 
 
-def compare_range(file: RangedFile, number: int) -> None:
+def verify_range(file: RangedFile, number: int) -> None:
     """Raise `CheckpointError` if one range (`RANGE` bytes) of a written file differs from its hash.
 
     Args:

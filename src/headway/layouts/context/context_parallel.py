@@ -22,7 +22,7 @@ import inspect
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,6 +73,18 @@ class SplitRegion(Enum):
     MEANS = "to its outputs, or to a loss that is a mean over labels"
     SUMS = "to its outputs, or to a loss that is a sum over labels"
     BLOCKS = "to the end of its last block"
+
+
+class CallKind(NamedTuple):
+    """Properties of a model's call that affect its split region. One dry run is done for each kind.
+
+    Attributes:
+        has_labels: Whether the call has labels.
+        has_item_count: Whether the call passes `num_items_in_batch`.
+    """
+
+    has_labels: bool
+    has_item_count: bool
 
 
 class DryRunFinished(BaseException):
@@ -151,7 +163,7 @@ class ContextParallel(SplitModel):
         )
         keep_packing(model)  # the dry run is in eval mode
         blocks = _find_stack(model, options)
-        self._eager = attention.use_sdpa(model)
+        self._restore_attention = attention.use_sdpa(model)
         self._parameters = inspect.signature(model.forward).parameters
         self._labels = SplitLabels(model, _list_positional(self._parameters), options, self._axis, everyone)
         self._ring = attention.find_ring_attention(
@@ -163,13 +175,13 @@ class ContextParallel(SplitModel):
         self._phase = CallPhase.NONE
         self._length = 0
         self._recomputes = False
-        self._is_rehearsal = False
-        self.is_in_stage: Callable[[], bool] = bool
-        self._ways: dict[tuple[bool, bool], SplitRegion] = {}
-        self._with_loss: set[tuple[bool, bool]] = set()
-        self._way = SplitRegion.MEANS
+        self._stops_after_dry_run = False
+        self.is_in_stage: Callable[[], bool] = lambda: False
+        self._region_by_kind: dict[CallKind, SplitRegion] = {}
+        self._kinds_with_loss: set[CallKind] = set()
+        self._region = SplitRegion.MEANS
         self._blocks = blocks
-        self._hooks = list[Any]()
+        self._hooks: list[Any] = []
         try:
             for block in blocks:
                 install_attention(block, self._attention)
@@ -188,8 +200,8 @@ class ContextParallel(SplitModel):
             remove_attention(block)
         if self._ring is not None:
             self._ring.release()
-        if self._eager is not None:
-            self._eager()
+        if self._restore_attention is not None:
+            self._restore_attention()
 
     @contextmanager
     def backward_context(self) -> Iterator[None]:
@@ -219,7 +231,7 @@ class ContextParallel(SplitModel):
 
         Together with the shapes of the inputs, it determines the shapes of activations.
         """
-        return self._phase, self._way
+        return self._phase, self._region
 
     def record_length(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record the length of the full sequences when the first block is called on this or another pipeline stage.
@@ -233,7 +245,7 @@ class ContextParallel(SplitModel):
         if self._phase is CallPhase.CUT:
             self._set_length(self._find_activations(args, kwargs))
 
-    def rehearse_call(self, call: Callable[[], object]) -> None:
+    def run_dry_run_only(self, call: Callable[[], object]) -> None:
         """Find out with a dry run how the model can be split, unless this is known for calls of this kind.
 
         `call` ends where it calls the model, so the actual forward does not run. All ranks must call this method.
@@ -245,12 +257,12 @@ class ContextParallel(SplitModel):
             PrepareError: If the model cannot be split.
             UnsupportedError: If the model is compiled.
         """
-        self._is_rehearsal = True
+        self._stops_after_dry_run = True
         try:
             with suppress(DryRunFinished):
                 call()
         finally:
-            self._is_rehearsal = False
+            self._stops_after_dry_run = False
 
     # ---------------------------------------------------------------- calls of the model
 
@@ -266,7 +278,7 @@ class ContextParallel(SplitModel):
             UnsupportedError: If this call cannot be split, for example because it uses a key-value cache while
                 gradients are enabled.
             DataError: If sequences must be padded, but the labels or the attention do not allow it.
-            DryRunFinished: In `rehearse_call`, before the model would run.
+            DryRunFinished: In `run_dry_run_only`, before the model would run.
         """
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             if torch.is_grad_enabled():
@@ -278,30 +290,30 @@ class ContextParallel(SplitModel):
         if "use_cache" in self._parameters:
             kwargs = {**kwargs, "use_cache": False}
         kind = self._classify_call(args, kwargs)
-        if kind not in self._ways:
+        if kind not in self._region_by_kind:
             if self.is_in_stage():
                 raise UnsupportedError(
                     f"{type(self._model).__name__} now receives labels or num_items_in_batch, but did not when the same function was "
                     "called for this micro-batch before; with context and pipeline parallelism, it must do the same each time"
                 )
-            self._ways[kind] = self._dry_run(args, kwargs)
-        if self._is_rehearsal:
+            self._region_by_kind[kind] = self._dry_run(args, kwargs)
+        if self._stops_after_dry_run:
             raise DryRunFinished
-        way = self._ways[kind]
-        call = self._split_call(args, kwargs, way)
-        out = self._run(CallPhase.CUT, call.args, call.kwargs, way)
-        if kind not in self._with_loss and _has_loss(call, out):
+        region = self._region_by_kind[kind]
+        call = self._split_call(args, kwargs, region)
+        out = self._run(CallPhase.CUT, call.args, call.kwargs, region)
+        if kind not in self._kinds_with_loss and _has_loss(call, out):
             raise PrepareError(
                 f"{type(self._model).__name__} computes a loss from labels while training, but not in eval() mode, in which context "
                 "parallelism compares it with its whole; compute it in both, or outside of the model"
             )
-        return self._join_output(call, out, way, is_training=torch.is_grad_enabled())
+        return self._join_output(call, out, region, is_training=torch.is_grad_enabled())
 
     def _run(
-        self, phase: CallPhase, args: tuple[Any, ...], kwargs: dict[str, Any], way: SplitRegion = SplitRegion.MEANS
+        self, phase: CallPhase, args: tuple[Any, ...], kwargs: dict[str, Any], region: SplitRegion = SplitRegion.MEANS
     ) -> Any:
         self._length = 0
-        self._way = way
+        self._region = region
         with self._set_phase(phase):
             out = self._model(*args, **kwargs)
         if phase is CallPhase.CUT and not self._length:
@@ -310,15 +322,14 @@ class ContextParallel(SplitModel):
             )
         return out
 
-    def _classify_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
-        """Return the kind of a call. A dry run finds the split region before the first call of each kind.
+    def _classify_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallKind:
+        """Return the kind of a call. A dry run finds the split region before the first call of each kind."""
+        return CallKind(
+            has_labels=bool(self._labels.find_labels(args, kwargs)),
+            has_item_count=kwargs.get("num_items_in_batch") is not None,
+        )
 
-        Returns:
-            Pair of (whether the call has labels, whether it passes `num_items_in_batch`).
-        """
-        return bool(self._labels.find_labels(args, kwargs)), kwargs.get("num_items_in_batch") is not None
-
-    def _split_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], way: SplitRegion) -> LabeledCall:
+    def _split_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], region: SplitRegion) -> LabeledCall:
         """Return the model's call with sharded labels.
 
         Labels stay complete if only the blocks compute on sequence shards.
@@ -326,13 +337,13 @@ class ContextParallel(SplitModel):
         Args:
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
-            way: Part of the model that computes on sequence shards.
+            region: Part of the model that computes on sequence shards.
         """
-        if way is SplitRegion.BLOCKS:
+        if region is SplitRegion.BLOCKS:
             return LabeledCall(args, dict(kwargs))
         return self._labels.split_call(args, kwargs, self.is_in_stage())
 
-    def _join_output(self, call: LabeledCall, out: Any, way: SplitRegion, is_training: bool) -> Any:
+    def _join_output(self, call: LabeledCall, out: Any, region: SplitRegion, is_training: bool) -> Any:
         """Return the output for the caller.
 
         The loss is summed over ranks, and sharded tensors are all-gathered or replaced.
@@ -340,7 +351,7 @@ class ContextParallel(SplitModel):
         Args:
             call: Call of the model, with sharded labels.
             out: Output of the model.
-            way: Part of the model that computes on sequence shards.
+            region: Part of the model that computes on sequence shards.
             is_training: Whether gradients are enabled. If so and there is a loss, sharded tensors are replaced by
                 `PartialOutput`.
         """
@@ -350,10 +361,10 @@ class ContextParallel(SplitModel):
         def whole(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            if way is SplitRegion.BLOCKS:
+            if region is SplitRegion.BLOCKS:
                 return sequences.divide_gradient(leaf, self._axis)
             if _is_loss(leaf):
-                return self._reduce_loss(leaf, call, way) if has_loss else leaf
+                return self._reduce_loss(leaf, call, region) if has_loss else leaf
             if leaf.dim() < 2 or leaf.shape[1] != part:
                 return leaf
             if has_loss and is_training:
@@ -362,12 +373,12 @@ class ContextParallel(SplitModel):
 
         return tree.map_leaves(whole, out)
 
-    def _reduce_loss(self, loss: torch.Tensor, call: LabeledCall, way: SplitRegion) -> torch.Tensor:
+    def _reduce_loss(self, loss: torch.Tensor, call: LabeledCall, region: SplitRegion) -> torch.Tensor:
         """Return the loss over all ranks: a sum, or a mean over the labels that are not ignored.
 
         A mean over no labels is NaN.
         """
-        if way is SplitRegion.SUMS or call.num_labels is None:
+        if region is SplitRegion.SUMS or call.num_labels is None:
             return crossings.sum_terms(loss, self._axis)
         every, mine = call.num_labels
         # If this part has no labels, its mean is 0 / 0.
@@ -395,7 +406,7 @@ class ContextParallel(SplitModel):
         args, kwargs = _pass_by_name(self._parameters, args, kwargs)
         given = self._labels.find_labels(args, kwargs)
         args, kwargs = sequences.shorten_arguments(args, kwargs, RING_STEP * self._axis.size, self._options.labels)
-        told = ""
+        difference = ""
         with sequences.enter_evaluation(self._model):
             if given:
                 with self._labels.observe_ignored_label():
@@ -403,8 +414,8 @@ class ContextParallel(SplitModel):
                 ignored = self._labels.choose_dry_run_label(given)
                 kwargs = sequences.ignore_some_labels(kwargs, given.keys() & kwargs.keys(), ignored)
             whole = self._run(CallPhase.WHOLE, args, kwargs)
-            for ways in ((SplitRegion.MEANS, SplitRegion.SUMS), (SplitRegion.BLOCKS,)):
-                found = self._try_regions(ways, args, kwargs, whole)
+            for regions in ((SplitRegion.MEANS, SplitRegion.SUMS), (SplitRegion.BLOCKS,)):
+                found = self._try_regions(regions, args, kwargs, whole)
                 rows = self._everyone.gather_numbers(
                     [float(isinstance(found, SplitRegion)), float(found is SplitRegion.SUMS)]
                 )
@@ -416,20 +427,20 @@ class ContextParallel(SplitModel):
                             type(self._model).__name__,
                         )
                     return found
-                told = str(found)
+                difference = str(found)
         raise PrepareError(
-            f"{type(self._model).__name__} cannot be cut along its sequences (context parallelism): {told}. {sequences.ADVICE}"
+            f"{type(self._model).__name__} cannot be cut along its sequences (context parallelism): {difference}. {sequences.ADVICE}"
         )
 
     def _try_regions(
-        self, ways: tuple[SplitRegion, ...], args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
+        self, regions: tuple[SplitRegion, ...], args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
     ) -> SplitRegion | str:
         """Return the first split region for which the outputs equal those of full sequences.
 
         If there is none, return a description of the difference as a string.
 
         Args:
-            ways: Split regions to try.
+            regions: Split regions to try.
             args: Positional arguments of the dry run.
             kwargs: Keyword arguments of the dry run.
             whole: Output for full sequences.
@@ -437,19 +448,19 @@ class ContextParallel(SplitModel):
         self._attention.reset_calls()
         found = ""
         try:
-            call = self._split_call(args, kwargs, ways[0])
-            out = self._run(CallPhase.CUT, call.args, call.kwargs, ways[0])
+            call = self._split_call(args, kwargs, regions[0])
+            out = self._run(CallPhase.CUT, call.args, call.kwargs, regions[0])
             if not self._attention.num_calls:
                 return "its blocks never call torch.nn.functional.scaled_dot_product_attention"
-            for way in ways:
-                cut = self._join_output(call, out, way, is_training=False)
-                is_joined = way is not SplitRegion.BLOCKS
-                told = sequences.describe_difference(whole, cut, self._is_exact, is_loss_joined=is_joined)
-                if not told:
+            for region in regions:
+                cut = self._join_output(call, out, region, is_training=False)
+                is_joined = region is not SplitRegion.BLOCKS
+                difference = sequences.describe_difference(whole, cut, self._is_exact, is_loss_joined=is_joined)
+                if not difference:
                     if _has_loss(call, out):
-                        self._with_loss.add(self._classify_call(args, kwargs))
-                    return way
-                found = found or told
+                        self._kinds_with_loss.add(self._classify_call(args, kwargs))
+                    return region
+                found = found or difference
         except Exception as error:  # from the model's code, which may not expect shorter tensors
             fsdp_state.reshard_units(self._model)
             if isinstance(error, DataError) or is_out_of_memory(error):  # caused by this batch, not by the model
@@ -517,7 +528,7 @@ class ContextParallel(SplitModel):
         self._attention.set_active(self._recomputes)
 
     def _after_last_block(self, block: torch.nn.Module, args: Any, output: Any) -> Any:
-        if self._phase is not CallPhase.CUT or self._way is not SplitRegion.BLOCKS:
+        if self._phase is not CallPhase.CUT or self._region is not SplitRegion.BLOCKS:
             return None
 
         def joined(part: torch.Tensor) -> torch.Tensor:

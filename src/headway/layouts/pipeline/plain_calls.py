@@ -121,27 +121,27 @@ class PlainCalls:
         pipe, last = self._pipe, self._pipe.num_stages - 1
         pieces = pipe.split_call(args, kwargs)
 
-        def compute(stage: int, number: int, received: Tree) -> Tree:
+        def compute(stage_index: int, number: int, received: Tree) -> Tree:
             given, named = pieces[number]
-            told.seed_micro_batch(stage, number)
-            return pipe.route.run(stage, received, lambda: call(*given, **named))
+            stage_rng.seed_micro_batch(stage_index, number)
+            return pipe.route.run(stage_index, received, lambda: call(*given, **named))
 
         failure: Exception | None = None
         result: Any = None
         joined: list[torch.Tensor] = []
-        with isolate_generators(pipe.group.runtime.hardware) as told:
+        with isolate_generators(pipe.group.runtime.hardware) as stage_rng:
             batch = pipe.begin_batch(pieces, compute, "plain")
             self._run_forwards(batch)
             if pipe.is_last:
                 try:
                     received, joined = self._join_micro_batches(batch, pieces)
-                    told.seed_micro_batch(last, batch.num)
+                    stage_rng.seed_micro_batch(last, batch.num_microbatches)
                     result = pipe.route.run(last, received, lambda: call(*args, **kwargs), goes_on=True, is_tail=True)
                 except Exception as error:
                     failure = error
-        answers = pipe.group.gather_objects((told.flags, *pipe.make_answer(result, failure)))
-        advance_generators([max(flags) for flags in zip(*(answer[0] for answer in answers))], pipe.device)
-        _, activation, problem = answers[pipe.last_rank]
+        answers = pipe.group.gather_objects((stage_rng.used, pipe.make_answer(result, failure)))
+        advance_generators(set().union(*(used for used, _ in answers)), pipe.device)
+        _, (activation, problem) = answers[pipe.last_rank]
         if failure is not None:  # the original error, with its traceback
             raise failure
         if problem is not None:
@@ -150,16 +150,16 @@ class PlainCalls:
 
     def _run_forwards(self, batch: PipelineBatch) -> None:
         """Run the forwards of those micro-batches that `PipelineRunner.begin_batch` has not already run."""
-        if len(batch.chunks) > 1:
+        if len(batch.stages) > 1:
             self._pipe.run_schedule(batch, has_backward=False)
             return
-        (chunk,) = batch.chunks.values()
+        (stage,) = batch.stages.values()
         sent: list[dist.Work] = []
-        for number in range(batch.num):
+        for number in range(batch.num_microbatches):
             if number not in batch.ahead:
-                wait_for_transfers(start_transfers(chunk.get_fwd_recv_ops(number)))
-                chunk.compute(number)
-                sent += start_transfers(chunk.get_fwd_send_ops(number))
+                wait_for_transfers(start_transfers(stage.get_fwd_recv_ops(number)))
+                stage.compute(number)
+                sent += start_transfers(stage.get_fwd_send_ops(number))
         wait_for_transfers(sent)
 
     def _join_micro_batches(self, batch: PipelineBatch, pieces: Sequence[Tree]) -> tuple[Tree, list[torch.Tensor]]:
@@ -170,22 +170,23 @@ class PlainCalls:
         Raises:
             UnsupportedError: If an output does not have one row per sample of its micro-batch.
         """
-        chunk = batch.chunks[self._pipe.num_stages - 1]
+        stage = batch.stages[self._pipe.num_stages - 1]
+        is_split = batch.num_microbatches > 1
         parts = [
-            chunk.activations[number].fill_slots([tensor.detach() for tensor in chunk.outputs[number]])
-            for number in range(batch.num)
+            stage.activations[number].fill_slots([tensor.detach() for tensor in stage.outputs[number]])
+            for number in range(batch.num_microbatches)
         ]
         for part, piece in zip(parts, pieces):
             rows = find_batch_size(piece)
-            odd = next((t for t in list_tensors(part) if batch.num > 1 and (t.ndim == 0 or t.shape[0] != rows)), None)
+            odd = next((t for t in list_tensors(part) if is_split and (t.ndim == 0 or t.shape[0] != rows)), None)
             if odd is not None:
                 raise UnsupportedError(
                     f"a block of {self._pipe.route.kind} returns a tensor of shape {tuple(odd.shape)} for {rows} rows, so "
                     "micro-batches cannot be joined along their rows; use accelerator.forward_backward(batch, fn), or "
                     "PipelineOptions(num_microbatches=1)"
                 )
-        whole = concatenate(parts) if batch.num > 1 else parts[0]
-        learning = iter([t.requires_grad for t in chunk.outputs[0]])
+        whole = concatenate(parts) if is_split else parts[0]
+        learning = iter([t.requires_grad for t in stage.outputs[0]])
         whole = map_tensors(lambda t: t.requires_grad_(next(learning) and torch.is_grad_enabled()), whole)
         return whole, list(list_tensors(whole))
 
@@ -251,25 +252,26 @@ class PlainCalls:
     def _run_backward(
         self, batch: PipelineBatch, pending: PendingForward, grads: Sequence[torch.Tensor | None]
     ) -> None:
-        (chunk,) = batch.chunks.values()
-        chunk.has_backward, chunk.chunks = True, batch.num
+        (stage,) = batch.stages.values()
+        stage.has_backward = True
+        stage.chunks = batch.num_microbatches  # torch's attribute: number of micro-batches
         if self._pipe.is_last:
-            self._split_gradients(chunk, batch, pending, grads)
+            self._split_gradients(stage, batch, pending, grads)
         sent: list[dist.Work] = []
-        for number in range(batch.num):
-            wait_for_transfers(start_transfers(chunk.get_bwd_recv_ops(number)))
-            chunk.backward_one_chunk(number)
-            sent += start_transfers(chunk.get_bwd_send_ops(number))
+        for number in range(batch.num_microbatches):
+            wait_for_transfers(start_transfers(stage.get_bwd_recv_ops(number)))
+            stage.backward_one_chunk(number)
+            sent += start_transfers(stage.get_bwd_send_ops(number))
         wait_for_transfers(sent)
 
     @staticmethod
     def _split_gradients(
-        chunk: Any, batch: PipelineBatch, pending: PendingForward, grads: Sequence[torch.Tensor | None]
+        stage: Any, batch: PipelineBatch, pending: PendingForward, grads: Sequence[torch.Tensor | None]
     ) -> None:
         """Run backward through the part of the model after the blocks, and split the gradients by micro-batch.
 
         Args:
-            chunk: Last stage, which gets the gradients.
+            stage: Last stage, which gets the gradients.
             batch: Autograd graphs of the micro-batches.
             pending: Model call whose backward runs.
             grads: Gradients of the outputs of this call.
@@ -278,11 +280,11 @@ class PlainCalls:
         torch.autograd.backward([out for out, _ in reached], [grad for _, grad in reached])
         learning = [tensor for tensor in pending.joined if tensor.requires_grad]
         first = 0
-        for number in range(batch.num):
-            own = [tensor for tensor in chunk.outputs[number] if tensor.requires_grad]
+        for number in range(batch.num_microbatches):
+            own = [tensor for tensor in stage.outputs[number] if tensor.requires_grad]
             rows = own[0].shape[0] if own and own[0].ndim else 0
-            here = slice(first, first + rows) if batch.num > 1 else None
-            chunk.gradients[number] = [
+            here = slice(first, first + rows) if batch.num_microbatches > 1 else None
+            stage.gradients[number] = [
                 torch.zeros_like(part) if (grad := tensor.grad) is None else grad if here is None else grad[here]
                 for tensor, part in zip(learning, own)
             ]

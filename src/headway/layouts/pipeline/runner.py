@@ -19,11 +19,11 @@ import pickle
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,13 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 Compute = Callable[[int, int, Tree], Tree]
-"""Function of (stage, micro-batch number, received tree). Returns the output of the stage's last block, or the loss."""
+"""Function of (stage index, micro-batch number, received tree).
+
+Returns the output of the stage's last block, or the loss.
+"""
+
+_GENERATORS = ("python", "numpy", "torch", "device")
+"""Names of the random generators that a stage can use, as in `read_rng_states`."""
 
 
 @dataclass(frozen=True)
@@ -84,17 +90,39 @@ class PipelineBatch:
     """State of a batch that is running through the pipeline.
 
     Attributes:
-        chunks: This rank's stages, by stage number.
-        num: Number of micro-batches.
+        stages: This rank's stages, by stage index.
+        num_microbatches: Number of micro-batches.
         keys: Cache key of each micro-batch. It contains everything that determines the shapes of the tensors that
             stages exchange.
         ahead: Indices of the micro-batches whose forward was run before the schedule.
     """
 
-    chunks: "dict[int, PipelineStage]"
-    num: int
+    stages: "dict[int, PipelineStage]"
+    num_microbatches: int
     keys: list[Any]
     ahead: set[int] = field(default_factory=set)
+
+
+class StageAnswer(NamedTuple):
+    """Result that the rank of a stage sends to the other ranks of the pipeline. At most one of the fields is set.
+
+    Attributes:
+        activation: Description of the stage's output. None on ranks that did not run the stage.
+        error: Class name and message of the error that the stage raised, or None.
+    """
+
+    activation: "StageActivation | None"
+    error: tuple[str, str] | None
+
+    @classmethod
+    def build(cls, activation: "StageActivation | None", failure: Exception | None) -> "StageAnswer":
+        """Return the answer of a rank, which contains only the error if the stage failed.
+
+        Args:
+            activation: Description of the stage's output, or None.
+            failure: Error that the stage raised, or None.
+        """
+        return cls(activation, None) if failure is None else cls(None, _describe_error(failure))
 
 
 class PipelineRunner:
@@ -124,15 +152,15 @@ class PipelineRunner:
         self.token_group = token_group
         self.device = group.runtime.device
         self.num_stages = route.stages.num
-        self.owners = [options.find_rank(stage, group.world_size) for stage in range(self.num_stages)]
+        self.owners = [options.find_rank(index, group.world_size) for index in range(self.num_stages)]
         self.last_rank = self.owners[-1]
         self._known: CallCache[list[StageActivation]] = CallCache(
             "a micro-batch of each new kind goes through the stages by itself, which is slow"
         )
         holders = route.stages.map_holders(model)
         self._weights = {
-            stage: [parameter for parameter in model.parameters() if stage in holders[id(parameter)]]
-            for stage in route.local
+            stage_index: [parameter for parameter in model.parameters() if stage_index in holders[id(parameter)]]
+            for stage_index in route.local
         }
 
     @property
@@ -148,10 +176,10 @@ class PipelineRunner:
         Their number is the largest that the schedule supports, up to the requested number and the number of rows.
         """
         num_rows = find_batch_size(batch) or 1
-        return [
-            batch if bounds is None else slice_rows(batch, *bounds, num_rows)
-            for bounds in self._compute_bounds(num_rows)
-        ]
+        bounds = self._compute_bounds(num_rows)
+        if len(bounds) == 1:
+            return [batch]
+        return [slice_rows(batch, start, stop, num_rows) for start, stop in bounds]
 
     def split_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return the (args, kwargs) of a model call for each micro-batch.
@@ -159,26 +187,22 @@ class PipelineRunner:
         Tensors and other values with one entry per row are split. All other values are passed to each micro-batch.
         """
         num_rows = find_batch_size((args, kwargs)) or 1
+        bounds = self._compute_bounds(num_rows)
+        if len(bounds) == 1:
+            return [(args, kwargs)]
         made = []
-        for bounds in self._compute_bounds(num_rows):
-            if bounds is None:
-                return [(args, kwargs)]
-            given = tuple(slice_rows(each, *bounds, num_rows) for each in args)
-            made.append((given, {name: slice_rows(each, *bounds, num_rows) for name, each in kwargs.items()}))
+        for start, stop in bounds:
+            given = tuple(slice_rows(each, start, stop, num_rows) for each in args)
+            made.append((given, {name: slice_rows(each, start, stop, num_rows) for name, each in kwargs.items()}))
         return made
 
-    def _compute_bounds(self, num_rows: int) -> list[tuple[int, int] | None]:
-        """Return the rows of each micro-batch.
-
-        Returns:
-            Pairs of (index of the first row, index after the last row). The result is [None] if one micro-batch has all
-            rows.
-        """
+    def _compute_bounds(self, num_rows: int) -> list[tuple[int, int]]:
+        """Return the rows of each micro-batch, as pairs of (index of the first row, index after the last row)."""
         wanted = self.options.choose_num_microbatches(self.group.world_size)
         num = next((number for number in range(min(wanted, num_rows), 0, -1) if self._supports_number(number)), 1)
         if self.token_group is not None:
             num = int(self.token_group.reduce_numbers([num], "min")[0])
-        return [None] if num == 1 else [compute_slice_bounds(num_rows, num, index) for index in range(num)]
+        return [compute_slice_bounds(num_rows, num, index) for index in range(num)]
 
     def _supports_number(self, number: int) -> bool:
         """Whether the schedule supports this number of micro-batches.
@@ -222,11 +246,11 @@ class PipelineRunner:
                 self._known.put(key, known[key])
                 batch.ahead.add(number)
             activations.append(known[key])
-        for stage, chunk in batch.chunks.items():
-            chunk.ahead = set(batch.ahead)
-            chunk.chunks = batch.num
-            if stage:
-                chunk.arriving = {number: known[stage - 1] for number, known in enumerate(activations)}
+        for stage_index, stage in batch.stages.items():
+            stage.ahead = set(batch.ahead)
+            stage.chunks = batch.num_microbatches  # torch's attribute: number of micro-batches
+            if stage_index:
+                stage.arriving = {number: known[stage_index - 1] for number, known in enumerate(activations)}
         return batch
 
     def _find_new(self, keys: Sequence[Any]) -> list[bool]:
@@ -244,66 +268,61 @@ class PipelineRunner:
         from headway.layouts.pipeline.stage import PipelineStage  # torch's schedules, which take a second to import
 
         made = {}
-        for stage in sorted(self.route.local):
-            weights = [parameter for parameter in self._weights[stage] if parameter.requires_grad]
-            learning, run = partial(find_autograd_parameters, self.model, weights), partial(compute, stage)
-            made[stage] = PipelineStage(
-                stage, self.num_stages, self.device, self.group.group, self.owners, learning, run
+        for stage_index in sorted(self.route.local):
+            weights = [parameter for parameter in self._weights[stage_index] if parameter.requires_grad]
+            learning, run = partial(find_autograd_parameters, self.model, weights), partial(compute, stage_index)
+            made[stage_index] = PipelineStage(
+                stage_index, self.num_stages, self.device, self.group.group, self.owners, learning, run
             )
         return made
 
     def _run_ahead(self, batch: PipelineBatch, number: int) -> "list[StageActivation]":
         activations: list[StageActivation] = []
-        for stage in range(self.num_stages):
-            chunk, failure, told = batch.chunks.get(stage), None, None
-            if chunk is not None:
+        for stage_index, owner in enumerate(self.owners):
+            stage, failure, own = batch.stages.get(stage_index), None, None
+            if stage is not None:
                 try:
-                    chunk.compute(number)
-                    told = self._check_sendable(chunk.activations[number])
+                    stage.compute(number)
+                    own = self._check_sendable(stage.activations[number])
                 except Exception as error:
                     failure = error
-            answer = (told if failure is None else None, None if failure is None else _describe_error(failure))
-            activation, problem = self.group.gather_objects(answer)[self.owners[stage]]
+            activation, problem = self.group.gather_objects(StageAnswer.build(own, failure))[owner]
             if failure is not None:
                 raise failure
             if problem is not None:
-                raise rebuild_error(problem, stage, self.owners[stage])
+                raise rebuild_error(problem, stage_index, owner)
             activations.append(activation)
-            if stage + 1 < self.num_stages:
-                self._hand_on(batch, stage, number, activation)
+            if stage_index + 1 < self.num_stages:
+                self._hand_on(batch, stage_index, number, activation)
         return activations
 
-    def _hand_on(self, batch: PipelineBatch, stage: int, number: int, activation: "StageActivation") -> None:
-        chunk, following = batch.chunks.get(stage), batch.chunks.get(stage + 1)
+    def _hand_on(self, batch: PipelineBatch, stage_index: int, number: int, activation: "StageActivation") -> None:
+        stage, following = batch.stages.get(stage_index), batch.stages.get(stage_index + 1)
         if following is not None:
             following.arriving[number] = activation
-        if chunk is not None and following is not None:
-            following.set_local_fwd_input(chunk.outputs[number], number)
-        elif chunk is not None:
-            wait_for_transfers(start_transfers(chunk.send_ops(number)))
+        if stage is not None and following is not None:
+            following.set_local_fwd_input(stage.outputs[number], number)
+        elif stage is not None:
+            wait_for_transfers(start_transfers(stage.send_ops(number)))
         elif following is not None:
             wait_for_transfers(start_transfers(following.receive_ops(number)))
 
-    def make_answer(
-        self, result: Tree, failure: Exception | None
-    ) -> "tuple[StageActivation | None, tuple[str, str] | None]":
+    def make_answer(self, result: Tree, failure: Exception | None) -> StageAnswer:
         """Return a description of the last stage's result, or of its error, to send to the other ranks.
 
         Args:
             result: Output of the last stage.
             failure: Error that the last stage raised, or None.
-
-        Returns:
-            Pair of (description of the result, class name and message of the error). One of the two is None.
         """
         from headway.layouts.pipeline.stage import describe_tree
 
-        if failure is not None:
-            return None, _describe_error(failure)
-        try:
-            return self._check_sendable(describe_tree(result)[0]), None
-        except HeadwayError as error:
-            return None, _describe_error(error)
+        activation = None
+        if failure is None:
+            try:
+                activation = self._check_sendable(describe_tree(result)[0])
+            except HeadwayError as error:
+                failure = error
+        return StageAnswer.build(activation, failure)
 
     def _check_sendable(self, activation: "StageActivation") -> "StageActivation":
         """Return the activation if it can be pickled for other ranks.
@@ -331,26 +350,28 @@ class PipelineRunner:
             batch: Batch from `begin_batch`.
             has_backward: Whether to run backward, too.
         """
-        chunks = [batch.chunks[stage] for stage in sorted(batch.chunks)]
-        schedule = self._make_schedule(chunks, batch.num)
+        stages = [batch.stages[stage_index] for stage_index in sorted(batch.stages)]
+        schedule = self._make_schedule(stages, batch.num_microbatches)
         run = schedule.step if has_backward else schedule.eval
-        run(target=torch.arange(batch.num), return_outputs=False)
+        # torch splits a target per micro-batch; `_loss` ignores it.
+        run(target=torch.arange(batch.num_microbatches), return_outputs=False)
 
-    def _make_schedule(self, chunks: "list[PipelineStage]", num: int) -> Any:
+    def _make_schedule(self, stages: "list[PipelineStage]", num_microbatches: int) -> Any:
         from torch.distributed.pipelining import schedules
 
         name = self.options.schedule
         given: dict[str, Any] = {"loss_fn": _loss, "scale_grads": False}
-        if len(chunks) == 1:
+        if len(stages) == 1:
             # With fewer micro-batches than stages, 1F1B equals GPipe.
-            kind = schedules.Schedule1F1B if name == "1f1b" and num >= self.num_stages else schedules.ScheduleGPipe
-            return kind(chunks[0], num, **given)
+            is_1f1b = name == "1f1b" and num_microbatches >= self.num_stages
+            kind = schedules.Schedule1F1B if is_1f1b else schedules.ScheduleGPipe
+            return kind(stages[0], num_microbatches, **given)
         kinds: dict[str, Any] = {
             "interleaved": schedules.ScheduleInterleaved1F1B,
             "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
             "zbv": schedules.ScheduleZBVZeroBubble,
         }
-        return kinds[name](list(chunks), num, **given)
+        return kinds[name](list(stages), num_microbatches, **given)
 
 
 def start_transfers(ops: list[dist.P2POp]) -> list[dist.Work]:
@@ -420,10 +441,6 @@ def check_loss(found: Any) -> None:
         )
 
 
-_GENERATORS = ("python", "numpy", "torch", "device")
-"""Names of the random generators that a stage can use, in the order of `StageRNG.flags`."""
-
-
 class StageRNG:
     """Seeder of the random generators for each stage and micro-batch. It records which generators were used.
 
@@ -432,12 +449,11 @@ class StageRNG:
         common: RNG states before the batch, equal on all ranks of a pipeline.
 
     Attributes:
-        flags: Four values, for the generators of Python, NumPy, torch and the device. A value is 1 if numbers were
-            drawn from the generator, else 0.
+        used: Names of the generators from which numbers were drawn: "python", "numpy", "torch", "device".
     """
 
     def __init__(self, hardware: Hardware, common: dict[str, Any]) -> None:
-        self.flags = [0.0] * len(_GENERATORS)
+        self.used: set[str] = set()
         self._hardware = hardware
         self._main = "torch" if hardware.kind == "cpu" else "device"
         # Only NumPy's default bit generator has a tuple as its state. Others cannot be seeded here, and are left as they are.
@@ -459,19 +475,19 @@ class StageRNG:
         """
         self.record_use()
         self._start = self._start | {
-            name: self._begun(name, mix_seed(seed, number, stage if name == self._main else 0))
+            name: self._make_state(name, mix_seed(seed, number, stage if name == self._main else 0))
             for name, seed in self._seeds.items()
         }
         write_rng_states({name: self._start[name] for name in self._seeds}, self._hardware)
 
     def record_use(self) -> None:
-        """Record in `flags` which random generators were used since they were last seeded."""
+        """Add the random generators that were used since they were last seeded to `used`."""
         now = read_rng_states(self._hardware)
-        for index, name in enumerate(_GENERATORS):
+        for name in _GENERATORS:
             if name in self._start and _bytes(now[name]) != _bytes(self._start[name]):
-                self.flags[index] = 1.0
+                self.used.add(name)
 
-    def _begun(self, name: str, seed: int) -> Any:
+    def _make_state(self, name: str, seed: int) -> Any:
         if name == "python":
             return random.Random(seed).getstate()
         if name == "numpy":
@@ -483,33 +499,43 @@ class StageRNG:
 def isolate_generators(hardware: Hardware) -> Iterator[StageRNG]:
     """Return a context that yields a `StageRNG`, and restores the states of all random generators on exit."""
     common = read_rng_states(hardware)
-    told = StageRNG(hardware, common)
+    stage_rng = StageRNG(hardware, common)
     try:
-        yield told
+        yield stage_rng
     finally:
-        told.record_use()
+        stage_rng.record_use()
         write_rng_states(common, hardware)
 
 
-def advance_generators(flags: Sequence[float], device: torch.device) -> None:
+def gather_used_generators(used: Collection[str], group: Collectives) -> set[str]:
+    """Return the names of the random generators that any rank has used. All ranks must call this function.
+
+    Args:
+        used: Names of the generators that this rank has used, from `StageRNG.used`.
+        group: Collectives over the ranks of one pipeline.
+    """
+    flags = group.reduce_numbers([float(name in used) for name in _GENERATORS], "max")
+    return {name for name, flag in zip(_GENERATORS, flags) if flag}
+
+
+def advance_generators(used: Collection[str], device: torch.device) -> None:
     """Draw one number from each random generator that any rank has used.
 
     The next batch then draws different numbers.
 
     Args:
-        flags: Maximum of `StageRNG.flags` over the ranks, equal on all of them.
+        used: Names of these generators, equal on all ranks.
         device: Device on which models compute.
     """
-    drawn = {name for name, flag in zip(_GENERATORS, flags) if flag}
-    if "python" in drawn:
+    if "python" in used:
         random.random()
-    if "numpy" in drawn:
+    if "numpy" in used:
         import numpy
 
         numpy.random.random()
-    if "torch" in drawn:
+    if "torch" in used:
         torch.rand(())
-    if "device" in drawn:
+    if "device" in used:
         torch.rand((), device=device)
 
 

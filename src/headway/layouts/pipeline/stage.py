@@ -206,7 +206,7 @@ class PipelineStage(_PipelineStageBase):
     # ---------------------------------------------------------------- preparations of torch that are not needed here
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        self.chunks = num_microbatches
+        self.chunks = num_microbatches  # torch's attribute: number of micro-batches
         return ()
 
     _prepare_backward_infra = _prepare_forward_infra

@@ -37,6 +37,7 @@ from headway.layouts.pipeline.runner import (
     PipelineTask,
     advance_generators,
     check_loss,
+    gather_used_generators,
     isolate_generators,
 )
 from headway.layouts.pipeline.stage_forward import ModuleRouter, is_routed
@@ -168,7 +169,8 @@ class PipelineStrategy(Strategy):
                 if self._spread is None:
                     missing = AwaitedValues(model, self.everyone, self._expected)
                 else:
-                    missing = self._spread.await_values(model, self._expected)
+                    self._spread.check_shardable(model)
+                    missing = self._spread.broadcast_values(model, self._expected)
                 parts = self._split_model(model, transforms)
                 known.record_model(model, how, parts)
         except BaseException:
@@ -410,7 +412,7 @@ class PipelineStrategy(Strategy):
             # The dry run of context parallelism needs all stages, so it cannot run in the middle of a schedule.
             with isolate_generators(self.everyone.runtime.hardware):
                 for piece in task.pieces:
-                    self._context.rehearse_call(partial(task.fn, piece))
+                    self._context.run_dry_run_only(partial(task.fn, piece))
         with nullcontext() if self._context is None else self._context.backward_context():
             if task is not None:
                 self._run_schedule(task, factor, precision)
@@ -425,10 +427,11 @@ class PipelineStrategy(Strategy):
         assert pipe is not None
         last, total = pipe.num_stages - 1, torch.zeros((), device=pipe.device)
 
-        def compute(stage: int, number: int, received: Tree) -> Tree:
-            told.seed_micro_batch(stage, number)
-            found = pipe.route.run(stage, received, lambda: task.fn(task.pieces[number]), goes_on=stage == last)
-            if stage < last:
+        def compute(stage_index: int, number: int, received: Tree) -> Tree:
+            stage_rng.seed_micro_batch(stage_index, number)
+            is_last = stage_index == last
+            found = pipe.route.run(stage_index, received, lambda: task.fn(task.pieces[number]), goes_on=is_last)
+            if not is_last:
                 return found
             check_loss(found)
             share = task.compute_share(number)
@@ -436,16 +439,16 @@ class PipelineStrategy(Strategy):
                 total.add_(found.detach().reshape(()).float(), alpha=share)
             return precision.scale_loss(found.reshape(())) * (factor * share)
 
-        with torch.enable_grad(), isolate_generators(pipe.group.runtime.hardware) as told:
+        with torch.enable_grad(), isolate_generators(pipe.group.runtime.hardware) as stage_rng:
             what = getattr(task.fn, "__code__", type(task.fn))
             batch = pipe.begin_batch(task.pieces, compute, what)
             nothing = {n for n, weight in enumerate(task.weights) if not weight or not factor}
-            for chunk in batch.chunks.values():
-                chunk.weightless = nothing
+            for stage in batch.stages.values():
+                stage.weightless = nothing
                 if self._token_group is not None:  # other ranks wait for the backward of their tokens
-                    chunk.silence = partial(self.silence_gradients, self._list_trained())
+                    stage.silence = partial(self.silence_gradients, self._list_trained())
             pipe.run_schedule(batch, has_backward=True)
-        advance_generators(pipe.group.reduce_numbers(told.flags, "max"), pipe.device)
+        advance_generators(gather_used_generators(stage_rng.used, pipe.group), pipe.device)
         total = total.reshape(1)
         pipe.group.sum_in_place([total])
         with torch.no_grad():

@@ -14,7 +14,7 @@ from headway.core.weights.files import map_safetensors
 def read_tensors(folder: Path, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and tensor of each tensor like `open_tensors`, with chunked tensors assembled in memory."""
     for name, tensor in open_tensors(folder, manifest, prefix):
-        yield name, tensor if isinstance(tensor, torch.Tensor) else tensor.whole()
+        yield name, tensor if isinstance(tensor, torch.Tensor) else tensor.assemble()
 
 
 def read_shard(path: Path, wanted: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ class AssembledTensor:
     def __init__(self, tensor):
         self._tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
 
-    def whole(self):
+    def assemble(self):
         made = self._tensor.clone()
         AssembledTensor.in_memory += 1
         AssembledTensor.most = max(AssembledTensor.most, AssembledTensor.in_memory)
@@ -71,7 +71,9 @@ def test_file_equals_that_of_the_serial_writer(tmp_path, piece, num_threads):
     write_file(tmp_path / "serial", make_specs(tensors), tensors.items(), {"a": "b"})
     with ParallelWriter(num_threads) as writer:
         files = [
-            writer.write(tmp_path / name, make_specs(tensors), tensors.items(), {"a": "b"}, piece=piece, is_forced=True)
+            writer.write(
+                tmp_path / name, make_specs(tensors), tensors.items(), {"a": "b"}, piece=piece, syncs_to_disk=True
+            )
             for name in ("one", "two")
         ]
     wanted = (tmp_path / "serial").read_bytes()

@@ -97,10 +97,10 @@ def test_layouts_with_a_pipeline():
 def test_sparse_gradient_of_a_stages_output():
     joined = torch.ones(2, 3, requires_grad=True)
     whole = torch.gather(joined, 1, torch.tensor([[0], [2]]), sparse_grad=True)
-    chunk = SimpleNamespace(outputs={0: [joined]}, gradients={})
+    stage = SimpleNamespace(outputs={0: [joined]}, gradients={})
     pending = SimpleNamespace(whole=[whole], joined=[joined])
-    PlainCalls._split_gradients(chunk, PipelineBatch({}, 1, []), pending, [torch.ones(2, 1)])
-    assert chunk.gradients[0][0].to_dense().tolist() == [[1, 0, 0], [0, 0, 1]]
+    PlainCalls._split_gradients(stage, PipelineBatch({}, 1, []), pending, [torch.ones(2, 1)])
+    assert stage.gradients[0][0].to_dense().tolist() == [[1, 0, 0], [0, 0, 1]]
 
 
 def test_container_without_a_forward_is_placed_by_its_children():

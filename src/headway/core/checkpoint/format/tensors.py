@@ -325,7 +325,7 @@ def write_shards(
             prove = partial(_prove_written, tensors)
             values = _list_values(specs, tensors)
             written[name] = (
-                writer.write(folder / name, specs, values, piece=piece, is_forced=True, on_written=prove),
+                writer.write(folder / name, specs, values, piece=piece, syncs_to_disk=True, on_written=prove),
                 piece,
             )
     return [WrittenFile(name, file.num_bytes, tuple(file.digests), piece) for name, (file, piece) in written.items()]

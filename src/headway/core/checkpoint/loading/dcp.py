@@ -73,7 +73,7 @@ def write_folder(named: Iterable[tuple[str, Any]], folder: Path) -> list[Path]:
     Returns:
         The written files.
     """
-    tensors = {name: each if isinstance(each, torch.Tensor) else each.whole() for name, each in named}
+    tensors = {name: each if isinstance(each, torch.Tensor) else each.assemble() for name, each in named}
     save(tensors, storage_writer=FileSystemWriter(folder, overwrite=True), no_dist=True)
     return sorted(file for file in folder.iterdir() if file.name == TABLE or file.suffix == ".distcp")
 

@@ -148,7 +148,7 @@ class ChunkedTensor:
         for where, values in self.iterate_tiles(offsets, box.shape):
             view_as_bits(box[where]).copy_(view_as_bits(values))
 
-    def whole(self) -> torch.Tensor:
+    def assemble(self) -> torch.Tensor:
         """Return the full tensor in new host memory.
 
         Raises:
@@ -449,7 +449,7 @@ def read_state(
             elif len(entry.chunks) == 1:
                 read[name] = files.view(entry.chunks[0], mosaic.dtype)
             else:
-                read[name] = mosaic if is_weight and placing is not None else mosaic.whole()
+                read[name] = mosaic if is_weight and placing is not None else mosaic.assemble()
     return {name: read[name] for name in manifest.tensors if name in read}, {
         name for name in read if not name.startswith(MODEL)
     }

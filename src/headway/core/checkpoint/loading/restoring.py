@@ -33,8 +33,8 @@ from headway.core.checkpoint.state import (
     is_weight,
     list_devices,
     load_optimizer,
+    make_optimizer_undo,
     map_parameter_names,
-    undo_optimizer,
 )
 from headway.core.training.prepared.optimizer import find_low_bit_extension
 from headway.core.weights.compiled import get_bare_submodule
@@ -49,24 +49,24 @@ class LoadRollback:
     def __init__(self) -> None:
         self._steps: list[tuple[str, Callable[[], Any]]] = []
 
-    def add(self, what: str, back: Callable[[], Any]) -> None:
-        """Add an undo step. It must be called before the change is made.
+    def add(self, name: str, undo_step: Callable[[], Any]) -> None:
+        """Add an undo step. Call this method before the change is made.
 
         Args:
-            what: Name of the object that will be changed, for messages.
-            back: Function that undoes the change.
+            name: Name of the object that will be changed, for messages.
+            undo_step: Function that undoes the change.
         """
-        self._steps.append((what, back))
+        self._steps.append((name, undo_step))
 
     def run(self) -> list[str]:
         """Run all undo steps in reverse order, and return one message for each step that failed."""
         problems = []
         while self._steps:
-            what, back = self._steps.pop()
+            name, undo_step = self._steps.pop()
             try:
-                back()
+                undo_step()
             except Exception as error:  # the other steps must run too
-                problems.append(f"{what} ({type(error).__name__}: {error})")
+                problems.append(f"{name} ({type(error).__name__}: {error})")
         return problems
 
 
@@ -76,8 +76,8 @@ def copy_state(state: Any) -> Callable[[], Any]:
     Dense tensors are copied to host memory. DTensors are copied on their device. Sparse, quantized and meta tensors,
     and objects of unknown types, are kept without a copy.
     """
-    kept = _keep(state)
-    return lambda: _back(kept)
+    copy = _copy_value(state)
+    return lambda: _rebuild_value(copy)
 
 
 def is_same_state(one: Any, other: Any) -> bool:
@@ -95,7 +95,7 @@ def is_same_state(one: Any, other: Any) -> bool:
     )
 
 
-class _TensorValue:
+class _TensorCopy:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._device = tensor.device
         self._needs_grad = tensor.requires_grad and tensor.is_leaf
@@ -105,7 +105,7 @@ class _TensorValue:
         self._dtype = tensor.dtype
         self._copy = plain.clone() if tensor.device.type == "cpu" else plain.cpu()
 
-    def back(self) -> torch.Tensor:
+    def rebuild(self) -> torch.Tensor:
         tensor = self._copy.to(self._device).view(self._dtype)
         if self._stride is not None:
             tensor = set_stride(tensor, self._stride)
@@ -114,20 +114,20 @@ class _TensorValue:
         return tensor.requires_grad_() if self._needs_grad else tensor
 
 
-def _keep(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):
         if is_dtensor(value):
             return value.detach().clone()
-        return _TensorValue(value) if is_dense(value) and not value.is_meta else value
+        return _TensorCopy(value) if is_dense(value) and not value.is_meta else value
     if isinstance(value, numpy.ndarray):
         return value.copy()
-    return map_items(_keep, value)
+    return map_items(_copy_value, value)
 
 
-def _back(value: Any) -> Any:
-    return value.back() if isinstance(value, _TensorValue) else map_items(_back, value)
+def _rebuild_value(value: Any) -> Any:
+    return value.rebuild() if isinstance(value, _TensorCopy) else map_items(_rebuild_value, value)
 
 
 def _collect_own_tensors(own: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -167,16 +167,16 @@ class ModelMatch:
     saved: dict[str, Any]
 
 
-def match_models(parts: StatefulObjects, found: CollectedState) -> list[ModelMatch]:
+def match_models(objects: StatefulObjects, found: CollectedState) -> list[ModelMatch]:
     """Return the models to load, each paired with its saved weights. The state dict of each model is exported once.
 
     Args:
-        parts: Objects that should load the state.
+        objects: Objects that should load the state.
         found: Saved state.
     """
     matches = []
-    for index, model in parts.list_chosen():
-        prefix, exported = f"model/{index}/", dict(parts.export(model))
+    for index, model in objects.list_chosen():
+        prefix, exported = f"model/{index}/", dict(objects.export(model))
         matches.append(
             ModelMatch(
                 index,
@@ -237,11 +237,11 @@ def find_misfit(own: Any, saved: Any) -> str | None:
     if here.is_inference() and not torch.is_inference_mode_enabled():
         return "was made in torch.inference_mode(), and cannot be changed: make the model outside of it"
     return next(
-        (problem for pair in iterate_pairs(own, saved) if (problem := _find_part_misfit(*pair)) is not None), None
+        (problem for pair in iterate_pairs(own, saved) if (problem := _find_shard_misfit(*pair)) is not None), None
     )
 
 
-def _find_part_misfit(own: torch.Tensor, saved: torch.Tensor) -> str | None:
+def _find_shard_misfit(own: torch.Tensor, saved: torch.Tensor) -> str | None:
     problem = None if own.dtype == saved.dtype else _find_cast_problem(own.dtype, saved)
     if problem is not None:
         return problem
@@ -329,7 +329,17 @@ def copy_saved_values(own: torch.Tensor, saved: torch.Tensor) -> None:
 # -------------------------------------------------------------------- extra state; sparse and quantized tensors
 
 
-def _collect_parts(own: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
+def _make_logical_name(name: str, prefix: str) -> str:
+    """Return the logical name of an entry of a model's state dict, without the model's prefix.
+
+    Args:
+        name: Name of the entry in the model.
+        prefix: Prefix of the model, such as `model/0/`.
+    """
+    return to_logical_name(prefix + name).removeprefix(prefix)
+
+
+def _collect_nondense_tensors(own: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
     """Return a model's own tensors that are sparse or quantized, by logical name without the model's prefix.
 
     Args:
@@ -337,7 +347,7 @@ def _collect_parts(own: Mapping[str, Any], prefix: str) -> dict[str, torch.Tenso
         prefix: Prefix of the model, such as `model/0/`.
     """
     return {
-        to_logical_name(prefix + name).removeprefix(prefix): value
+        _make_logical_name(name, prefix): value
         for name, value in own.items()
         if isinstance(value, torch.Tensor) and not is_dense(value) and not is_extra(name)
     }
@@ -361,30 +371,30 @@ def decode_extras(found: CollectedState, index: int, source: Mapping[str, torch.
 
 def _find_extra_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: CollectedState, index: int) -> list[str]:
     prefix = f"model/{index}/"
-    saved, mine = decode_extras(found, index, found.tensors), _collect_parts(own, prefix)
-    names = {to_logical_name(prefix + name).removeprefix(prefix): name for name in own}
+    saved, mine = decode_extras(found, index, found.tensors), _collect_nondense_tensors(own, prefix)
+    names = {_make_logical_name(name, prefix): name for name in own}
     problems = []
     for name, tensor in mine.items():
         value = saved.get(name)
         if _find_holder(model, names[name]) is None:
-            problems.append(f"{prefix}{name} is a {_described(tensor)} that the model keeps under another name")
+            problems.append(f"{prefix}{name} is a {_describe(tensor)} that the model keeps under another name")
         elif not isinstance(value, torch.Tensor):
             problems.append(f"{prefix}{name} is not in the checkpoint")
-        elif _described(value) != _described(tensor):
-            problems.append(f"{prefix}{name} is {_described(tensor)}, the checkpoint's {_described(value)}")
-    extras = {to_logical_name(prefix + name).removeprefix(prefix) for name in own if is_extra(name)}
+        elif _describe(value) != _describe(tensor):
+            problems.append(f"{prefix}{name} is {_describe(tensor)}, the checkpoint's {_describe(value)}")
+    extras = {_make_logical_name(name, prefix) for name in own if is_extra(name)}
     lost = saved.keys() - mine.keys() - extras
     return problems + [f"{prefix}{name} is in the checkpoint, the model has none" for name in lost]
 
 
-def _described(tensor: torch.Tensor) -> str:
+def _describe(tensor: torch.Tensor) -> str:
     kind = "quantized" if tensor.is_quantized else str(tensor.layout)
     scheme = f", {tensor.qscheme()}" if tensor.is_quantized else ""
     return f"{kind} of {tensor.dtype} and {tuple(tensor.shape)}{scheme}"
 
 
 def load_extras(
-    own: Mapping[str, Any], values: Mapping[str, Any], model: torch.nn.Module, index: int, undo: LoadRollback
+    own: Mapping[str, Any], values: Mapping[str, Any], model: torch.nn.Module, index: int, rollback: LoadRollback
 ) -> None:
     """Load a model's extra state and its sparse and quantized tensors. Loading extra state runs the user's code.
 
@@ -393,20 +403,20 @@ def load_extras(
         values: Values that `decode_extras` returned.
         model: Model without wrappers, which is changed.
         index: Index of the model.
-        undo: Rollback to which an undo step is added before each change.
+        rollback: Rollback to which an undo step is added before each change.
     """
     prefix = f"model/{index}/"
     for name in own:
-        key = to_logical_name(prefix + name).removeprefix(prefix)
+        key = _make_logical_name(name, prefix)
         if key not in values:
             continue
         if is_extra(name):
             owner: Any = get_bare_submodule(model, name.rpartition(".")[0])
             before = copy_state(own[name])
-            undo.add(prefix + key, lambda owner=owner, before=before: owner.set_extra_state(before()))  # type: ignore[misc]
+            rollback.add(prefix + key, lambda owner=owner, before=before: owner.set_extra_state(before()))  # type: ignore[misc]
             owner.set_extra_state(values[key])
         else:
-            _replace_tensor(model, name, values[key], prefix + key, undo)
+            _replace_tensor(model, name, values[key], prefix + key, rollback)
 
 
 def _find_holder(model: torch.nn.Module, name: str) -> dict[str, Any] | None:
@@ -425,7 +435,7 @@ def _find_holder(model: torch.nn.Module, name: str) -> dict[str, Any] | None:
 
 
 def _replace_tensor(
-    model: torch.nn.Module, name: str, value: torch.Tensor, description: str, undo: LoadRollback
+    model: torch.nn.Module, name: str, value: torch.Tensor, description: str, rollback: LoadRollback
 ) -> None:
     """Replace a sparse or quantized tensor of a model by a saved one.
 
@@ -436,21 +446,21 @@ def _replace_tensor(
         name: Name of the tensor in the model.
         value: Saved tensor.
         description: Name of the tensor for messages about a failed rollback.
-        undo: Rollback to which an undo step is added before the change.
+        rollback: Rollback to which an undo step is added before the change.
     """
     tensors, last = _find_holder(model, name), name.rpartition(".")[2]
     assert tensors is not None  # otherwise find_misfits() has refused it
     old = tensors[last]
     if isinstance(old, torch.nn.Parameter):
-        undo.add(description, partial(setattr, old, "data", old.data))
+        rollback.add(description, partial(setattr, old, "data", old.data))
         old.data = value.to(old.device)
     else:
-        undo.add(description, partial(tensors.__setitem__, last, old))
+        rollback.add(description, partial(tensors.__setitem__, last, old))
         tensors[last] = value.to(old.device)
 
 
 def find_misfits(
-    parts: StatefulObjects, found: CollectedState, matches: Sequence[ModelMatch] | None = None
+    objects: StatefulObjects, found: CollectedState, matches: Sequence[ModelMatch] | None = None
 ) -> list[str]:
     """Return one message for each reason why a saved state does not fit the objects that should load it.
 
@@ -458,27 +468,27 @@ def find_misfits(
     kind of object.
 
     Args:
-        parts: Objects that should load the state.
+        objects: Objects that should load the state.
         found: Saved state.
         matches: Result of `match_models`. Default: None, `match_models` is called.
     """
     problems: list[str] = []
     count = len(found.state["extra"])
-    if count != len(parts.models):
-        advice = "" if parts.models else ": prepare() comes before"
-        return [f"{count} models were saved, {len(parts.models)} are prepared{advice}"]
-    for match in match_models(parts, found) if matches is None else matches:
+    if count != len(objects.models):
+        advice = "" if objects.models else ": prepare() comes before"
+        return [f"{count} models were saved, {len(objects.models)} are prepared{advice}"]
+    for match in match_models(objects, found) if matches is None else matches:
         problems += find_model_misfits(match, found)
     count = len(found.state["optimizer"])
-    if count != len(parts.optimizers):
-        problems.append(f"{count} optimizers were saved, {len(parts.optimizers)} are prepared")
-    names = map_parameter_names(parts.models)
-    for index, (optimizer, entry) in enumerate(zip(parts.optimizers, found.state["optimizer"])):
+    if count != len(objects.optimizers):
+        problems.append(f"{count} optimizers were saved, {len(objects.optimizers)} are prepared")
+    names = map_parameter_names(objects.models)
+    for index, (optimizer, entry) in enumerate(zip(objects.optimizers, found.state["optimizer"])):
         problems += find_optimizer_misfits(optimizer, names, entry, index)
-    for kind, objects in parts.others.items():
+    for kind, group in objects.others.items():
         count = len(found.state.get(kind, ()))
-        if count != len(objects):
-            problems.append(f"{count} states of kind {kind!r} were saved, there are {len(objects)} such objects now")
+        if count != len(group):
+            problems.append(f"{count} states of kind {kind!r} were saved, there are {len(group)} such objects now")
     return problems
 
 
@@ -525,7 +535,7 @@ class _OwnedTensors(Mapping[str, torch.Tensor]):
 
 @pause_garbage_collection()
 def restore_objects(
-    parts: StatefulObjects,
+    objects: StatefulObjects,
     found: CollectedState,
     more: Callable[[LoadRollback], None] | None = None,
     agree: Callable[[str | None], Iterable[str]] | None = None,
@@ -533,7 +543,7 @@ def restore_objects(
     """Restore the objects from a saved state that fits them.
 
     Args:
-        parts: Objects to change.
+        objects: Objects to change.
         found: Saved state. `find_misfits` must have found no problem with it.
         more: Function that restores all other state. It receives the `LoadRollback`, and adds an undo step before each
             change. Default: None, there is no other state.
@@ -545,29 +555,29 @@ def restore_objects(
             rank. In the first case, all changes are undone, or the message names the objects that could not be
             restored. In the second case, the model is left partly changed.
     """
-    undo, failure, cause = LoadRollback(), None, None
+    rollback, failure, cause = LoadRollback(), None, None
     try:
-        _restore_objects(parts, found, undo)
+        _restore_objects(objects, found, rollback)
         if more is not None:
-            more(undo)
+            more(rollback)
     except Exception as error:
         failure, cause = f"{type(error).__name__}: {error}", error
     except BaseException:
-        undo.run()
+        rollback.run()
         raise
     failures = list(agree(failure)) if agree is not None else [failure] if failure else []
     if failures:
-        left = undo.run()
-        stuck = f"but this state could not be restored, so end the run: {'; '.join(left)}"
-        told = stuck if left else "nothing was changed"
-        raise CheckpointError(f"a state could not be loaded ({'; '.join(failures)}); {told}") from cause
+        unrestored = rollback.run()
+        warning = f"but this state could not be restored, so end the run: {'; '.join(unrestored)}"
+        outcome = warning if unrestored else "nothing was changed"
+        raise CheckpointError(f"a state could not be loaded ({'; '.join(failures)}); {outcome}") from cause
     try:
         # Exported again: loading the other objects may have run code that replaced a model's tensors.
         with torch.no_grad():
-            matches = match_models(parts, found)
+            matches = match_models(objects, found)
             own = ((tensor, match.saved[name]) for match in matches for name, tensor in match.own.items())
             copy_pairs((pair for tensor, saved in own for pair in iterate_pairs(tensor, saved)), copy_saved_values)
-        parts.settle()
+        objects.settle()
     except Exception as error:
         raise CheckpointError(
             f"not all weights could be copied ({type(error).__name__}: {error}). The model contains a mixture of old and new "
@@ -575,34 +585,34 @@ def restore_objects(
         ) from error
 
 
-def _restore_objects(parts: StatefulObjects, found: CollectedState, undo: LoadRollback) -> None:
-    tensors, names = _OwnedTensors(found), map_parameter_names(parts.models)
+def _restore_objects(objects: StatefulObjects, found: CollectedState, rollback: LoadRollback) -> None:
+    tensors, names = _OwnedTensors(found), map_parameter_names(objects.models)
     others = [
         (obj, decode_value(value, tensors), f"{kind} {index}")
-        for kind, objects in parts.others.items()
-        for index, (obj, value) in enumerate(zip(objects, found.state[kind]))
+        for kind, group in objects.others.items()
+        for index, (obj, value) in enumerate(zip(group, found.state[kind]))
     ]
     states = [
         decode_optimizer(optimizer, names, entry, tensors)
-        for optimizer, entry in zip(parts.optimizers, found.state["optimizer"])
+        for optimizer, entry in zip(objects.optimizers, found.state["optimizer"])
     ]
-    for optimizer, state in zip(parts.optimizers, states):
+    for optimizer, state in zip(objects.optimizers, states):
         if has_torch_form(optimizer, state) and find_low_bit_extension(optimizer) is None:
             move_state(state["state"], list_devices(optimizer))
-    extras = [decode_extras(found, index, tensors) for index, _ in parts.list_chosen()]
-    for obj, state, told in others:
-        undo.add(told, partial(restore_object, obj, copy_state(obj.state_dict())))
+    extras = [decode_extras(found, index, tensors) for index, _ in objects.list_chosen()]
+    for obj, state, label in others:
+        rollback.add(label, partial(restore_object, obj, copy_state(obj.state_dict())))
         obj.load_state_dict(state)
-    for index, (optimizer, state) in enumerate(zip(parts.optimizers, states)):
-        undo.add(f"optimizer {index}", undo_optimizer(optimizer))
+    for index, (optimizer, state) in enumerate(zip(objects.optimizers, states)):
+        rollback.add(f"optimizer {index}", make_optimizer_undo(optimizer))
         if not has_torch_form(optimizer, state):  # the wrapped optimizer is changed in place
-            undo.add(
+            rollback.add(
                 f"what optimizer {index} wraps", partial(restore_object, optimizer, copy_state(optimizer.state_dict()))
             )
         load_optimizer(optimizer, state)
-    for (index, model), values in zip(parts.list_chosen(), extras):
+    for (index, model), values in zip(objects.list_chosen(), extras):
         if values:
-            load_extras(dict(parts.export(model)), values, model, index, undo)
+            load_extras(dict(objects.export(model)), values, model, index, rollback)
 
 
 def restore_object(obj: Any, before: Callable[[], Any]) -> None:

@@ -209,7 +209,7 @@ def find_changed_loaders(
 
 
 def restore_loader_positions(
-    loaders: Sequence[PreparedLoader], saved: SavedRun, is_new: bool, undo: LoadRollback
+    loaders: Sequence[PreparedLoader], saved: SavedRun, is_new: bool, rollback: LoadRollback
 ) -> None:
     """Restore the saved positions of the loaders.
 
@@ -217,10 +217,10 @@ def restore_loader_positions(
         loaders: Prepared loaders.
         saved: Counters and positions of the saved run.
         is_new: Whether the loaders' data was replaced. If so, they start the epoch at its first batch.
-        undo: Rollback to which an undo step is added before each change.
+        rollback: Rollback to which an undo step is added before each change.
     """
     for index, (loader, state, seed) in enumerate(zip(loaders, saved.loaders, saved.seeds)):
-        undo.add(f"loader {index}", partial(_put_back, loader, loader.seed, loader.state_dict()))
+        rollback.add(f"loader {index}", partial(_put_back, loader, loader.seed, loader.state_dict()))
         _put_back(loader, seed, {"epoch": state["epoch"], "consumed": 0} if is_new else state)
 
 

@@ -101,7 +101,9 @@ class StateRestorer:
             parts.left_out = {i for i, model in enumerate(parts.models) if not any(model is each for each in wanted)}
         plan = self._comparison.check(restored, parts, found, saved, is_strict, changed)
         is_new = "data" in (changed or ())
-        restore_objects(parts, found, lambda undo: self._restore_position(saved, plan, is_new, undo), objects.agree)
+        restore_objects(
+            parts, found, lambda rollback: self._restore_position(saved, plan, is_new, rollback), objects.agree
+        )
         # Listeners are notified before the RNG states are set, because they might draw random numbers.
         notify_listeners(
             "resumed",
@@ -119,7 +121,7 @@ class StateRestorer:
         self._local.resume_blocks(parts, saved.local_steps)
         return restored
 
-    def _restore_position(self, saved: SavedRun, plan: BatchPlan, is_new: bool, undo: LoadRollback) -> None:
+    def _restore_position(self, saved: SavedRun, plan: BatchPlan, is_new: bool, rollback: LoadRollback) -> None:
         """Restore the gradient scaler, the global batch, the loaders' positions and the RNG states.
 
         The scaler is restored only if the mixed precision is unchanged. Any of these steps can still fail.
@@ -128,18 +130,18 @@ class StateRestorer:
             saved: Counters and positions of the saved run.
             plan: Settings of loaders and gradient accumulation with which the run continues.
             is_new: Whether the loaders' data was replaced, so that they start the epoch at its first batch.
-            undo: Rollback to which an undo step is added before each change.
+            rollback: Rollback to which an undo step is added before each change.
         """
         objects = self._objects
         precision = self._run.precision
         if saved.precision == precision.name:
-            undo.add("the scaler", partial(precision.load_state_dict, precision.state_dict()))
+            rollback.add("the scaler", partial(precision.load_state_dict, precision.state_dict()))
             precision.load_state_dict(saved.scaler)
-        undo.add("the global batch", self._batch.prepare_undo())
+        rollback.add("the global batch", self._batch.prepare_undo())
         self._batch.apply_plan(plan)
-        restore_loader_positions(objects.loaders, saved, is_new, undo)
+        restore_loader_positions(objects.loaders, saved, is_new, rollback)
         rng_states = objects.read_rng_states()
-        undo.add("the RNG states", partial(objects.write_rng_states, rng_states, rng_states.get("loaders")))
+        rollback.add("the RNG states", partial(objects.write_rng_states, rng_states, rng_states.get("loaders")))
         self._restore_rng_states(saved)
 
     def _restore_rng_states(self, saved: SavedRun) -> None:

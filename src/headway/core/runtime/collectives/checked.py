@@ -570,16 +570,15 @@ class Collectives:
         Raises:
             CollectiveError: If this kind of collective does not occur within a batch.
         """
-        _, kind, *how = step
-        if kind == "in place":
-            is_sum, src, kinds = how
+        if step.operation == "in place":
+            is_sum, src, kinds = step.values
             nothing = [torch.zeros(n, dtype=getattr(torch, dtype), device=self._device(on)) for n, dtype, on in kinds]
             if is_sum:
                 self.sum_in_place(nothing)
             else:
                 self.broadcast_in_place(nothing, src)
             return
-        operation, signature, count = how
+        operation, signature, count = step.values
         if operation not in ("numbers", "objects"):
             raise CollectiveError(f"{operation} was called by the script in the middle of a batch")
         if operation == "numbers":

@@ -23,6 +23,9 @@ from headway.errors import CollectiveError
 PLACE = "fsdp"
 """Name under which the `CollectiveLog` records the collectives of FSDP's parameter groups."""
 
+NUM_KEYS = 2
+"""Number of leading values of such a record that identify the unit: number of the model, number of the unit."""
+
 _GATHER, _SCATTER, _TOTAL = "gather", "scatter", "total"
 _NAMES = {_GATHER: "all-gather", _SCATTER: "reduce-scatter", _TOTAL: "all-reduce"}
 _ROOM = 32  # maximum characters of an operation's name in `headway.core.runtime.pulse`
@@ -205,7 +208,9 @@ class CommHooks:
 
     def unit(self, step: Step) -> FSDPUnit:
         """Return the FSDP unit of a collective that was recorded in the `CollectiveLog`."""
-        return self._models[step[2]][1][step[3]]
+        model_number, unit_number = step.values[:NUM_KEYS]
+        unit: FSDPUnit = self._models[model_number][1][unit_number]
+        return unit
 
 
 def name_operation(operation: str, unit: str) -> str:

@@ -67,7 +67,7 @@ _SHARED = (
 )
 
 
-@dataclass
+@dataclass(eq=False)  # each object equals only itself, because a comparison of its fields would compare tensors
 class ShardedModel:
     """A prepared model with its helper objects.
 
@@ -137,6 +137,21 @@ class ShardedModel:
             self.sequences.release()
 
 
+@dataclass(frozen=True)
+class StashedGradients:
+    """Gradients that `MeshStrategy.stash_gradients` has removed, with the record of used parameters.
+
+    Attributes:
+        reduced: Pairs of (parameter, gradient), for the gradients in `grad`.
+        unreduced: Unsharded gradients that FSDP stores, from `fsdp_state.take_gradients`.
+        usage: Pairs of (record of a model's used parameters, copy of its contents).
+    """
+
+    reduced: Any
+    unreduced: list[fsdp_state.Waiting]
+    usage: list[tuple[ParameterUsage, Any]]
+
+
 class MeshStrategy(Strategy):
     """Strategy that shards parameters along the axes of a device mesh.
 
@@ -201,7 +216,7 @@ class MeshStrategy(Strategy):
         self._computes_on = computes_on or collectives.runtime.device.type
         self.mesh, self._shards, self._expert_shards = build_mesh(collectives.runtime.device.type, layout)
         self._all = collectives
-        if layout.pp > 1:
+        if self._is_pipeline_stage:
             self.everyone = collectives.split(layout.stages)
         elif layout.num_data_shards < layout.num_ranks:
             self.data_group = collectives.split(layout.data_groups)
@@ -222,6 +237,11 @@ class MeshStrategy(Strategy):
         """Release all models when the process group ends, because the device mesh becomes invalid with it."""
         self.release_model()
         self._has_ended = True
+
+    @property
+    def _is_pipeline_stage(self) -> bool:
+        """Whether models are stages of a pipeline, which sets values and calls the model's blocks itself."""
+        return self.layout.pp > 1
 
     @property
     def _models(self) -> list[torch.nn.Module]:
@@ -276,7 +296,7 @@ class MeshStrategy(Strategy):
         except BaseException:
             made.release_splits()
             raise
-        made.watch(self.everyone, self._options, self.layout.pp > 1)
+        made.watch(self.everyone, self._options, self._is_pipeline_stage)
         self._prepared.append(made)
         self._replaced.forget_gathered()
         self._comm_hooks.open(model)
@@ -303,13 +323,15 @@ class MeshStrategy(Strategy):
             PrepareError: If the model cannot be sharded, or was sharded in another way.
         """
         model = made.model
-        known = self.everyone.runtime.scope.own(ShardedModels if self.layout.pp == 1 else ShardedStages)
+        known = self.everyone.runtime.scope.own(ShardedStages if self._is_pipeline_stage else ShardedModels)
         how = (self.layout, self._options, f"mixed_precision={self._number_format!r}", self._tensor)
         before_release = known.find(model, how)
         if before_release is not None:
             made.splits = [split for split in (reference() for reference in before_release) if split is not None]
             for split in made.splits:
                 split.resume()
+            fsdp_state.reshard_units(model)  # a forward since the release has left the root's parameters gathered
+            made.lost_writes = LostWrites(model, [], type(model).__name__)  # this time no parameter is replaced
             return
         check_hooks(model)
         name, before = type(model).__name__, list(model.named_parameters(remove_duplicate=False))
@@ -325,15 +347,11 @@ class MeshStrategy(Strategy):
         self._replaced.record_pairs((parameter, after[key]) for key, parameter in replaced)
         made.lost_writes = LostWrites(model, replaced, name)
 
-    def await_values(self, model: torch.nn.Module, expected: Set[str]) -> AwaitedValues:
-        """Broadcast rank 0's values. Raise an error before anything is changed if the model cannot be sharded.
+    def check_shardable(self, model: torch.nn.Module) -> None:
+        """Raise an error if the model cannot be sharded. Nothing is changed.
 
         Args:
             model: The user's own model.
-            expected: Names of tensors whose values are read from files afterwards.
-
-        Returns:
-            Object that fills in the missing values after the model is sharded.
 
         Raises:
             PrepareError: If the model cannot be sharded. The message names the modules or parameters.
@@ -345,6 +363,17 @@ class MeshStrategy(Strategy):
             units.find_units(model, self._options)
             units.check_sizes(model)
         units.check_whole(model)
+
+    def broadcast_values(self, model: torch.nn.Module, expected: Set[str]) -> AwaitedValues:
+        """Broadcast rank 0's values to all ranks, and return an object for the values that are still missing.
+
+        Args:
+            model: The user's own model, for which `check_shardable` has raised no error.
+            expected: Names of tensors whose values are read from files afterwards.
+
+        Returns:
+            Object that fills in the missing values after the model is sharded.
+        """
         return AwaitedValues(model, self._all, expected)
 
     def _set_up(self, made: ShardedModel, transforms: Iterable[Transform], elsewhere: Container[int]) -> None:
@@ -358,7 +387,10 @@ class MeshStrategy(Strategy):
             elsewhere: IDs of parameters and buffers that are empty because they belong to other stages of a pipeline.
         """
         model = made.model
-        missing = self.await_values(model, self._expected) if self.layout.pp == 1 else None
+        missing = None
+        if not self._is_pipeline_stage:
+            self.check_shardable(model)
+            missing = self.broadcast_values(model, self._expected)
         for axis in self._axes:
             made.splits.append(axis.split_model(model, self.mesh, self._all, elsewhere))
         distributed = [module for split in made.splits for module in split.distributed]
@@ -368,8 +400,8 @@ class MeshStrategy(Strategy):
                 missing.fill(model, ())
             units.move_buffers(model, self.everyone.runtime.device)
             return
-        is_staged = self.layout.pp > 1  # a pipeline gathers weights once per window, and keeps them in half precision
-        num_wrapped = 0 if is_staged else units.wrap_weights(model, self._float8, self._options, self.layout.num_shards)
+        is_stage = self._is_pipeline_stage  # it gathers weights once per window, and keeps them in half precision
+        num_wrapped = 0 if is_stage else units.wrap_weights(model, self._float8, self._options, self.layout.num_shards)
         found = units.find_units(model, self._options)
         if found.split:
             log.info(
@@ -400,26 +432,26 @@ class MeshStrategy(Strategy):
         if dtypes.message:
             log.info_once("%s", dtypes.message)
         offload = fsdp.CPUOffloadPolicy(pin_memory=device_type != "cpu")
-        given: dict[str, Any] = {
+        fsdp_arguments: dict[str, Any] = {
             "offload_policy": offload if chosen.cpu_offload else fsdp.OffloadPolicy(),
             "ignored_params": {*found.ignored, *(p for p in model.parameters() if id(p) in elsewhere)} or None,
         }
-        is_held = self.layout.pp > 1
-        reshard = False if is_held else chosen.reshard_after_forward
+        is_stage = self._is_pipeline_stage
+        reshard = False if is_stage else chosen.reshard_after_forward
         kept = reshard if isinstance(reshard, bool) else None
         for module in distributed:  # along "ep" each rank has different experts
             fsdp.fully_shard(
-                module, mesh=self._expert_shards, reshard_after_forward=kept, mp_policy=dtypes.blocks, **given
+                module, mesh=self._expert_shards, reshard_after_forward=kept, mp_policy=dtypes.blocks, **fsdp_arguments
             )
-        given["mesh"] = self._shards
+        fsdp_arguments["mesh"] = self._shards
         modules = units.list_local_units(model, found.modules, elsewhere)
         norms = list(units.iterate_float32_norms(modules, dtypes))
         for norm in norms:
-            fsdp.fully_shard(norm, reshard_after_forward=reshard, mp_policy=dtypes.root, **given)
+            fsdp.fully_shard(norm, reshard_after_forward=reshard, mp_policy=dtypes.root, **fsdp_arguments)
         for unit in (unit for unit in modules if not any(unit is module for module in distributed)):
-            fsdp.fully_shard(unit, reshard_after_forward=reshard, mp_policy=dtypes.blocks, **given)
-        fsdp.fully_shard(model, reshard_after_forward=kept, mp_policy=dtypes.root, **given)
-        (fsdp_state.hold_gradients if is_held else fsdp_state.reduce_unused_parameters)(model)
+            fsdp.fully_shard(unit, reshard_after_forward=reshard, mp_policy=dtypes.blocks, **fsdp_arguments)
+        fsdp.fully_shard(model, reshard_after_forward=kept, mp_policy=dtypes.root, **fsdp_arguments)
+        (fsdp_state.hold_gradients if is_stage else fsdp_state.reduce_unused_parameters)(model)
         wanted = set(map(id, modules))
         fsdp_state.set_prefetching([module for module in model.modules() if id(module) in wanted], chosen)
         fsdp_state.add_forward_methods(model, chosen.forward_methods)
@@ -432,7 +464,7 @@ class MeshStrategy(Strategy):
             UnsupportedError: If the optimizer cannot train the sharded model.
         """
         warn_of_own_state_dict(optimizer)
-        if self.layout.pp == 1 and self._options.whole_updates is not False:
+        if not self._is_pipeline_stage and self._options.whole_updates is not False:
             if self._updates is None:
                 make = extensions.load("feature", "whole_updates")
                 self._updates = make(self.everyone, bool(self._options.whole_updates))
@@ -563,7 +595,7 @@ class MeshStrategy(Strategy):
             fsdp_state.discard_gradients(each.model)
             each.usage.forget()
 
-    def stash_gradients(self, parameters: Iterable[torch.Tensor]) -> Any:
+    def stash_gradients(self, parameters: Iterable[torch.Tensor]) -> StashedGradients:
         """Remove the gradients of `parameters`, so that `restore_gradients` can restore them later.
 
         Unsharded gradients that wait for the end of the accumulation window are removed, too.
@@ -572,17 +604,21 @@ class MeshStrategy(Strategy):
             Value for `restore_gradients`: the gradients, and a copy of the record of used parameters.
         """
         chosen = list(parameters)
-        whole = [(each.usage, fsdp_state.take_gradients(each.model, chosen)) for each in self._prepared]
-        usage = [(each, each.snapshot()) for each, taken in whole if taken]
-        return super().stash_gradients(chosen), [pair for _, taken in whole for pair in taken], usage
+        unreduced: list[fsdp_state.Waiting] = []
+        usage: list[tuple[ParameterUsage, Any]] = []
+        for each in self._prepared:
+            taken = fsdp_state.take_gradients(each.model, chosen)
+            if taken:
+                unreduced += taken
+                usage.append((each.usage, each.usage.snapshot()))
+        return StashedGradients(super().stash_gradients(chosen), unreduced, usage)
 
-    def restore_gradients(self, kept: Any) -> None:
+    def restore_gradients(self, kept: StashedGradients) -> None:
         """Restore the gradients that `stash_gradients` removed, including the unsharded ones that FSDP stores."""
-        parts, whole, usage = kept
-        super().restore_gradients(parts)
-        fsdp_state.put_back_gradients(whole)
-        for each, state in usage:
-            each.restore(state)
+        super().restore_gradients(kept.reduced)
+        fsdp_state.put_back_gradients(kept.unreduced)
+        for usage, state in kept.usage:
+            usage.restore(state)
 
     # ---------------------------------------------------------------- a batch that is run again
 
@@ -602,8 +638,9 @@ class MeshStrategy(Strategy):
         Args:
             step: Collective, as recorded in the `CollectiveLog`.
         """
-        is_ours = step[0] == fsdp_collectives.PLACE
-        return self._comm_hooks.unit(step).ranks(step[1]) if is_ours else super().list_members(step)
+        if step.group != fsdp_collectives.PLACE:
+            return super().list_members(step)
+        return self._comm_hooks.unit(step).ranks(step.operation)
 
     def join_collective(self, step: Step) -> None:
         """Join a collective of other ranks with this rank's shards, or with zeros as gradients.
@@ -614,10 +651,10 @@ class MeshStrategy(Strategy):
         Raises:
             CollectiveError: If any value would change the result, or if the collective is none of this strategy's.
         """
-        if step[0] != fsdp_collectives.PLACE:
+        if step.group != fsdp_collectives.PLACE:
             super().join_collective(step)
         else:
-            self._comm_hooks.unit(step).stand_in(step[1], step[4:])
+            self._comm_hooks.unit(step).stand_in(step.operation, step.values[fsdp_collectives.NUM_KEYS :])
 
     def snapshot(self) -> Any:
         """Return a copy of the record of parameters that the accumulation window has used so far."""
@@ -643,7 +680,7 @@ class MeshStrategy(Strategy):
             PrepareError: If gradients that must be equal on all ranks of a mesh axis differ.
         """
         for each in self._prepared:
-            if self.layout.pp == 1:
+            if not self._is_pipeline_stage:
                 each.usage.settle()
             elif self.is_sharded:
                 fsdp_state.reduce_held_gradients(each.model, self.everyone)
@@ -753,7 +790,7 @@ class MeshStrategy(Strategy):
             each.second_order.release()
             if each.freeing is not None:
                 each.freeing.remove()
-        self._prepared = [each for each in self._prepared if not any(each is one for one in gone)]
+        self._prepared = [each for each in self._prepared if each not in gone]
         self._replaced.forget_released()
         self._num_steps = 0
 
