@@ -36,7 +36,7 @@ from headway.core.training.checks.notices import NonFiniteNotice, SkippedUpdates
 from headway.core.training.model_turns import TWO_TURNS, ModelTurns
 from headway.core.training.run import Run
 from headway.core.training.task import BatchTask, Weigher
-from headway.core.training.windows import WHOLE, AccumulationWindow, BatchPiece, LossPolicy
+from headway.core.training.windows import WHOLE, AccumulationWindow, BatchPiece, LossPolicy, LossWeight
 from headway.errors import LossError, StateError
 from headway.log import get_logger
 
@@ -324,24 +324,23 @@ class TrainingStep(ABC):
             LossError: If the caller passed a weight for a later loss that differs from the recorded one.
         """
         if window.micro_weight is None:
-            local, total = window.micro_weight = self.weigh_loss(weight)
+            window.micro_weight = self.weigh_loss(weight)
+            local, over_ranks = window.micro_weight
             window.has_gradient = True
             window.local_weight += local
             known = window.global_weight
-            window.global_weight = None if total is None or known is None else known + total
+            window.global_weight = None if over_ranks is None or known is None else known + over_ranks
             return local
-        local = window.micro_weight[0]
-        if weight is not None and self.weigh_loss(weight)[0] != local:
+        local = window.micro_weight.local
+        if weight is not None and self.weigh_loss(weight).local != local:
             raise LossError(
                 f"two losses of one micro-batch weigh {local:g} and {weight:g}; their gradients are summed in the same tensors, so "
                 "each cannot get its own weight. Add the losses and call backward once, or give both the same weight"
             )
         return local
 
-    def weigh_loss(self, weight: float | None) -> tuple[float, float | None]:
-        """Return the weight of a loss on this rank, and its sum over all ranks.
-
-        The sum is None if only a collective can provide it. The weight is 0 if this rank's batch has only padding.
+    def weigh_loss(self, weight: float | None) -> LossWeight:
+        """Return the weight of a loss on this rank and over all ranks.
 
         Args:
             weight: Weight that the caller passed. None: the number of rows of the current micro-batch, or 1 if it is
@@ -353,11 +352,12 @@ class TrainingStep(ABC):
         counts = None if loader is None else loader.pass_position.share.valid_counts
         if weight is not None:
             is_filler = counts is not None and counts[shard.index] == 0
-            return (0.0 if is_filler else weight), (None if shard.count > 1 else weight)
+            return LossWeight(0.0 if is_filler else weight, None if shard.count > 1 else weight)
         piece = windows.piece
         if counts is None:
             if piece is not WHOLE:  # the weight of a batch passed by the caller is its number of rows
-                return float(piece.num_rows), (None if shard.count > 1 else float(piece.num_rows))
+                num_rows = float(piece.num_rows)
+                return LossWeight(num_rows, None if shard.count > 1 else num_rows)
             for listener in self.hooks.unweighed:
                 listener()
             log.info_once(
@@ -366,7 +366,7 @@ class TrainingStep(ABC):
             counts = (1,) * shard.count
         # Weight the mean of a piece by the fraction of the batch's rows in it.
         rows, total = piece.num_rows, piece.total_rows
-        return counts[shard.index] * rows / total, sum(counts) * rows / total
+        return LossWeight(counts[shard.index] * rows / total, sum(counts) * rows / total)
 
     def run_backward(
         self,
@@ -647,7 +647,7 @@ class TrainingStep(ABC):
             loss = self.strategy.compute_loss(task.fn, piece, task.weight, task.reduction)
             self.backward(loss, weigh(), task.reduction)
             weighed = self.windows.current.micro_weight
-            task.add(loss.detach(), 1.0 if weighed is None else weighed[0])
+            task.add(loss.detach(), 1.0 if weighed is None else weighed.local)
 
     @property
     def pieces(self) -> Any:
@@ -697,9 +697,8 @@ class WholeStep(TrainingStep):
         None if the sum is 0.
         """
         assert window.micro_weight is not None
-        local, total = window.micro_weight
-        if total is None:
-            total = self.strategy.data_group.reduce_numbers([local])[0]
+        local, over_ranks = window.micro_weight
+        total = self.strategy.data_group.reduce_numbers([local])[0] if over_ranks is None else over_ranks
         return total * self.windows.num_steps if total > 0 else None
 
     def _backward_outside(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
@@ -725,9 +724,9 @@ class WholeStep(TrainingStep):
         # If the script defines windows itself, batches may have been read ahead, so that the loader's counts belong to
         # another batch. All processes therefore get the same weight.
         ranks = self.strategy.data_shard.count
-        local, total = (1.0, ranks) if num_steps > 1 and weight is None else self.weigh_loss(weight)
-        if total is None:
-            total = self.strategy.data_group.reduce_numbers([local])[0]
+        has_equal_weight = num_steps > 1 and weight is None
+        local, over_ranks = LossWeight(1.0, ranks) if has_equal_weight else self.weigh_loss(weight)
+        total = self.strategy.data_group.reduce_numbers([local])[0] if over_ranks is None else over_ranks
         window.close(total)
         self.run_backward(window, loss, local, total * num_steps or 1.0, reduction, **kwargs)
         self.strategy.reduce_gradients()

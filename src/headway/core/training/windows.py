@@ -28,7 +28,7 @@ define which state is restored when a batch is run again.
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -77,6 +77,18 @@ WHOLE = BatchPiece(0, 1, 1, True)
 """Value of `AccumulationWindows.piece` while a batch is not split, and only its loader, if any, counts its rows."""
 
 
+class LossWeight(NamedTuple):
+    """Weight of a micro-batch's loss, such as its number of rows or tokens.
+
+    Attributes:
+        local: Weight on this rank. 0 if this rank's batch has only padding.
+        over_ranks: Sum of the weights over all ranks. None if only a collective can provide it.
+    """
+
+    local: float
+    over_ranks: float | None
+
+
 @dataclass
 class AccumulationWindow:
     """Accumulation window: the state of the micro-batches of one update, for one set of models.
@@ -97,8 +109,7 @@ class AccumulationWindow:
         next_nominal: Actual weight of the last full window, which becomes `nominal` in the next one.
         local_weight: Sum of this rank's weights so far.
         global_weight: Sum of all ranks' weights so far. None if only a collective can provide it.
-        micro_weight: Pair of (weight on this rank, sum over all ranks) of the current micro-batch. The sum is None if
-            only a collective can provide it. The whole pair is None before the micro-batch's first loss.
+        micro_weight: Weight of the current micro-batch's loss. None before the micro-batch's first loss.
         has_gradient: Whether a backward of the window has run.
         is_applied: Whether an optimizer made its step, or fp16 skipped it.
         batch: Number of the batch to which the latest micro-batch belongs. 0 without automatic micro-batching.
@@ -122,7 +133,7 @@ class AccumulationWindow:
     next_nominal: float | None = None
     local_weight: float = 0.0
     global_weight: float | None = 0.0
-    micro_weight: tuple[float, float | None] | None = None
+    micro_weight: LossWeight | None = None
     has_gradient: bool = False
     is_applied: bool = False
     batch: int = 0
