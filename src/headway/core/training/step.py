@@ -42,7 +42,7 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_AS_IT_COMES = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 class StepGuard:
@@ -64,8 +64,8 @@ class StepGuard:
 
     If not, `watch`, `before_clip` and `after_clip` are not called, and `after_step` only for a skipped update.
     """
-    of_non_finite: Any = None
-    of_spikes: Any = None
+    of_non_finite: "StepGuard | None" = None
+    of_spikes: "StepGuard | None" = None
 
     def __init__(self, run: Run, notice: NonFiniteNotice | None = None) -> None:
         self._run = run
@@ -139,17 +139,18 @@ class MicroBatch:
         step = self._step
         windows = step.windows
         hooks = step.hooks
+        # There are two lists, because `before_learning` is also called for a backward outside a block.
         for check in hooks.before_learning:
             check()
-        for check in hooks.before_begin:
+        for check in hooks.before_micro_batch:
             check()
-        opens_alone = windows.begin_micro_batch(self._models)
+        opened_with_none_unfinished = windows.begin_micro_batch(self._models)
         window = windows.current
-        if opens_alone and step.precision.scaler is not None:
+        if opened_with_none_unfinished and step.precision.scaler is not None:
             step.precision.adjust()
         if windows.are_several:
             step.turns.put_in_place(window)
-        for listener in hooks.begun:
+        for listener in hooks.micro_batch_begun:
             listener(window.number, window.num_done)
         if step.can_defer:
             reduces = windows.is_last or windows.sync_each or step.reduces_pieces
@@ -276,7 +277,7 @@ class TrainingStep(ABC):
             self._backward_outside(loss, weight, reduction, **kwargs)
             return
         window = self.windows.current
-        if window.was_asked and not (window.is_last and window.num_done == 1):
+        if window.was_step_called_early and not (window.is_last and window.num_done == 1):
             raise StateError(TWO_TURNS)
         is_checked = window.is_first and self.weighs_losses
         if is_checked:
@@ -393,7 +394,7 @@ class TrainingStep(ABC):
         factor = self._divide_loss(weight, nominal, reduction)
         if self._has_engine_losses:
             loss, factor = strategy.unshard_loss(loss, factor)
-        block: AbstractContextManager[object] = _AS_IT_COMES
+        block: AbstractContextManager[object] = _NO_CONTEXT
         if not factor:
             # A mean over nothing is 0/0: a loss of weight zero must not spread its NaN into sums or to other ranks.
             block = strategy.silence_gradients(self.prepared.list_parameters())
@@ -466,7 +467,7 @@ class TrainingStep(ABC):
                 window.next_nominal = total
         if self._reduces_late:
             self.strategy.reduce_gradients(parameters, has_gaps)
-        for listener in self.hooks.reduced:
+        for listener in self.hooks.gradients_final:
             listener()
 
     # ---------------------------------------------------------------- clip
@@ -672,7 +673,7 @@ class WholeStep(TrainingStep):
             # The window's weight is known before its only backward, so nothing needs a correction.
             window.nominal = window.global_weight
         elif window.nominal is None:
-            window.nominal = self._agree_nominal(window)
+            window.nominal = self._agree_on_nominal_weight(window)
         nominal = window.nominal or 1.0  # without one, all weights so far are zero
         if not window.is_last:
             self.run_backward(window, loss, local, nominal, reduction, **kwargs)
@@ -690,7 +691,7 @@ class WholeStep(TrainingStep):
             self.run_backward(window, loss, local, nominal, reduction, **kwargs)
             self.close_window(window, group.finish_sum(pending)[0])
 
-    def _agree_nominal(self, window: AccumulationWindow) -> float | None:
+    def _agree_on_nominal_weight(self, window: AccumulationWindow) -> float | None:
         """Return the weight by which losses of the first accumulation window are divided. It is equal on all ranks.
 
         It is the current micro-batch's weight, summed over ranks, times the number of micro-batches per update. Return
@@ -717,9 +718,9 @@ class WholeStep(TrainingStep):
             # The loss comes from a block already left, whose forward may have run without gradient reduction.
             self.strategy.expect_backward(left.models)
         window = windows.begin_lone_window()
-        for listener in hooks.begun:
+        for listener in hooks.micro_batch_begun:
             listener(window.number, window.num_done)
-        if windows.are_closed:
+        if windows.are_closed and self.precision.scaler is not None:
             self.precision.adjust()
         # If the script defines windows itself, batches may have been read ahead, so that the loader's counts belong to
         # another batch. All processes therefore get the same weight.
@@ -730,7 +731,7 @@ class WholeStep(TrainingStep):
         window.close(total)
         self.run_backward(window, loss, local, total * num_steps or 1.0, reduction, **kwargs)
         self.strategy.reduce_gradients()
-        for note in hooks.reduced:
+        for note in hooks.gradients_final:
             note()
 
     def apply_update(

@@ -116,8 +116,8 @@ class AccumulationWindow:
         is_by_hand: Whether this is a single backward outside `accumulate`, one of several that the script combines into
             an update.
         was_left: Whether the previous window ended without an optimizer step, and its gradients were not dropped.
-        was_asked: Whether step() or zero_grad() was called between a backward and the end of the micro-batch, where it
-            had no effect.
+        was_step_called_early: Whether step() or zero_grad() was called between a backward and the end of the
+            micro-batch, where it had no effect.
         set_aside: Pairs of (parameter IDs, gradients). These gradients are detached from their parameters while another
             window trains the same parameters.
     """
@@ -139,7 +139,7 @@ class AccumulationWindow:
     batch: int = 0
     is_by_hand: bool = False
     was_left: bool = False
-    was_asked: bool = False
+    was_step_called_early: bool = False
     set_aside: tuple[tuple[frozenset[int], Any], ...] = ()
 
     def open(self, number: int) -> None:
@@ -289,24 +289,24 @@ class AccumulationWindows:
             self._by_models[key] = self._by_models.pop(key)  # keep the dict in order of use, latest last
         # If the last micro-batch of a window never ran backward (the loop skipped it), the window continues until one
         # does.
-        opens_alone = window.is_closed
-        if opens_alone:
+        opened_with_none_unfinished = window.is_closed
+        if opened_with_none_unfinished:
             self.num_windows += 1
             window.open(self.num_windows)
-            opens_alone = not self.are_several or self._are_closed(but=window)
+            opened_with_none_unfinished = not self.are_several or self._are_closed(but=window)
         piece = self.piece
         if not piece.batch or window.batch != piece.batch:
             window.num_done += 1
             window.batch = piece.batch
         window.micro_weight = None
-        window.was_asked = False
+        window.was_step_called_early = False
         window.is_first = window.number <= len(self._by_models)
         is_end = self._note_batch(window)
         self.is_last = window.is_last = self._is_complete(window, is_end) and piece.is_last
         self.current = window
         self.is_inside = True
         self.is_held = False
-        return opens_alone
+        return opened_with_none_unfinished
 
     def _note_batch(self, window: AccumulationWindow) -> bool:
         """Record which loader the micro-batch is from. Warn of batches read ahead, and of a save between them.
