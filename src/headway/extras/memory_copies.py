@@ -185,7 +185,7 @@ class MemoryTier:
         self._neighbors: NeighborCopies | None = None
         self._failure: str | None = None
         state.progress.before_batches.append(self._before_batch)
-        step_hooks.before_begin.append(self._before_begin)
+        step_hooks.before_micro_batch.append(self._before_micro_batch)
         step_hooks.before_update.append(self.settle)
         step_hooks.before_swap.append(self.settle)
 
@@ -194,7 +194,7 @@ class MemoryTier:
     def _before_batch(self, loader: PreparedLoader) -> None:
         self._save_if_due()
 
-    def _before_begin(self) -> None:
+    def _before_micro_batch(self) -> None:
         if self._state.progress.is_without_loader:
             self._save_if_due()
 

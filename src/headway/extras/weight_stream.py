@@ -59,7 +59,7 @@ class WeightStream(WeightBuckets):
         kept, tied = split_ties(tensors)
         self._whole: Mapping[str, Any] = wrap_sharded(kept, everyone)
         if adapted is not None:
-            self._whole = merged(adapted, self._whole, tied)
+            self._whole = merge_adapters(adapted, self._whole, tied)
         self._most = parse_bytes(bucket_size)
         self._everyone = everyone
         self.metadata = [(name, get_dtype_name(each.dtype), list(each.shape)) for name, each in self._whole.items()]
@@ -196,7 +196,7 @@ class MergedTensor(GatheredTensor):
         self._layer.join_transfer()
 
 
-def merged(model: torch.nn.Module, whole: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, Any]:
+def merge_adapters(model: torch.nn.Module, whole: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, Any]:
     """Return a model's tensors with its adapters merged, under the names that `merge_and_unload` would give them.
 
     Args:

@@ -148,7 +148,7 @@ class Trainer(EvaluationMethods):
         self.accelerator.stop_watching()  # Before the training begins there is nothing to save after a preemption signal.
         set_seed(args.seed)
         self._model_init = model_init
-        self._function = compute_loss_func if loss_function is None else loss_function
+        self._loss_function = compute_loss_func if loss_function is None else loss_function
         self._set_model(builder.choose_model(model, model_init))
         self.processing_class = tokenizer if processing_class is None else processing_class
         own = Collator(self.processing_class, getattr(getattr(self.model, "config", None), "pad_token_id", None))
@@ -170,13 +170,13 @@ class Trainer(EvaluationMethods):
         self._takes_count = "num_items_in_batch" in inspect.signature(self.compute_loss).parameters
         shown = PrinterCallback() if args.disable_tqdm else ProgressCallback()
         self._events = Events(args, [DefaultFlowCallback()], [*(callbacks or ()), shown], self, self._new_state())
-        self._log_to(Log(args, self.accelerator, self._events))
+        self._replace_log_and_evaluator(Log(args, self.accelerator, self._events))
         self.call_event("on_init_end")
 
     def _set_model(self, model: torch.nn.Module) -> None:
         self.model = model
         builder.set_cache(model, self.args.use_cache)
-        self._signature = read_signature(model, self.args, self._function)
+        self._signature = read_signature(model, self.args, self._loss_function)
         self.label_names = self._signature.label_names
 
     def _new_state(self) -> TrainerState:
@@ -232,7 +232,7 @@ class Trainer(EvaluationMethods):
                 run_log = TrainingLog(args, self.accelerator, self._events, monitor)
                 losses = LossBook(self.accelerator)
                 self.is_in_train = True
-                self._log_to(run_log)
+                self._replace_log_and_evaluator(run_log)
                 self.accelerator.start_watching()
                 prepared = self._prepare_training(losses)
                 self.check_evaluation()
@@ -336,7 +336,7 @@ class Trainer(EvaluationMethods):
         accelerator.stop_watching()  # an evaluation after the training has nothing to save
         self.train_dataloader = None
         self._signature.loss_of.by_source = None
-        self._log_to(Log(self.args, accelerator, self._events))
+        self._replace_log_and_evaluator(Log(self.args, accelerator, self._events))
 
     def _drop_optimizer_state(self) -> None:
         """Restore the user's own optimizer and schedule, or free the state of those that the Trainer created.
@@ -347,8 +347,10 @@ class Trainer(EvaluationMethods):
         both = [made if given is None else given for given, made in zip(self._given_optimizers, freed)]
         self.optimizer, self.lr_scheduler = both
 
-    def _log_to(self, run_log: Log) -> None:
+    def _replace_log_and_evaluator(self, run_log: Log) -> None:
         """Replace the log, and create a new evaluator for the current Accelerator.
+
+        The evaluator reads `is_in_train` once, when it is created. Set that attribute before the call.
 
         Args:
             run_log: Log of a training run, or of values outside of a training run.
@@ -568,11 +570,12 @@ class Trainer(EvaluationMethods):
             output_dir: Folder to write to. None: `output_dir` of the arguments.
             _internal_call: Whether to skip the upload that the arguments request.
         """
-        if not list_overridden(type(self), ["_save"]):
-            self._save(None if output_dir is None else str(output_dir))
-        else:
+        if list_overridden(type(self), ["_save"]):
+            # An overridden _save is called on the main process only, as in transformers; ours is collective.
             if self.accelerator.is_main_process:
                 self._save(str(self._get_output_folder(output_dir)))
             self.accelerator.wait_for_everyone()
+        else:
+            self._save(None if output_dir is None else str(output_dir))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub("Model save")

@@ -348,7 +348,7 @@ def find_executable_batch_size(
             created by Headway.
         StateError: From the call, if ranks try different sizes, or make different numbers of updates.
     """
-    plan = _SearchSettings(
+    settings = _SearchSettings(
         _check_size(starting_batch_size, "starting_batch_size"),
         reduce_batch_size_fn,
         _check_search(search, reduce_batch_size_fn),
@@ -356,7 +356,7 @@ def find_executable_batch_size(
         None if max_batch_size is None else _check_size(max_batch_size, "max_batch_size"),
         _check_tolerance(tolerance),
     )
-    if tolerance and plan.search == "first":
+    if tolerance and settings.search == "first":
         raise ConfigError(
             "tolerance is only for search='largest' and 'predicted'; 'first' takes the first size that fits. Leave tolerance out"
         )
@@ -364,12 +364,12 @@ def find_executable_batch_size(
         raise ConfigError(
             f"max_batch_size={max_batch_size} is below starting_batch_size={starting_batch_size}; raise it, or start lower"
         )
-    if max_batch_size is not None and plan.search == "first":
+    if max_batch_size is not None and settings.search == "first":
         raise ConfigError(
             "max_batch_size is only for search='largest' and 'predicted'; 'first' never goes above starting_batch_size. Leave "
             "max_batch_size out"
         )
-    return functools.partial(_decorate, plan) if function is None else _decorate(plan, function)
+    return functools.partial(_decorate, settings) if function is None else _decorate(settings, function)
 
 
 def _check_search(search: str, reduce: Reduce | None) -> SearchName:
@@ -390,7 +390,7 @@ def _check_search(search: str, reduce: Reduce | None) -> SearchName:
     return cast("SearchName", search)
 
 
-def _decorate(plan: _SearchSettings, function: _Function) -> _Function:
+def _decorate(settings: _SearchSettings, function: _Function) -> _Function:
     if not callable(function):
         raise ConfigError(
             f"find_executable_batch_size got {function!r} to decorate. Pass sizes by keyword, such as starting_batch_size=64"
@@ -400,27 +400,27 @@ def _decorate(plan: _SearchSettings, function: _Function) -> _Function:
         function = _put_size_first(function)
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
-    _check_parameters(plan, function, parameters)
-    next_start = plan.start
+    _check_parameters(settings, function, parameters)
+    next_start = settings.start
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal next_start
-        if plan.keeps_global_batch and STEPS in kwargs:
+        if settings.keeps_global_batch and STEPS in kwargs:
             raise CallError(
                 f"{_name(function)} was called with {STEPS}={kwargs[STEPS]!r}, but with keep_global_batch=True "
                 "find_executable_batch_size passes it; leave it out"
             )
-        extra = {STEPS: 1} if plan.keeps_global_batch else {}
+        extra = {STEPS: 1} if settings.keeps_global_batch else {}
         _check_call(_name(function), signature, written, args, {**kwargs, **extra})
         clear_device_cache(garbage_collection=True)
-        search = plan.start_search(next_start, is_known=run.batch_size is not None)  # type: ignore[attr-defined]
-        outcome, next_start = _SearchCall(plan, function, args, kwargs).run_search(search)
+        search = settings.start_search(next_start, is_known=run.batch_size is not None)  # type: ignore[attr-defined]
+        outcome, next_start = _SearchCall(settings, function, args, kwargs).run_search(search)
         run.batch_size = next_start  # type: ignore[attr-defined]
         return outcome.result
 
     run.batch_size = None  # type: ignore[attr-defined]
-    shown = [each for each in parameters[1:] if not (plan.keeps_global_batch and each.name == STEPS)]
+    shown = [each for each in parameters[1:] if not (settings.keeps_global_batch and each.name == STEPS)]
     takes_any = bool(parameters) and parameters[0].kind is Parameter.VAR_POSITIONAL
     run.__signature__ = signature if takes_any else signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return run
@@ -439,7 +439,7 @@ def _put_size_first(method: _Function) -> _Function:
     return call
 
 
-def _check_parameters(plan: _SearchSettings, function: _Function, parameters: list[Parameter]) -> None:
+def _check_parameters(settings: _SearchSettings, function: _Function, parameters: list[Parameter]) -> None:
     if not parameters or parameters[0].kind not in _POSITIONAL:
         raise ConfigError(
             f"{_name(function)} has no first parameter for the batch size; write `def {_name(function)}(batch_size, ...)`"
@@ -450,7 +450,7 @@ def _check_parameters(plan: _SearchSettings, function: _Function, parameters: li
             "memory, it cannot be called again with a smaller size. Decorate a plain function"
         )
     takes_steps = any(each.name == STEPS or each.kind is Parameter.VAR_KEYWORD for each in parameters)
-    if plan.keeps_global_batch and not takes_steps:
+    if settings.keeps_global_batch and not takes_steps:
         raise ConfigError(
             f"with keep_global_batch=True {_name(function)} is given {STEPS}=...; add it, and hand it to the Accelerator"
         )
@@ -498,9 +498,9 @@ class _SearchCall:
     """One call of a function decorated with `find_executable_batch_size`. The call tries several batch sizes."""
 
     def __init__(
-        self, plan: _SearchSettings, function: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, settings: _SearchSettings, function: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.plan = plan
+        self.settings = settings
         self.function = function
         self.args = args
         self.kwargs = kwargs
@@ -541,12 +541,14 @@ class _SearchCall:
         if not search.found:
             raise self._nothing_fits(last) from (None if last is None else last.error)
         # The last attempt had another size or was a probe. The size may not fit again, so search downward from it.
-        return self.run_search(FirstThatFits(search.found, _make_smaller_sizes(search.found), self.plan.sizes))
+        return self.run_search(FirstThatFits(search.found, _make_smaller_sizes(search.found), self.settings.sizes))
 
     def _attempt(self, size: int, is_probe: bool) -> tuple[Attempt, Outcome]:
         self.tried.append(size)
         attempt = Attempt(size)
-        kwargs = {**self.kwargs, STEPS: self.plan.start // size} if self.plan.keeps_global_batch else self.kwargs
+        kwargs = (
+            {**self.kwargs, STEPS: self.settings.start // size} if self.settings.keeps_global_batch else self.kwargs
+        )
         function = self._probe.wrap(self.function) if is_probe else self.function
         return attempt, attempt.run(function, self.args, kwargs)
 

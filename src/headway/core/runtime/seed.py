@@ -212,7 +212,7 @@ def preserve_rng_states() -> Iterator[None]:
         write_states(states, None)
 
 
-def derive_rng_states(seed: int, num_updates: int, index: int) -> None:
+def seed_from_update(seed: int, num_updates: int, index: int) -> None:
     """Seed all random number generators from the run's seed, the number of updates and the data shard.
 
     This is needed after a resume if the checkpoint has no RNG states for this rank.

@@ -114,7 +114,7 @@ def build_run(
             clips_partial_gradients=behavior.clips_partial_gradients,
         ),
         hooks=StepHooks(
-            begun=[note_progress] if is_watched else [],
+            micro_batch_begun=[note_progress] if is_watched else [],
             phases=scope.own(events.Listeners).to_phases,
         ),
     )
@@ -138,7 +138,7 @@ def build_step(run: Run, settings: Settings, behavior: Behavior) -> TrainingStep
     guard = _choose_guard(run, settings)
     policy = behavior.loss_policy
     if run.runtime.world_size > 1:
-        run.hooks.begun.append(run.runtime.scope.own(Attendance).count_micro_batch)
+        run.hooks.micro_batch_begun.append(run.runtime.scope.own(Attendance).count_micro_batch)
         _compare_ranks(run, is_weighed=policy.weighs_losses, refuses_drift=behavior.refuses_drift)
     make_step = extensions.load("feature", "microbatching") if run.replays_batches else WholeStep
     step: TrainingStep = make_step(run, policy, guard)
@@ -172,10 +172,10 @@ def _compare_ranks(run: Run, *, is_weighed: bool, refuses_drift: bool) -> None:
     hooks = run.hooks
     rows = RowCountCheck(run.windows)
     replicas = ReplicaCheck(run.prepared, run.strategy, rows, refuses_drift)
-    hooks.reduced.append(replicas.note)
+    hooks.gradients_final.append(replicas.note)
     # With automatic micro-batching, one update can be attempted several times. All ranks are at the same position right
     # after the reduction of gradients, so the replicas are compared there.
-    checks = hooks.reduced if run.replays_batches else hooks.before_update
+    checks = hooks.gradients_final if run.replays_batches else hooks.before_update
     checks.append(replicas.check)
     if run.strategy.data_shard.count > 1 and is_weighed:
         hooks.before_forward.append(rows.record_rows)

@@ -20,13 +20,13 @@ class StepHooks:
 
     Attributes:
         before_learning: Called before a micro-batch begins, and before a backward outside any micro-batch.
-        before_begin: Called before a micro-batch begins.
-        begun: Called after a micro-batch has begun, with the number of its accumulation window and with its own number
-            in that window.
+        before_micro_batch: Called before a micro-batch begins.
+        micro_batch_begun: Called after a micro-batch has begun, with the number of its accumulation window and with its
+            own number in that window.
         before_forward: Called before a prepared model's outermost call, with the model and the call's arguments.
         before_backward: Called before the backward of a loss.
         unweighed: Called when a loss gets weight 1, because its number of items is unknown.
-        reduced: Called when the gradients of an accumulation window are final.
+        gradients_final: Called when the gradients of an accumulation window are final.
         before_update: Called before an optimizer steps on final gradients.
         updated: Called with an optimizer and the number of its accumulation window, after the optimizer has made an
             update that no replay will undo.
@@ -35,14 +35,14 @@ class StepHooks:
     """
 
     before_learning: list[Callable[[], None]] = field(default_factory=list)
-    before_begin: list[Callable[[], None]] = field(default_factory=list)
-    begun: list[Callable[[int, int], None]] = field(default_factory=list)
+    before_micro_batch: list[Callable[[], None]] = field(default_factory=list)
+    micro_batch_begun: list[Callable[[int, int], None]] = field(default_factory=list)
     before_forward: list[Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]] = field(
         default_factory=list
     )
     before_backward: list[Callable[[], None]] = field(default_factory=list)
     unweighed: list[Callable[[], None]] = field(default_factory=list)
-    reduced: list[Callable[[], None]] = field(default_factory=list)
+    gradients_final: list[Callable[[], None]] = field(default_factory=list)
     before_update: list[Callable[[], None]] = field(default_factory=list)
     updated: list[Callable[[torch.optim.Optimizer, int], None]] = field(default_factory=list)
     before_swap: list[Callable[[], None]] = field(default_factory=list)

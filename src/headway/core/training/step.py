@@ -36,13 +36,13 @@ from headway.core.training.checks.notices import NonFiniteNotice, SkippedUpdates
 from headway.core.training.model_turns import TWO_TURNS, ModelTurns
 from headway.core.training.run import Run
 from headway.core.training.task import BatchTask, Weigher
-from headway.core.training.windows import WHOLE, AccumulationWindow, BatchPiece, LossPolicy
+from headway.core.training.windows import WHOLE, AccumulationWindow, BatchPiece, LossPolicy, LossWeight
 from headway.errors import LossError, StateError
 from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_AS_IT_COMES = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 class StepGuard:
@@ -64,8 +64,8 @@ class StepGuard:
 
     If not, `watch`, `before_clip` and `after_clip` are not called, and `after_step` only for a skipped update.
     """
-    of_non_finite: Any = None
-    of_spikes: Any = None
+    of_non_finite: "StepGuard | None" = None
+    of_spikes: "StepGuard | None" = None
 
     def __init__(self, run: Run, notice: NonFiniteNotice | None = None) -> None:
         self._run = run
@@ -139,17 +139,18 @@ class MicroBatch:
         step = self._step
         windows = step.windows
         hooks = step.hooks
+        # There are two lists, because `before_learning` is also called for a backward outside a block.
         for check in hooks.before_learning:
             check()
-        for check in hooks.before_begin:
+        for check in hooks.before_micro_batch:
             check()
-        opens_alone = windows.begin_micro_batch(self._models)
+        opened_with_none_unfinished = windows.begin_micro_batch(self._models)
         window = windows.current
-        if opens_alone and step.precision.scaler is not None:
+        if opened_with_none_unfinished and step.precision.scaler is not None:
             step.precision.adjust()
         if windows.are_several:
             step.turns.put_in_place(window)
-        for listener in hooks.begun:
+        for listener in hooks.micro_batch_begun:
             listener(window.number, window.num_done)
         if step.can_defer:
             reduces = windows.is_last or windows.sync_each or step.reduces_pieces
@@ -276,7 +277,7 @@ class TrainingStep(ABC):
             self._backward_outside(loss, weight, reduction, **kwargs)
             return
         window = self.windows.current
-        if window.was_asked and not (window.is_last and window.num_done == 1):
+        if window.was_step_called_early and not (window.is_last and window.num_done == 1):
             raise StateError(TWO_TURNS)
         is_checked = window.is_first and self.weighs_losses
         if is_checked:
@@ -324,24 +325,23 @@ class TrainingStep(ABC):
             LossError: If the caller passed a weight for a later loss that differs from the recorded one.
         """
         if window.micro_weight is None:
-            local, total = window.micro_weight = self.weigh_loss(weight)
+            window.micro_weight = self.weigh_loss(weight)
+            local, over_ranks = window.micro_weight
             window.has_gradient = True
             window.local_weight += local
             known = window.global_weight
-            window.global_weight = None if total is None or known is None else known + total
+            window.global_weight = None if over_ranks is None or known is None else known + over_ranks
             return local
-        local = window.micro_weight[0]
-        if weight is not None and self.weigh_loss(weight)[0] != local:
+        local = window.micro_weight.local
+        if weight is not None and self.weigh_loss(weight).local != local:
             raise LossError(
                 f"two losses of one micro-batch weigh {local:g} and {weight:g}; their gradients are summed in the same tensors, so "
                 "each cannot get its own weight. Add the losses and call backward once, or give both the same weight"
             )
         return local
 
-    def weigh_loss(self, weight: float | None) -> tuple[float, float | None]:
-        """Return the weight of a loss on this rank, and its sum over all ranks.
-
-        The sum is None if only a collective can provide it. The weight is 0 if this rank's batch has only padding.
+    def weigh_loss(self, weight: float | None) -> LossWeight:
+        """Return the weight of a loss on this rank and over all ranks.
 
         Args:
             weight: Weight that the caller passed. None: the number of rows of the current micro-batch, or 1 if it is
@@ -353,11 +353,12 @@ class TrainingStep(ABC):
         counts = None if loader is None else loader.pass_position.share.valid_counts
         if weight is not None:
             is_filler = counts is not None and counts[shard.index] == 0
-            return (0.0 if is_filler else weight), (None if shard.count > 1 else weight)
+            return LossWeight(0.0 if is_filler else weight, None if shard.count > 1 else weight)
         piece = windows.piece
         if counts is None:
             if piece is not WHOLE:  # the weight of a batch passed by the caller is its number of rows
-                return float(piece.num_rows), (None if shard.count > 1 else float(piece.num_rows))
+                num_rows = float(piece.num_rows)
+                return LossWeight(num_rows, None if shard.count > 1 else num_rows)
             for listener in self.hooks.unweighed:
                 listener()
             log.info_once(
@@ -366,7 +367,7 @@ class TrainingStep(ABC):
             counts = (1,) * shard.count
         # Weight the mean of a piece by the fraction of the batch's rows in it.
         rows, total = piece.num_rows, piece.total_rows
-        return counts[shard.index] * rows / total, sum(counts) * rows / total
+        return LossWeight(counts[shard.index] * rows / total, sum(counts) * rows / total)
 
     def run_backward(
         self,
@@ -393,7 +394,7 @@ class TrainingStep(ABC):
         factor = self._divide_loss(weight, nominal, reduction)
         if self._has_engine_losses:
             loss, factor = strategy.unshard_loss(loss, factor)
-        block: AbstractContextManager[object] = _AS_IT_COMES
+        block: AbstractContextManager[object] = _NO_CONTEXT
         if not factor:
             # A mean over nothing is 0/0: a loss of weight zero must not spread its NaN into sums or to other ranks.
             block = strategy.silence_gradients(self.prepared.list_parameters())
@@ -466,7 +467,7 @@ class TrainingStep(ABC):
                 window.next_nominal = total
         if self._reduces_late:
             self.strategy.reduce_gradients(parameters, has_gaps)
-        for listener in self.hooks.reduced:
+        for listener in self.hooks.gradients_final:
             listener()
 
     # ---------------------------------------------------------------- clip
@@ -647,7 +648,7 @@ class TrainingStep(ABC):
             loss = self.strategy.compute_loss(task.fn, piece, task.weight, task.reduction)
             self.backward(loss, weigh(), task.reduction)
             weighed = self.windows.current.micro_weight
-            task.add(loss.detach(), 1.0 if weighed is None else weighed[0])
+            task.add(loss.detach(), 1.0 if weighed is None else weighed.local)
 
     @property
     def pieces(self) -> Any:
@@ -672,7 +673,7 @@ class WholeStep(TrainingStep):
             # The window's weight is known before its only backward, so nothing needs a correction.
             window.nominal = window.global_weight
         elif window.nominal is None:
-            window.nominal = self._agree_nominal(window)
+            window.nominal = self._agree_on_nominal_weight(window)
         nominal = window.nominal or 1.0  # without one, all weights so far are zero
         if not window.is_last:
             self.run_backward(window, loss, local, nominal, reduction, **kwargs)
@@ -690,16 +691,15 @@ class WholeStep(TrainingStep):
             self.run_backward(window, loss, local, nominal, reduction, **kwargs)
             self.close_window(window, group.finish_sum(pending)[0])
 
-    def _agree_nominal(self, window: AccumulationWindow) -> float | None:
+    def _agree_on_nominal_weight(self, window: AccumulationWindow) -> float | None:
         """Return the weight by which losses of the first accumulation window are divided. It is equal on all ranks.
 
         It is the current micro-batch's weight, summed over ranks, times the number of micro-batches per update. Return
         None if the sum is 0.
         """
         assert window.micro_weight is not None
-        local, total = window.micro_weight
-        if total is None:
-            total = self.strategy.data_group.reduce_numbers([local])[0]
+        local, over_ranks = window.micro_weight
+        total = self.strategy.data_group.reduce_numbers([local])[0] if over_ranks is None else over_ranks
         return total * self.windows.num_steps if total > 0 else None
 
     def _backward_outside(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
@@ -718,20 +718,20 @@ class WholeStep(TrainingStep):
             # The loss comes from a block already left, whose forward may have run without gradient reduction.
             self.strategy.expect_backward(left.models)
         window = windows.begin_lone_window()
-        for listener in hooks.begun:
+        for listener in hooks.micro_batch_begun:
             listener(window.number, window.num_done)
-        if windows.are_closed:
+        if windows.are_closed and self.precision.scaler is not None:
             self.precision.adjust()
         # If the script defines windows itself, batches may have been read ahead, so that the loader's counts belong to
         # another batch. All processes therefore get the same weight.
         ranks = self.strategy.data_shard.count
-        local, total = (1.0, ranks) if num_steps > 1 and weight is None else self.weigh_loss(weight)
-        if total is None:
-            total = self.strategy.data_group.reduce_numbers([local])[0]
+        has_equal_weight = num_steps > 1 and weight is None
+        local, over_ranks = LossWeight(1.0, ranks) if has_equal_weight else self.weigh_loss(weight)
+        total = self.strategy.data_group.reduce_numbers([local])[0] if over_ranks is None else over_ranks
         window.close(total)
         self.run_backward(window, loss, local, total * num_steps or 1.0, reduction, **kwargs)
         self.strategy.reduce_gradients()
-        for note in hooks.reduced:
+        for note in hooks.gradients_final:
             note()
 
     def apply_update(

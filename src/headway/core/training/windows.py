@@ -28,7 +28,7 @@ define which state is restored when a batch is run again.
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -77,6 +77,18 @@ WHOLE = BatchPiece(0, 1, 1, True)
 """Value of `AccumulationWindows.piece` while a batch is not split, and only its loader, if any, counts its rows."""
 
 
+class LossWeight(NamedTuple):
+    """Weight of a micro-batch's loss, such as its number of rows or tokens.
+
+    Attributes:
+        local: Weight on this rank. 0 if this rank's batch has only padding.
+        over_ranks: Sum of the weights over all ranks. None if only a collective can provide it.
+    """
+
+    local: float
+    over_ranks: float | None
+
+
 @dataclass
 class AccumulationWindow:
     """Accumulation window: the state of the micro-batches of one update, for one set of models.
@@ -97,16 +109,15 @@ class AccumulationWindow:
         next_nominal: Actual weight of the last full window, which becomes `nominal` in the next one.
         local_weight: Sum of this rank's weights so far.
         global_weight: Sum of all ranks' weights so far. None if only a collective can provide it.
-        micro_weight: Pair of (weight on this rank, sum over all ranks) of the current micro-batch. The sum is None if
-            only a collective can provide it. The whole pair is None before the micro-batch's first loss.
+        micro_weight: Weight of the current micro-batch's loss. None before the micro-batch's first loss.
         has_gradient: Whether a backward of the window has run.
         is_applied: Whether an optimizer made its step, or fp16 skipped it.
         batch: Number of the batch to which the latest micro-batch belongs. 0 without automatic micro-batching.
         is_by_hand: Whether this is a single backward outside `accumulate`, one of several that the script combines into
             an update.
         was_left: Whether the previous window ended without an optimizer step, and its gradients were not dropped.
-        was_asked: Whether step() or zero_grad() was called between a backward and the end of the micro-batch, where it
-            had no effect.
+        was_step_called_early: Whether step() or zero_grad() was called between a backward and the end of the
+            micro-batch, where it had no effect.
         set_aside: Pairs of (parameter IDs, gradients). These gradients are detached from their parameters while another
             window trains the same parameters.
     """
@@ -122,13 +133,13 @@ class AccumulationWindow:
     next_nominal: float | None = None
     local_weight: float = 0.0
     global_weight: float | None = 0.0
-    micro_weight: tuple[float, float | None] | None = None
+    micro_weight: LossWeight | None = None
     has_gradient: bool = False
     is_applied: bool = False
     batch: int = 0
     is_by_hand: bool = False
     was_left: bool = False
-    was_asked: bool = False
+    was_step_called_early: bool = False
     set_aside: tuple[tuple[frozenset[int], Any], ...] = ()
 
     def open(self, number: int) -> None:
@@ -278,24 +289,24 @@ class AccumulationWindows:
             self._by_models[key] = self._by_models.pop(key)  # keep the dict in order of use, latest last
         # If the last micro-batch of a window never ran backward (the loop skipped it), the window continues until one
         # does.
-        opens_alone = window.is_closed
-        if opens_alone:
+        opened_with_none_unfinished = window.is_closed
+        if opened_with_none_unfinished:
             self.num_windows += 1
             window.open(self.num_windows)
-            opens_alone = not self.are_several or self._are_closed(but=window)
+            opened_with_none_unfinished = not self.are_several or self._are_closed(but=window)
         piece = self.piece
         if not piece.batch or window.batch != piece.batch:
             window.num_done += 1
             window.batch = piece.batch
         window.micro_weight = None
-        window.was_asked = False
+        window.was_step_called_early = False
         window.is_first = window.number <= len(self._by_models)
         is_end = self._note_batch(window)
         self.is_last = window.is_last = self._is_complete(window, is_end) and piece.is_last
         self.current = window
         self.is_inside = True
         self.is_held = False
-        return opens_alone
+        return opened_with_none_unfinished
 
     def _note_batch(self, window: AccumulationWindow) -> bool:
         """Record which loader the micro-batch is from. Warn of batches read ahead, and of a save between them.

@@ -11,7 +11,7 @@ from headway.core.strategies.base import Strategy
 from headway.core.training.run import Run
 from headway.core.training.step import MicroBatch, StepGuard, TrainingStep
 from headway.core.training.task import BatchTask, Weigher
-from headway.core.training.windows import WHOLE, AccumulationWindow, BatchPiece, LossPolicy
+from headway.core.training.windows import WHOLE, AccumulationWindow, BatchPiece, LossPolicy, LossWeight
 from headway.errors import StateError
 from headway.extras.replay.piece_size import AllocatorPressure, PieceSize
 from headway.extras.replay.rounds import Rounds
@@ -97,17 +97,17 @@ class PieceStep(TrainingStep):
             return True
         return super().handle_error(error)
 
-    def weigh_loss(self, weight: float | None) -> tuple[float, float | None]:
-        """Return a loss's weight on this rank, and the sum of the weights over all ranks (None if unknown).
+    def weigh_loss(self, weight: float | None) -> LossWeight:
+        """Return the weight of a loss on this rank and over all ranks.
 
         Without `weight`, the weight is the number of rows, and a warning is given if the labels contain padding. Row
         counts do not take padding into account.
         """
         if weight is None:
             self.transaction.check_padding()
-        local, total = super().weigh_loss(weight)
+        found = super().weigh_loss(weight)
         # A filler piece has the total of a real one, but a local weight of zero.
-        return (local, total) if self.windows.piece.num_rows else (0.0, total)
+        return found if self.windows.piece.num_rows else LossWeight(0.0, found.over_ranks)
 
     def _backward_inside(
         self, window: AccumulationWindow, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any
@@ -139,16 +139,17 @@ class PieceStep(TrainingStep):
         rank uses its own estimate, because gradients are corrected before they are reduced.
         """
         assert window.micro_weight is not None
-        local, total = window.micro_weight
+        local, over_ranks = window.micro_weight
         if self.reduces_pieces:
             loader = self.windows.loader
-            counts = None if total is None or loader is None else loader.valid_counts
-            if total is None:
+            counts = None if over_ranks is None or loader is None else loader.valid_counts
+            if over_ranks is None:
                 weight = self.strategy.data_group.reduce_numbers([local / self.windows.piece.share])[0]
             else:
                 weight = float(self.strategy.data_shard.count if counts is None else sum(counts))
             return weight * self.windows.num_steps if weight > 0 else None
-        total = (local * self.strategy.data_shard.count if total is None else total) / self.windows.piece.share
+        total = local * self.strategy.data_shard.count if over_ranks is None else over_ranks
+        total /= self.windows.piece.share
         return total * self.windows.num_steps if total > 0 else None
 
     def _backward_outside(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:

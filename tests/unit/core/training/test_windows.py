@@ -4,7 +4,14 @@ import torch
 
 from headway import Accelerator
 from headway.core.data.loader import LoaderEvents
-from headway.core.training.windows import WHOLE, AccumulationWindow, AccumulationWindows, BatchPiece, UpdateClock
+from headway.core.training.windows import (
+    WHOLE,
+    AccumulationWindow,
+    AccumulationWindows,
+    BatchPiece,
+    LossWeight,
+    UpdateClock,
+)
 
 
 def make_windows(num_steps: int = 2) -> AccumulationWindows:
@@ -35,12 +42,12 @@ def test_added_counter_is_restored_too() -> None:
 def test_windows_are_restored_and_new_ones_are_forgotten() -> None:
     state, first, second = make_windows(3), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     state.begin_micro_batch([first])
-    state.current.micro_weight, state.current.local_weight = (2.0, 2.0), 2.0
+    state.current.micro_weight, state.current.local_weight = LossWeight(2.0, 2.0), 2.0
     before, kept = dict(vars(state.current)), state.current
     snapshot = state.snapshot()
     for _ in range(2):  # a snapshot can be restored twice
         state.begin_micro_batch([first])
-        state.current.micro_weight, state.current.local_weight = (3.0, None), 5.0
+        state.current.micro_weight, state.current.local_weight = LossWeight(3.0, None), 5.0
         state.current.fail()
         state.begin_micro_batch([second])
         assert state.num_windows == 2

@@ -18,7 +18,7 @@ from headway.core.checkpoint.resume.progress import LoopProgress
 from headway.core.checkpoint.resume.saved import SavedRun, read_run
 from headway.core.checkpoint.resume.stand_ins import FrozenWeights, LocalState
 from headway.core.runtime.events import notify_listeners
-from headway.core.runtime.seed import derive_rng_states
+from headway.core.runtime.seed import seed_from_update
 
 
 class StateRestorer:
@@ -145,14 +145,14 @@ class StateRestorer:
         self._restore_rng_states(saved)
 
     def _restore_rng_states(self, saved: SavedRun) -> None:
-        """Set the saved RNG states. If the checkpoint has none for this rank, derive new ones.
+        """Set the saved RNG states. If the checkpoint has none for this rank, seed the generators anew.
 
-        They are derived from the seed, the number of updates, and the index of this rank's data shard.
+        The new seed depends on the run's seed, the number of updates, and the index of this rank's data shard.
         """
         if saved.is_own:
             self._objects.write_rng_states(saved.rng_states, saved.loader_rng)
         else:
-            derive_rng_states(saved.seed, saved.num_updates, self._run.strategy.data_shard.index)
+            seed_from_update(saved.seed, saved.num_updates, self._run.strategy.data_shard.index)
             self._objects.preparation.loader_rng.load_state(saved.loader_rng)
 
     def _restore_counters(self, saved: SavedRun, plan: BatchPlan) -> None:

@@ -235,7 +235,7 @@ class Checkpoints:
         """Register checks that run before each training step, unless they are registered already."""
         if self._check_resumed not in self._step_hooks.before_learning:
             self._step_hooks.before_learning.append(self._check_resumed)
-            self._step_hooks.before_begin.append(self._check_place)
+            self._step_hooks.before_micro_batch.append(self._check_place)
 
     # ---------------------------------------------------------------- save
 

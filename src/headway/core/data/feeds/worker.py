@@ -111,6 +111,7 @@ def is_read_one_by_one(dataset: object) -> bool:
 
 
 def _unpickle_indices(indices: list[Any], stream: int, position: int) -> SeededIndices:
+    # A dataset that fetches the whole batch at once may use the list without iterating over it.
     seed_generators(mix_seed(stream, position))
     return SeededIndices(indices, stream, position)
 

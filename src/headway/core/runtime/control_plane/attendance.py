@@ -180,7 +180,7 @@ class Attendance:
         return (_count_collectives() if self._paired_since < 0 else self._paired_since) - self._select_excluded
 
     def count_micro_batch(self, window: int, number: int) -> None:
-        """Count a micro-batch that is about to start. Called through `StepHooks.begun`; the arguments are not used."""
+        """Count a micro-batch that is about to start. The arguments of `StepHooks.micro_batch_begun` are not used."""
         self._place = (self._place[0], self._place[1] + 1, 0, "")
 
     def count_call(self, name: str) -> None:

@@ -67,7 +67,7 @@ def _length_of_children(scheduler: Any, measure: Callable[[Any], int | None]) ->
     return max((length for each in children if (length := measure(each)) is not None), default=None)
 
 
-def warn_of_prepared_length(
+def warn_if_prepared_length_is_doubtful(
     scheduler: Any, rule: _Rule, num_parts: int, num_steps: int, loaders: Sequence[PreparedLoader]
 ) -> bool:
     """Warn if a schedule's length was probably computed with `len()` of a prepared loader.
@@ -145,7 +145,7 @@ def _does_fit_rule(length: int, num_batches: int, num_parts: int, num_steps: int
     return least * epochs <= length <= most * epochs
 
 
-def has_run_its_course(scheduler: Any, length: int) -> bool:
+def has_at_most_one_step_left(scheduler: Any, length: int) -> bool:
     """Whether a schedule has at most one step left, because OneCycleLR ends one step before its length.
 
     Args:

@@ -209,7 +209,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 self._warn_of_lost_gradients(window)
             step.clear_gradients(self.optimizer, set_to_none)
         elif window is not None and window.micro_weight is not None:
-            window.was_asked = True
+            window.was_step_called_early = True
 
     def _warn_of_lost_gradients(self, window: AccumulationWindow) -> None:
         """Warn that `zero_grad()` drops gradients of a complete accumulation window on which no optimizer stepped."""
@@ -293,7 +293,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             if not window.has_gradient and self._has_foreign_gradients():
                 raise StateError(_OTHER_BACKWARD)
         elif window.micro_weight is not None:
-            window.was_asked = True
+            window.was_step_called_early = True
         is_due = windows.is_due and window is windows.current
         if is_due and not self._step.weighs_losses:
             window.close(1.0)

@@ -25,7 +25,7 @@ from headway.core.runtime.seed import mix_seed
 from headway.core.strategies.placeholders import OptimizerPlaceholder, SchedulerPlaceholder
 from headway.core.training.behavior import Behavior
 from headway.core.training.checks.replicas import check_alike, compare_data
-from headway.core.training.checks.schedule_lengths import get_schedule_length, warn_of_prepared_length
+from headway.core.training.checks.schedule_lengths import get_schedule_length, warn_if_prepared_length_is_doubtful
 from headway.core.training.prepared import model as prepared_model
 from headway.core.training.prepared.dispatched import list_spread_places
 from headway.core.training.prepared.objects import OptimizerEntry
@@ -492,7 +492,9 @@ class Preparation:
         if self.follows_optimizer and rule is self.rule:
             self._explain(made)
             num_parts = self.tick_base[0]
-            if warn_of_prepared_length(made.scheduler, rule, num_parts, self._windows.num_steps, self.loaders):
+            if warn_if_prepared_length_is_doubtful(
+                made.scheduler, rule, num_parts, self._windows.num_steps, self.loaders
+            ):
                 made.is_doubted = True
         return made
 

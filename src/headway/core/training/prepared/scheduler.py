@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from headway.core.training.checks.schedule_lengths import get_decay_length, has_run_its_course, is_nearly_zero
+from headway.core.training.checks.schedule_lengths import get_decay_length, has_at_most_one_step_left, is_nearly_zero
 from headway.core.training.prepared.objects import OptimizerEntry
 from headway.core.training.step import TrainingStep
 from headway.errors import ConfigError
@@ -239,7 +239,7 @@ class PreparedScheduler(LRScheduler):
         ticks = self.rule.ticks(window_length)
         for _ in range(min(ticks, count_remaining_steps(self.scheduler)) if self._may_end else ticks):
             self.scheduler.step()
-        if ticks > 1 and self._end is not None and has_run_its_course(self.scheduler, self._end):
+        if ticks > 1 and self._end is not None and has_at_most_one_step_left(self.scheduler, self._end):
             self._look_for_more(ticks, self._end)
 
     def _look_for_more(self, ticks: int, length: int) -> None:
