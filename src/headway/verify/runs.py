@@ -162,7 +162,7 @@ class ForkServer:
         """Start a run as soon as the server has imported torch. Return the run's ID and a future of its exit code.
 
         Args:
-            order: Order to start a run, as described in `server.py`, without an ID.
+            order: Fields of a `headway.verify.server.StartOrder`, except the ID.
 
         Raises:
             VerifyError: If the server has ended.

@@ -4,9 +4,8 @@ A process that is not forked needs about three seconds for these imports. Forkin
 neither threads nor process groups. Each rank gets the environment that `headway launch` would set, newly seeded random
 number generators, and a separate session.
 
-Orders are JSON lines on stdin: {"id", "variables", "program", "num_processes", "output", "folder"} to start a run, or
-{"id", "end": true} to end it. The server writes {"is_ready"} to stdout at its start, and {"id", "code"} when a run has
-ended.
+Orders are JSON lines on stdin: a `StartOrder` starts a run, and an `EndOrder` ends it. The server writes {"is_ready"} to
+stdout at its start, and {"id", "code"} when a run has ended.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TextIO, TypedDict, final
 
 from headway.common import env
 from headway.verify.request import read_request
@@ -32,6 +31,40 @@ _GRACE = 4.0
 """Seconds that the other ranks of a run may continue after one rank has failed, before they are killed."""
 
 
+@final
+class StartOrder(TypedDict):
+    """Order that starts a run.
+
+    Attributes:
+        id: ID of the run.
+        variables: All environment variables of the ranks, except those that describe the process group.
+        program: Kind of the program ("script" or "module"), its path or name, and its arguments.
+        num_processes: Number of ranks.
+        output: Path of the file to which the ranks append their output.
+        folder: Working directory of the ranks.
+    """
+
+    id: int
+    variables: dict[str, str]
+    program: list[str]
+    num_processes: int
+    output: str
+    folder: str
+
+
+@final
+class EndOrder(TypedDict):
+    """Order that ends a run.
+
+    Attributes:
+        id: ID of the run.
+        end: Always True.
+    """
+
+    id: int
+    end: bool
+
+
 @dataclass
 class ForkedRun:
     """Forked processes of one run, one per rank.
@@ -39,7 +72,8 @@ class ForkedRun:
     Attributes:
         key: ID of the run.
         alive: Process IDs of the ranks that have not ended.
-        code: Exit code of the first rank that failed, or 0 if none failed.
+        code: Exit code of the first rank that failed, or 0 if none failed. A negative code means that the rank was ended
+            by this signal: -9 for SIGKILL.
         deadline: Time at which the remaining ranks are killed; None while no rank has failed.
     """
 
@@ -73,27 +107,28 @@ def main() -> None:
             is_open = bool(read)
             *lines, buffer = (buffer + read).split(b"\n")
             for line in lines:
-                _follow(json.loads(line), runs)
+                _execute_order(json.loads(line), runs, answers)
         elif not is_open:
             for run in runs.values():
                 _kill(run)
             time.sleep(0.02)
         for run in list(runs.values()):
-            _collect(run)
+            _reap_ranks(run)
             if not run.alive:
                 del runs[run.key]
                 with contextlib.suppress(OSError):
                     answers.write(json.dumps({"id": run.key, "code": run.code}) + "\n")
 
 
-def _follow(order: dict[str, Any], runs: dict[int, ForkedRun]) -> None:
+def _execute_order(order: StartOrder | EndOrder, runs: dict[int, ForkedRun], answers: TextIO) -> None:
     """Execute an order: start or end a run.
 
     Args:
-        order: Order, as described in the docstring of this module.
+        order: Order from the client.
         runs: Runs that have not ended, by ID.
+        answers: Pipe to the client. A forked rank closes its copy.
     """
-    if order.get("end"):
+    if "end" in order:
         if order["id"] in runs:
             _kill(runs[order["id"]])
         return
@@ -103,6 +138,9 @@ def _follow(order: dict[str, Any], runs: dict[int, ForkedRun]) -> None:
         pid = os.fork()
         if not pid:
             try:
+                # The client sees the end of this pipe only once every copy of it is closed.
+                with contextlib.suppress(OSError):  # from text that could not be written, because the client has ended
+                    answers.close()
                 _become_rank(order, rank, port)
             except BaseException:
                 traceback.print_exc()
@@ -112,7 +150,7 @@ def _follow(order: dict[str, Any], runs: dict[int, ForkedRun]) -> None:
         run.alive.add(pid)
 
 
-def _become_rank(order: dict[str, Any], rank: int, port: int) -> None:
+def _become_rank(order: StartOrder, rank: int, port: int) -> None:
     """Run the user's program as one rank in this forked process. Does not return.
 
     Args:
@@ -136,6 +174,7 @@ def _become_rank(order: dict[str, Any], rank: int, port: int) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(order["folder"])
+    # None unsets: a rank sees only the order's variables.
     variables: dict[str, str | None] = dict.fromkeys(env.copy_variables())
     variables.update(order["variables"])
     num = order["num_processes"]
@@ -149,8 +188,7 @@ def _become_rank(order: dict[str, Any], rank: int, port: int) -> None:
             MASTER_PORT=str(port),
         )
     env.apply_changes(variables)
-    folders = [each for each in (env.get("PYTHONPATH") or "").split(os.pathsep) if each]
-    sys.path[:0] = [each for each in folders if each not in sys.path[:1]]
+    _prepend_search_paths(env.get("PYTHONPATH") or "")
     torch.set_num_threads(1)
     # Forks inherit equal generator states. The processes of a launch start with random ones.
     random.seed()
@@ -164,6 +202,18 @@ def _become_rank(order: dict[str, Any], rank: int, port: int) -> None:
     worker.main([str(parent), kind, "merge", target, *args])
 
 
+def _prepend_search_paths(paths: str) -> None:
+    """Put the folders of PYTHONPATH first in `sys.path`, in their order, as in a process that is not forked.
+
+    A folder that is already in `sys.path` is added again. If it were left out, those after it would be searched before
+    it.
+
+    Args:
+        paths: Value of the environment variable.
+    """
+    sys.path[:0] = [each for each in paths.split(os.pathsep) if each]
+
+
 def _watch_start(rank: int) -> None:
     """Make this process write its stack after `RunRequest.patience` seconds if there is no Accelerator by then."""
     request = read_request()
@@ -174,7 +224,7 @@ def _watch_start(rank: int) -> None:
         faulthandler.dump_traceback_later(request.patience, file=file)
 
 
-def _collect(run: ForkedRun) -> None:
+def _reap_ranks(run: ForkedRun) -> None:
     """Collect the exit codes of ranks that have ended, and kill the other ranks `_GRACE` seconds after a failure."""
     for pid in list(run.alive):
         done, status = os.waitpid(pid, os.WNOHANG)
