@@ -1,5 +1,7 @@
 """Machines without a shared folder: each keeps a complete replica, and a checkpoint counts only if all of them have it."""
 
+import errno
+import io
 import os
 import shutil
 from pathlib import Path
@@ -10,8 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator, ProjectConfiguration, set_seed
 from headway.core.checkpoint.folders import list_committed
 from headway.core.checkpoint.format.manifest import read_manifest
+from headway.core.checkpoint.loading import reader
 from headway.core.checkpoint.loading.files import verify_checkpoint
 from headway.core.runtime import process
+from headway.core.weights import files
 from headway.errors import CheckpointError
 from tests.distributed.ranks import run_ranks
 
@@ -129,6 +133,16 @@ def run_on_two_disks(root):
         blocked.accelerator.save_state()
     except CheckpointError as error:
         results["blocked"] = "rank 1" in str(error)
+    # The same on rank 0, which is the first to write to the disk in order to find out whether the machines share it.
+    blocked = Machine(f"{root}/blocked first")
+    if is_first:
+        blocked.disk.parent.mkdir(parents=True, exist_ok=True)
+        blocked.disk.write_text("no folder")
+    blocked.accelerator.wait_for_everyone()
+    try:
+        blocked.accelerator.save_state()
+    except CheckpointError as error:
+        results["blocked first"] = "rank 0: " in str(error) and "rank 1: " not in str(error)
     behind = Machine(f"{root}/behind", total_limit=1)
     for _ in range(3):
         behind.accelerator.save_state(blocking=False)
@@ -153,5 +167,59 @@ def test_each_machine_keeps_a_complete_replica(tmp_path):
     assert first["lost on one"] == ("checkpoint_1", 3, 3)
     assert first["damaged"]
     assert first["blocked"]
+    assert first["blocked first"]
     assert first["behind"] == ["checkpoint_2"]
     assert first["nothing new"]
+
+
+def read_with_broken_disk(root):
+    """Read a checkpoint on two machines. On the second one, the disk fails while a header is read."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    machine = Machine(root)
+    folder = machine.accelerator.save_state()
+    machine.accelerator.wait_for_everyone()
+    if not machine.accelerator.is_main_process:
+
+        class BrokenFile(io.BytesIO):
+            def read(self, *_):
+                raise OSError(errno.EIO, "Input/output error")
+
+        real = files.read_header
+        files.read_header = lambda file, path: real(BrokenFile(bytes(64)), path)
+    try:
+        machine.accelerator.load_state(folder)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_failed_read_on_one_machine_is_raised_on_all(tmp_path):
+    for error in run_ranks(read_with_broken_disk, 2, str(tmp_path)):
+        assert "cannot be read: Input/output error" in error
+
+
+def copy_with_damage(root):
+    """Copy a checkpoint to a second machine. One byte changes in transit."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    machine = Machine(root)
+    folder = machine.accelerator.save_state()
+    machine.accelerator.wait_for_everyone()
+    if not machine.accelerator.is_main_process:
+        shutil.rmtree(machine.disk)
+        real = reader.write_forced
+        reader.write_forced = lambda path, data, mode: real(path, data[:-1] + bytes([data[-1] ^ 1]), mode)
+    machine.accelerator.wait_for_everyone()
+    again = Machine(root)
+    try:
+        again.accelerator.resume("latest")
+    except CheckpointError as error:
+        return str(error), folder.exists(), [path.name for path in folder.parent.glob(".*")]
+    return "resumed", folder.exists(), []
+
+
+def test_copy_damaged_in_transit_is_not_committed(tmp_path):
+    first, second = run_ranks(copy_with_damage, 2, str(tmp_path))
+    for error, _, litter in (first, second):
+        assert "rank 1: CheckpointDamaged: " in error
+        assert litter == []
+    assert (first[1], second[1]) == (True, False)

@@ -7,6 +7,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration
+from headway.core.checkpoint.resume.frozen import FrozenParameters
+from headway.core.training.hooks import StepHooks
 from tests.distributed.ranks import run_ranks
 
 WARNING = "requires_grad"
@@ -98,3 +100,16 @@ def test_parameters_frozen_differently_are_named_after_resuming(name, strategy, 
     for each in named:
         assert each in text
     assert "3.bias" not in text
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_saved_names_with_the_components_of_compile_are_compared_without_them(is_alike, caplog):
+    """Headway has saved such names for frozen parameters of compiled submodules."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].requires_grad_(not is_alike)
+    hooks = StepHooks()
+    frozen = FrozenParameters(lambda: [model], hooks)
+    frozen.expect_frozen([["0._orig_mod.weight", "0._orig_mod.bias"]], "checkpoint_0")
+    for check in hooks.before_update:
+        check()
+    assert (WARNING in caplog.text) == (not is_alike)

@@ -186,5 +186,5 @@ class Locks:
         """Release the lock that this process holds on a folder, or all its locks if `folder` is None."""
         for each in [folder] if folder is not None else list(self._held):
             if (known := self._held.pop(each, None)) is not None:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, CheckpointError):  # the lock file cannot be read or removed
                     known.release()

@@ -297,8 +297,11 @@ def map_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]
     """
     with open_regular_file(path) as file:
         places, metadata = read_header(file, path)
-        # A private mapping: a page is read from the file when it is first used, and a write changes only a copy of it.
-        view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        try:
+            # A private mapping: a page is read from the file when it is first used, and a write changes only a copy.
+            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be mapped: {error.strerror or error}") from error
     tensors = {
         name: StoredTensor(spec.shape, spec.dtype, path, start % spec.dtype.itemsize == 0, view, start)
         for name, (spec, start) in places.items()

@@ -142,15 +142,20 @@ def read_header(file: BinaryIO, path: Path) -> tuple[StoredPlaces, dict[str, Any
             object.
 
     Raises:
-        CheckpointError: If the file violates the format, or its length differs from the one that the header implies.
+        CheckpointError: If the file violates the format, cannot be read, or its length differs from the one that the
+            header implies.
     """
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
-    if not 2 <= length <= min(MAX_HEADER, size - 8):
-        raise CheckpointError(f"{path}: no safetensors file; its {size} bytes do not begin with a header's length")
     try:
-        header = json.loads(file.read(length), object_pairs_hook=_without_doubles)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
+        if not 2 <= length <= min(MAX_HEADER, size - 8):
+            raise CheckpointError(f"{path}: no safetensors file; its {size} bytes do not begin with a header's length")
+        text = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        header = json.loads(text, object_pairs_hook=_without_doubles)
     except (ValueError, RecursionError, CheckpointError) as error:
         raise CheckpointError(f"{path}: the header is damaged ({error})") from error
     if not isinstance(header, dict):

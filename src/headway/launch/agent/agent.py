@@ -97,6 +97,8 @@ class Agent(LocalElasticAgent):
         self._peers: PeerMachines | None = None
         self._has_ended_attempt = False
         self._attempt = 0
+        self._failure_path = None if order.log_dir is None else Path(order.log_dir, "failure.json")
+        self._former_failure_file: tuple[int, int] | None = None
         self.handed_on: signal.Signals | None = None
         host = rendezvous.find_host(order)
         if order.num_machines > 1:
@@ -145,6 +147,8 @@ class Agent(LocalElasticAgent):
                 watch.stop()
         self._has_ended_attempt = False
         self._attempt += 1
+        # All machines have reported the earlier attempts' failures before they meet again.
+        self._former_failure_file = endings.read_file_identity(self._failure_path) if self._failure_path else None
         # Only a static rendezvous uses one store for all attempts. With other backends, agents can count attempts
         # differently.
         attempt = self._order.max_restarts - self._remaining_restarts if self._order.backend == "static" else 0
@@ -348,7 +352,9 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0  # machine 0 hosts the rendezvous
         if machine is None:
             return report
-        return endings.MachineLost(machine, self._order.machine_rank, report, peers.exit_code, self._order.unit)
+        return endings.MachineLost(
+            machine, self._order.machine_rank, report, peers.exit_code, self._order.unit, self._former_failure_file
+        )
 
     def _schedule_forced_end(self) -> None:
         """Schedule a forced end of this machine's processes, because another machine is lost.
@@ -508,9 +514,9 @@ class Agent(LocalElasticAgent):
 
     def _write_report(self, report: endings.Report) -> bool:
         """Write failure.json if there is a failure and a folder for logs. Return whether this is the case."""
-        if self._order.log_dir is None or isinstance(report, PreemptedRun):
+        if self._failure_path is None or isinstance(report, PreemptedRun):
             return False
-        report.write(Path(self._order.log_dir) / "failure.json")
+        report.write(self._failure_path)
         return True
 
     def finish(self, has_failed: bool) -> int:

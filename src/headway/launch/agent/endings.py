@@ -5,6 +5,7 @@ with the failure that occurred first.
 """
 
 import json
+import os
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -144,6 +145,8 @@ class MachineLost:
         report: Failures of this machine's ranks. None if none of them has failed.
         exit_code: Exit code of the run.
         unit: Word for a machine in the report: "machine", or "task" if each process has its own launcher.
+        former_file: Identity of the failure.json that existed when the attempt began, from `read_file_identity`.
+            None if there was none.
     """
 
     machine: str
@@ -151,6 +154,7 @@ class MachineLost:
     report: FailureReport | None = None
     exit_code: int = 1
     unit: str = "machine"
+    former_file: tuple[int, int] | None = None
 
     def format_headline(self) -> str:
         """Return the sentence that names the lost machine."""
@@ -166,9 +170,10 @@ class MachineLost:
     def write(self, path: Path) -> None:
         """Write failure.json with the lost machine and the failed ranks.
 
-        Do nothing if the file exists, because the lost machine can have written it to a shared folder.
+        Do nothing if the file was written in this attempt, because the lost machine can have written it to a shared
+        folder. A file from an earlier attempt is replaced.
         """
-        if path.exists():
+        if read_file_identity(path) not in (None, self.former_file):
             return
         deaths = self.report.deaths if self.report is not None else ()
         content = {
@@ -287,6 +292,18 @@ def _is_alike(one: RankExit, other: RankExit) -> bool:
     if one.record is None or other.record is None:
         return one.record is other.record and one.exit_code == other.exit_code and one.exit_code is not None
     return (one.record.kind, one.line) == (other.record.kind, other.line) and not one.record.is_consequence
+
+
+def read_file_identity(path: Path) -> tuple[int, int] | None:
+    """Return the inode number and modification time (ns) of a file, or None if it does not exist.
+
+    `write_json` changes them, because it replaces the file.
+    """
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

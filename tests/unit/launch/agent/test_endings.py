@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headway.common.callsite import find_users_line
-from headway.launch.agent.endings import FailureReport
+from headway.launch.agent.endings import FailureReport, MachineLost, read_file_identity
 from headway.launch.agent.records import ExceptionRecord, RankExit, read_record, write_record
 from headway.launch.memory_watch import MemoryWatch
 
@@ -207,6 +207,17 @@ def test_failure_json_is_written(tmp_path):
     assert content["first"]["rank"] == 1
     assert content["first"]["record"]["line"] == "train.py:3"
     assert (content["world_size"], content["exit_code"], len(content["ranks"])) == (2, 1, 2)
+
+
+def test_lost_machine_replaces_only_the_report_of_an_earlier_attempt(tmp_path):
+    path = tmp_path / "failure.json"
+    MachineLost("machine 1 is lost", 0).write(path)
+    former = read_file_identity(path)  # the next attempt begins
+    MachineLost("machine 2 is lost", 0, former_file=former).write(path)
+    assert json.loads(path.read_text())["lost_machine"] == "machine 2 is lost"
+    FailureReport((make_exit(0, rec=make_record()),), 2).write(path)  # by the lost machine, into a shared folder
+    MachineLost("machine 2 is lost", 0, former_file=former).write(path)
+    assert "lost_machine" not in json.loads(path.read_text())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's cgroups")

@@ -1,7 +1,7 @@
 """Find and read checkpoints on all ranks together, and copy them to machines whose disks lack them.
 
 A machine with an empty disk, for example a replacement for a lost one, receives the checkpoint from a machine that
-has it. The files are sent in blocks of 16 MiB, flushed to the disk, committed like a new checkpoint, and verified.
+has it. The files are sent in blocks of 16 MiB, flushed to the disk, verified, and committed like a new checkpoint.
 """
 
 import os
@@ -48,12 +48,6 @@ def copy_to_machines(
     """
     source = holders.index(True)
     is_source = collectives.rank == source
-    manifest: Manifest = collectives.broadcast_object(read_manifest(folder) if is_source else None, source)
-    nonce = collectives.broadcast_object(secrets.token_hex(8), source)
-    staging = folders.find_store(folder).staging(nonce)
-    held_files = [set(files[rank] if files else manifest.files) if has else set() for rank, has in enumerate(holders)]
-    own = held_files[collectives.rank]
-    is_receiver = is_lead and not (holders[collectives.rank] and own >= manifest.files.keys())
     failures: list[str] = []
 
     def attempt(act: Callable[..., Any], *given: Any) -> Any:
@@ -67,6 +61,23 @@ def copy_to_machines(
             failures.append(f"{type(error).__name__}: {error}")
             return None
 
+    def raise_together() -> None:
+        errors_of_ranks = collectives.gather_objects(next(iter(failures), None))
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors_of_ranks) if text is not None]
+        if failed:
+            raise CheckpointError(f"{folder} could not be handed on to a machine without it: " + "; ".join(failed))
+
+    manifest: Manifest | None = collectives.broadcast_object(
+        attempt(read_manifest, folder) if is_source else None, source
+    )
+    if manifest is None:
+        raise_together()
+    assert manifest is not None
+    nonce = collectives.broadcast_object(secrets.token_hex(8), source)
+    staging = folders.find_store(folder).staging(nonce)
+    held_files = [set(files[rank] if files else manifest.files) if has else set() for rank, has in enumerate(holders)]
+    own = held_files[collectives.rank]
+    is_receiver = is_lead and not (holders[collectives.rank] and own >= manifest.files.keys())
     for name in own if is_receiver else ():
         attempt(_link, folder / name, staging / name)
     for name, written in manifest.files.items():
@@ -83,10 +94,7 @@ def copy_to_machines(
     if is_receiver:
         attempt(_commit_received, staging, folder, manifest)
         shutil.rmtree(staging, ignore_errors=True)
-    errors_of_ranks = collectives.gather_objects(next(iter(failures), None))
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors_of_ranks) if text is not None]
-    if failed:
-        raise CheckpointError(f"{folder} could not be handed on to a machine without it: " + "; ".join(failed))
+    raise_together()
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
@@ -106,10 +114,13 @@ def _append(path: Path, piece: bytes, is_first: bool) -> None:
 
 
 def _commit_received(staging: Path, folder: Path, manifest: Manifest) -> None:
-    """Commit the received files as a checkpoint, then compare every byte with the hashes."""
+    """Compare every byte of the received files with the hashes, then commit them as a checkpoint.
+
+    The commit writes the manifest, so none is read from the received files.
+    """
     staging.mkdir(parents=True, exist_ok=True)  # missing if no file was sent
+    verify_checkpoint(staging, manifest)
     folders.commit_checkpoint(staging, folder, manifest)
-    verify_checkpoint(folder)
 
 
 class CheckpointReader:
@@ -175,7 +186,7 @@ class CheckpointReader:
         for folder in candidates:
             try:
                 own.append((folder.name, read_manifest(folder).sha256))
-            except CheckpointError as error:
+            except (OSError, CheckpointError) as error:
                 own.append((folder.name, f"damaged: {error}"))
         return self._collectives.gather_objects(own)
 
@@ -202,7 +213,7 @@ class CheckpointReader:
                 problem = store.find_absent(manifest)
                 if problem is None and are_hashes_compared and not store.verifies_on_read:
                     self._verified = folder, verify_checkpoint(folder, manifest).sha256
-        except CheckpointError as error:
+        except (OSError, CheckpointError) as error:
             problem = str(error)
         found = [text for text in self._collectives.gather_objects(problem) if text is not None]
         return found[0] if found else None
@@ -238,7 +249,7 @@ class CheckpointReader:
             tensors, owned = read_state(folder, manifest, self._runtime.local_rank == 0 and not is_known, placing)
             set_saved_strides(manifest.state, tensors)
             result = manifest, CollectedState(tensors, dict(manifest.aliases), dict(manifest.state), owned)
-        except CheckpointError as error:
+        except (OSError, CheckpointError) as error:
             failure = str(error), isinstance(error, CheckpointDamaged)
         outcomes = self._collectives.gather_objects((failure, sha256))
         failures = [each for each, _ in outcomes if each is not None]

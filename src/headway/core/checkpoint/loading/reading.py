@@ -240,10 +240,7 @@ def read_file_header(path: Path) -> StoredPlaces:
         CheckpointError: If the file violates the format, or cannot be read.
     """
     with open_regular_file(path) as file:
-        try:
-            return read_header(file, path)[0]
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        return read_header(file, path)[0]
 
 
 def find_tensor_offset(header: StoredPlaces, path: Path, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:

@@ -55,7 +55,8 @@ class FrozenParameters:
         self._loaded = self._map_frozen()
         if saved is None or len(saved) != len(self._models()):
             return
-        was = [set(each) for each in saved]
+        # Headway has saved names with the components of torch.compile, although the tensors' names lacked them.
+        was = [{name for name, _ in rename_bare_items((name, None) for name in each)} for each in saved]
         self._differing = {
             key: is_frozen
             for key, is_frozen in self._loaded.items()

@@ -7,6 +7,7 @@ manifests on all machines have equal hashes.
 """
 
 import secrets
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from headway.core.checkpoint.format.manifest import read_manifest
 from headway.core.checkpoint.saving import writer
 from headway.core.checkpoint.saving.snapshot import HostCopies
 from headway.core.checkpoint.state import ROWS, CollectedState, StatefulObjects, split_dtensors
+from headway.core.checkpoint.stores.disk import warn_of_failed_removal
 from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.process import ProcessRuntime
@@ -50,6 +52,8 @@ class Saver:
         self._background = writer.BackgroundSave()
         self._pending: writer.SaveJob | None = None
         self._alone = writer.BackgroundSave()
+        self._unwanted: set[Path] = set()
+        self._lock_guard = threading.Lock()
 
     # ---------------------------------------------------------------- save
 
@@ -71,6 +75,8 @@ class Saver:
         """
         locks, runtime = scope.own(folders.Locks), self._runtime
         process.release_at_end(locks.release)
+        with self._lock_guard:
+            self._unwanted.discard(parent)
         start = secrets.token_hex(8)
         own = run or start, locks.get_start_id(parent) or start
         if is_alone:
@@ -94,9 +100,22 @@ class Saver:
         return str(name[0])
 
     def release_lock(self, parent: Path) -> None:
-        """Release the lock of a folder, unless a background save is running."""
-        if not self.is_busy:
-            scope.own(folders.Locks).release(parent)
+        """Release the lock of a folder. If a background save is running, the lock is released when the save ends.
+
+        The lock is kept if `hold` is called for the folder before the save ends.
+        """
+        locks = scope.own(folders.Locks)
+        with self._lock_guard:
+            self._unwanted.add(parent)
+
+        def release_unwanted() -> None:
+            with self._lock_guard:
+                if parent in self._unwanted:
+                    self._unwanted.discard(parent)
+                    locks.release(parent)
+
+        running = self._alone if self._alone.is_busy else self._background  # only one of them can be running
+        running.call_when_idle(release_unwanted)
 
     def save(
         self,
@@ -133,11 +152,13 @@ class Saver:
         nonce = secrets.token_hex(8)
         if not is_alone:
             nonce = self._collectives.broadcast_object(nonce)
-        share = writer.DiskShare() if is_alone else self._find_share(final, nonce)
+        # This rank's share of the disk is not known yet, so an error up to here removes no staging directory.
+        job = writer.SaveJob(final, nonce, writer.DiskShare(leads=False), collected, about, policy, self._source)
+        share = writer.DiskShare() if is_alone else self._find_share(job)
         if share.is_own_disk:
             _leave_rows_out(collected)
         _check_spread(collected, share, is_alone)
-        job = writer.SaveJob(final, nonce, share, collected, about, policy, self._source)
+        job = replace(job, share=share)
         try:
             self._save(job, fill, seal)
         except BaseException:  # such as Ctrl-C while this rank waits for others
@@ -195,28 +216,36 @@ class Saver:
         )
         return chosen
 
-    def _find_share(self, final: Path, nonce: str) -> writer.DiskShare:
+    def _find_share(self, job: writer.SaveJob) -> writer.DiskShare:
         """Return the description of the part of a checkpoint that this rank writes. Every rank must call it.
 
         In a run on several machines, this method finds out whether they share the folder. Rank 0 creates a file with a
         random name in it, and all ranks then look for that file.
 
         Args:
-            final: Folder of the checkpoint.
-            nonce: Random name, the same on all ranks.
+            job: Save whose folder and random name are equal on all ranks. Its share is not used.
+
+        Raises:
+            CheckpointError: On every rank, if any rank cannot create the file or look for it.
         """
         runtime, world = self._runtime, self._collectives.world_size
         if world == runtime.local_world_size:
             return writer.DiskShare(runtime.rank, world, runtime.rank == 0)
-        mark = final.parent / f".{nonce}"
-        if runtime.rank == 0:
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-        self._collectives.barrier()
-        sees = mark.exists()
-        rows = self._collectives.gather_numbers([float(sees), float(runtime.local_world_size)])
-        if runtime.rank == 0:
-            mark.unlink(missing_ok=True)
+        mark = job.final.parent / f".{job.nonce}"
+
+        def create_mark() -> None:
+            if runtime.rank == 0:
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+
+        self._together(create_mark, job)  # no rank looks for the file before rank 0 has created it
+        try:
+            sees = self._together(mark.exists, job)
+            rows = self._collectives.gather_numbers([float(sees), float(runtime.local_world_size)])
+        finally:
+            if runtime.rank == 0:
+                with warn_of_failed_removal(mark):
+                    mark.unlink(missing_ok=True)
         if all(row[0] for row in rows):
             return writer.DiskShare(runtime.rank, world, runtime.rank == 0)
         # All machines use the same number of parts, so that their manifests are equal.
@@ -262,7 +291,7 @@ class Saver:
         """
         if self._collectives.world_size == self._runtime.local_world_size:
             return
-        own = read_manifest(job.final).sha256 if job.share.leads else None
+        own = self._together(lambda: read_manifest(job.final).sha256 if job.share.leads else None, job)
         hashes = {each for each in self._collectives.gather_objects(own) if each is not None}
         if len(hashes) > 1:
             raise CheckpointError(

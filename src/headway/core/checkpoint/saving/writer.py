@@ -130,11 +130,18 @@ class SaveJob:
         return folders.find_store(self.final).staging(self.nonce)
 
     def rotate(self) -> None:
-        """Remove older checkpoints of this run if the policy limits their number. Called after the commit."""
-        if self.policy.keep is not None:
+        """Remove older checkpoints of this run if the policy limits their number. Called after the commit.
+
+        If the checkpoints cannot be listed, only a warning is logged, because the new one is saved.
+        """
+        if self.policy.keep is None:
+            return
+        try:
             folders.remove_old_checkpoints(
                 self.final.parent, self.policy.keep, self.policy.protected, self.about.get("run")
             )
+        except (OSError, ObjectStoreError) as error:
+            log.warning_once("%s is saved, but older checkpoints could not be looked through: %s", self.final, error)
 
 
 def partition(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
@@ -291,11 +298,8 @@ def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
             folders.find_store(job.final).point_latest()
     except (OSError, ValueError, ObjectStoreError) as error:
         log.warning_once("%s is saved, but the file 'latest' beside it could not be written: %s", job.final, error)
-    try:
-        if not job.share.is_own_disk:  # with separate disks, only after every machine has committed
-            job.rotate()
-    except (OSError, ObjectStoreError) as error:
-        log.warning_once("%s is saved, but older checkpoints could not be looked through: %s", job.final, error)
+    if not job.share.is_own_disk:  # with separate disks, only after every machine has committed
+        job.rotate()
     if job.policy.is_told:
         step, num_bytes = job.about.get("num_updates"), manifest.num_bytes()
         notify_listeners("checkpoint", step=step, source=job.source, folder=str(job.final), bytes=num_bytes)
@@ -409,6 +413,9 @@ class BackgroundSave:
         self._is_over = threading.Event()
         self._error: CheckpointError | None = None
         self._wait = SaveWait()
+        self._guard = threading.Lock()
+        self._is_writing = False
+        self._at_end: list[Callable[[], None]] = []
 
     @property
     def is_busy(self) -> bool:
@@ -429,11 +436,31 @@ class BackgroundSave:
                 self._error.__cause__ = error
                 abandon(job)
             finally:
-                self._is_over.set()
+                with self._guard:
+                    self._is_writing = False
+                    at_end, self._at_end = self._at_end, []
+                try:
+                    for act in at_end:
+                        act()
+                finally:
+                    self._is_over.set()
 
         self._is_over.clear()
+        self._is_writing = True
         self._thread = threading.Thread(target=run, name="headway-save", daemon=False)
         self._thread.start()
+
+    def call_when_idle(self, act: Callable[[], None]) -> None:
+        """Call a function now, or at the end of the running save on its thread.
+
+        Args:
+            act: Function to call. It should not raise an error.
+        """
+        with self._guard:
+            if self._is_writing:
+                self._at_end.append(act)
+                return
+        act()
 
     def join(self) -> None:
         """Wait for the running save, if there is one. If the save fails, keep its error for `check`."""

@@ -118,17 +118,20 @@ class DiskStore:
         Args:
             staging: Staging directory with the files.
             manifest: Manifest that lists the files.
-            fence: Function that checks the lock. Not called on a disk.
+            fence: Function that raises `CheckpointError` if another run has taken the lock. It is called just before
+                the rename. This process might have been suspended, and that run might have saved under the same name.
 
         Raises:
             OSError: If the disk is full or the folder is not writable. An earlier checkpoint in the folder is
                 unchanged.
-            CheckpointError: If the manifest cannot be written as JSON, or a load would refuse it.
+            CheckpointError: If the manifest cannot be written as JSON, a load would refuse it, or another run has
+                taken the lock.
         """
         final, data = self.folder, manifest.encode()
         manifest.read_back()  # an unreadable manifest must not replace a readable one
         write_forced(staging / MANIFEST, data)
         sync_folder(staging)
+        fence()
         is_exchange = (final / MANIFEST).exists()
         if is_exchange:
             _exchange(staging, final)

@@ -95,7 +95,8 @@ class CheckpointStore(Protocol):
         Args:
             staging: Staging directory or prefix with the files.
             manifest: Manifest that lists the files.
-            fence: Function that raises `CheckpointError` if another run has taken the lock. Some stores do not call it.
+            fence: Function that raises `CheckpointError` if another run has taken the lock. The store calls it just
+                before the commit.
 
         Raises:
             OSError, CheckpointError: If the commit fails. An earlier checkpoint in the folder is then unchanged.

@@ -1,7 +1,10 @@
 """Test saves that fail just before or just after their commit is confirmed."""
 
+import json
 import os
 import signal
+import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,8 @@ import torch
 from headway.core.checkpoint import folders
 from headway.core.checkpoint.format.manifest import read_manifest
 from headway.core.checkpoint.loading.files import verify_checkpoint
+from headway.core.checkpoint.lock import LockOwner
+from headway.core.checkpoint.saving import writer
 from headway.core.checkpoint.stores import disk
 from headway.errors import CheckpointError
 from tests.unit.core.checkpoint.resume.test_methods import build, list_names
@@ -82,3 +87,44 @@ def test_unreadable_older_checkpoints_do_not_fail_a_save(monkeypatch, caplog):
     assert "older checkpoints could not be looked through" in caplog.text
     accelerator.save_state()
     assert list_names() == ["checkpoint_2", "latest"]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_commit_after_another_run_has_taken_the_lock_fails(blocking):
+    """A process that was suspended during a save does not replace the checkpoint of the run that took its lock."""
+    accelerator, *_ = build()
+    kept = accelerator.save_state()
+    hashed = read_manifest(kept).sha256
+    lock = kept.parent.with_name("checkpoints.lock")
+    taken = json.dumps(asdict(LockOwner.describe_this_process("theirs", "their start")))
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: lock.write_text(taken))
+    with pytest.raises(CheckpointError, match="was taken by another run while this one did not respond"):
+        save_and_wait(accelerator, blocking)
+    assert list_names() == ["checkpoint_0", "latest"]
+    assert read_manifest(kept).sha256 == hashed
+    assert lock.read_text() == taken
+
+
+@pytest.mark.parametrize("trains_on", [False, True])
+def test_lock_is_released_when_a_background_save_ends(trains_on, monkeypatch):
+    accelerator, *_ = build()
+    folder = accelerator.save_state()
+    lock = folder.parent.with_name("checkpoints.lock")
+    real, may_write = writer.write, threading.Event()
+
+    def write_later(*args):
+        assert may_write.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(writer, "write", write_later)
+    accelerator.save_state(blocking=False)
+    accelerator.stop_watching()
+    assert lock.exists()  # the save needs it
+    if trains_on:
+        accelerator._checkpoints._hold_at_first()
+    may_write.set()
+    accelerator.wait_for_save()
+    assert lock.exists() == trains_on
+    assert list_names() == ["checkpoint_0", "checkpoint_1", "latest"]
+    accelerator.stop_watching()
+    assert not lock.exists()
