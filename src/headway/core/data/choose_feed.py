@@ -19,7 +19,8 @@ from headway.core.data.feeds.dispatch import DispatchFeed
 from headway.core.data.feeds.mapped import MappedFeed
 from headway.core.data.feeds.protocol import BatchFeed
 from headway.core.data.feeds.same_rounds import SameRounds
-from headway.core.data.feeds.stream import OwnShards, SharedRounds, StreamFeed, is_shardable
+from headway.core.data.feeds.shared_rounds import SharedRounds
+from headway.core.data.feeds.stream import OwnShards, StreamFeed, is_shardable
 from headway.core.data.sampling.loader_generator import BaseSeed, LoaderGenerator
 from headway.core.data.sampling.order import LoadingRules, RandomSource, SampleOrder, SamplerOrder, get_length
 from headway.core.data.sampling.rng import Agree, read_text
@@ -189,7 +190,7 @@ class FeedRecipe:
     def _build_stream_feed(self, kind: type[DataLoader[Any]]) -> StreamFeed:
         split = self._make_split(self._count_samples_per_rank(self.loader.batch_size), self.loader.drop_last)
         agree = self._agree if self.is_synchronized else None
-        joins = split.is_spread and split.count > 1 and self.loader.num_workers > 1
+        worker_reads_one_rank = split.is_spread and split.count > 1 and self.loader.num_workers > 1
         rounds = self._build_comparison()
         draws = None if rounds is None else self._broadcast_rng_states
         return StreamFeed(
@@ -201,7 +202,7 @@ class FeedRecipe:
             kind=kind,
             agree=agree,
             is_shared=self.is_shared,
-            joins=joins,
+            worker_reads_one_rank=worker_reads_one_rank,
             agree_rounds=rounds,
             share_draws=draws,
         )
@@ -235,7 +236,7 @@ class FeedRecipe:
         index, count = self.shard.index, self.shard.count
         dataset = self.loader.dataset.shard(num_shards=count, index=index)  # type: ignore[attr-defined]
         size = self._count_samples_per_rank(self.loader.batch_size)
-        own = OwnShards(
+        shards = OwnShards(
             dataset=dataset,
             index=index,
             count=count,
@@ -251,7 +252,7 @@ class FeedRecipe:
             seed=self.seed,
             base_seed=self.base_seed,
             kind=kind,
-            own=own,
+            shards=shards,
         )
 
     def _check_sources(self) -> None:

@@ -187,7 +187,7 @@ class PreparedLoader(DataLoader[Any]):
             )
         if name in _READ_WHEN_A_PASS_BEGINS:
             setattr(self._source, name, value)
-            self._feed.set_reading(name, value)
+            self._feed.set_loader_option(name, value)
         elif name in _FIXED_BY_TORCH:
             setattr(self._source, name, value)  # raises torch's ValueError
         elif "_source" in self.__dict__ and name in vars(self._source) and name not in self.__dict__:
@@ -502,11 +502,11 @@ class PreparedLoader(DataLoader[Any]):
         """
         position = self.pass_position
         if position.is_left:
-            left = self._feed.read_left_state()
+            left = self._feed.state_after_break()
             return {"epoch": position.next_epoch, "consumed": 0, **({"source": left} if left else {})}
         if not is_brief:
             return self.state_dict()
-        source = self._feed.read_brief_state() if position.is_running else self._feed.state(False)
+        source = self._feed.position_state() if position.is_running else self._feed.state(False)
         return {**position.state_dict(), "source": source}
 
     def load_state_dict(self, state: State) -> None:

@@ -355,7 +355,7 @@ class SeededShuffle:
         """
         return {"shuffled_by": self._seed}
 
-    def read_left_state(self) -> State:
+    def state_after_break(self) -> State:
         """Return an empty state, because seed and epoch determine the order of the next epoch."""
         return {}
 

@@ -11,9 +11,9 @@ from itertools import islice
 from typing import Any
 
 from headway.core.data.feeds.protocol import UNCOUNTABLE, BatchFeed, Delivery
-from headway.core.data.feeds.stream import copy_views
 from headway.core.data.sampling.shard import ShardIndex
 from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.collectives.tree import copy_views
 from headway.errors import DataError
 
 
@@ -77,7 +77,8 @@ class DispatchFeed:
         """
         self._feed.keep_window(window, num_rounds, unit)
         if self._length is not None:
-            self._length = self._collectives.broadcast_object(len(self._feed))
+            is_main = self._collectives.rank == 0
+            self._length = self._collectives.broadcast_object(len(self._feed) if is_main else None)
 
     def __len__(self) -> int:
         return len(self._feed) if self._length is None else self._length
@@ -110,7 +111,9 @@ class DispatchFeed:
     def _send_batches(self, deliveries: Iterator[Delivery]) -> Iterator[Delivery]:
         while True:
             try:
-                parts = self._strip_indices(list(islice(deliveries, self._shard.count)))
+                parts = strip_indices(list(islice(deliveries, self._shard.count)))
+                if not self._is_batched:
+                    parts = set_item_counts(parts)
                 sent = [(copy_views(batch), share) for batch, share in parts]
             except Exception as error:
                 self._broadcast_failure(error)
@@ -123,28 +126,6 @@ class DispatchFeed:
     def _receive_batches(self) -> Iterator[Delivery]:
         while parts := self._broadcast(None):
             yield parts[self._shard.index]
-
-    def _strip_indices(self, parts: list[Delivery]) -> list[Delivery]:
-        """Return the ranks' batches of one step without their sample indices, which other ranks do not need.
-
-        If each item of the dataset is a batch, `valid_counts` is replaced by the number of rows of each rank's item; 0
-        for a padding item.
-
-        Args:
-            parts: Pairs of (batch, `RankBatch`), one per data shard; empty if no step is left.
-
-        Raises:
-            DataError: If the rows of an item cannot be counted.
-        """
-        shares = [share._replace(indices=[]) for _, share in parts]
-        if not self._is_batched:
-            rows = [share.num_rows for share in shares]
-            if None in rows:
-                raise DataError(UNCOUNTABLE.format(what=f"the item for rank {rows.index(None)}"))
-            is_real = [(share.valid_counts or ())[rank] > 0 for rank, share in enumerate(shares)]
-            counts = tuple((num or 0) if real else 0 for num, real in zip(rows, is_real))
-            shares = [share._replace(valid_counts=counts) for share in shares]
-        return [(batch, share) for (batch, _), share in zip(parts, shares)]
 
     def _broadcast(self, value: object) -> Any:
         """Return the main process's `value` on every rank. The `value` of other ranks is ignored.
@@ -159,6 +140,32 @@ class DispatchFeed:
 
     def _broadcast_failure(self, error: Exception) -> None:
         self._collectives.broadcast_object(Failure(f"{type(error).__name__}: {error}"))
+
+
+def strip_indices(parts: list[Delivery]) -> list[Delivery]:
+    """Return the ranks' batches of one step without their sample indices, which other ranks do not need.
+
+    Args:
+        parts: Pairs of (batch, `RankBatch`), one per data shard; empty if no step is left.
+    """
+    return [(batch, share._replace(indices=[])) for batch, share in parts]
+
+
+def set_item_counts(parts: list[Delivery]) -> list[Delivery]:
+    """Return one step's items with `valid_counts` set to the number of rows of each rank's item; 0 for a padding item.
+
+    Args:
+        parts: Pairs of (item, `RankBatch`), one per data shard; empty if no step is left. `valid_counts` counts items.
+
+    Raises:
+        DataError: If the rows of an item cannot be counted.
+    """
+    rows = [share.num_rows for _, share in parts]
+    if None in rows:
+        raise DataError(UNCOUNTABLE.format(what=f"the item for rank {rows.index(None)}"))
+    is_real = [(share.valid_counts or ())[rank] > 0 for rank, (_, share) in enumerate(parts)]
+    counts = tuple((num or 0) if real else 0 for num, real in zip(rows, is_real))
+    return [(item, share._replace(valid_counts=counts)) for item, share in parts]
 
 
 class Failure(str):

@@ -103,20 +103,21 @@ class MappedFeed:
         self._saved_kind: str | None = None
         self._compare_order = compare_order
         self.split: SampleSplit | BatchSplit | WindowSplit = split
-        self._own_split = split
+        self._configured_split = split
         self.ranks = ranks
         self._seed = seed
         self.is_batched = loader.batch_sampler is not None
         self._base_seed = base_seed
-        self._is_alone = split.count == 1 and not is_shared
-        has_workers, is_alone = loader.num_workers > 0, self._is_alone and not is_seedable
-        self._is_seeded = has_workers and not is_alone and not leaves_workers
-        self._is_given = self._is_alone or leaves_workers
+        is_alone = split.count == 1 and not is_shared
+        has_workers = loader.num_workers > 0
+        keeps_torch_seeding = is_alone and not is_seedable
+        self._is_seeded = has_workers and not keeps_torch_seeding and not leaves_workers
+        self._keeps_base_seed = is_alone or leaves_workers
         self._reads_ahead = reads_ahead and not has_workers
         # torch's RandomSampler draws once more at its end, so do not look for the end before the batch is processed.
-        self._is_counted = self._reads_ahead and type(getattr(order, "sampler", None)) is RandomSampler
+        self._finds_last_by_count = self._reads_ahead and type(getattr(order, "sampler", None)) is RandomSampler
         self._draws_at_once = has_workers or len(ranks) > 1
-        self._is_one_by_one = is_read_one_by_one(loader.dataset)
+        self._seeds_each_sample = is_read_one_by_one(loader.dataset)
         self._is_in_order = getattr(loader, "in_order", True) or loader.num_workers == 0
         if not self._is_in_order:
             log.warning_once(
@@ -126,7 +127,7 @@ class MappedFeed:
         self._sampler = PassSampler()
         self._recount = self._choose_recount(collectives)
         self._rng_states: WorkerRNGStates | None = None
-        if has_workers and is_alone and self._is_in_order:
+        if has_workers and keeps_torch_seeding and self._is_in_order:
             self._rng_states = WorkerRNGStates(loader.num_workers, loader.persistent_workers)
         changes: dict[str, Any] = {"batch_sampler": self._sampler}
         if not self.is_batched:
@@ -168,7 +169,7 @@ class MappedFeed:
 
         Unlike `round_size`, it ignores `keep_window`.
         """
-        return self._own_split.round_size
+        return self._configured_split.round_size
 
     def can_fit_window(self, window: int, num_rounds: int) -> bool:
         """Whether `num_rounds` batches per rank can hold `window` samples per update.
@@ -180,9 +181,9 @@ class MappedFeed:
             window: Number of samples per gradient update over all ranks.
             num_rounds: Number of batches per rank and update.
         """
-        own = self._own_split
-        is_cut = isinstance(own, SampleSplit) and (self._is_in_order or own.count == 1)
-        return is_cut and num_rounds <= window and -(-window // num_rounds) <= (own.round_size or 0)
+        split = self._configured_split
+        is_cut = isinstance(split, SampleSplit) and (self._is_in_order or split.count == 1)
+        return is_cut and num_rounds <= window and -(-window // num_rounds) <= (split.round_size or 0)
 
     def keep_window(self, window: int, num_rounds: int, unit: int) -> None:
         """Use `window` samples per gradient update from the next pass on.
@@ -192,9 +193,10 @@ class MappedFeed:
             num_rounds: Number of batches per rank and update.
             unit: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
         """
-        own, is_even = self._own_split, self.is_even
-        ragged = WindowSplit(window, num_rounds, own.count, unit if own.drop_last else 1)
-        self.split = replace(ragged if window else own, is_even=is_even)
+        split: SampleSplit | BatchSplit | WindowSplit = self._configured_split
+        if window:
+            split = WindowSplit(window, num_rounds, split.count, unit if split.drop_last else 1)
+        self.split = replace(split, is_even=self.is_even)
 
     def __len__(self) -> int:
         return self.split.count_rounds(len(self.order))
@@ -241,7 +243,7 @@ class MappedFeed:
         shares: deque[RankBatch] = deque()
         self._sampler.plan_pass(self._plan_batches(begun, seed, shares))
         seed_generator(self.inner, mix_seed(seed, 1))
-        self._base_seed.start_pass(self.inner, is_given=self._is_given)
+        self._base_seed.start_pass(self.inner, is_given=self._keeps_base_seed)
         deliveries = self._match_shares(iter(self.inner), shares)
         for _ in islice(deliveries, num_repeated):
             pass
@@ -296,7 +298,7 @@ class MappedFeed:
             begun: Remainder of the epoch that the pass reads.
         """
         split = self.split
-        if self._is_counted and isinstance(split, SampleSplit):
+        if self._finds_last_by_count and isinstance(split, SampleSplit):
             return self._count_rounds(begun, (len(self) - 1) * split.round_size)
         return mark_last(begun.rounds)
 
@@ -315,7 +317,7 @@ class MappedFeed:
             position += len(chunk)
 
     def _seed_indices(self, indices: list[Any], seed: int, position: int) -> Any:
-        if self.is_batched and self._is_one_by_one:
+        if self.is_batched and self._seeds_each_sample:
             return SeededIndices(indices, seed, position)
         return self._call_before(indices, seed_generators, mix_seed(seed, position))
 
@@ -353,10 +355,10 @@ class MappedFeed:
 
     def _choose_recount(self, collectives: Collectives | None) -> Recount | None:
         if self.is_batched:
-            return None if self._is_in_order or self.split.count > 1 else count_rows
+            return None if self._is_in_order or self.split.count > 1 else measure_all_rows
         if len(self.ranks) > 1:
-            return measure_rows
-        return count_rows if collectives is None else make_row_exchange(collectives)
+            return measure_own_rows
+        return measure_all_rows if collectives is None else make_row_exchange(collectives)
 
     def _check_kind(self) -> None:
         """Warn if a loaded state was saved with another type of sample order, such as another sampler."""
@@ -394,18 +396,18 @@ class MappedFeed:
         }
         return state if self._rng_states is None else state | self._rng_states.state(is_running)
 
-    def read_left_state(self) -> State:
+    def state_after_break(self) -> State:
         """Return the state of the sample order for the next pass, after a pass that was left early (by `break`).
 
         It is empty unless the sampler has its own random generators.
         """
-        return self.order.read_left_state()
+        return self.order.state_after_break()
 
-    def read_brief_state(self) -> State:
+    def position_state(self) -> State:
         """Return the state of the current pass. It is equal to the result of `state`, which is already small."""
         return self.state(True)
 
-    def set_reading(self, name: str, value: Any) -> None:
+    def set_loader_option(self, name: str, value: Any) -> None:
         """Change a setting of the DataLoader that fetches the samples, from the next pass on.
 
         Args:
@@ -428,7 +430,7 @@ class MappedFeed:
             self._rng_states.load_state(state)
 
 
-def measure_rows(batch: object, share: RankBatch) -> RankBatch:
+def measure_own_rows(batch: object, share: RankBatch) -> RankBatch:
     """Return `share` with `num_rows` measured on `batch`; None if the batch has no tensor with rows.
 
     The field `valid_counts` is unchanged.
@@ -440,7 +442,7 @@ def measure_rows(batch: object, share: RankBatch) -> RankBatch:
     return share._replace(num_rows=find_batch_size(batch))
 
 
-def count_rows(batch: object, share: RankBatch) -> RankBatch:
+def measure_all_rows(batch: object, share: RankBatch) -> RankBatch:
     """Return `share` with row counts measured on `batch`, for data that is not split among ranks.
 
     All rows count as non-padding. The counts are None if the batch has no tensor with rows.

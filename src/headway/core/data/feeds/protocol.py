@@ -126,26 +126,26 @@ class BatchFeed(Protocol):
             is_running: Whether a pass is in progress.
         """
 
-    def read_left_state(self) -> State:
+    def state_after_break(self) -> State:
         """Return the state to save for the next pass, after the current one was left early (by `break`).
 
         The state has no position, because the next pass starts at the beginning of an epoch. It is empty if the next
         pass needs no saved state.
         """
 
-    def read_brief_state(self) -> State:
+    def position_state(self) -> State:
         """Return a small state of the current pass, from which a run can resume at the current batch.
 
         It leaves out states that are valid only for the latest batch, such as the state of a StatefulDataLoader.
         """
 
     def load_state(self, state: State) -> None:
-        """Load a state that `state`, `read_brief_state` or `read_left_state` returned. The next pass starts from it.
+        """Load a state that `state`, `position_state` or `state_after_break` returned. The next pass starts from it.
 
         An empty state discards the state that was loaded before.
         """
 
-    def set_reading(self, name: str, value: Any) -> None:
+    def set_loader_option(self, name: str, value: Any) -> None:
         """Change a setting of the DataLoader that reads the dataset, from the next pass on.
 
         Args:

@@ -3,10 +3,12 @@
 An iterable dataset can shuffle itself, split itself by rank, or end earlier on one rank than on another. This can be
 detected only from its samples. In one step (also called round), every rank gets one batch. Ranks exchange a fingerprint
 of the raw samples of each step, one step ahead. The exchange also informs all ranks of the end of the data, so that
-they end together. If each rank reads different shards of a dataset, `stream.SharedRounds` does a similar exchange.
+they end together. If each rank reads different shards of a dataset, `shared_rounds.SharedRounds` does a similar
+exchange.
 """
 
 from collections.abc import Iterator
+from itertools import count
 
 from headway.core.data.compare.fingerprint import (
     Fingerprint,
@@ -16,6 +18,7 @@ from headway.core.data.compare.fingerprint import (
     hash_fingerprint,
 )
 from headway.core.data.feeds.stream import Collated
+from headway.core.data.sampling.shard import mark_last
 from headway.core.runtime.collectives.checked import Collectives
 from headway.errors import DataError
 from headway.log import get_logger
@@ -55,22 +58,23 @@ class SameRounds:
         self._ignored: frozenset[str] = frozenset()
 
     def __call__(self, parts: Iterator[Collated]) -> Iterator[tuple[Collated, bool]]:
-        """Yield pairs of (this rank's `Collated` item for one step, whether it is the last step).
+        """Return an iterator over pairs of (this rank's `Collated` item for one step, whether it is the last step).
 
         Args:
             parts: `Collated` items that this rank reads, one per step.
 
         Raises:
             DataError: If the ranks' samples differ by more than augmentation, or if the number of samples in the first
-                step is not equal on all ranks. Raised on all ranks.
+                step is not equal on all ranks. The iterator raises it on all ranks.
         """
-        number = 0
-        current = self._compare_round(next(parts, None), number)
-        while current is not None:
-            number += 1
-            following = self._compare_round(next(parts, None), number)
-            yield current, following is None
-            current = following
+        return mark_last(self._compare_rounds(parts))
+
+    def _compare_rounds(self, parts: Iterator[Collated]) -> Iterator[Collated]:
+        for number in count():
+            part = self._compare_round(next(parts, None), number)
+            if part is None:
+                return
+            yield part
 
     def _compare_round(self, part: Collated | None, number: int) -> Collated | None:
         fingerprint = None if part is None else part.fingerprint

@@ -39,8 +39,7 @@ from headway.core.data.sampling.loader_generator import BaseSeed, seed_generator
 from headway.core.data.sampling.own_generators import OwnGenerators
 from headway.core.data.sampling.rng import Agree
 from headway.core.data.sampling.shard import RankBatch, SampleSplit, WindowSplit, mark_last
-from headway.core.runtime.collectives.checked import Collectives
-from headway.core.runtime.collectives.tree import find_batch_size, map_leaves, map_tensors
+from headway.core.runtime.collectives.tree import copy_containers, find_batch_size
 from headway.core.runtime.seed import mix_seed
 from headway.errors import DataError, HeadwayWarning
 from headway.log import get_logger
@@ -49,6 +48,21 @@ log = get_logger(__name__)
 
 _KEPT = ("num_rounds", "round_size", "reading", "inner", "dataset")
 """Keys of a saved state that describe the position in a pass. The other keys hold RNG states."""
+
+
+class StreamReadOrder(NamedTuple):
+    """Numbers that determine the sample order of a pass. A saved state contains them as a list, with the key "reading".
+
+    Attributes:
+        num_shard_readers: Number of ranks that read different shards; 1 if each rank reads all samples of the dataset.
+        num_workers: Number of workers of each rank; 1 if the rank reads without workers.
+        samples_per_step: Number of samples that a worker reads per step. It is 1 if a single reader reads all samples,
+            because the order is then the dataset's own for any number of samples per step.
+    """
+
+    num_shard_readers: int
+    num_workers: int
+    samples_per_step: int
 
 
 class Collated(NamedTuple):
@@ -222,14 +236,15 @@ class StreamFeed:
             seeded from `seed` instead.
         kind: Class of the DataLoader that reads the dataset. If it has a `state_dict` method, a resumed pass loads the
             saved state into the DataLoader. Default: torch's DataLoader.
-        own: Shards of this rank, if each rank reads different shards. Default: None, to read all samples of the
+        shards: Shards of this rank, if each rank reads different shards. Default: None, to read all samples of the
             dataset.
         agree: Function that returns rank 0's value on every rank. With it, the dataset's random generators start each
             epoch with rank 0's states. Default: None, to keep each rank's states.
         is_shared: Whether other ranks read the same samples and need equal random numbers in their workers. Default:
             False.
-        joins: Whether each worker reads the batch of one rank at a time, so that the batches of a step come from
-            successive workers. Otherwise each worker reads the batches of all ranks for a step. Default: False.
+        worker_reads_one_rank: Whether each worker reads the batch of one rank at a time, so that the batches of a step
+            come from successive workers. Otherwise each worker reads the batches of all ranks for a step. Default:
+            False.
         agree_rounds: Function that compares the samples of each step on all ranks and marks the last step. Default:
             None, to mark the last step without a comparison.
         share_draws: Function that returns, as text, the global RNG states with which the dataset is read in a pass.
@@ -249,48 +264,50 @@ class StreamFeed:
         seed: int,
         base_seed: BaseSeed,
         kind: type[DataLoader[Any]] = DataLoader,
-        own: OwnShards | None = None,
+        shards: OwnShards | None = None,
         agree: Agree | None = None,
         is_shared: bool = False,
-        joins: bool = False,
+        worker_reads_one_rank: bool = False,
         agree_rounds: RoundMarker | None = None,
         share_draws: Callable[[bool], str] | None = None,
     ) -> None:
         self._is_shared = is_shared
-        self._joins = joins
+        self._worker_reads_one_rank = worker_reads_one_rank
         self.source = loader
         self._base_seed = base_seed
-        self._mark_last = (own.mark_last if own is not None else agree_rounds) or mark_last
+        self._mark_last = (shards.mark_last if shards is not None else agree_rounds) or mark_last
         self.seed = seed
-        self._own = own
-        self._shards = own
-        self._order: list[int] | None = None
+        self._configured_shards = shards
+        self._active_shards = shards  # None while a saved order is followed, because every rank then reads all samples
+        self._followed_order: StreamReadOrder | None = None
         self._epoch = 0
         self._generators = OwnGenerators(loader.dataset, agree)
         self._collate = StreamCollate(loader.collate_fn, split, ranks, is_batched=loader.batch_size is not None)
         self._collate.is_compared = agree_rounds is not None
-        self._own_split = split
-        self._shard_split = split
+        self._configured_split = split
+        # Split of the pass if `keep_window` were not used. Not the configured one while a saved order is followed.
+        self._split_without_window = split
         self._kind = kind
         self.inner = self._build_loader()
         self._is_stateful = hasattr(self.inner, "state_dict")
         # Whether the dataset is read with separate global RNG states. Workers do not need them, because they have RNG
         # states of their own. Nor does a stateful loader, which does not read samples again when it is resumed.
-        self._is_apart = not (self._is_stateful or self.inner.num_workers)
-        self._lines = DatasetRNGStates()  # stays empty if the dataset does not get its own RNG states
-        self._share_draws = share_draws if self._is_apart else None
+        self._isolates_dataset_rng = not (self._is_stateful or self.inner.num_workers)
+        self._dataset_rng = DatasetRNGStates()  # stays empty if the dataset does not get its own RNG states
+        self._share_draws = share_draws if self._isolates_dataset_rng else None
         self._num_rounds = 0
         self._inner_state: Any = None
         self._keeps_dataset_state = False
-        self._stamps = False
-        self._dataset_moves = False
+        self._records_dataset_state = False
+        self._has_dataset_position = False
         self._dataset_state: Any = None
         self._loaded: State = {}
 
     def _build_loader(self) -> DataLoader[Any]:
-        changes: dict[str, Any] = {} if self._own is None else {"dataset": self._own.dataset}
-        if self._order is not None:  # a single reader has to read the dataset in the order of the saved pass
-            changes = {"dataset": self._build_ordered(self._order), "num_workers": min(1, self.source.num_workers)}
+        changes: dict[str, Any] = {} if self._active_shards is None else {"dataset": self._active_shards.dataset}
+        if self._followed_order is not None:  # a single reader has to read the dataset in the order of the saved pass
+            dataset = self._build_ordered(self._followed_order)
+            changes = {"dataset": dataset, "num_workers": min(1, self.source.num_workers)}
         split = self._collate.split
         # With drop_last, torch drops each worker's incomplete last batch. To torch, a batch is here a whole round, with
         # the samples of all ranks, so too much would be dropped.
@@ -300,21 +317,21 @@ class StreamFeed:
             and split.count > 1
             and self._collate.is_batched
             and self.source.num_workers > 1
-            and self._order is None
-            and not (self._joins or hasattr(self._kind, "state_dict"))
+            and self._followed_order is None
+            and not (self._worker_reads_one_rank or hasattr(self._kind, "state_dict"))
         )
         return rebuild_loader(
             self.source,
             self._kind,
-            batch_size=(split.round_size or 0) // split.count if self._is_joining else split.round_size,
+            batch_size=(split.round_size or 0) // split.count if self._joins_worker_batches else split.round_size,
             drop_last=split.drop_last and not self._collate.keeps_loose,
-            collate_fn=list if self._is_joining else self._collate,
+            collate_fn=list if self._joins_worker_batches else self._collate,
             **changes,
         )
 
     @property
-    def _is_joining(self) -> bool:
-        return self._joins and self._order is None
+    def _joins_worker_batches(self) -> bool:
+        return self._worker_reads_one_rank and self._followed_order is None
 
     @property
     def is_even(self) -> bool:
@@ -331,7 +348,7 @@ class StreamFeed:
 
         If the loader does not batch (`batch_size=None`), the dataset's items are counted.
         """
-        return (self._collate.split.round_size or 0) * (1 if self._own is None else self._own.count)
+        return (self._collate.split.round_size or 0) * (1 if self._active_shards is None else self._active_shards.count)
 
     @property
     def step_size(self) -> int:
@@ -339,7 +356,7 @@ class StreamFeed:
 
         Unlike `round_size`, it ignores `keep_window`.
         """
-        return self._own_split.round_size * (1 if self._own is None else self._own.count)
+        return self._split_without_window.round_size * (1 if self._active_shards is None else self._active_shards.count)
 
     def can_fit_window(self, window: int, num_rounds: int) -> bool:
         """Whether `num_rounds` equal steps can hold exactly `window` samples per update.
@@ -351,8 +368,8 @@ class StreamFeed:
             window: Number of samples per gradient update over all ranks.
             num_rounds: Number of batches per rank and update.
         """
-        is_cut = self._shards is None and self._collate.is_batched and window % num_rounds == 0
-        return is_cut and window // num_rounds <= self._own_split.round_size
+        is_cut = self._configured_shards is None and self._collate.is_batched and window % num_rounds == 0
+        return is_cut and window // num_rounds <= self._split_without_window.round_size
 
     def keep_window(self, window: int, num_rounds: int, unit: int) -> None:
         """Use `window` samples per gradient update from the next pass on.
@@ -362,9 +379,11 @@ class StreamFeed:
             num_rounds: Number of batches per rank and update.
             unit: With drop_last, an incomplete last update is truncated to a multiple of this number of samples.
         """
-        own, now = self._own_split, self._collate.split
-        ragged = WindowSplit(window // num_rounds, 1, own.count, unit if own.drop_last else 1)
-        wanted = replace(ragged if window else own, is_even=now.is_even)
+        wanted: SampleSplit | WindowSplit = self._split_without_window
+        if window:
+            wanted = WindowSplit(window // num_rounds, 1, wanted.count, unit if wanted.drop_last else 1)
+        now = self._collate.split
+        wanted = replace(wanted, is_even=now.is_even)
         if wanted != now:
             self._collate.split, is_pinning = wanted, self.inner.pin_memory
             self.inner = self._build_loader()
@@ -376,7 +395,7 @@ class StreamFeed:
 
     def open_pass(self) -> None:
         """Draw the random numbers that torch's DataLoader draws in `iter()`."""
-        self._lines.end_pass()
+        self._dataset_rng.end_pass()
         self._base_seed.draw_seed()
 
     def start_pass(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
@@ -398,39 +417,74 @@ class StreamFeed:
                 also raises it if the ranks' samples differ.
         """
         is_resumed = bool(consumed and not num_skipped)
-        self._follow_order(self._loaded.get("reading") if is_resumed else None, epoch)
-        # Ranks that read one stream need equal random numbers in their workers; ranks with different shards need
-        # different ones.
-        seed_generator(self.inner, mix_seed(self.seed, epoch, 0 if self._own is None else 1 + self._own.index))
-        is_alone = self._own is None and self._own_split.count == 1 and not self._is_shared
-        self._base_seed.start_pass(self.inner, is_given=is_alone)
-        self._generators.start_epoch()
-        self._lines.start_pass(self._share_draws)
-        loaded, self._loaded = self._loaded, {}
-        if not is_resumed:
-            loaded = {}
-        dataset: Any = self.source.dataset
-        is_whole = self.inner.dataset is dataset and not (self._is_stateful or self.inner.num_workers)
-        self._stamps = self._keeps_dataset_state and is_whole
-        self._dataset_state = None
-        self._dataset_moves = False
-        if self._stamps and loaded.get("dataset") is not None:
-            dataset.load_state_dict(copy.deepcopy(loaded["dataset"]))
-            self._dataset_state = loaded["dataset"]
-            self._dataset_moves = True
-            self._num_rounds = int(loaded.get("num_rounds", 0))
-            self._inner_state = None
-            self._collate.start_pass()
-            return consumed, self._deliver_batches(self._mark_rounds())
-        if self._stamps:
-            self._dataset_state = copy.deepcopy(dataset.state_dict())
+        loaded = self._loaded if is_resumed else {}
+        self._choose_read_order(_get_read_order(loaded), epoch)
+        self._seed_pass(epoch)
+        self._loaded = {}
+        self._choose_dataset_recording()
+        if self._records_dataset_state:
+            if loaded.get("dataset") is not None:
+                return consumed, self._resume_from_dataset(loaded)
+            self._dataset_state = copy.deepcopy(self.source.dataset.state_dict())  # type: ignore[attr-defined]
         num_rounds, num_cut = (num_skipped, 0) if num_skipped else self._find_start(consumed, loaded)
         self._num_rounds = num_rounds
         self._inner_state = loaded.get("inner")
         if self._inner_state is not None:
-            self._collate.start_pass()
-            self.inner.load_state_dict(self._inner_state)  # type: ignore[attr-defined]
-            return consumed, self._deliver_batches(self._mark_rounds())
+            return consumed, self._resume_from_loader()
+        return self._skip_to(num_rounds, num_cut)
+
+    def _seed_pass(self, epoch: int) -> None:
+        """Seed the workers, and start the dataset's own generators and its separate global RNG states.
+
+        Args:
+            epoch: Number of the epoch.
+        """
+        # Ranks that read one stream need equal random numbers in their workers; ranks with different shards need
+        # different ones.
+        shards = self._active_shards
+        seed_generator(self.inner, mix_seed(self.seed, epoch, 0 if shards is None else 1 + shards.index))
+        reads_alone = shards is None and self._split_without_window.count == 1 and not self._is_shared
+        self._base_seed.start_pass(self.inner, is_given=reads_alone)
+        self._generators.start_epoch()
+        self._dataset_rng.start_pass(self._share_draws)
+
+    def _choose_dataset_recording(self) -> None:
+        """Determine whether the dataset's state is recorded after each step of this pass, and discard earlier states."""
+        is_whole = self.inner.dataset is self.source.dataset and not (self._is_stateful or self.inner.num_workers)
+        self._records_dataset_state = self._keeps_dataset_state and is_whole
+        self._has_dataset_position = False
+        self._dataset_state = None
+
+    def _resume_from_dataset(self, loaded: State) -> Iterator[Delivery]:
+        """Load the dataset's saved state, and return an iterator over the batches after it.
+
+        Args:
+            loaded: Saved state of the pass. It contains the dataset's state.
+        """
+        self.source.dataset.load_state_dict(copy.deepcopy(loaded["dataset"]))  # type: ignore[attr-defined]
+        self._dataset_state = loaded["dataset"]
+        self._has_dataset_position = True
+        self._num_rounds = int(loaded.get("num_rounds", 0))
+        self._inner_state = None
+        self._collate.start_pass()
+        return self._deliver_batches(self._mark_rounds())
+
+    def _resume_from_loader(self) -> Iterator[Delivery]:
+        """Load the saved state of the StatefulDataLoader, and return an iterator over the batches after it."""
+        self._collate.start_pass()
+        self.inner.load_state_dict(self._inner_state)  # type: ignore[attr-defined]
+        return self._deliver_batches(self._mark_rounds())
+
+    def _skip_to(self, num_rounds: int, num_cut: int) -> tuple[int, Iterator[Delivery]]:
+        """Read the dataset from its first sample. Skipped samples are collated only by persistent workers.
+
+        Args:
+            num_rounds: Number of steps to skip.
+            num_cut: Number of samples to skip in the following step.
+
+        Returns:
+            Pair of (number of non-padding samples before the first batch, iterator over pairs of (batch, `RankBatch`)).
+        """
         if self.inner.persistent_workers and not num_cut:
             # Persistent workers would continue to skip in the next pass if this one ends too early.
             self._collate.start_pass()
@@ -488,14 +542,15 @@ class StreamFeed:
             DataError: If the order of the samples has changed since the state was saved, and the saved order cannot be
                 read any more.
         """
-        before = loaded.get("reading")
-        if before is not None and before != self._reading:
+        before = _get_read_order(loaded)
+        if before is not None and before != self._read_order:
             name = type(self.source.dataset).__name__
-            raise DataError(_load_turns().describe_other_order(name, consumed, before, self._reading))
-        if self._order is None and loaded.get("round_size") == self.round_size:
+            raise DataError(_load_turns().describe_other_order(name, consumed, before, self._read_order))
+        if self._followed_order is None and loaded.get("round_size") == self.round_size:
             return int(loaded["num_rounds"]), 0
-        if before is None and consumed and (self._own is not None or self.inner.num_workers > 1):
-            readers = "Several workers read in turn" if self._own is None else "Each rank reads its own shards"
+        if before is None and consumed and (self._active_shards is not None or self.inner.num_workers > 1):
+            is_whole = self._active_shards is None
+            readers = "Several workers read in turn" if is_whole else "Each rank reads its own shards"
             warn(
                 f"a stream is resumed after {consumed} samples with rounds of {self.round_size} samples instead of "
                 f"{loaded.get('round_size', 'an unknown number')}. {readers}, so some samples may be read twice and others not at "
@@ -505,25 +560,25 @@ class StreamFeed:
             )
         return divmod(consumed, self.round_size)
 
-    def _follow_order(self, before: list[int] | None, epoch: int) -> None:
+    def _choose_read_order(self, saved: StreamReadOrder | None, epoch: int) -> None:
         """Choose the sample order of a pass: the order of the saved pass that it continues, or this run's own order.
 
         If the two orders differ and the saved one can be followed, every rank follows it by reading all samples of the
         dataset, with at most one worker.
 
         Args:
-            before: Value of `_reading` in the saved pass; None if the pass starts from the beginning.
+            saved: Sample order of the saved pass; None if the pass starts from the beginning.
             epoch: Number of the epoch.
         """
-        is_followed = before is not None and before != self._own_reading and self._can_follow(before)
-        if not is_followed and self._order is None:
+        is_followed = saved is not None and saved != self._default_read_order and self._can_follow(saved)
+        if not is_followed and self._followed_order is None:
             return
-        self._order, self._epoch = before if is_followed else None, epoch
-        shards = self._shards
+        self._followed_order, self._epoch = saved if is_followed else None, epoch
+        shards = self._configured_shards
         if shards is not None:
-            self._own = None if is_followed else shards
-            split = shards.whole_split if is_followed else self._shard_split
-            self._own_split = split
+            self._active_shards = None if is_followed else shards
+            split = shards.whole_split if is_followed else self._configured_split
+            self._split_without_window = split
             self._collate.split = replace(split, is_even=self._collate.split.is_even)
             self._collate.ranks = (shards.index,) if is_followed else (0,)
             self._collate.is_compared = is_followed and shards.mark_whole is not None
@@ -532,56 +587,54 @@ class StreamFeed:
         self.inner = self._build_loader()
         self.inner.pin_memory = is_pinning
         if is_followed and (shards is not None or self.source.num_workers > 1):
-            log.warning_once(_load_turns().describe_whole_reading(type(self.source.dataset).__name__, before))
+            log.warning_once(_load_turns().describe_whole_reading(type(self.source.dataset).__name__, saved))
 
-    def _can_follow(self, reading: Sequence[int]) -> bool:
+    def _can_follow(self, order: StreamReadOrder) -> bool:
         """Whether a single reader can read the dataset in the order of a saved pass.
 
         This requires that the saved pass had one reader per rank, and that the dataset has enough shards.
 
         Args:
-            reading: Value of `_reading` in the saved pass.
+            order: Sample order of the saved pass.
         """
-        ranks, workers, _ = reading
-        return workers == 1 and (ranks == 1 or is_shardable(self.source.dataset, ranks))
+        num_ranks = order.num_shard_readers
+        return order.num_workers == 1 and (num_ranks == 1 or is_shardable(self.source.dataset, num_ranks))
 
-    def _build_ordered(self, reading: Sequence[int]) -> Any:
-        ranks, _, size = reading
-        dataset = self.source.dataset
-        if ranks == 1:
+    def _build_ordered(self, order: StreamReadOrder) -> Any:
+        dataset, num_ranks = self.source.dataset, order.num_shard_readers
+        if num_ranks == 1:
             return dataset
-        return _load_turns().ShardTurns(dataset, ranks, size, self.source.drop_last, self._epoch)
+        return _load_turns().ShardTurns(dataset, num_ranks, order.samples_per_step, self.source.drop_last, self._epoch)
 
     @property
-    def _reading(self) -> list[int]:
-        """Numbers that determine the sample order of a pass, as a list.
-
-        They are the number of ranks that read different shards, the number of workers, and the number of samples that
-        a worker reads per step. The third number is 1 if a single reader reads all samples, because the order is then
-        the dataset's own for any number of samples per step.
-        """
-        return self._order or self._own_reading
+    def _read_order(self) -> StreamReadOrder:
+        """Sample order of the current pass."""
+        return self._followed_order or self._default_read_order
 
     @property
-    def _own_reading(self) -> list[int]:
-        """Value of `_reading` in a pass that this run begins itself."""
-        workers, split = max(1, self.source.num_workers), self._own_split
-        if self._shards is not None:
-            return [self._shards.count, workers, self._shard_split.round_size or 1]
+    def _default_read_order(self) -> StreamReadOrder:
+        """Sample order of a pass that does not continue a saved one."""
+        num_workers = max(1, self.source.num_workers)
+        if self._configured_shards is not None:
+            size = self._configured_split.round_size or 1
+            return StreamReadOrder(self._configured_shards.count, num_workers, size)
+        if num_workers == 1:
+            return StreamReadOrder(1, 1, 1)
         size = self._collate.split.round_size or 1
-        return [1, workers, size // split.count if self._joins else size] if workers > 1 else [1, 1, 1]
+        num_ranks = self._split_without_window.count if self._worker_reads_one_rank else 1
+        return StreamReadOrder(1, num_workers, size // num_ranks)
 
     def _mark_rounds(self) -> Iterator[tuple[Collated, bool]]:
         return self._mark_last(self._attach_states(self._read_rounds()))
 
     def _read_rounds(self) -> Iterator[Collated]:
-        if self._is_joining:
+        if self._joins_worker_batches:
             return self._join_batches(iter(self.inner))
         if self._collate.keeps_loose:
             return self._regroup_leftovers(iter(self.inner))
-        if not self._is_apart:
+        if not self._isolates_dataset_rng:
             return iter(self.inner)
-        return self._read_apart(self._lines.fetch(lambda: iter(self.inner)))
+        return self._read_isolated(self._dataset_rng.fetch(lambda: iter(self.inner)))
 
     def _join_batches(self, batches: Iterator[list[Any]]) -> Iterator[Collated]:
         while several := list(islice(batches, self._collate.split.count)):
@@ -609,20 +662,20 @@ class StreamFeed:
                 yield self._collate.collate_round(loose[: size * split.count], [])
                 del loose[: size * split.count]
 
-    def _read_apart(self, batches: Iterator[Collated]) -> Iterator[Collated]:
+    def _read_isolated(self, batches: Iterator[Collated]) -> Iterator[Collated]:
         """Yield the batches of an iterator, reading each one with the dataset's own RNG states (`DatasetRNGStates`).
 
         Args:
             batches: Iterator of the DataLoader that reads the dataset.
         """
-        while (collated := self._lines.fetch(lambda: next(batches, None))) is not None:
+        while (collated := self._dataset_rng.fetch(lambda: next(batches, None))) is not None:
             yield collated
 
     def _attach_states(self, batches: Iterator[Collated]) -> Iterator[Collated]:
         for collated in batches:
             if self._is_stateful:
                 collated = collated._replace(state=self.inner.state_dict())  # type: ignore[attr-defined]
-            elif self._stamps:
+            elif self._records_dataset_state:
                 collated = collated._replace(state=copy.deepcopy(self.source.dataset.state_dict()))  # type: ignore[attr-defined]
             if collated.num_samples:
                 yield collated
@@ -630,7 +683,7 @@ class StreamFeed:
     def _deliver_batches(self, rounds: Iterator[tuple[Collated, bool]]) -> Iterator[Delivery]:
         for collated, is_last in rounds:
             self._num_rounds += 1
-            if self._stamps:
+            if self._records_dataset_state:
                 self._store_dataset_state(collated.state)
             else:
                 self._inner_state = collated.state
@@ -640,14 +693,14 @@ class StreamFeed:
                     counts = None if share.valid_counts is None else tuple(share.valid_counts)
                     share = share._replace(is_last=is_last, valid_counts=counts)
                 yield batch, share
-        self._lines.end_pass()
+        self._dataset_rng.end_pass()
 
     def _store_dataset_state(self, state: Any) -> None:
         """Store the dataset's state after a step, and record whether it changes from step to step.
 
         A state that is unchanged after the first step contains no position, and is not saved.
         """
-        self._dataset_moves = self._dataset_moves or not is_same_state(state, self._dataset_state)
+        self._has_dataset_position = self._has_dataset_position or not has_equal_values(state, self._dataset_state)
         self._dataset_state = state
 
     def state(self, is_running: bool) -> State:
@@ -661,32 +714,32 @@ class StreamFeed:
         """
         if not is_running:
             began = {**self._base_seed.state(False), **self._generators.state(False)}
-            return {**self._loaded, **began, **self._lines.state()}
-        state = self.read_brief_state()
+            return {**self._loaded, **began, **self._dataset_rng.state()}
+        state = self.position_state()
         if self._is_stateful:
             state |= {"inner": self._inner_state, "reader": self._reader}
         return state
 
-    def read_brief_state(self) -> State:
+    def position_state(self) -> State:
         """Return the position and the RNG states of the current pass.
 
         The position consists of the number of steps read and, if it is kept and changes, the dataset's state. The state
         of a StatefulDataLoader is left out, because it is valid only for the latest batch.
         """
-        began = {**self._base_seed.state(True), **self._generators.state(True), **self._lines.state()}
-        position = {"num_rounds": self._num_rounds, "round_size": self.round_size, "reading": self._reading}
-        return {**began, **position, **({"dataset": self._dataset_state} if self._dataset_moves else {})}
+        began = {**self._base_seed.state(True), **self._generators.state(True), **self._dataset_rng.state()}
+        position = {"num_rounds": self._num_rounds, "round_size": self.round_size, "reading": list(self._read_order)}
+        return {**began, **position, **({"dataset": self._dataset_state} if self._has_dataset_position else {})}
 
-    def read_left_state(self) -> State:
+    def state_after_break(self) -> State:
         """Return the dataset's current RNG states, after a pass that was left early (by `break`).
 
         These are the states of generators that are attributes of the dataset, and the dataset's separate global states.
         The next pass starts with them. The state has no position. It is empty if the dataset has neither, or if it has
         only separate global states and all ranks share them.
         """
-        return {**self._generators.state(False), **self._lines.read_left_state()}
+        return {**self._generators.state(False), **self._dataset_rng.state_after_break()}
 
-    def set_reading(self, name: str, value: Any) -> None:
+    def set_loader_option(self, name: str, value: Any) -> None:
         """Change a setting of the DataLoader that reads the dataset, from the next pass on.
 
         Args:
@@ -699,7 +752,7 @@ class StreamFeed:
             set_on_reader(self.inner, name, value)
 
     def load_state(self, state: State) -> None:
-        """Load the state that `state`, `read_brief_state` or `read_left_state` returned. The next pass starts from it.
+        """Load the state that `state`, `position_state` or `state_after_break` returned. The next pass starts from it.
 
         The state of a StatefulDataLoader is used only if this rank's shards and the samples per step are unchanged, and
         if it contains the dataset's state. It is never used for a dataset that shuffles with a buffer.
@@ -709,8 +762,8 @@ class StreamFeed:
         """
         self._base_seed.load_state(state)
         self._generators.load_state(state)
-        if self._is_apart:
-            self._lines.load_state(state)
+        if self._isolates_dataset_rng:
+            self._dataset_rng.load_state(state)
         self._loaded = {name: value for name, value in state.items() if name in _KEPT}
         is_mine = state.get("round_size") == self.round_size and state.get("reader") == self._reader
         is_mine = is_mine and not has_shuffle_buffer(self.source.dataset)
@@ -721,7 +774,12 @@ class StreamFeed:
     @property
     def _reader(self) -> int | None:
         """Index of the rank whose shards are read; None if every rank reads all samples of the dataset."""
-        return None if self._own is None else self._own.index
+        return None if self._active_shards is None else self._active_shards.index
+
+
+def _get_read_order(state: State) -> StreamReadOrder | None:
+    order = state.get("reading")
+    return None if order is None else StreamReadOrder(*order)
 
 
 def _load_turns() -> Any:
@@ -745,22 +803,17 @@ def has_dataset_state(inner: Any) -> bool:
     return False
 
 
-def is_same_state(one: Any, other: Any) -> bool:
+def has_equal_values(one: Any, other: Any) -> bool:
     """Whether two state dicts contain equal values. Tensors and NumPy arrays are compared by value."""
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(is_same_state(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(has_equal_values(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(is_same_state, one, other))
+        return len(one) == len(other) and all(map(has_equal_values, one, other))
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, numpy.ndarray) or isinstance(other, numpy.ndarray):
         return numpy.array_equal(one, other)
     return bool(one == other)
-
-
-def copy_containers(tree: object) -> Any:
-    """Return a copy of nested lists, dicts and tuples. The leaves are not copied."""
-    return map_leaves(lambda leaf: leaf, tree)
 
 
 def is_shardable(dataset: object, count: int) -> bool:
@@ -771,106 +824,3 @@ def is_shardable(dataset: object, count: int) -> bool:
     num_shards = getattr(dataset, "num_shards", None)
     has_enough = count > 1 and isinstance(num_shards, int) and num_shards >= count
     return has_enough and callable(getattr(dataset, "shard", None))
-
-
-class SharedRounds:
-    """Callable that gives all ranks the same number of steps when each rank reads different shards of a dataset.
-
-    It wraps the iterator over a rank's batches. In each step, the ranks exchange their row counts. A rank whose
-    shards are exhausted yields padding until the shards of all ranks are exhausted.
-
-    Args:
-        collectives: Collectives of the ranks.
-        drop_last: Whether to end at the first step for which some rank has no batch.
-    """
-
-    def __init__(self, collectives: Collectives, drop_last: bool) -> None:
-        self._collectives = collectives
-        self._drop_last = drop_last
-        self._spare: Collated | None = None
-
-    def __call__(self, parts: Iterator[Collated]) -> Iterator[tuple[Collated, bool]]:
-        """Yield pairs of (this rank's collated batch, whether it belongs to the last step).
-
-        All ranks must iterate together.
-
-        Args:
-            parts: Collated batches of this rank, one item per step.
-
-        Raises:
-            DataError: On all ranks, if the rows of a rank's batch cannot be counted.
-        """
-        current = self._exchange_counts(next(parts, None))
-        while current is not None:
-            following = self._exchange_counts(next(parts, None))
-            yield current, following is None
-            current = following
-
-    def _exchange_counts(self, part: Collated | None) -> Collated | None:
-        if part is not None and part.batches:
-            # The training loop may modify its batch (e.g. pop a key), so copy the containers of the spare batch.
-            self._spare = part._replace(batches=copy_containers(part.batches))
-        rows = self._collectives.gather_numbers([*_count_part(part), self._spare is not None])
-        uncountable = [rank for rank, row in enumerate(rows) if row[0] == _UNCOUNTABLE_ROWS]
-        if uncountable:
-            raise DataError(UNCOUNTABLE.format(what=f"an item of rank {uncountable[0]}"))
-        has_part = [row[0] >= 0 for row in rows]
-        if not any(has_part) or (self._drop_last and not all(has_part)):
-            self._spare = None
-            return None
-        sources = [rank for rank, row in enumerate(rows) if row[2]]
-        if not all(has_part) and 0 < len(sources) < len(rows):
-            self._send_spare(sources[0])
-        num_samples = int(sum(max(0, row[1]) for row in rows))
-        mine = part if part is not None else self._spare
-        if mine is None:  # there is no spare batch yet, because all rounds so far were skipped to resume a pass
-            return Collated([], [], num_samples)
-        counts = tuple(max(0, int(row[0])) for row in rows)
-        shares = [share._replace(valid_counts=counts, num_samples=num_samples) for share in mine.shares]
-        batches = mine.batches if part is not None else copy_containers(mine.batches)
-        return Collated(batches, shares, num_samples, mine.state)
-
-    def _send_spare(self, source: int) -> None:
-        """Send one batch from rank `source` to the ranks that have none, which use copies of it as padding.
-
-        Args:
-            source: Rank that has a batch.
-        """
-        spare = self._spare
-        given = None if spare is None else spare._replace(batches=copy_views(spare.batches), state=None)
-        given = self._collectives.broadcast_object(given, source)
-        self._spare = given if spare is None else spare
-
-
-_UNCOUNTABLE_ROWS = -2
-"""Number that a rank sends instead of its row count if the rows of its item cannot be counted. All ranks then raise."""
-
-
-def _count_part(part: Collated | None) -> tuple[int, int]:
-    """Return the number of non-padding rows and the number of samples that one rank read for a step.
-
-    Return (-1, 0) if the rank has no data left, 0 rows if the step is skipped, and `_UNCOUNTABLE_ROWS` if the rows
-    cannot be counted.
-
-    Args:
-        part: Collated batch of the rank; None if the rank has no data left.
-    """
-    if part is None:
-        return -1, 0
-    if not part.batches:
-        return 0, part.num_samples
-    counts = part.shares[0].valid_counts
-    return _UNCOUNTABLE_ROWS if counts is None else counts[0], part.num_samples
-
-
-def copy_views(tree: object) -> Any:
-    """Return the batch with every tensor copied that uses only a part of its storage.
-
-    Other leaves are not copied. Pickling a view would include the whole storage of its base tensor.
-    """
-    return map_tensors(lambda tensor: tensor.clone() if _is_view(tensor) else tensor, tree)
-
-
-def _is_view(tensor: torch.Tensor) -> bool:
-    """Whether the tensor uses only a part of its storage. False for sparse tensors, whose storage cannot be checked."""
-    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes

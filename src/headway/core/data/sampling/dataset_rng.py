@@ -150,7 +150,7 @@ class DatasetRNGStates:
         starts = self._starts or self._loaded
         return {"lines": [[place, *start] for place, start in sorted(starts.items())]} if starts else {}
 
-    def read_left_state(self) -> State:
+    def state_after_break(self) -> State:
         """Return the dataset's current RNG states after a pass that was left early (by `break`).
 
         They become the global states when the next pass starts. The result has the form of `state`, with -1 as number
@@ -162,7 +162,7 @@ class DatasetRNGStates:
         return {"lines": ends} if ends else {}
 
     def load_state(self, state: State) -> None:
-        """Load states that `state` or `read_left_state` returned, for the next pass."""
+        """Load states that `state` or `state_after_break` returned, for the next pass."""
         lines = {int(place): (int(number), str(text)) for place, number, text in state.get("lines", ())}
         self._loaded = {place: line for place, line in lines.items() if line[0] >= 0}
         self._dataset = {place: read_state_text(text, place) for place, (number, text) in lines.items() if number < 0}

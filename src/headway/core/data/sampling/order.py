@@ -97,7 +97,7 @@ class SampleOrder(Protocol):
             is_running: Whether an epoch is in progress.
         """
 
-    def read_left_state(self) -> State:
+    def state_after_break(self) -> State:
         """Return the state for the next epoch, after the current one was left early (by `break`).
 
         It is empty if the next epoch needs no saved state.
@@ -155,7 +155,7 @@ class PureOrder:
         """Return an empty state, because seed and epoch determine the order."""
         return {}
 
-    def read_left_state(self) -> State:
+    def state_after_break(self) -> State:
         """Return an empty state, because seed and epoch determine the order."""
         return {}
 
@@ -227,7 +227,7 @@ class DrawnOrder:
         number = self._drawn if is_running else self._loaded if self._opened is None else self._opened
         return {} if number is None else {"drawn": number}
 
-    def read_left_state(self) -> State:
+    def state_after_break(self) -> State:
         """Return an empty state, because the next pass draws a new seed."""
         return {}
 
@@ -400,7 +400,7 @@ class SamplerOrder:
             return {**own, **self._expected}
         return {**own, **self._mark}
 
-    def read_left_state(self) -> State:
+    def state_after_break(self) -> State:
         """Return the current states of the sampler's own generators, with which the next epoch continues."""
         return self._own.state(False)
 

@@ -124,6 +124,24 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
+def copy_containers(tree: Tree) -> Tree:
+    """Return a copy of nested lists, dicts and tuples. The leaves are not copied."""
+    return map_leaves(lambda leaf: leaf, tree)
+
+
+def copy_views(tree: Tree) -> Tree:
+    """Return the batch with every tensor copied that uses only a part of its storage.
+
+    Other leaves are not copied. Pickling a view would include the whole storage of its base tensor.
+    """
+    return map_tensors(lambda tensor: tensor.clone() if _is_view(tensor) else tensor, tree)
+
+
+def _is_view(tensor: torch.Tensor) -> bool:
+    """Whether the tensor uses only a part of its storage. False for sparse tensors, whose storage cannot be checked."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
 def list_leaves(tree: Tree) -> Iterator[Any]:
     """Yield every leaf of a nested batch, in order."""
     if isinstance(tree, torch.Tensor | str | bytes) or is_packed(tree):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from headway.core.data.feeds.stream import StreamCollate, copy_views, is_shardable
+from headway.core.data.feeds.stream import StreamCollate, is_shardable
 from headway.core.data.sampling.shard import SampleSplit
 from headway.errors import DataError, HeadwayWarning
 from tests.unit.core.data.fakes import SizedStream, Stream, join_real_rows, prepare, read_batches, run_on_ranks
@@ -291,14 +291,6 @@ def test_map_style_datasets_with_a_torch_format():
     assert sorted(join_real_rows(replace_rows_by_values([read_batches(loader) for loader in loaders]))) == list(
         range(9)
     )
-
-
-def test_copy_views_releases_the_whole_storage():
-    whole = torch.arange(1000)
-    (part,) = copy_views([whole[3:5]])
-    assert part.tolist() == [3, 4]
-    assert part.untyped_storage().nbytes() == part.nbytes
-    assert copy_views(whole) is whole
 
 
 # -------------------------------------------------------------------- stateful loaders

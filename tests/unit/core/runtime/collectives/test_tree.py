@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 from headway.core.runtime.collectives.tree import (
     compute_slice_bounds,
     concatenate,
+    copy_views,
     describe_structure,
     find_batch_size,
     list_tensors,
@@ -228,3 +229,11 @@ def test_lengths_must_agree_and_an_empty_list_cannot_be_padded():
     with pytest.raises(DataError, match=r"differ in length: \{'a': 1, 'b': 2\}"):
         split_inputs({"a": [1], "b": [1, 2]}, 2, 0)
     assert split_inputs([], 3, 1, apply_padding=True) == []
+
+
+def test_copy_views_releases_the_whole_storage():
+    whole = torch.arange(1000)
+    (part,) = copy_views([whole[3:5]])
+    assert part.tolist() == [3, 4]
+    assert part.untyped_storage().nbytes() == part.nbytes
+    assert copy_views(whole) is whole
