@@ -1,6 +1,7 @@
 """The same code under Accelerate and under Headway gives the same results, on one process and on two."""
 
 import os
+import re
 import tempfile
 from importlib import import_module
 from pathlib import Path
@@ -288,6 +289,27 @@ def test_local_sgd_weighs_by_samples_like_ddp():
         for one, other in zip(local, together):
             assert torch.allclose(torch.tensor(one), torch.tensor(other), atol=1e-6), name
     assert first[0] == second[0]
+
+
+def gather_tensors_and_strings():
+    """Return the message if only rank 1 passes objects to `gather_for_metrics`."""
+    from headway.compat.accelerate.accelerator import AccelerateAccelerator
+
+    accelerator = AccelerateAccelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2))
+    for batch in loader:
+        try:
+            accelerator.gather_for_metrics(["a", "b"] if accelerator.process_index else batch)
+        except HeadwayError as error:
+            return str(error)
+    return "no error"
+
+
+def test_gather_of_tensors_and_objects_names_what_each_rank_gathers():
+    """Headway's own check of the shapes is a collective, too, which must not be the one that differs."""
+    for message in run_ranks(gather_tensors_and_strings, 2):
+        assert re.search(r"rank 0: gather #\d+ .* of \[\*\]\|torch.float32", message), message
+        assert re.search(r"rank 1: gather #\d+ .* of \[\]", message), message
 
 
 def get_local_sgd_error():

@@ -143,12 +143,12 @@ def _translate_own_file(named: str | None, is_accelerate: bool, environment: dic
     if named is None or not is_accelerate:
         yield named
         return
-    from headway.compat.accelerate.launching.commands import replace_config_file
+    from headway.compat.accelerate.launching.commands import translate_config_file
 
     with tempfile.TemporaryDirectory(prefix="headway_") as folder:
-        line, more = replace_config_file(["--config_file", named], Path(folder))
+        path, more = translate_config_file(named, Path(folder))
         environment.update(more)
-        yield line[1]
+        yield path
 
 
 def _print_commands(commands: list[str], num_machines: int, has_secret: bool) -> NoReturn:

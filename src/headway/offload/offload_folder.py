@@ -137,9 +137,7 @@ def offload_weight(
     Raises:
         ConfigError: If the tensor has no values, or its name cannot be a file name.
     """
-    path = _make_path(offload_folder, weight_name)
-    if weight.is_meta:
-        raise ConfigError(f"{weight_name} is on the meta device and has no values to offload; load it first")
+    path = _check_weight(weight, weight_name, offload_folder)
     plain = weight.detach().cpu().contiguous()
     with open_replacement(path, has_rivals=True) as staged, staged.open("wb") as file:
         if plain.numel():
@@ -196,6 +194,18 @@ def _make_path(folder: str | Path, name: str) -> Path:
     return Path(folder) / f"{name}.dat"
 
 
+def _check_weight(weight: torch.Tensor, name: str, folder: str | Path) -> Path:
+    """Return the path of a tensor's file.
+
+    Raises:
+        ConfigError: If the tensor has no values, or its name cannot be a file name.
+    """
+    path = _make_path(folder, name)
+    if weight.is_meta:
+        raise ConfigError(f"{name} is on the meta device and has no values to offload; load it first")
+    return path
+
+
 def read_offload_index(offload_folder: str | Path) -> dict[str, dict[str, Any]]:
     """Return the entries in the `index.json` of an offload folder, by tensor name.
 
@@ -239,16 +249,15 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tens
         state_dict: Tensors with values.
 
     Raises:
-        ConfigError: If the folder already has a tensor of the same name with another shape or dtype, or a name cannot
-            be a file name. Nothing is written then. Also if a tensor is on the meta device. The tensors before it are
-            then written, but not added to the index.
+        ConfigError: If the folder already has a tensor of the same name with another shape or dtype, a name cannot be a
+            file name, or a tensor is on the meta device. Nothing is written then.
         CheckpointError: If the existing index is damaged.
     """
     folder = Path(save_dir)
     folder.mkdir(parents=True, exist_ok=True)
     present = read_offload_index(folder) if (folder / INDEX).exists() else {}
     for name, tensor in state_dict.items():
-        _make_path(folder, name)
+        _check_weight(tensor, name, folder)
         wanted = (tensor.dtype, tuple(tensor.shape))
         if name in present and "safetensors_file" not in present[name] and _parse_entry(name, present[name]) != wanted:
             raise ConfigError(

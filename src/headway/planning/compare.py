@@ -15,13 +15,13 @@ from headway.common.text import format_bytes, format_columns, format_number
 from headway.core.config.engines import collect_options
 from headway.core.config.mesh import Layout, parse_layout
 from headway.core.config.values import check_count
-from headway.errors import ConfigError, HeadwayError, StateError, UnsupportedError
+from headway.errors import ConfigError, HeadwayError, UnsupportedError
 from headway.forecasting.device.devices import DEVICES
 from headway.forecasting.tracing.attention_masks import POSITIONS, skip_causal_mask
 from headway.forecasting.tracing.step import check_precision
 from headway.planning.costs import ClusterRates, compute_cost
 from headway.planning.dry_run.drive import BatchStep, Step
-from headway.planning.dry_run.fake_group import PeerAnswers
+from headway.planning.dry_run.fake_group import PeerAnswers, require_no_group
 from headway.planning.dry_run.meter import MeteredCollective, Volume
 from headway.planning.dry_run.trial import (
     StepDryRun,
@@ -185,18 +185,17 @@ def compare_layouts(
     Raises:
         StateError: If this process has joined a process group.
     """
+    require_no_group()  # this error concerns all layouts, so it is not the reason of one row
     cluster = cluster or ClusterRates()
     rows = []
     for strategy in strategies:
         logger.info("planning %s", strategy)
         try:
             found = plan_layout(strategy)
-        except StateError:
-            raise
+            row = ComparedPlan(strategy, found, compute_cost(found, cluster), _explain_misfit(found, cluster))
         except HeadwayError as error:
-            rows.append(ComparedPlan(strategy, None, None, str(error)))
-            continue
-        rows.append(ComparedPlan(strategy, found, compute_cost(found, cluster), _explain_misfit(found, cluster)))
+            row = ComparedPlan(strategy, None, None, str(error))
+        rows.append(row)
     return PlanComparison(tuple(sorted(rows, key=_rank_row)), cluster)
 
 

@@ -71,13 +71,18 @@ def make_torchao_adamw(parameters: Iterable[nn.Parameter], name: str = "AdamW8bi
 
     class UncompiledAdamW(base):
         def step(self, closure: Any = None) -> Any:
-            own = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+            own = [each for group in self.param_groups for each in group["params"]]
             if not any(isinstance(part, FakeTensor) for each in own for part in iterate_plain_tensors(each)):
                 return super().step(closure)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
             with torch.no_grad():
                 for parameter in own:
-                    self._update(parameter)
-            return None
+                    if parameter.grad is not None:
+                        self._update(parameter)
+            return loss
 
         def _update(self, parameter: torch.Tensor) -> None:
             state = self.state[parameter]

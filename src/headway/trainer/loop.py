@@ -163,12 +163,10 @@ class Training:
         self._meter = prepared.accelerator.throughput
         self._began_at = time.monotonic()
         self._first_update = events.state.global_step
-        self._last_logged = self._first_update
         self._last_saved = -1
         self._caught_up_at = -1
         self._num_samples = 0
         self._has_foreign = False
-        self._of_update: dict[str, torch.Tensor | float] = {}
 
     def run(self) -> TrainOutput:
         """Run all epochs and return the results. The Trainer's docstring shows the order of the events."""
@@ -264,11 +262,11 @@ class Training:
             self._losses.end_window()
 
     def _run_update(self) -> None:
-        optimizer, limit = self._prepared.optimizer, self._args.max_grad_norm
+        optimizer, limit, values = self._prepared.optimizer, self._args.max_grad_norm, self._losses.update_values
         if limit:
-            self._of_update["grad_norm"] = self._accelerator.clip_grad_norm_(self._model.parameters(), limit)
+            values["grad_norm"] = self._accelerator.clip_grad_norm_(self._model.parameters(), limit)
         self._events.call_event("on_pre_optimizer_step")
-        self._of_update["learning_rate"] = float(optimizer.param_groups[0]["lr"])
+        values["learning_rate"] = float(optimizer.param_groups[0]["lr"])
         optimizer.step()
         self._events.call_event("on_optimizer_step")
         if not self._prepared.is_by_metric:
@@ -292,11 +290,11 @@ class Training:
     def _log_evaluate_and_save(self) -> None:
         """Log, evaluate and save if the control's flags request it, and clear these flags.
 
-        No update is logged or saved twice. A resumed run first executes an evaluation and a save that were still
-        pending when its checkpoint was saved. If an epoch ends at that update, the evaluation is not repeated.
+        No update is logged or saved twice. A resumed run first executes a log entry, an evaluation and a save that were
+        still pending when its checkpoint was saved. If an epoch ends at that update, the evaluation is not repeated.
         """
         events, state = self._events, self._events.state
-        if events.control.should_log and state.global_step > self._last_logged:
+        if events.control.should_log and state.global_step > self._losses.last_logged:
             self._log_training()
         events.control.should_log = False
         metrics: Metrics = {}
@@ -323,10 +321,10 @@ class Training:
         logs: Metrics = {} if loss is None else {"loss": loss}
         if self._losses.by_source is not None:
             logs |= self._losses.by_source.pop_means()
-        logs |= {name: float(value) for name, value in self._of_update.items()}
+        logs |= {name: float(value) for name, value in self._losses.update_values.items()}
         if num_skipped := self._accelerator.clock.num_skipped:
             logs["skipped_updates"] = num_skipped
-        self._last_logged = self._events.state.global_step
+        self._losses.last_logged = self._events.state.global_step
         self._steps.log(logs)
 
     def _save_checkpoint(self, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""`LossBook`: recorder of a training run's losses, which computes the logged means."""
+"""`LossBook`: recorder of a training run's losses and of the other values of its log entries."""
 
 from typing import Any
 
@@ -20,6 +20,8 @@ class LossBook:
 
     Attributes:
         by_source: Recorder of the loss of each dataset in a mixture. None: the training data is not a mixture.
+        update_values: Values of the newest update that are logged with the loss, by name, such as the learning rate.
+        last_logged: Number of updates at the last log entry with a training loss; 0 before the first entry.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -31,6 +33,8 @@ class LossBook:
         self._total = 0.0
         self._num_windows = 0
         self.by_source: SourceBook | None = None
+        self.update_values: dict[str, torch.Tensor | float] = {}
+        self.last_logged = 0
 
     def add_loss(self, loss: torch.Tensor, weight: float, num_rows: int) -> None:
         """Record the loss of a batch, or of a part of it if the batch was split because memory ran out.
@@ -119,18 +123,27 @@ class LossBook:
         return self._total / self._num_windows if self._num_windows else float("nan")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sum and number of all windows' mean losses, and those that have not been logged yet.
+        """Return the sum and number of all windows' mean losses, and what the next log entry needs.
 
         With a mixture, the state of `by_source` is included. Every rank must call it.
         """
         self._read_losses()
-        state = {"recent": list(self._recent), "total": self._total, "num_windows": self._num_windows}
+        state = {
+            "recent": list(self._recent),
+            "total": self._total,
+            "num_windows": self._num_windows,
+            # A callback can save a checkpoint at an update whose log entry is still pending.
+            "update_values": {name: float(value) for name, value in self.update_values.items()},
+            "last_logged": self.last_logged,
+        }
         return state if self.by_source is None else {**state, "by_source": self.by_source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the sum and number of all mean losses, and those that had not been logged before the save."""
+        """Restore the sum and number of all mean losses, and what the next log entry needs."""
         self._recent = list(state["recent"])
         self._total = state["total"]
         self._num_windows = state["num_windows"]
+        self.update_values = dict(state.get("update_values", {}))  # earlier checkpoints do not have it
+        self.last_logged = state.get("last_logged", 0)
         if self.by_source is not None and "by_source" in state:
             self.by_source.load_state_dict(state["by_source"])

@@ -112,6 +112,12 @@ def test_folder_of_another_model_is_refused_and_a_part_is_added(tmp_path):
     save_offload_index({}, tmp_path / "nowhere")
 
 
+def test_nothing_is_written_if_a_tensor_has_no_values(tmp_path):
+    with pytest.raises(ConfigError, match="b is on the meta device and has no values"):
+        offload_state_dict(tmp_path, {"a": torch.ones(2), "b": torch.ones(2, device="meta")})
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("content", [None, b"\0" * 7, b"\0" * 9])
 def test_missing_or_truncated_file_is_named(tmp_path, content):
     offload_state_dict(tmp_path, {"w": torch.ones(2)})

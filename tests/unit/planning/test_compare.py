@@ -4,13 +4,17 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from headway.core.config.mesh import Layout, parse_layout
-from headway.errors import ConfigError, UnsupportedError
+from headway.errors import ConfigError, StateError, UnsupportedError
+from headway.planning import compare
 from headway.planning.compare import compare_layouts, list_candidates, plan
-from headway.planning.costs import ClusterRates, compute_cost
-from headway.planning.dry_run.meter import MeteredCollective, name_axes
+from headway.planning.costs import ClusterRates, StageTimeline, compute_cost, simulate_stages
+from headway.planning.dry_run.fake_group import AnswerNotReady
+from headway.planning.dry_run.meter import MeteredCollective, PlanEvent, name_axes
+from headway.planning.dry_run.trial import dry_run_stages
 from headway.planning.optimizers import resolve_optimizer
 from tests.unit.planning.models import chain, chain_loss, count_parameters, llama, loss
 
@@ -158,6 +162,39 @@ def test_heads_that_do_not_divide_are_reported():
     row = compare_layouts(bind_plan(llama, 8, step=loss), ["tp=8"]).rows[0]
     assert row.plan is None
     assert "heads" in row.reason or "divide" in row.reason
+
+
+def test_stages_that_wait_for_each_other_are_a_row(monkeypatch):
+    """A dry run or a simulation that cannot end is the reason of its layout. Others are still planned."""
+
+    def plan_layout(strategy):
+        if strategy == "pp":
+            return plan(chain, "ddp", 2, step=chain_loss)
+        return dry_run_stages(Layout(pp=2), wait_for_peers) if strategy == "pp=2" else plan(chain, strategy, 2)
+
+    def wait_for_peers(rank, peer_answers):
+        raise AnswerNotReady
+
+    def compute(found, cluster):
+        if found.exchanges is None:
+            return compute_cost(found, cluster)
+        lanes = [StageTimeline([PlanEvent("recv", 0, "pp", (1 - rank,))], rank) for rank in range(2)]
+        return simulate_stages(lanes, lambda event: 0.0)
+
+    monkeypatch.setattr(compare, "compute_cost", compute)  # a plan whose stages wait is a bug of a schedule
+    found = compare_layouts(plan_layout, ["pp=2", "pp", "fsdp"])
+    assert [row.strategy for row in found.rows] == ["fsdp", "pp=2", "pp"]
+    assert found.best.strategy == "fsdp"
+    assert all("wait for each other" in row.reason for row in found.rows[1:])
+
+
+def test_process_group_is_an_error_and_no_row():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(StateError, match="has not joined a process group"):
+            compare_layouts(bind_plan(chain, 4), ["ddp", "fsdp"])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_without_a_step_only_weights_are_known():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import headway
 from benchmarks.forecast.truth import measure_peak
@@ -100,6 +101,26 @@ def test_muon_calls_the_closure_once_and_returns_its_loss():
     loss = optimizer.step(closure)
     assert [loss] == calls
     assert all((old != new).any() for old, new in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # warnings of the package
+def test_torchao_calls_the_closure_on_tensors_without_values():
+    pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = nn.Linear(64, 64)
+        optimizer = resolve_optimizer("adamw8bit")(model.parameters())
+        calls = []
+
+        def closure():
+            calls.append(model(torch.ones(2, 64)).square().mean())
+            calls[-1].backward()
+            return calls[-1]
+
+        loss = optimizer.step(closure)
+    assert len(calls) == 1
+    assert loss is calls[0]
+    assert set(optimizer.state) == set(model.parameters())  # the closure made the gradients of this update
 
 
 def test_unknown_name_is_refused():

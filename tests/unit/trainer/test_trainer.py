@@ -453,6 +453,37 @@ def test_resumed_training_equals_the_uninterrupted_one(tmp_path, stop, event, ev
     assert curve == [(e["step"], e["loss"]) for e in whole.state.log_history if "loss" in e]
 
 
+class SaveAndStop(TrainerCallback):
+    """Callback that saves a checkpoint at an event, and then raises an error."""
+
+    def __init__(self, step, event):
+        self.step = step
+        setattr(self, event, self.save)
+
+    def save(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.trainer.accelerator.save_state()
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_log"])
+def test_log_entry_pending_at_a_save_is_made_once(tmp_path, event):
+    """A user's callback saves while the entry of update 3 is due, or right after it was added to the history."""
+    given = {"num_train_epochs": 2, "logging_steps": 3, "max_grad_norm": 1.0}
+    whole = make(tmp_path / "a", Net(0.3), None, Points(18), **given)
+    whole.train()
+    callback = SaveAndStop(3, event)
+    callback.trainer = make(tmp_path / "b", Net(0.3), [callback], Points(18), **given)
+    with pytest.raises(ZeroDivisionError):
+        callback.trainer.train()
+    resumed = make(tmp_path / "b", Net(0.3), None, Points(18), **given)
+    resumed.train(resume_from_checkpoint=True)
+    entries = [[e for e in each.state.log_history if "loss" in e] for each in (whole, resumed)]
+    assert [entry["step"] for entry in entries[0]] == [3, 6, 9]
+    assert {"loss", "learning_rate", "grad_norm"} <= set(entries[0][0])
+    assert entries[1] == entries[0]
+
+
 def test_resume_without_a_checkpoint_starts_from_the_beginning(tmp_path):
     assert make(tmp_path).train(resume_from_checkpoint=True).global_step == 5
     finished = make(tmp_path / "x", save_strategy="steps", save_steps=5)

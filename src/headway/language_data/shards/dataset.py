@@ -94,7 +94,6 @@ class ShardedDataset(Dataset[Any]):
     Raises:
         ConfigError: If an argument is out of range.
         DataError: If there are no files or no records, or a file is damaged or cannot be read.
-        ObjectStoreError: If an object store refuses to list or describe the shards.
         OptionalDependencyMissing: If a package that the format or the storage needs is not installed.
     """
 

@@ -12,7 +12,8 @@ import importlib
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,7 +91,6 @@ def find_files(
     Raises:
         DataError: If `places` is empty, a place matches no file, or a file is listed twice. Also if remote storage
             refuses the request, or does not respond in time.
-        ObjectStoreError: If an object store refuses the request, or does not respond in time.
     """
     listed = [places] if isinstance(places, str | os.PathLike) else list(places)
     found: list[ShardFile] = []
@@ -118,8 +118,7 @@ def expand_pattern(url: str, policy: RetryPolicy) -> list[ShardFile]:
         policy: Time limits of remote requests.
 
     Raises:
-        DataError: If an HTTP server, or storage that fsspec reads, refuses the request or does not respond in time.
-        ObjectStoreError: If an object store refuses the request, or does not respond in time.
+        DataError: If remote storage refuses the request, or does not respond in time.
     """
     scheme, has_wildcards = get_scheme(url), not _WILDCARDS.isdisjoint(url)
     if not scheme:
@@ -156,16 +155,26 @@ def _describe_http(url: str, policy: RetryPolicy) -> ShardFile:
 def _list_bucket(url: str, has_wildcards: bool, policy: RetryPolicy) -> list[ShardFile]:
     root, key = split_bucket(url)
     client = ObjectClient(root, retry_seconds=policy.limit)
-    if not has_wildcards:
-        info = client.describe(key)
-        return [] if info is None else [ShardFile(url, info.num_bytes, info.version)]
-    start = min(key.index(mark) for mark in _WILDCARDS if mark in key)
-    listed = client.list(key[:start].rpartition("/")[0])
+    with _raise_as_data_error():
+        if not has_wildcards:
+            info = client.describe(key)
+            return [] if info is None else [ShardFile(url, info.num_bytes, info.version)]
+        start = min(key.index(mark) for mark in _WILDCARDS if mark in key)
+        listed = client.list(key[:start].rpartition("/")[0])
     return [
         ShardFile(f"{root}/{info.key}", info.num_bytes, info.version)
         for info in sorted(listed, key=lambda info: info.key)
         if fnmatch.fnmatchcase(info.key, key)
     ]
+
+
+@contextmanager
+def _raise_as_data_error() -> Iterator[None]:
+    """Return a context that raises the error of an object store as DataError, as for all other storage."""
+    try:
+        yield
+    except ObjectStoreError as error:
+        raise DataError(str(error)) from error
 
 
 def split_bucket(url: str) -> tuple[str, str]:
@@ -344,10 +353,8 @@ class BucketRanges:
         Raises:
             DataError: If the object store refuses the request, or does not respond in time.
         """
-        try:
+        with _raise_as_data_error():
             return bytes(self._client.get_range(self._key, start, end))
-        except ObjectStoreError as error:
-            raise DataError(str(error)) from error
 
 
 class FsspecRanges:

@@ -247,12 +247,12 @@ def match_plugin(strategy: str, given: Any, launched: Mapping[str, Any] | None =
         given = next(iter(given.values()))
     name = strategy.strip().lower()
     is_asked = name in ENGINES
-    stage = int(name.removeprefix("zero")) if name.startswith("zero") else None
+    stage = int(name.removeprefix("zero")) if is_asked and name.startswith("zero") else None
     if given is None:
         return DeepSpeedPlugin(**{"zero_stage": stage, **(launched or {})}) if is_asked else None
     if not isinstance(given, DeepSpeedPlugin):
         raise ConfigError(f"deepspeed_plugin is a {type(given).__name__}; give a headway.DeepSpeedPlugin")
-    if not is_asked and strategy != "ddp":
+    if not is_asked and name != "ddp":
         raise ConfigError(f"deepspeed_plugin and strategy={strategy!r} ask for different engines; give one")
     if stage is not None and stage != given.zero_stage:
         raise ConfigError(

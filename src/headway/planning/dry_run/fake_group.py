@@ -34,6 +34,15 @@ from headway.planning._torch import TorchDispatchMode, is_fake, tree_leaves, uns
 from headway.planning.dry_run.boxes import RankBoxes
 
 
+def require_no_group() -> None:
+    """Raise StateError if this process has joined a process group, because no dry run is possible then."""
+    if dist.is_initialized():
+        raise StateError(
+            "a plan, or a forecast of a layout, needs a process that has not joined a process group; call headway.plan() or "
+            "headway.forecast() before you create an Accelerator, or run `headway plan` or `headway estimate`"
+        )
+
+
 @contextmanager
 def pretend_ranks(num_ranks: int, rank: int) -> Iterator[None]:
     """Return a context in which this process acts as rank `rank` of `num_ranks`.
@@ -43,11 +52,7 @@ def pretend_ranks(num_ranks: int, rank: int) -> Iterator[None]:
     Raises:
         StateError: If this process has already joined a process group. That group is not changed.
     """
-    if dist.is_initialized():
-        raise StateError(
-            "a plan, or a forecast of a layout, needs a process that has not joined a process group; call headway.plan() or "
-            "headway.forecast() before you create an Accelerator, or run `headway plan` or `headway estimate`"
-        )
+    require_no_group()
     # This import registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -199,7 +204,11 @@ class PeerAnswers:
             self.answers.append({})
         known = self.answers[number]
         known[rank] = obj
-        return _Answers(known.get(each) for each in range(num_ranks))
+        return _Answers(known.get(each, _NOT_STORED) for each in range(num_ranks))
+
+
+_NOT_STORED = object()
+"""Placeholder for the object of a rank that has not stored one yet. None is an object that a rank can store."""
 
 
 class _Answers(list[Any]):
@@ -210,7 +219,7 @@ class _Answers(list[Any]):
 
     def __getitem__(self, rank: Any) -> Any:
         found = super().__getitem__(rank)
-        if found is None:
+        if found is _NOT_STORED:
             raise AnswerNotReady
         return found
 

@@ -143,3 +143,6 @@ def test_object_stores_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         )
         with pytest.raises(DataError, match="no file matches"):
             ShardedDataset(f"s3://{object_server.BUCKET}/other/*", cache_dir=tmp_path / "cache")
+        for name in ("*", "1.parquet"):
+            with pytest.raises(DataError, match="s3://missing"):
+                ShardedDataset(f"s3://missing/data/{name}", cache_dir=tmp_path / "cache")

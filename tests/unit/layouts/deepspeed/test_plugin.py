@@ -65,9 +65,11 @@ def test_strategy_selects_the_engine() -> None:
     assert match_plugin("deepspeed", None).zero_stage == 2  # type: ignore[union-attr]
     plugin = DeepSpeedPlugin(zero_stage=1)
     assert match_plugin("ddp", plugin) is plugin
+    assert match_plugin("DDP", plugin) is plugin
     assert match_plugin("ddp", {"only": plugin}) is plugin
     for strategy, given, kind in [
         ("fsdp", plugin, ConfigError), ("zero2", plugin, ConfigError), ("ddp", "zero", ConfigError),
+        ("zero", plugin, ConfigError), ("zero-3", plugin, ConfigError),
         ("ddp", {"a": plugin, "b": plugin}, UnsupportedError),
     ]:  # fmt: skip
         with pytest.raises(kind):

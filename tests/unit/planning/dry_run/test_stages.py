@@ -11,6 +11,7 @@ from headway.core.config.mesh import parse_layout
 from headway.errors import StateError, UnsupportedError
 from headway.planning.compare import compare_layouts, plan
 from headway.planning.costs import ClusterRates, StageTimeline, compute_cost, simulate_stages
+from headway.planning.dry_run.fake_group import AnswerNotReady, PeerAnswers
 from headway.planning.dry_run.meter import PlanEvent
 from headway.planning.sources import make_config_source
 from tests.unit.planning.models import Chain, chain, chain_loss, llama, loss
@@ -122,6 +123,15 @@ def test_stages_that_wait_for_each_other_are_reported():
     lanes = [StageTimeline([PlanEvent("recv", 0, "pp", (1 - rank,))], rank) for rank in range(2)]
     with pytest.raises(StateError, match="wait for each other"):
         simulate_stages(lanes, lambda event: 0.0)
+
+
+def test_object_that_is_none_is_an_answer():
+    answers = PeerAnswers()
+    first = answers.share_answer(0, 0, None, 2)
+    assert first[0] is None
+    with pytest.raises(AnswerNotReady):
+        first[1]
+    assert list(answers.share_answer(0, 1, "text", 2)) == [None, "text"]
 
 
 @pytest.mark.slow

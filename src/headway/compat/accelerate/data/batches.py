@@ -513,16 +513,21 @@ def is_per_sample(tree: Tree, loader: PreparedLoader | None, collectives: Collec
     Rows can also be those of a full batch, which includes samples that were repeated to fill it.
 
     Args:
-        tree: Nested containers of tensors. If a leaf is not a tensor, the result is True without a check.
+        tree: Nested containers of tensors. If a leaf is not a tensor on any rank, the result is True without a check.
         loader: Loader that the batch came from. None: any tensor with at least one dimension is accepted.
         collectives: Collectives over the ranks.
     """
     try:
         recursively_apply(lambda tensor: tensor, tree, error_on_other_type=True)
+        has_objects = False
     except TypeError:
-        return True
-    fits = all(_fits(tensor, loader) for tensor in list_tensors(tree))
-    return fits if collectives.world_size == 1 else all(row[0] for row in collectives.gather_numbers([float(fits)]))
+        has_objects = True
+    fits = has_objects or all(_fits(tensor, loader) for tensor in list_tensors(tree))
+    if collectives.world_size == 1:
+        return fits
+    # A rank with objects takes part, too. Otherwise a rank with tensors would exchange these numbers with its objects.
+    rows = collectives.gather_numbers([float(has_objects), float(fits)])
+    return any(row[0] for row in rows) or all(row[1] for row in rows)
 
 
 def _fits(tensor: torch.Tensor, loader: PreparedLoader | None) -> bool:

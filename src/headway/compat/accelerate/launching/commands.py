@@ -6,7 +6,6 @@ The functions run Headway's counterparts of these tools.
 import argparse
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -176,34 +175,25 @@ def launch_command(args: argparse.Namespace) -> None:
 
 
 def _run(command: str, line: Sequence[str]) -> int:
-    with tempfile.TemporaryDirectory(prefix="headway_") as folder:
-        try:
-            line, more = replace_config_file(line, Path(folder)) if command == "launch" else (line, {})
-        except ConfigError as error:
-            print(f"headway: error: {error}", file=sys.stderr)
-            return 2
-        program = [sys.executable, "-m", "headway", *_COMMANDS[command], *line]
-        return subprocess.call(program, env={**env.copy_variables(), **more})
+    return subprocess.call([sys.executable, "-m", "headway", *_COMMANDS[command], *line])
 
 
-def replace_config_file(line: Sequence[str], folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Translate the config file that a command line names, if it is Accelerate's, and return the new command line.
+def translate_config_file(named: str, folder: Path) -> tuple[str, dict[str, str]]:
+    """Translate a config file of Accelerate, and return the path of the translation.
 
     Args:
-        line: Arguments of the launcher, followed by the script and its arguments.
+        named: Path of the config file, which can also be one of Headway. That file is not translated.
         folder: Directory for the translated file.
 
     Returns:
-        Command line that names the translated file, and environment variables for the launched processes. Without a
-        config file of Accelerate, the unchanged command line and no variables.
+        Path of the file to use, and environment variables for the launched processes.
 
     Raises:
         ConfigError: If the file cannot be read, or has a key that neither Accelerate nor Headway knows.
     """
-    start, stop, named = _find_config_file(line)
-    values = files.load_mapping(files.read_config(Path(named)), named) if named else {}
+    values = files.load_mapping(files.read_config(Path(named)), named)
     if values.keys() <= set(files.KEYS):
-        return list(line), {}
+        return named, {}
     if values.get("distributed_type") == "NO":
         values["num_processes"] = 1  # with this type, Accelerate starts one process whatever the number is
     made = translate(values, named)
@@ -214,25 +204,7 @@ def replace_config_file(line: Sequence[str], folder: Path) -> tuple[list[str], d
     files.write_config(made.config, path, original=named)
     # transformers' Trainer writes full weights at the end only if this variable requests them.
     kind = (values.get("fsdp_config") or {}).get("fsdp_state_dict_type")
-    return [*line[:start], "--config_file", str(path), *line[stop:]], {
-        "FSDP_STATE_DICT_TYPE": str(kind)
-    } if kind else {}
-
-
-def _find_config_file(line: Sequence[str]) -> tuple[int, int, str]:
-    """Find the option `--config_file` in a command line.
-
-    Returns:
-        Index of the option, index after the option and its value, and the value. (0, 0, "") if the option is not given.
-    """
-    for index, word in enumerate(line):
-        if word.endswith(".py") or word in ("-m", "--module"):
-            break  # the rest belongs to the script
-        option, _, joined = word.partition("=")
-        if option.replace("-", "_") == "__config_file":
-            stop = index + (1 if joined else 2)
-            return index, stop, joined or "".join(line[index + 1 : stop])
-    return 0, 0, ""
+    return str(path), {"FSDP_STATE_DICT_TYPE": str(kind)} if kind else {}
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.compat.accelerate.launching import commands
-from headway.compat.accelerate.launching.commands import replace_config_file
+from headway.compat.accelerate.launching.commands import translate_config_file
 from headway.core.config.files import parse_config, read_file_layer
 from headway.errors import ConfigError
 
@@ -25,41 +25,62 @@ def read_settings(path):
     return {name: value.value for name, value in parse_config(open(path, "rb").read(), str(path)).items()}
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_config_file_of_accelerate_is_translated(tmp_path, joined):
+def test_config_file_of_accelerate_is_translated(tmp_path):
     file = tmp_path / "theirs.yaml"
     file.write_text(THEIRS)
-    told = [f"--config-file={file}"] if joined else ["--config_file", str(file)]
-    line, more = replace_config_file(["--cpu", *told, "--debug", "train.py", "--config_file", "the script's"], tmp_path)
-    assert line[:2] == ["--cpu", "--config_file"]
-    assert line[3:] == ["--debug", "train.py", "--config_file", "the script's"]
-    assert read_settings(line[2]).items() >= {"num_processes": 4, "strategy": "fsdp"}.items()
+    path, more = translate_config_file(str(file), tmp_path)
+    assert read_settings(path).items() >= {"num_processes": 4, "strategy": "fsdp"}.items()
     assert more == {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 
 
 def test_config_file_of_headway_is_kept(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text("num_processes: 2\n")
-    line = ["--config_file", str(file), "train.py"]
-    assert replace_config_file(line, tmp_path) == (line, {})
+    assert translate_config_file(str(file), tmp_path) == (str(file), {})
 
 
-def test_script_arguments_are_kept(tmp_path):
-    for line in (["train.py", "--config_file", "missing.yaml"], ["-m", "train", "--config_file", "missing.yaml"]):
-        assert replace_config_file(line, tmp_path) == (line, {})
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--config_file theirs.yaml --cpu train.py", "4 processes on cpu"),
+        ("--config-file=theirs.yaml --cpu train", "4 processes on cpu"),
+        ("--cpu train", "1 process on cpu"),
+        ("--cpu --no_python ./run.sh", "1 process on cpu"),
+    ],
+)
+def test_config_file_after_the_script_belongs_to_the_script(tmp_path, monkeypatch, capfd, words, told):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "train", "run.sh"):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "theirs.yaml").write_text(THEIRS)
+    line = ["accelerate", "launch", "--dry-run", *words.split(), "--config_file", "model.yaml"]
+    monkeypatch.setattr("sys.argv", line)
+    code = commands.main()
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    assert told in out
+    assert "model.yaml" in out
+
+
+def test_invalid_config_file_ends_the_command(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.setattr("sys.argv", ["accelerate", "launch", "--config_file", "missing.yaml", "train.py"])
+    assert commands.main() == 2
+    assert "missing.yaml" in capfd.readouterr().err
 
 
 def test_file_for_one_process_starts_one(tmp_path):
     file = tmp_path / "single.yaml"
     file.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 8\n")
-    line, _ = replace_config_file(["--config_file", str(file), "train.py"], tmp_path)
-    assert read_settings(line[1])["num_processes"] == 1
+    assert read_settings(translate_config_file(str(file), tmp_path)[0])["num_processes"] == 1
 
 
 def test_dropped_key_is_reported(tmp_path, capsys):
     file = tmp_path / "theirs.yaml"
     file.write_text("distributed_type: MEGATRON_LM\nmegatron_lm_config:\n  megatron_lm_tp_degree: 2\n")
-    replace_config_file(["--config_file", str(file), "train.py"], tmp_path)
+    translate_config_file(str(file), tmp_path)
     assert "megatron_lm_config" in capsys.readouterr().err
 
 
@@ -67,7 +88,7 @@ def test_unknown_key_is_refused(tmp_path):
     file = tmp_path / "theirs.yaml"
     file.write_text("num_proceses: 2\n")
     with pytest.raises(ConfigError, match="num_proceses"):
-        replace_config_file(["--config_file", str(file), "train.py"], tmp_path)
+        translate_config_file(str(file), tmp_path)
 
 
 SECTIONS = st.dictionaries(
@@ -103,8 +124,7 @@ def test_to_fsdp2_rewrites_a_file(tmp_path, monkeypatch, capsys):
 def test_origins_name_the_users_file_and_not_its_translation(tmp_path):
     file = tmp_path / "my accelerate.yaml"
     file.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\nmixed_precision: bf16\n")
-    line, _ = replace_config_file(["--config_file", str(file), "train.py"], tmp_path)
-    layer = read_file_layer(line[1], {})
+    layer = read_file_layer(translate_config_file(str(file), tmp_path)[0], {})
     assert {value.origin for value in layer.values()} == {f"file: {file} (translated) key {key}" for key in layer}
     assert layer["mixed_precision"].value == "bf16"
     own = tmp_path / "own.yaml"
