@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway import Accelerator
 from headway.core.runtime import process
+from headway.core.runtime.collective_log import Step
 from headway.errors import CollectiveError, ConfigError, PrepareError
 from tests.distributed.ranks import run_ranks
 
@@ -368,8 +369,8 @@ def join_exchanges_of_others():
     collectives = acc.collectives
     if acc.process_index == 0:
         return collectives.gather_objects({"unused": ["a", "b"]}), collectives.gather_numbers([5.0, 6.0])
-    collectives.stand_in(["", "handshake", "objects", "", 1])
-    collectives.stand_in(["", "handshake", "numbers", "", 2])
+    collectives.stand_in(Step("all", "handshake", ["objects", "", 1]))
+    collectives.stand_in(Step("all", "handshake", ["numbers", "", 2]))
     return None
 
 

@@ -89,7 +89,7 @@ def collect_errors(folder):
         messages.append(str(error))
     with pytest.MonkeyPatch.context() as patch:
         if collectives.rank == 0:
-            patch.setattr(GatheredTensor, "whole", raise_memory_error)
+            patch.setattr(GatheredTensor, "assemble", raise_memory_error)
         try:
             gather_state(model.state_dict().items(), collectives)
         except (HeadwayError, MemoryError) as error:

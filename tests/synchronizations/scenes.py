@@ -200,7 +200,8 @@ def two_ranks(fake: FakeDevice) -> list[Any]:
     control = TrainerControl(should_save=True)
     training = object.__new__(Training)
     exchange = SimpleNamespace(num_processes=2, collectives=CollectivesOfTwoRanks(), device=DEVICE)
-    training.__dict__.update(_accelerator=exchange, _events=SimpleNamespace(has_foreign=True, control=control))
+    events = SimpleNamespace(has_foreign=True, control=control)
+    training.__dict__.update(_accelerator=exchange, _has_foreign=False, _events=events)
     fake.start_over()
     loss = task.loss(CollectivesOfTwoRanks())  # type: ignore[arg-type]
     training._synchronize_control()

@@ -154,9 +154,9 @@ def test_only_suitable_layers_are_converted(caplog):
     assert list(model.state_dict()) == names
     assert all(new is old for new, old in zip(model.parameters(), held))
     for part in (
-        "2 of 8 linear layers of Model compute in float8 (tensorwise, emulated)", "first and last: first, head",
-        "sizes that are no multiples of 16: odd", "with hooks: hooked", "in several places of the model: shared",
-        "of a class of their own: attention.out_proj",
+        "2 of 8 linear layers of Model compute in float8 (tensorwise, emulated)", "first and last (first, head)",
+        "sizes that are no multiples of 16 (odd)", "with hooks (hooked)", "in several places of the model (shared)",
+        "of a class of their own (attention.out_proj)",
     ):  # fmt: skip
         assert part in caplog.text
     before = model.second

@@ -469,7 +469,13 @@ class SaveAndStop(TrainerCallback):
 @pytest.mark.parametrize("event", ["on_step_end", "on_log"])
 def test_log_entry_pending_at_a_save_is_made_once(tmp_path, event):
     """A user's callback saves while the entry of update 3 is due, or right after it was added to the history."""
-    given = {"num_train_epochs": 2, "logging_steps": 3, "max_grad_norm": 1.0}
+    given = {
+        "num_train_epochs": 2,
+        "logging_steps": 3,
+        "max_grad_norm": 1.0,
+        "save_strategy": "steps",
+        "save_steps": 100,
+    }
     whole = make(tmp_path / "a", Net(0.3), None, Points(18), **given)
     whole.train()
     callback = SaveAndStop(3, event)
