@@ -2,7 +2,8 @@
 
 It is used inside the function that a `TorchTrainer` runs. Training itself does not need this module, because the
 Accelerator adopts the process group that Ray created. Ray receives a report up to a few seconds after `report` was
-called. If the worker dies before that, the report is lost, so `resume` searches the storage itself.
+called. If the worker dies before that, the report is lost. In a shared folder, `resume` finds the checkpoint anyway,
+because it searches the folder. In an object store, it resumes from the newest checkpoint that was reported to Ray.
 """
 
 from collections.abc import Mapping

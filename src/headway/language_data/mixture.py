@@ -29,15 +29,16 @@ class Mixture(Dataset[Any]):
 
     The order is a function of the seed and the position. So it does not depend on the number of ranks and workers,
     and a resumed run continues it exactly. In every prefix of the order, the number of samples from each source
-    differs by less than one from the number that the weights call for. The sample at any position can be found without
-    reading earlier ones.
+    differs by less than one from the number that the weights call for. If all sources have random access, the sample
+    at any position can be found without reading earlier ones.
 
     Each source is shuffled separately, with a new permutation for each pass over it. Read the mixture without further
     shuffling: `prepare` refuses a DataLoader with `shuffle=True`. If a source can only be iterated, the mixture is an
     `IterableDataset` (`StreamMixture`).
 
-    If all sources repeat, each epoch continues the order of the previous one: epoch 1 begins at position
-    `num_samples`. Otherwise each epoch restarts the order, with another shuffling.
+    If all sources repeat and have random access, each epoch continues the order of the previous one: epoch 1 begins
+    at position `num_samples`. Otherwise each epoch restarts the order. Sources with random access are then shuffled
+    differently in each epoch.
 
     Args:
         sources: Datasets by name. Each has a length and random access, or can only be iterated.
@@ -53,11 +54,12 @@ class Mixture(Dataset[Any]):
             the epoch; if all sources repeat, the total number of samples in the sources.
         samples_per_update: Number of samples per update over all ranks. Required if weights change at updates.
         adds_source: Whether to add the index of the source to each sample: as `sample["source"]`, or as the last item
-            of a tuple. None: only to mappings.
+            of a tuple. Any other sample becomes a pair (sample, index). None (the default): only to mappings.
 
     Attributes:
         names: Names of the sources. The index of a source is its position in this tuple.
-        pieces: Ranges of the order in which the weights are constant, before sources have ended.
+        pieces: Ranges of positions with constant weights, as given by `weights`. The end of a source does not change
+            them.
 
     Raises:
         ConfigError: If an argument is out of range or does not fit the sources, or if nothing ends an epoch.

@@ -101,7 +101,8 @@ def load_mapping(content: bytes, name: str) -> dict[str, Any]:
         name: Name of the file, for messages.
 
     Raises:
-        ConfigError: If the content is neither YAML nor JSON, or is not a mapping with string keys.
+        ConfigError: If the content is neither YAML nor JSON, or is not a mapping with string keys. Also if it contains
+            a YAML alias, deep nesting or a very long unquoted value, which could exhaust memory or time.
     """
     import yaml
 

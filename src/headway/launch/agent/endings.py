@@ -170,8 +170,8 @@ class MachineLost:
     def write(self, path: Path) -> None:
         """Write failure.json with the lost machine and the failed ranks.
 
-        Do nothing if the file was written in this attempt, because the lost machine can have written it to a shared
-        folder. A file from an earlier attempt is replaced.
+        Do nothing if the file was already written in this attempt: in a shared folder, it may be the lost machine's own
+        report. A file from an earlier attempt is replaced.
         """
         if read_file_identity(path) not in (None, self.former_file):
             return

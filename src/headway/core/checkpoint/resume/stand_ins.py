@@ -41,7 +41,8 @@ from headway.errors import CheckpointError
 class LocalState:
     """Collector and restorer of the state that differs between ranks under local SGD.
 
-    In a checkpoint, each such tensor is stored as its mean over the ranks, and as a tensor with one row per rank.
+    In a checkpoint, each such tensor is stored with one row per rank. In addition, a floating-point tensor of at least
+    16 bits is stored as its mean over the ranks. Any other tensor is stored with this rank's own values.
 
     Args:
         training: Registry of the run's local SGD blocks.

@@ -144,18 +144,20 @@ class CheckpointFolder:
         return folder
 
     def newest(self, run: str | None = None) -> Path | None:
-        """Return the newest checkpoint whose files are all there, or None if there is none. Every rank must call it.
+        """Return the newest complete checkpoint, or None if there is none. Every rank must call it.
 
-        The lengths of the files are checked. Their hashes are left to the load, unless the checkpoint must be copied to
-        other machines. For each skipped checkpoint, a warning is logged.
+        The existence and lengths of the files are checked. Their hashes are checked only when the checkpoint is loaded,
+        or when it must be copied to machines that have no checkpoint. A warning is logged for each damaged checkpoint.
+        A checkpoint that only some of the machines with checkpoints have is ignored without a warning.
 
         Args:
             run: ID of the run whose checkpoints count. Checkpoints that name no run count, too. Default: None, the
                 checkpoints of all runs.
 
         Raises:
-            CheckpointError: If all checkpoints are damaged, if there are only copies that a user made, or if the only
-                checkpoint was written by another program.
+            CheckpointError: If all checkpoints are damaged, if all were written by another program, or if the
+                checkpoint cannot be copied to a machine that lacks it. Without `run`, also if there are only copies
+                that a user made.
         """
         there = [path for path in list_originals(self.parent()) if run is None or read_run_id(path) in (run, None)]
         folder, passed_over = self._reader.find_first_complete(self.parent(), there)

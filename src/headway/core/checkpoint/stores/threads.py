@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 def run_in_order(tasks: Iterable[Callable[[], None]], num_threads: int) -> None:
     """Run tasks on several threads. If several fail, raise the error of the earliest task in the given order.
 
-    After a failure, tasks that have not started are skipped.
+    A failure takes effect when all earlier tasks have ended. Tasks that have not started by then are skipped. The error
+    is raised after the running tasks have ended.
 
     Args:
         tasks: Functions to call.

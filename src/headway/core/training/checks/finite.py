@@ -142,8 +142,9 @@ class FiniteGuard(StepGuard):
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss, changed so that its gradients are NaN if it is not finite.
 
-        Record each loss on an accelerator, and each non-finite loss on the CPU. While a window is run again to find the
-        origin of a value, the tracer checks the loss instead, and the loss is returned unchanged.
+        A CPU loss is recorded only if it is not finite. A loss on an accelerator is always recorded, because checking
+        it now would wait for the device. While a window is replayed to find the origin of a non-finite value, the
+        replay's tracer checks the loss instead, and the loss is returned unchanged.
         """
         if self._replay is not None and self._replay.tracer is not None:
             self._replay.tracer.check_loss(loss)
