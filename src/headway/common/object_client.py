@@ -242,6 +242,8 @@ class ObjectClient:
         exceptions, text = self._library.exceptions, str(error)
         if "RequestTimeTooSkewed" in text:
             return "this machine's clock differs too much from the store's: set it (with chrony, for example)"
+        if "NoSuchBucket" in text:
+            return "the bucket does not exist: create it, or correct the name"
         if "BadScheme" in text:
             return "its endpoint uses http, without TLS: set AWS_ALLOW_HTTP=true to allow that"
         is_refused = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
