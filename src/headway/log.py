@@ -101,7 +101,7 @@ def _add_users_line(text: str) -> str:
 
 
 @cache
-def _adapter(name: str) -> RankLogger:
+def _make_adapter(name: str) -> RankLogger:
     return RankLogger(logging.getLogger(name))
 
 
@@ -124,9 +124,9 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
         logger.info("shown once per run, by rank 0")
         logger.info("shown by every rank", main_process_only=False)
     """
-    logger = _adapter(name)
+    logger = _make_adapter(name)
     asked = read_level()
-    level = asked if log_level is None else _level(log_level, "get_logger(log_level=...)")
+    level = asked if log_level is None else _parse_level(log_level, "get_logger(log_level=...)")
     if level is not None:
         logger.logger.setLevel(level)
     if asked is not None:
@@ -141,7 +141,7 @@ def read_level() -> int | None:
         ConfigError: If the variable's value is not a level.
     """
     text = env.get(LEVEL)
-    return _level(text.strip(), f"environment: {LEVEL}") if text is not None and text.strip() else None
+    return _parse_level(text.strip(), f"environment: {LEVEL}") if text is not None and text.strip() else None
 
 
 def is_debugging() -> bool:
@@ -166,7 +166,7 @@ def silence_elastic() -> None:
             logger.setLevel(logging.CRITICAL if name.endswith("multiprocessing.api") else logging.ERROR)
 
 
-def _level(asked: str | int, origin: str) -> int:
+def _parse_level(asked: str | int, origin: str) -> int:
     number = asked if isinstance(asked, int) else parse_whole_number(asked)
     if number is None:
         number = logging.getLevelName(str(asked).upper())  # returns a string if there is no such level

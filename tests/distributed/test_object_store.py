@@ -225,10 +225,10 @@ def test_lock_of_a_silent_machine_is_taken_over(proxy, port, monkeypatch):
     """The holder's machine cannot be queried. Clocks play no role, because nothing reads the objects' times."""
     monkeypatch.setattr(lock, "SILENCE", 1.5)
     monkeypatch.setattr(lock, "BEAT", 0.3)
-    monkeypatch.setattr(lock, "_machine", lambda: "another one")
+    monkeypatch.setattr(lock, "_get_machine_id", lambda: "another one")
     folder = to_path(f"s3://{server.BUCKET}/silent/checkpoints")
     first = ObjectLock(folder, "first", "1")
-    monkeypatch.setattr(lock, "_machine", lambda: "this one")
+    monkeypatch.setattr(lock, "_get_machine_id", lambda: "this one")
     with pytest.raises(CheckpointError, match=r"run first .* Two runs in one folder"):
         ObjectLock(folder, "second", "2")
     first._over.set()  # simulates that the first machine died

@@ -221,7 +221,7 @@ def prepare_meta_models() -> None:
     with torch.device("meta"):
         model = NormBlocks()
     units = find_units(model, ShardingOptions())
-    inner = accelerator.strategy._shard(model, units, (), ())  # type: ignore[attr-defined]
+    inner = accelerator.strategy._shard_units(model, units, (), ())  # type: ignore[attr-defined]
     largest = fill_model(model, inner, torch.device("cpu"), accelerator.collectives)
     assert largest == 64 * 67 * 4
     assert largest * 6 == sum(p.numel() * p.element_size() for p in model.parameters())

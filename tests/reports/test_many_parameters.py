@@ -21,13 +21,13 @@ def prepare_model():
 def test_save_encodes_each_manifest_once_with_the_c_code_of_json(tmp_path, monkeypatch):
     """`indent` makes json.dumps use Python code, which took 5 of 8 seconds with 10,000 parameters."""
     calls = []
-    content = Manifest._content
+    content = Manifest._encode_content
 
     def refuse(*args, **kwargs):
         raise AssertionError("JSON is written by Python code")
 
     monkeypatch.setattr(json.encoder, "_make_iterencode", refuse)
-    monkeypatch.setattr(Manifest, "_content", lambda self: calls.append(self) or content(self))
+    monkeypatch.setattr(Manifest, "_encode_content", lambda self: calls.append(self) or content(self))
     accelerator, _ = prepare_model()
     accelerator.save_state(tmp_path / "x")
     assert len(calls) == 1

@@ -30,7 +30,7 @@ from unittest.mock import patch
 import torch
 
 from headway.cli.main import main as headway
-from headway.core.checkpoint.format.manifest import MANIFEST, _digest, read_manifest
+from headway.core.checkpoint.format.manifest import MANIFEST, _compute_digest, read_manifest
 from headway.core.checkpoint.format.tensors import hash_file
 from headway.core.checkpoint.loading.files import read_state
 from headway.core.config.launch import SETTINGS
@@ -186,7 +186,7 @@ def mutate_bytes(draw: random.Random, data: bytes) -> bytes:
 def seal_manifest(content: Any, version: int = 3) -> bytes:
     """Return the bytes of a manifest with this content and its correct hash."""
     return json.dumps(
-        {"format": "headway checkpoint", "version": version, "sha256": _digest(content), "content": content}
+        {"format": "headway checkpoint", "version": version, "sha256": _compute_digest(content), "content": content}
     ).encode()
 
 

@@ -30,7 +30,7 @@ _LARGEST = 1 << 26
 _UNKNOWN = f"not a public name of Accelerate {VERSION}"
 
 
-def _compat(scripts: tuple[Path, ...], path: bool, as_json: bool) -> None:
+def _run_compat(scripts: tuple[Path, ...], path: bool, as_json: bool) -> None:
     if path:
         if scripts or as_json:
             raise ConfigError("--path prints the folder for PYTHONPATH; it takes neither scripts nor --json")
@@ -111,7 +111,7 @@ def _echo_surface(as_json: bool) -> None:
 
 command = GroupedCommand(
     "compat",
-    callback=_compat,
+    callback=_run_compat,
     params=[
         click.Argument(["scripts"], nargs=-1, type=click.Path(path_type=Path)),
         make_option("--path", None, "Output", "Only print the folder for PYTHONPATH."),

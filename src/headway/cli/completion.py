@@ -14,7 +14,7 @@ _EPILOG = format_examples(
 )
 
 
-def _completion(shell: str) -> None:
+def _print_completion(shell: str) -> None:
     script = get_completion_class(shell)
     assert script is not None  # click knows all shells that the argument accepts
     group = click.get_current_context().find_root().command
@@ -23,7 +23,7 @@ def _completion(shell: str) -> None:
 
 command = GroupedCommand(
     "completion",
-    callback=_completion,
+    callback=_print_completion,
     params=[click.Argument(["shell"], metavar="bash|zsh|fish", type=click.Choice(("bash", "zsh", "fish")))],
     help=_ABOUT,
     epilog=_EPILOG,

@@ -115,33 +115,33 @@ def ask_questions(
     """
     answers: dict[str, str] = {}
 
-    def put(name: str, text: str, default: str, choices: tuple[str, ...] = ()) -> str:
+    def ask_setting(name: str, text: str, default: str, choices: tuple[str, ...] = ()) -> str:
         answers[name] = ask(ConfigQuestion(name, text, default, choices))
         return answers[name]
 
-    num_machines = int(put("num_machines", "How many machines take part in a run?", "1"))
+    num_machines = int(ask_setting("num_machines", "How many machines take part in a run?", "1"))
     if num_machines > 1:
-        put("machine_rank", "Which of them is this one, counted from 0?", "0")
-        put("main_process_ip", "At which address do the others reach machine 0?", "10.0.0.1")
-        put("main_process_port", "On which free port of machine 0 do they meet?", "29400")
+        ask_setting("machine_rank", "Which of them is this one, counted from 0?", "0")
+        ask_setting("main_process_ip", "At which address do the others reach machine 0?", "10.0.0.1")
+        ask_setting("main_process_port", "On which free port of machine 0 do they meet?", "29400")
     devices = NONE
     if accelerator is not None:
-        devices = put(
+        devices = ask_setting(
             "devices", f"This machine has {num_devices} x {accelerator}. Which are used?", ALL, (ALL, SOME, NONE)
         )
     if devices == SOME:
-        put("gpu_ids", f"Which, separated by commas? There are {', '.join(device_ids)}.", device_ids[0])
+        ask_setting("gpu_ids", f"Which, separated by commas? There are {', '.join(device_ids)}.", device_ids[0])
     if devices == NONE:
         per_run = "How many processes are started on the CPU, over all machines?"
-        put("num_processes", per_run, str(num_machines))
+        ask_setting("num_processes", per_run, str(num_machines))
     per_machine = (
         num_devices if devices == ALL else len(answers.get("gpu_ids", "").split(",")) if devices == SOME else 0
     )
     num_processes = int(answers["num_processes"]) if "num_processes" in answers else num_machines * per_machine
     if num_processes > 1:
         _ask_spread(ask, answers, num_processes, num_processes // num_machines)
-    put("mixed_precision", "Which precision has the forward pass?", "no", PRECISIONS)
-    put("gradient_accumulation_steps", "How many micro-batches make an update?", "1")
+    ask_setting("mixed_precision", "Which precision has the forward pass?", "no", PRECISIONS)
+    ask_setting("gradient_accumulation_steps", "How many micro-batches make an update?", "1")
     return _resolve_answers(answers, has_accelerator=accelerator is not None)
 
 
@@ -188,11 +188,11 @@ def _resolve_answers(answers: Mapping[str, str], has_accelerator: bool) -> Launc
     return LaunchConfig(**decided)
 
 
-def _path(config_file: str | None) -> Path:
+def _get_config_path(config_file: str | None) -> Path:
     return Path(config_file) if config_file is not None else find_default_file(env.copy_variables())
 
 
-def _interactive(config_file: str | None) -> None:
+def _ask_and_write(config_file: str | None) -> None:
     """Ask the user for the settings, write them to the config file, and print the file's path and content.
 
     Raises:
@@ -205,31 +205,34 @@ def _interactive(config_file: str | None) -> None:
     from headway.launch import machine
 
     here = machine.inspect_machine(env.copy_variables())
-    _write(ask_questions(choose_prompt(), here.accelerator, len(here.device_ids), here.device_ids), _path(config_file))
+    _write_and_show(
+        ask_questions(choose_prompt(), here.accelerator, len(here.device_ids), here.device_ids),
+        _get_config_path(config_file),
+    )
 
 
-def _write(config: LaunchConfig, path: Path) -> None:
+def _write_and_show(config: LaunchConfig, path: Path) -> None:
     write_config(config, path)
     click.echo(f"written to {path}:")
     click.echo(format_config(config), nl=False)
 
 
-def _default(config_file: str | None, mixed_precision: str | None, force: bool) -> None:
-    path = _path(config_file)
+def _write_default(config_file: str | None, mixed_precision: str | None, force: bool) -> None:
+    path = _get_config_path(config_file)
     if path.exists() and not force:
         raise ConfigError(
             f"{path} exists already; add --force to write over it, or `headway config update` to bring it up to date"
         )
-    _write(resolve([read_command_line_layer({"mixed_precision": mixed_precision})]).config, path)
+    _write_and_show(resolve([read_command_line_layer({"mixed_precision": mixed_precision})]).config, path)
 
 
-def _update(config_file: str | None) -> None:
+def _update_config(config_file: str | None) -> None:
     """Rewrite a config file in the current format. Print the keys that no longer exist, which are removed.
 
     Raises:
         ConfigError: If the file is missing or invalid, or contains another unknown key.
     """
-    path = _path(config_file)
+    path = _get_config_path(config_file)
     data = load_mapping(read_config(path), str(path))
     kept = {}
     for key, value in data.items():
@@ -238,10 +241,10 @@ def _update(config_file: str | None) -> None:
             kept[key] = value
         else:
             click.echo(f"taken out: {key}: {text}")
-    _write(resolve([read_settings(kept, str(path), explain_file_key)]).config, path)
+    _write_and_show(resolve([read_settings(kept, str(path), explain_file_key)]).config, path)
 
 
-def _show(config_file: str | None, as_json: bool) -> None:
+def _show_settings(config_file: str | None, as_json: bool) -> None:
     environment = env.copy_variables()
     resolved = resolve(
         [read_environment_layer(environment), read_file_layer(config_file, environment, explain_file_key)]
@@ -260,15 +263,15 @@ def _show(config_file: str | None, as_json: bool) -> None:
     for name, value in values.items():
         is_set = resolved.config.is_set(name)
         click.echo(
-            f"{name:<{width}}  {value:<{wide}}  {resolved.origin(name) if is_set else _undecided(SETTINGS[name])}"
+            f"{name:<{width}}  {value:<{wide}}  {resolved.origin(name) if is_set else _describe_default(SETTINGS[name])}"
         )
 
 
-def _undecided(setting: LaunchSetting) -> str:
+def _describe_default(setting: LaunchSetting) -> str:
     return f"default: {setting.default or ('off' if setting.kind == 'switch' else 'not set')}"
 
 
-def _import(foreign: str, config_file: str | None, force: bool) -> None:
+def _import_foreign(foreign: str, config_file: str | None, force: bool) -> None:
     from headway.compat.accelerate.launching.config_file import translate
 
     made = translate(load_mapping(read_config(Path(foreign)), foreign), foreign)
@@ -277,10 +280,10 @@ def _import(foreign: str, config_file: str | None, force: bool) -> None:
         click.echo(f"{key:<{width}}  {text}")
     if made.num_lost:
         click.echo(f"{made.num_lost} of {made.num_keys} keys could not be kept: runs will not use them")
-    path = _path(config_file)
+    path = _get_config_path(config_file)
     if path.exists() and not force:
         raise ConfigError(f"{path} exists already; add --force to write over it, or --config_file to write elsewhere")
-    _write(made.config, path)
+    _write_and_show(made.config, path)
 
 
 _WHERE = "The file.  [default: default_config.yaml in $HEADWAY_HOME, else in ~/.config/headway]"
@@ -290,7 +293,7 @@ _PRECISION = make_option("--mixed_precision", "no|bf16|fp16|fp8", "Options", SET
 _FOREIGN = click.Argument(["foreign"], metavar="FILE")
 
 
-def _subcommand(name: str, callback: Any, help_: str, *params: click.Parameter) -> click.Command:
+def _make_subcommand(name: str, callback: Any, help_: str, *params: click.Parameter) -> click.Command:
     return GroupedCommand(name, callback=callback, params=list(params), help=help_)
 
 
@@ -299,10 +302,10 @@ _UPDATE = "Bring a file up to date. Settings that no longer exist are removed an
 _SHOW = "Print settings with their origin. Settings that are not set have their default."
 _IMPORT = "Translate Accelerate's config file. What each key became is printed."
 _SUBCOMMANDS = [
-    _subcommand("default", _default, _DEFAULT, _FILE, _PRECISION, _FORCE),
-    _subcommand("update", _update, _UPDATE, _FILE),
-    _subcommand("show", _show, _SHOW, _FILE, JSON),
-    _subcommand("import", _import, _IMPORT, _FOREIGN, _FILE, _FORCE),
+    _make_subcommand("default", _write_default, _DEFAULT, _FILE, _PRECISION, _FORCE),
+    _make_subcommand("update", _update_config, _UPDATE, _FILE),
+    _make_subcommand("show", _show_settings, _SHOW, _FILE, JSON),
+    _make_subcommand("import", _import_foreign, _IMPORT, _FOREIGN, _FILE, _FORCE),
 ]
 
 
@@ -315,10 +318,10 @@ class ConfigGroup(click.Group):
         formatter.write(f"{self.epilog}\n")
 
 
-def _config(config_file: str | None) -> None:
+def _run_config(config_file: str | None) -> None:
     subcommand = click.get_current_context().invoked_subcommand
     if subcommand is None:
-        _interactive(config_file)
+        _ask_and_write(config_file)
     elif config_file is not None:
         raise ConfigError(
             f"--config_file belongs behind the subcommand: headway config {subcommand} --config_file PATH"
@@ -327,7 +330,7 @@ def _config(config_file: str | None) -> None:
 
 command = ConfigGroup(
     "config",
-    callback=_config,
+    callback=_run_config,
     invoke_without_command=True,
     params=[_FILE],
     commands={str(subcommand.name): subcommand for subcommand in _SUBCOMMANDS},

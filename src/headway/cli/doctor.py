@@ -256,7 +256,7 @@ def check_limits(root: Path = Path("/")) -> Iterator[Finding]:
     hint = f"ulimit -n {most if most > 0 else 65535} before the launch: tensors of loading workers and connections take one each"
     yield grade(not few, f"{_format_limit(files)} open files", hint)
     allowed = [resource.getrlimit(resource.RLIMIT_NPROC)[0]]
-    text = _read(root / "sys/fs/cgroup/pids.max")
+    text = _read_text(root / "sys/fs/cgroup/pids.max")
     allowed += [int(text)] if text.isdecimal() else []
     number = min((number for number in allowed if number >= 0), default=-1)
     hint = "raise ulimit -u, or the container's pids limit: every thread counts, and a rank has dozens"
@@ -288,7 +288,7 @@ def _format_limit(limit: int) -> str:
     return "any number of" if limit < 0 else f"{limit:,}"
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
@@ -311,7 +311,7 @@ _EPILOG = format_examples(
 )
 
 
-def _doctor(config_file: str | None, here: bool, **given: Any) -> None:
+def _run_doctor(config_file: str | None, here: bool, **given: Any) -> None:
     # Imported here so that `--help` does not wait for this import.
     from headway.launch import clusters
 
@@ -352,4 +352,4 @@ _PARAMS = [
     CONFIG_FILE,
     make_option("--here", None, "Configuration", "Look at this machine and start nothing."),
 ]
-command = GroupedCommand("doctor", callback=_doctor, params=_PARAMS, help=_ABOUT, epilog=_EPILOG)
+command = GroupedCommand("doctor", callback=_run_doctor, params=_PARAMS, help=_ABOUT, epilog=_EPILOG)

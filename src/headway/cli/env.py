@@ -84,7 +84,7 @@ def _describe_memory() -> str:
     return f"{format_bytes(memory.available)} free of {format_bytes(memory.total)}"
 
 
-def _env(as_json: bool) -> None:
+def _run_env(as_json: bool) -> None:
     found = collect_facts()
     if as_json:
         click.echo(json.dumps(found, indent=2))
@@ -96,7 +96,7 @@ def _env(as_json: bool) -> None:
 
 command = GroupedCommand(
     "env",
-    callback=_env,
+    callback=_run_env,
     params=[JSON],
     help="Print versions, hardware and configuration. Only Headway's own code is imported.",
 )

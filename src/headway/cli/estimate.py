@@ -70,7 +70,9 @@ NOT_FOR_RANKING = {
 _DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 
 
-def _estimate(folder: Path | None, arguments: tuple[str, ...], script: bool, calibrate: bool, **options: Any) -> None:
+def _run_estimate(
+    folder: Path | None, arguments: tuple[str, ...], script: bool, calibrate: bool, **options: Any
+) -> None:
     given = {name: value for name, value in options.items() if value not in (None, False) and name != "inference"}
     if calibrate:
         if folder is not None or given:
@@ -126,13 +128,13 @@ def _check_arguments(folder: Path, arguments: tuple[str, ...], script: bool, giv
         return
     for name in given:
         if name not in _OF_RUNNING:
-            raise ConfigError(f"{_flag(name)} is for training; add --device, such as --device a100-40gb")
+            raise ConfigError(f"{_format_flag(name)} is for training; add --device, such as --device a100-40gb")
     if "batch_size" in given and "sequence" not in given:
         raise ConfigError(f"--batch_size {given['batch_size']} needs --sequence, the tokens of each sample")
     check_model_folder(folder)
 
 
-def _flag(name: str) -> str:
+def _format_flag(name: str) -> str:
     """Return the flag that a user types for the option with the given name, such as "--device" for "device"."""
     return "--json" if name == "as_json" else f"--{name}"
 
@@ -152,7 +154,9 @@ def _check_script(given: dict[str, Any]) -> None:
         raise ConfigError("--script needs --device, such as --device a100-40gb")
     for name in given:
         if name not in _OF_SCRIPTS:
-            raise ConfigError(f"{_flag(name)} is decided by the script; with --script, pass it to the script instead")
+            raise ConfigError(
+                f"{_format_flag(name)} is decided by the script; with --script, pass it to the script instead"
+            )
 
 
 def format_forecast(
@@ -246,7 +250,7 @@ def format_ranking(model: str, as_json: bool = False, **given: Any) -> tuple[str
         UnsupportedError: If no configuration can be traced.
     """
     for name in NOT_FOR_RANKING.keys() & given.keys():
-        raise ConfigError(f"{_flag(name)} and --global_batch_size: {NOT_FOR_RANKING[name]}; give one of them")
+        raise ConfigError(f"{_format_flag(name)} and --global_batch_size: {NOT_FOR_RANKING[name]}; give one of them")
     # Imported here so that `--help` does not wait for the import of torch.
     from headway.planning.cheapest import cheapest, format_table
     from headway.planning.sources import find_source, make_trainable
@@ -342,7 +346,7 @@ _PLACED = (
 
 estimate = GroupedCommand(
     "estimate",
-    callback=_estimate,
+    callback=_run_estimate,
     aliases=EARLIER_NAMES,
     params=[
         click.Argument(["folder"], metavar="FOLDER", required=False, type=click.Path(path_type=Path)),

@@ -129,7 +129,7 @@ def measure_link(accelerator: Accelerator) -> tuple[float, float]:
     The bandwidth is the size of one rank's tensor divided by the median time. Every rank must call it.
     """
 
-    def seconds(length: int, repeats: int) -> float:
+    def measure_seconds(length: int, repeats: int) -> float:
         tensor = torch.zeros(length, device=accelerator.device)
         times = []
         for _ in range(repeats + 2):
@@ -140,7 +140,7 @@ def measure_link(accelerator: Accelerator) -> tuple[float, float]:
             times.append(time.perf_counter() - begun)
         return statistics.median(times[2:])  # the first two all-reduces are for warm-up
 
-    return seconds(_SMALL, _NUM_SMALL) * 1e3, _LARGE * 4 / seconds(_LARGE, _NUM_LARGE) / 1e6
+    return measure_seconds(_SMALL, _NUM_SMALL) * 1e3, _LARGE * 4 / measure_seconds(_LARGE, _NUM_LARGE) / 1e6
 
 
 def judge_link(latency: float, rate: float, places: Sequence[RankLocation]) -> Iterator[Finding]:

@@ -61,7 +61,7 @@ class LaunchCommand(GroupedCommand):
         return super().parse_args(ctx, args)
 
 
-def _launch(**given: Any) -> None:
+def _run_launch(**given: Any) -> None:
     ctx = click.get_current_context()
     start_script(**given, warning=find_misplaced_flags(ctx, ctx.meta[_RAW]))
 
@@ -220,7 +220,7 @@ def _choose_kind(resolved: Resolved) -> str:
 
 command = LaunchCommand(
     "launch",
-    callback=_launch,
+    callback=_run_launch,
     params=[
         *make_setting_options(),
         *make_foreign_options(),

@@ -86,9 +86,9 @@ def _find_flags(
         if option is None or ctx.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE:
             continue
         if option.is_flag or equals:
-            if not equals if option.is_flag else _fits(option, value):
+            if not equals if option.is_flag else _is_valid_value(option, value):
                 yield at, (word,)
-        elif at + 1 < len(args) and _fits(option, args[at + 1]):
+        elif at + 1 < len(args) and _is_valid_value(option, args[at + 1]):
             yield at, (word, args[at + 1])
 
 
@@ -96,7 +96,7 @@ def _normalize_flag(flag: str) -> str:
     return f"--{replace_dashes(flag[2:])}" if flag.startswith("--") else flag
 
 
-def _fits(option: click.Option, value: str) -> bool:
+def _is_valid_value(option: click.Option, value: str) -> bool:
     """Whether a value is valid for an option of the launcher."""
     try:
         parse_text(SETTINGS[str(option.name)], value, "")

@@ -30,7 +30,7 @@ _EPILOG_PLAN = format_examples(
 )
 
 
-def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **given: Any) -> None:
+def _run_plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **given: Any) -> None:
     for text in strategy:
         parse_layout(text)  # raises an error if invalid; a layout that does not fit the ranks becomes a table row
     check_model_name(model)
@@ -104,7 +104,7 @@ def _make_rate_option(name: str, metavar: str, default: float, text: str) -> Gro
 
 plan = GroupedCommand(
     "plan",
-    callback=_plan,
+    callback=_run_plan,
     aliases=EARLIER_NAMES,
     params=[
         click.Argument(["model"], metavar="MODEL"),

@@ -29,9 +29,9 @@ def show_progress() -> None:
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
 
-    def end() -> None:
+    def stop_showing() -> None:
         logger.removeHandler(handler)
         logger.setLevel(level)
         handler.close()
 
-    click.get_current_context().call_on_close(end)
+    click.get_current_context().call_on_close(stop_showing)

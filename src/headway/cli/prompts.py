@@ -58,7 +58,7 @@ def ask_with_lines(question: Question) -> str:
     """
     if not question.choices:
         return str(
-            click.prompt(question.text, default=question.default, value_proc=lambda text: _check(question, text))
+            click.prompt(question.text, default=question.default, value_proc=lambda text: _check_answer(question, text))
         )
     click.echo(question.text)
     for number, choice in enumerate(question.choices, 1):
@@ -66,7 +66,7 @@ def ask_with_lines(question: Question) -> str:
     default = str(question.choices.index(question.default) + 1)
     return str(
         click.prompt(
-            "Number", default=default, value_proc=lambda text: _check(question, _resolve_choice(question, text))
+            "Number", default=default, value_proc=lambda text: _check_answer(question, _resolve_choice(question, text))
         )
     )
 
@@ -80,7 +80,7 @@ def _resolve_choice(question: Question, typed: str) -> str:
     return named[0] if named else text
 
 
-def _check(question: Question, answer: str) -> str:
+def _check_answer(question: Question, answer: str) -> str:
     problem = question.find_problem(answer)
     if problem is not None:
         raise click.UsageError(problem)  # click prints it and asks again

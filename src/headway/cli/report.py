@@ -64,7 +64,7 @@ def command(run: tuple[Path, ...], out: Path | None, png: Path | None) -> None:
     here = Path() if isinstance(run[0], ObjectPath) else runs[0].path.parent
     target = out or here / "report.html"
     text = html_page(runs).encode("utf-8", "backslashreplace")
-    _write(target, text)
+    _write_file(target, text)
     click.echo(f"{target} ({format_bytes(len(text))})")
     if png is not None:
         from headway.core.tracking.report.drawing import draw_charts
@@ -73,7 +73,7 @@ def command(run: tuple[Path, ...], out: Path | None, png: Path | None) -> None:
             click.echo(str(path))
 
 
-def _write(target: Path, text: bytes) -> None:
+def _write_file(target: Path, text: bytes) -> None:
     from headway.errors import ConfigError
 
     try:

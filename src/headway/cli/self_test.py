@@ -25,7 +25,7 @@ _EPILOG_TEST = format_examples(
 )
 
 
-def _test(config_file: str | None, dry_run: bool, **given: Any) -> None:
+def _run_test(config_file: str | None, dry_run: bool, **given: Any) -> None:
     start_script(
         "headway.cli.checks", ("test",), config_file, dry_run, False, **{**given, "module": True, "no_python": None}
     )
@@ -37,4 +37,4 @@ _TEST_PARAMS = [
     make_option("--dry_run", None, "Configuration", "Print the command, and start nothing."),
 ]
 
-test = GroupedCommand("test", callback=_test, params=_TEST_PARAMS, help=_ABOUT_TEST, epilog=_EPILOG_TEST)
+test = GroupedCommand("test", callback=_run_test, params=_TEST_PARAMS, help=_ABOUT_TEST, epilog=_EPILOG_TEST)

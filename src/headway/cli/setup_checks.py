@@ -29,7 +29,7 @@ def _make_model() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
 
-def _require(is_true: bool, what: str) -> None:
+def _require_true(is_true: bool, what: str) -> None:
     if not is_true:
         raise AssertionError(what)
 
@@ -51,11 +51,15 @@ def check_collectives(accelerator: Accelerator) -> str:
     rank, count = accelerator.process_index, accelerator.num_processes
     rows = torch.full((rank + 1,), rank, device=accelerator.device)
     wanted = [r for r in range(count) for _ in range(r + 1)]
-    _require(accelerator.gather(rows).tolist() == wanted, "gather lost or reordered rows")
-    _require(accelerator.pad_across_processes(rows).shape[0] == count, "pad_across_processes missed the longest rank")
+    _require_true(accelerator.gather(rows).tolist() == wanted, "gather lost or reordered rows")
+    _require_true(
+        accelerator.pad_across_processes(rows).shape[0] == count, "pad_across_processes missed the longest rank"
+    )
     total = accelerator.reduce(torch.tensor([float(rank)], device=accelerator.device), "sum").item()
-    _require(total == count * (count - 1) / 2, "reduce added up wrongly")
-    _require(accelerator.collectives.gather_objects(f"rank {rank}")[-1] == f"rank {count - 1}", "objects were mixed up")
+    _require_true(total == count * (count - 1) / 2, "reduce added up wrongly")
+    _require_true(
+        accelerator.collectives.gather_objects(f"rank {rank}")[-1] == f"rank {count - 1}", "objects were mixed up"
+    )
     return f"gather, pad, reduce and objects over {count} ranks"
 
 
@@ -73,8 +77,8 @@ def check_data(accelerator: Accelerator) -> str:
     for _ in range(2):
         rows = [accelerator.gather_for_metrics(batch[0]).tolist() for batch in prepared]
         epochs.append([row for step in rows for row in step])
-    _require(all(sorted(epoch) == list(range(_NUM_ROWS)) for epoch in epochs), "samples were lost or repeated")
-    _require(epochs[0] != epochs[1], "two epochs had the same order")
+    _require_true(all(sorted(epoch) == list(range(_NUM_ROWS)) for epoch in epochs), "samples were lost or repeated")
+    _require_true(epochs[0] != epochs[1], "two epochs had the same order")
     return f"{_NUM_ROWS} samples exactly once in each of 2 epochs"
 
 
@@ -109,7 +113,7 @@ def check_gradient(accelerator: Accelerator) -> str:
         )  # gathering a sharded gradient is a collective that all ranks must run
         errors[name] = (found - reference.grad).abs().max().item()
     for name, error in errors.items():
-        _require(error <= tolerance, f"the gradient of {name} is off by {error:.2g}")
+        _require_true(error <= tolerance, f"the gradient of {name} is off by {error:.2g}")
     return f"a window of {len(prepared)} micro-batches on {accelerator.num_processes} ranks = one batch of {_NUM_ROWS}"
 
 
@@ -125,9 +129,11 @@ def check_random_streams(accelerator: Accelerator) -> str:
     set_seed(3, device_specific=True)
     own = accelerator.collectives.gather_objects(torch.rand(1).item())
     num_streams = accelerator.strategy.data_shard.count  # ranks that read the same data must draw equal numbers
-    _require(len(set(own)) == num_streams, "device_specific seeds gave two ranks one stream")
+    _require_true(len(set(own)) == num_streams, "device_specific seeds gave two ranks one stream")
     synchronize_rng_states(["torch"])
-    _require(len(set(accelerator.collectives.gather_objects(torch.rand(1).item()))) == 1, "streams stayed different")
+    _require_true(
+        len(set(accelerator.collectives.gather_objects(torch.rand(1).item()))) == 1, "streams stayed different"
+    )
     return "ranks differ with device_specific, agree after synchronization"
 
 
@@ -142,7 +148,7 @@ def check_metrics(accelerator: Accelerator) -> str:
     inputs, _ = _make_data()
     prepared = accelerator.prepare_data_loader(DataLoader(TensorDataset(inputs), batch_size=_BATCH))
     seen = [accelerator.gather_for_metrics(batch[0]) for batch in prepared]
-    _require(torch.equal(torch.cat(seen).cpu(), inputs), "gathered rows differ from the data")
+    _require_true(torch.equal(torch.cat(seen).cpu(), inputs), "gathered rows differ from the data")
     return f"{_NUM_ROWS} rows back in the data's order"
 
 

@@ -55,7 +55,7 @@ _REFUSED = {
 """Flags of `headway launch` that verify refuses, each with the reason."""
 
 
-def _verify(**given: Any) -> NoReturn:
+def _run_verify(**given: Any) -> NoReturn:
     try:
         options = make_options(**given)
     except HeadwayError as error:
@@ -66,10 +66,10 @@ def _verify(**given: Any) -> NoReturn:
         raise
     except KeyboardInterrupt:
         sys.exit(130)
-    _start(options)
+    _start_main_process(options)
 
 
-def _start(options: dict[str, Any]) -> NoReturn:
+def _start_main_process(options: dict[str, Any]) -> NoReturn:
     """Replace this process with the main process of verify, which then gets all signals, such as that of Ctrl-C."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -140,7 +140,7 @@ def make_options(
     layout = [name for name in typed if SETTINGS[name].group == "Layout"]
     proofs = _choose_proofs(only, skip, has_layout=bool(layout))
 
-    def order(count: int, *, has_layout: bool = False, program: Program = program) -> dict[str, Any]:
+    def make_order(count: int, *, has_layout: bool = False, program: Program = program) -> dict[str, Any]:
         left_out = () if has_layout else layout
         chosen = {name: value for name, value in given.items() if name not in left_out}
         chosen.update(num_processes=str(count), cpu=True if is_on_cpu else chosen.get("cpu"))
@@ -153,14 +153,14 @@ def make_options(
             "num_processes": count,
         }
 
-    orders = {"one": order(1), "several": order(num_processes)}
+    orders = {"one": make_order(1), "several": make_order(num_processes)}
     if layout:
-        orders["layout"] = order(num_processes, has_layout=True)
+        orders["layout"] = make_order(num_processes, has_layout=True)
     if not is_module:
         for name, target in (("forecast", "cpu" if is_on_cpu or not here.device_ids else "this"), ("full", device)):
             if target:
                 estimate = ("estimate", "--script", script, "--device", target, "--json", "--", *script_args)
-                orders[name] = order(1, program=Program("headway", estimate, "module"))
+                orders[name] = make_order(1, program=Program("headway", estimate, "module"))
     return {
         "orders": orders,
         "is_forked": is_on_cpu or not here.device_ids,
@@ -280,7 +280,7 @@ def _make_launch_options() -> list[click.Parameter]:
 
 command = GroupedCommand(
     "verify",
-    callback=_verify,
+    callback=_run_verify,
     params=[
         make_option("--only", "WORDS", "Proofs", f"Proofs to run, separated by commas: {', '.join(PROOFS)}."),
         make_option("--skip", "WORDS", "Proofs", "Proofs to leave out, separated by commas."),

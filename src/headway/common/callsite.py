@@ -77,10 +77,10 @@ def walk_stack(frame: FrameType | None = None) -> Iterator[FrameType]:
     Args:
         frame: Innermost frame to yield. Default: the caller's own frame.
     """
-    return _outward(frame or sys._getframe(1))
+    return _iterate_outward(frame or sys._getframe(1))
 
 
-def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+def _iterate_outward(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -91,7 +91,7 @@ def trace_calls(depth: int) -> tuple[tuple[int, int], ...]:
 
     Two calls that are made along the same call path return equal tuples, so the result can serve as a cache key.
     """
-    frames = islice(_outward(sys._getframe(2)), depth)
+    frames = islice(_iterate_outward(sys._getframe(2)), depth)
     return tuple((id(frame.f_code), frame.f_lineno) for frame in frames)
 
 

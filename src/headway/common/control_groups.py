@@ -31,24 +31,24 @@ class ControlGroup:
     @property
     def limit(self) -> int | None:
         """Memory limit in bytes. None if unlimited, or if the kernel does not report it."""
-        found = self._number("memory.max" if self.is_unified else "memory.limit_in_bytes")
+        found = self._read_number("memory.max" if self.is_unified else "memory.limit_in_bytes")
         return None if found is None or found >= _NO_LIMIT else found
 
     @property
     def used(self) -> int | None:
         """Memory in use in bytes, including the page cache. None if the kernel does not report it."""
-        return self._number("memory.current" if self.is_unified else "memory.usage_in_bytes")
+        return self._read_number("memory.current" if self.is_unified else "memory.usage_in_bytes")
 
     @property
     def peak(self) -> int | None:
         """Peak memory in bytes. None if the kernel does not report it."""
-        return self._number("memory.peak" if self.is_unified else "memory.max_usage_in_bytes")
+        return self._read_number("memory.peak" if self.is_unified else "memory.max_usage_in_bytes")
 
     @property
     def reclaimable(self) -> int:
         """Bytes of page cache that the kernel frees when processes need memory. 0 if the kernel does not report it."""
         # In version 1, only the `total_` values include child groups.
-        return self._count("memory.stat", "inactive_file" if self.is_unified else "total_inactive_file") or 0
+        return self._read_count("memory.stat", "inactive_file" if self.is_unified else "total_inactive_file") or 0
 
     @property
     def num_kills(self) -> int | None:
@@ -56,7 +56,7 @@ class ControlGroup:
 
         None if the kernel does not report it.
         """
-        return self._count("memory.events" if self.is_unified else "memory.oom_control", "oom_kill")
+        return self._read_count("memory.events" if self.is_unified else "memory.oom_control", "oom_kill")
 
     @property
     def available_bytes(self) -> int | None:
@@ -64,11 +64,11 @@ class ControlGroup:
         limit, used = self.limit, self.used
         return None if limit is None or used is None else max(0, limit - used + self.reclaimable)
 
-    def _number(self, name: str) -> int | None:
+    def _read_number(self, name: str) -> int | None:
         text = read_system_file(self.folder / name).strip()
         return int(text) if text.isdecimal() else None
 
-    def _count(self, name: str, key: str) -> int | None:
+    def _read_count(self, name: str, key: str) -> int | None:
         found = re.search(rf"^{key} (\d+)", read_system_file(self.folder / name), re.MULTILINE)
         return int(found[1]) if found else None
 

@@ -89,7 +89,7 @@ class ObjectClient:
     def get(self, key: str) -> tuple[bytes, str] | None:
         """Return an object's bytes and ETag, or None if it does not exist."""
 
-        def act() -> tuple[bytes, str]:
+        def fetch_object() -> tuple[bytes, str]:
             found = self._library.get(self._store, key)
             return bytes(found.bytes()), str(found.meta["e_tag"])
 
@@ -98,7 +98,7 @@ class ObjectClient:
             now = self._get_or_none(lambda: self._library.head(self._store, key)["e_tag"], f"look at {key}")
             if known[1] == now:
                 return known
-        return self._get_or_none(act, f"read {key}")
+        return self._get_or_none(fetch_object, f"read {key}")
 
     def get_cached(self, key: str) -> tuple[bytes, str] | None:
         """Return an object's bytes and ETag, or None if it does not exist. Cache them for later calls of `get`.
@@ -121,13 +121,13 @@ class ObjectClient:
             FileNotFoundError: If the object does not exist.
         """
 
-        def act() -> Any:
+        def fetch_range() -> Any:
             found = self._library.get_range(self._store, key, start=start, end=end)
             if len(found) != end - start:
                 raise ConnectionError(f"received {len(found)} bytes instead of {end - start}")
             return found
 
-        return self._retry_request(act, f"read {key}")
+        return self._retry_request(fetch_range, f"read {key}")
 
     def get_size(self, key: str) -> int | None:
         """Return an object's size in bytes, or None if it does not exist."""
@@ -136,11 +136,11 @@ class ObjectClient:
     def describe(self, key: str) -> ObjectInfo | None:
         """Return an object's size and ETag, or None if it does not exist."""
 
-        def act() -> ObjectInfo:
+        def read_head() -> ObjectInfo:
             head = self._library.head(self._store, key)
             return ObjectInfo(key, int(head["size"]), str(head["e_tag"] or ""))
 
-        return self._get_or_none(act, f"look at {key}")
+        return self._get_or_none(read_head, f"look at {key}")
 
     def put(self, key: str, data: Any, replaces: str | None = "any") -> str | None:
         """Write a whole object, unconditionally or only if the stored object is the one that `replaces` identifies.
@@ -176,7 +176,7 @@ class ObjectClient:
         The prefix consists of whole path components: "a/b" matches "a/b/c" but not "a/bc".
         """
 
-        def act() -> "list[ObjectInfo]":
+        def list_objects() -> "list[ObjectInfo]":
             chunks = self._library.list(self._store, prefix)
             return [
                 ObjectInfo(str(each["path"]), int(each["size"]), str(each["e_tag"] or ""))
@@ -184,7 +184,7 @@ class ObjectClient:
                 for each in chunk
             ]
 
-        return self._retry_request(act, f"list {prefix}")
+        return self._retry_request(list_objects, f"list {prefix}")
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete the objects with the given keys. Missing objects are ignored."""
@@ -226,7 +226,7 @@ class ObjectClient:
                 failure: Exception = error
             except (exceptions.BaseError, OSError, ValueError) as error:
                 failure = error
-            if why := self._refusal(failure):
+            if why := self._explain_refusal(failure):
                 raise ObjectStoreError(f"could not {what} in {self.root}: {why}") from failure
             if time.monotonic() - began + pause > self._retry_seconds:
                 raise ObjectStoreError(
@@ -237,7 +237,7 @@ class ObjectClient:
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _refusal(self, error: Exception) -> str:
+    def _explain_refusal(self, error: Exception) -> str:
         """Return the reason why a retry of a failed request is pointless, or "" if a retry can succeed."""
         exceptions, text = self._library.exceptions, str(error)
         if "RequestTimeTooSkewed" in text:

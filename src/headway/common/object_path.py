@@ -256,7 +256,7 @@ class PartsWriter(io.RawIOBase):
         count = len(view)
         while view:
             if self._filled == PART:
-                self._send()
+                self._send_part()
                 self._buffer = self._next_buffer()
                 self._filled = 0
             taken = view[: PART - self._filled]
@@ -266,20 +266,20 @@ class PartsWriter(io.RawIOBase):
             view = view[len(taken) :]
         return count
 
-    def _send(self) -> None:
+    def _send_part(self) -> None:
         for each in [each for each in self._running if each.done()]:
             self._running.remove(each)
             each.result()
         key, buffer, filled = self._path.make_part_key(self._number), self._buffer, self._filled
         self._number += 1
 
-        def act() -> None:
+        def upload_buffer() -> None:
             try:
                 self._path.client.put(key, memoryview(buffer)[:filled])
             finally:
                 self._free.put(buffer)
 
-        self._running.append(self._senders.submit(act))
+        self._running.append(self._senders.submit(upload_buffer))
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is None:
@@ -297,7 +297,7 @@ class PartsWriter(io.RawIOBase):
         if self.closed:
             return
         try:
-            self._send()
+            self._send_part()
             for each in self._running:
                 each.result()
         finally:

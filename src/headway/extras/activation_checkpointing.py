@@ -196,10 +196,10 @@ def _make_selective_policy(names: tuple[str, ...]) -> Callable[..., CheckpointPo
     packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
     kept = {getattr(packet, overload) for packet in packets for overload in packet.overloads()}
 
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def choose_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return policy
+    return choose_policy
 
 
 def _call_forward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

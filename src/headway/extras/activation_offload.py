@@ -313,10 +313,10 @@ def offload_saved_tensors(
     """
     own = _OwnTensors(block)
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor | OffloadedActivation:
+    def pack_tensor(tensor: torch.Tensor) -> torch.Tensor | OffloadedActivation:
         return _offload_tensor(tensor) if _is_worth_it(tensor, min_bytes) and not own.contains(tensor) else tensor
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, _fetch_saved)
+    return torch.autograd.graph.saved_tensors_hooks(pack_tensor, _fetch_saved)
 
 
 def _is_worth_it(tensor: torch.Tensor, min_bytes: int) -> bool:

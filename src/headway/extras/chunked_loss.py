@@ -155,15 +155,15 @@ def chunk_loss(model: nn.Module, options: Any = None) -> nn.Module:
     model.set_output_embeddings(chunked)  # type: ignore[operator]
     model.loss_function = chunked.loss  # type: ignore[assignment]
 
-    def enter(module: nn.Module, _: Any, given: dict[str, Any]) -> None:
+    def begin_forward(module: nn.Module, _: Any, given: dict[str, Any]) -> None:
         is_asked = given.get("labels") is not None and given.get("return_dict") is not False
         chunked.is_deferred = is_asked and module.training and torch.is_grad_enabled()
 
-    def leave(_: nn.Module, __: Any, outputs: Any) -> None:
+    def end_forward(_: nn.Module, __: Any, outputs: Any) -> None:
         if chunked.is_deferred and outputs is not None:
             outputs["logits"] = None
         chunked.is_deferred = False
 
-    model.register_forward_pre_hook(enter, with_kwargs=True)
-    model.register_forward_hook(leave, always_call=True)
+    model.register_forward_pre_hook(begin_forward, with_kwargs=True)
+    model.register_forward_hook(end_forward, always_call=True)
     return model

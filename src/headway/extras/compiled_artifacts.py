@@ -38,7 +38,7 @@ def write_artifacts(staging: Path, collectives: Collectives) -> None:
     """
     made: bytes | None = None
     if collectives.rank == 0 and (saved := torch.compiler.save_cache_artifacts()) is not None:
-        made = _seal(saved[0]) + saved[0]
+        made = _sign_artifacts(saved[0]) + saved[0]
     made = collectives.broadcast_object(made)
     if made is None or not staging.is_dir():
         return
@@ -63,7 +63,7 @@ def load_artifacts(folder: Path) -> bool:
         log.warning("compiled code was not loaded from the checkpoint: %s", error)
         return False
     seal, artifacts = data[:_SEAL], data[_SEAL:]
-    if not hmac.compare_digest(seal, _seal(artifacts)):
+    if not hmac.compare_digest(seal, _sign_artifacts(artifacts)):
         log.warning(
             "%s is ignored, because it was not sealed with this user's key: it is code, and may come from another person. Models "
             "are compiled again. If machines share no home directory, set HEADWAY_SECRET on all of them",
@@ -73,7 +73,7 @@ def load_artifacts(folder: Path) -> bool:
     return torch.compiler.load_cache_artifacts(artifacts) is not None
 
 
-def _seal(artifacts: bytes) -> bytes:
+def _sign_artifacts(artifacts: bytes) -> bytes:
     return hmac.digest(read_secret() or _read_own_key(), artifacts, hashlib.sha256)
 
 

@@ -145,7 +145,7 @@ def compile_model(
             f"regional compilation: {name} has no repeated blocks (no two modules of one class, with submodules, in a "
             "ModuleList, Sequential or ModuleDict), so it is compiled whole"
         )
-    _compile([model], plugin.to_kwargs())
+    _compile_modules([model], plugin.to_kwargs())
     log.info("%s will be compiled whole by %s", name, plugin.name)
     return model
 
@@ -164,37 +164,37 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
     """
     blocks = find_blocks(module)
     if not blocks:
-        _compile([module], compile_kwargs)
+        _compile_modules([module], compile_kwargs)
         return module
-    kinds = len({_kind(block) for block in blocks})
+    kinds = len({_get_block_key(block) for block in blocks})
     if kinds > 1 and "recompile_limit" in inspect.signature(torch.compile).parameters:
         # Blocks of different shapes share the code of their class, and would exhaust its compilation limit.
         compile_kwargs.setdefault("recompile_limit", _PER_KIND * kinds)
-    _compile(blocks, compile_kwargs)
+    _compile_modules(blocks, compile_kwargs)
     log.info("%d blocks of %s will be compiled, %d kinds", len(blocks), type(module).__name__, kinds)
     return module
 
 
-def _compile(modules: list[torch.nn.Module], settings: dict[str, Any]) -> None:
+def _compile_modules(modules: list[torch.nn.Module], settings: dict[str, Any]) -> None:
     """Compile each module separately. Modules of one class share the compiled code."""
-    code = _caller(modules[0]).__code__.replace()
+    code = _make_caller(modules[0]).__code__.replace()
     for module in modules:
         if not torch._dynamo.trace_rules.check(module.forward):
             module.compile(**settings)
             continue
-        call = _caller(module)
+        call = _make_caller(module)
         function = FunctionType(code, call.__globals__, type(module).__name__, None, call.__closure__)
         module._compiled_call_impl = torch.compile(function, **settings)
 
 
-def _caller(module: torch.nn.Module) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+def _make_caller(module: torch.nn.Module) -> Callable[..., Any]:
+    def call_uncompiled(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    return call
+    return call_uncompiled
 
 
-def _kind(block: torch.nn.Module) -> tuple[Any, ...]:
+def _get_block_key(block: torch.nn.Module) -> tuple[Any, ...]:
     return type(block), tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
 
 

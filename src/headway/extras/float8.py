@@ -98,7 +98,7 @@ def convert_model(
     left = _select_excluded(model, linears, options, splits)
     chosen = {id(module): name for name, module in linears if name not in left and not _is_float8(module)}
     if ranks is not None:
-        _agree(model, sorted(chosen.values()), ranks)
+        _agree_on_layers(model, sorted(chosen.values()), ranks)
     if chosen:
         from headway.layouts.tensor.float8 import split_layer
 
@@ -203,7 +203,7 @@ def _is_kept(model: torch.nn.Module, name: str, keeps: tuple[Any, ...]) -> bool:
     return False
 
 
-def _agree(model: torch.nn.Module, names: list[str], ranks: Collectives) -> None:
+def _agree_on_layers(model: torch.nn.Module, names: list[str], ranks: Collectives) -> None:
     """Raise an error unless all ranks convert the same layers.
 
     Args:
@@ -229,11 +229,11 @@ def _cast_input(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
     torchao's layers cast their inputs only under CUDA autocast. On other devices, matrix products would be computed in
     float32 without this hook.
     """
-    cast: Callable[[Any], Any] = _autocast
+    cast: Callable[[Any], Any] = _cast_to_autocast_dtype
     return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
 
 
-def _autocast(value: Any) -> Any:
+def _cast_to_autocast_dtype(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and torch.is_autocast_enabled(value.device.type):
         return value.to(torch.get_autocast_dtype(value.device.type))
     return value
@@ -257,7 +257,7 @@ def _log_conversion(
     by_reason: dict[str, list[str]] = {}
     for name, reason in left.items():
         by_reason.setdefault(reason, []).append(name)
-    rest = "; ".join(f"{reason} ({_names(names)})" for reason, names in by_reason.items())
+    rest = "; ".join(f"{reason} ({_join_layer_names(names)})" for reason, names in by_reason.items())
     kind = type(model).__name__
     if num_made:
         log.info(
@@ -276,5 +276,5 @@ def _log_conversion(
         )
 
 
-def _names(names: list[str]) -> str:
+def _join_layer_names(names: list[str]) -> str:
     return join_names([name or "itself" for name in names], _NUM_NAMES)

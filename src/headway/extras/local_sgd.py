@@ -110,7 +110,7 @@ class LocalSGD:
         if kind is None:
             is_idle = not self.num_steps and self._training.num_windows == self._begun
             if not is_idle and (self.num_steps % self.local_sgd_steps or not self.num_steps):
-                self._average()
+                self._average_parameters()
             self._strategy.reduce_gradients()  # buffers follow rank 0, as after any update
 
     def step(self) -> None:
@@ -125,10 +125,10 @@ class LocalSGD:
             raise StateError("LocalSGD.step() was called outside its block; write `with LocalSGD(...) as local_sgd:`")
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
-            self._average()
+            self._average_parameters()
 
     @torch.no_grad()
-    def _average(self) -> None:
+    def _average_parameters(self) -> None:
         parameters = list(self.model.parameters())
         for parameter, mean in zip(parameters, iterate_averages(parameters, self._door)):
             parameter.copy_(mean)

@@ -76,7 +76,7 @@ class TensorCensus:
         """
         if tensor is None or tensor.device.type != self.kind:
             return
-        key = _place(tensor)
+        key = _locate_storage(tensor)
         if key[1] and key not in self.holdings:
             num_bytes = tensor.untyped_storage().nbytes()
             self.holdings[key] = LiveStorage(category, num_bytes, tuple(tensor.shape), tensor.dtype, owner)
@@ -91,13 +91,13 @@ def take_census(kind: str, frames: Iterable[FrameType] = ()) -> TensorCensus:
     """
     census = TensorCensus(kind)
     try:
-        _count(census, list(frames))
+        _count_tensors(census, list(frames))
     except MemoryError:
         census.is_complete = False
     return census
 
 
-def _count(census: TensorCensus, frames: list[FrameType]) -> None:
+def _count_tensors(census: TensorCensus, frames: list[FrameType]) -> None:
     tensors: list[torch.Tensor] = []
     modules: list[torch.nn.Module] = []
     for obj in gc.get_objects():
@@ -119,7 +119,7 @@ def _count(census: TensorCensus, frames: list[FrameType]) -> None:
     census.num_graph_scalars = sum(tensor.numel() == 1 and tensor.grad_fn is not None for tensor in tensors)
     _count_graph(census, [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None], local)
     for tensor in tensors:
-        census.add_tensor("other tensors", tensor, local.get(_place(tensor), "no name was found"))
+        census.add_tensor("other tensors", tensor, local.get(_locate_storage(tensor), "no name was found"))
 
 
 def _count_models(census: TensorCensus) -> dict[int, str]:
@@ -164,8 +164,8 @@ def _count_graph(census: TensorCensus, starts: list[Any], local: dict[tuple[str,
         seen.add(node)
         for attribute in dir(type(node)):
             if attribute.startswith("_raw_saved_"):
-                for tensor in _saved(node, attribute):
-                    named = local.get(_place(tensor))
+                for tensor in _iterate_saved(node, attribute):
+                    named = local.get(_locate_storage(tensor))
                     owner = f"saved by {node.name()}{_find_source_line(node)}"
                     census.add_tensor("saved for backward", tensor, owner if named is None else f"{named}, {owner}")
         waiting += [following for following, _ in node.next_functions]
@@ -180,7 +180,7 @@ def _find_source_line(node: Any) -> str:
     return f", made by {trace[-1].strip().splitlines()[0].strip()}" if trace else ""
 
 
-def _saved(node: Any, attribute: str) -> Iterator[torch.Tensor]:
+def _iterate_saved(node: Any, attribute: str) -> Iterator[torch.Tensor]:
     try:
         found = getattr(node, attribute)
     except RuntimeError:  # backward has freed it
@@ -207,7 +207,7 @@ def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
     yield from (each for each in parts if isinstance(each, torch.Tensor))
 
 
-def _place(tensor: torch.Tensor) -> tuple[str, int]:
+def _locate_storage(tensor: torch.Tensor) -> tuple[str, int]:
     try:
         return str(tensor.device), tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # a tensor without memory of its own (a fake one, a wrapper)
@@ -224,7 +224,7 @@ def _iterate_locals(frames: list[FrameType]) -> Iterator[tuple[tuple[str, int], 
         where = f"in {code.co_name} ({'/'.join(Path(code.co_filename).parts[-2:])}:{frame.f_lineno})"
         for name, value in list(frame.f_locals.items()):
             for tensor in _iterate_tensors(value):
-                yield _place(tensor), f"`{name}` {where}"
+                yield _locate_storage(tensor), f"`{name}` {where}"
 
 
 def list_causes(error: BaseException | None) -> Iterator[BaseException]:

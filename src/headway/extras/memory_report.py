@@ -74,7 +74,7 @@ class MemoryReport:
             lines.append(f"    {format_bytes(unseen):>10}  {program}tensors that only C++ holds")
         if self.largest:
             lines.append("  the largest tensors alive:")
-            lines += [f"    {format_bytes(h.num_bytes):>10}  {_shape(h)}  {h.owner}" for h in self.largest]
+            lines += [f"    {format_bytes(h.num_bytes):>10}  {_format_shape(h)}  {h.owner}" for h in self.largest]
         if self.sites:
             lines += ["  where they were made:", *(f"    {site}" for site in self.sites)]
         if self.levers:
@@ -85,7 +85,7 @@ class MemoryReport:
         return "\n".join(lines)
 
 
-def _shape(holding: LiveStorage) -> str:
+def _format_shape(holding: LiveStorage) -> str:
     return f"{str(holding.dtype).removeprefix('torch.')}[{', '.join(map(str, holding.shape))}]"
 
 

@@ -113,11 +113,11 @@ def _is_peft_model(model: Any) -> bool:
 
 
 def _make_refusal(method: str, text: str, layout: str) -> Callable[..., Any]:
-    def refuse(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def raise_refusal(model: Any, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(text.format(call=f"{method}()", name=type(model).__name__, layout=layout))
 
-    refuse.__name__ = method
-    return refuse
+    raise_refusal.__name__ = method
+    return raise_refusal
 
 
 # ---------------------------------------------------------------- loading
@@ -195,13 +195,13 @@ def _wrap_save(save: Callable[..., Any], strategy: Strategy, runtime: ProcessRun
         if "state_dict" not in signature.parameters and not _is_peft_model(model):
             return save(model, *args, **kwargs)
 
-        def write(state: Mapping[str, torch.Tensor]) -> Any:
+        def write_files(state: Mapping[str, torch.Tensor]) -> Any:
             if "state_dict" not in signature.parameters:  # PEFT passes its keyword arguments on
                 return _save_gathered(save, model, state, args, {**kwargs, "state_dict": state})
             bound.arguments["state_dict"] = state
             return _save_gathered(save, model, state, bound.args[1:], bound.kwargs)
 
-        return _gather_and_save(model, given, weights, strategy, write)
+        return _gather_and_save(model, given, weights, strategy, write_files)
 
     return save_pretrained
 
@@ -240,10 +240,10 @@ def _gather_and_save(
     spread = {name: each for name, each in tensors.items() if is_spread(each)}
     empty = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in spread.items()}
 
-    def choose() -> set[str]:
+    def choose_tensors() -> set[str]:
         return _choose_adapter_tensors(model, {**tensors, **empty}, given) if _is_peft_model(model) else set(tensors)
 
-    chosen = _run_on_main(choose, everyone, is_shared=True)
+    chosen = _run_on_main(choose_tensors, everyone, is_shared=True)
     state = gather_state(((name, each) for name, each in tensors.items() if name in chosen), everyone)
     rest = {name: empty.get(name, each) for name, each in tensors.items() if name not in chosen}
     return _run_on_main(lambda: write(rest | state), everyone)

@@ -228,7 +228,7 @@ class SpikeGuard(FiniteGuard):
     def _is_good(self, parameters: Sequence[torch.Tensor]) -> bool:
         return super()._is_good(parameters) and not self._norm > self._norms.limit
 
-    def _read(self, totals: dict[torch.device, list[torch.Tensor]]) -> float:
+    def _read_norm(self, totals: dict[torch.device, list[torch.Tensor]]) -> float:
         """Return the norm of all gradients.
 
         Losses that are still on a device are transferred to the host together with the norms.
@@ -255,7 +255,7 @@ class SpikeGuard(FiniteGuard):
         norms = foreach_norm(grads, 2.0) if grads else (torch.zeros(()),)
         return torch.stack([norm.double() for norm in norms]).square().sum()
 
-    def _vote(self, is_bad: bool, parameters: Sequence[torch.Tensor]) -> bool:
+    def _agree_on_update(self, is_bad: bool, parameters: Sequence[torch.Tensor]) -> bool:
         """Combine the ranks' checks of an update. Return whether no rank found a spike.
 
         The collective also sums the squared gradient norms of all ranks. A gradient that several ranks have is
@@ -304,11 +304,11 @@ class SpikeGuard(FiniteGuard):
 
     # ---------------------------------------------------------------- after a refusal
 
-    def _refuse(self, ranks: dict[int, list[float]], parameters: Sequence[torch.Tensor]) -> None:
+    def _refuse_update(self, ranks: dict[int, list[float]], parameters: Sequence[torch.Tensor]) -> None:
         self._new_losses = []
         is_finite = all(math.isfinite(row[2]) for row in ranks.values()) if ranks else math.isfinite(self._norm)
         if self.has_own_policy and not is_finite:
-            super()._refuse(ranks, parameters)
+            super()._refuse_update(ranks, parameters)
             return
         update = self._clock.num_updates + 1
         if self._counted != self._windows.current.number:

@@ -285,7 +285,7 @@ class Throughput(ThroughputMeter):
         rank n, as of its latest report (see `every`). `mfu` is the FLOP/s of the model on all ranks, divided by their
         peak FLOP/s. The dict is empty if no step with a backward was completed.
         """
-        reading = self._read()
+        reading = self._read_counters()
         found = self._compute_figures(self._last, reading)
         if found:
             self._last = reading
@@ -297,7 +297,7 @@ class Throughput(ThroughputMeter):
 
         The dict is empty if no step with a backward was completed. The call does not affect what `values()` returns.
         """
-        return self._compute_figures(_Reading(), self._read())
+        return self._compute_figures(_Reading(), self._read_counters())
 
     @property
     def seconds(self) -> float:
@@ -307,7 +307,7 @@ class Throughput(ThroughputMeter):
         """
         return self._seconds + (self._now() - self._began if self._is_open else 0.0)
 
-    def _read(self) -> _Reading:
+    def _read_counters(self) -> _Reading:
         return _Reading(self.seconds, self._waited, self._samples, float(self._tokens) if self._has_tokens else 0.0)
 
     def _read_late(self) -> tuple[_Reading, bool]:
@@ -319,7 +319,7 @@ class Throughput(ThroughputMeter):
             The values, and whether they include tokens.
         """
         if not isinstance(self._tokens, torch.Tensor) or self._tokens.device.type == "cpu":
-            return self._read(), True
+            return self._read_counters(), True
         now = _Reading(self.seconds, self._waited, self._samples)
         asked = self._asked_for
         if asked is not None and asked[1].is_ready:

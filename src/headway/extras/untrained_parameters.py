@@ -39,7 +39,7 @@ def watch_second_update(step: TrainingStep, neighbors: AcceleratorRegistry) -> N
     first = step.windows.current.number
     is_done = False
 
-    def check() -> None:
+    def check_parameters() -> None:
         nonlocal is_done
         if is_done or step.windows.current.number == first:
             return
@@ -61,7 +61,7 @@ def watch_second_update(step: TrainingStep, neighbors: AcceleratorRegistry) -> N
                 main_process_only=not any(p.is_meta for p in step.prepared.list_parameters()),
             )
 
-    step.hooks.before_update.append(check)
+    step.hooks.before_update.append(check_parameters)
 
 
 def _find_untrained(step: TrainingStep) -> dict[int, torch.nn.Parameter]:

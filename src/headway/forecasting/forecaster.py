@@ -157,15 +157,15 @@ class BudgetSearch:
                 break
             size = self._lower_below_gaps(sized, self._bisect_synthetic(sized, bound))
             if size == 0:
-                return self._bisect(self._can_fit, PROBE) if self._can_fit(1) else 0
+                return self._bisect_size(self._can_fit, PROBE) if self._can_fit(1) else 0
             if self._can_fit(size):
                 if size == bound or not self._can_fit(size + 1):
                     return size
-                return self._bisect(self._can_fit, bound, size + 1)
+                return self._bisect_size(self._can_fit, bound, size + 1)
             bound = size - 1
             # Large sizes have another sequence of events than small ones, so interpolate from traces near this size.
             sized = self._fit_events(max(1, size - self._degree))
-        return self._bisect(self._can_fit, bound)
+        return self._bisect_size(self._can_fit, bound)
 
     def _fit_events(self, begin: int) -> SizedEvents | None:
         """Return the bytes of each allocation event as a function of the size, or None if the traces differ.
@@ -203,10 +203,10 @@ class BudgetSearch:
             sized: Interpolated events.
             bound: Largest size to consider.
         """
-        bound = self._bisect(lambda size: max(accumulate(sized.compute_sizes(size))) <= self._capacity, bound)
+        bound = self._bisect_size(lambda size: max(accumulate(sized.compute_sizes(size))) <= self._capacity, bound)
         near = bound - bound // 8
         fits = partial(self._can_fit_synthetic, sized)
-        return self._bisect(fits, bound, near if near and fits(near) else 0)
+        return self._bisect_size(fits, bound, near if near and fits(near) else 0)
 
     def _can_fit_synthetic(self, sized: SizedEvents, size: int) -> bool:
         """Whether a step of a given size fits into the capacity, according to its interpolated events."""
@@ -226,7 +226,7 @@ class BudgetSearch:
         sizes = range(size - stride, size // 2, -stride)
         return min((each - 1 for each in sizes if not self._can_fit_synthetic(sized, each)), default=size)
 
-    def _bisect(self, fits: Callable[[int], bool], limit: int, fitting: int = 0) -> int:
+    def _bisect_size(self, fits: Callable[[int], bool], limit: int, fitting: int = 0) -> int:
         """Return the largest size from `fitting` to `limit` for which `fits` returns True, found by bisection.
 
         The search assumes that `fitting` fits, and that every size below a fitting size also fits.
@@ -348,13 +348,16 @@ class StepForecaster:
             capacity: Available bytes.
         """
 
-        def events(size: int) -> list[MemoryEvent]:
+        def trace_events(size: int) -> list[MemoryEvent]:
             length = size * longest.multiple
             batch = partial(longest.batch_fn, batch_size, length)
             return self._trace_batch(batch, f"{batch_size} x {length:,}").events
 
         limit = longest.limit // longest.multiple
-        return BudgetSearch(events, self._measure_reserved, capacity, limit, degree=2).find_largest() * longest.multiple
+        return (
+            BudgetSearch(trace_events, self._measure_reserved, capacity, limit, degree=2).find_largest()
+            * longest.multiple
+        )
 
     def _trace_batch(self, batch: Callable[..., Any], shown: str) -> Trace:
         self.num_traces += 1

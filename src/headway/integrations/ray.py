@@ -40,7 +40,7 @@ def project(**more: Any) -> ProjectConfiguration:
             f"total_limit={more['total_limit']} would delete checkpoints that Ray keeps a list of; leave it out, and give the "
             "trainer RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=...))"
         )
-    storage = _storage()
+    storage = _get_ray_storage()
     if _is_folder(storage):
         return ProjectConfiguration(Path(storage.experiment_fs_path, _FOLDER), automatic_checkpoint_naming=True, **more)
     here = Path(storage.local_working_directory, _FOLDER)  # only few stay here, because Ray uploads them
@@ -64,12 +64,12 @@ def resume(accelerator: Accelerator) -> Restored | None:
         ConfigError: If called outside a worker of Ray Train.
         OptionalDependencyMissing: If Ray is not installed.
     """
-    if _is_folder(_storage()):
+    if _is_folder(_get_ray_storage()):
         found = accelerator.resume("latest")
         if found is not None and not _is_known(accelerator, found.folder):
             report(accelerator, {}, found.folder)
         return found
-    reported = _train().get_checkpoint()
+    reported = _import_ray_train().get_checkpoint()
     if reported is None:
         return None
     with reported.as_directory() as folder:
@@ -92,8 +92,8 @@ def report(accelerator: Accelerator, metrics: Mapping[str, Any], checkpoint: str
         CheckpointError: On every rank, if the checkpoint could not be written.
         ConfigError: If called outside a worker of Ray Train, or if the checkpoint is outside the experiment's storage.
     """
-    told = {"updates": accelerator.num_updates, **{name: _number(value) for name, value in metrics.items()}}
-    train, storage = _train(), _storage()
+    told = {"updates": accelerator.num_updates, **{name: _to_number(value) for name, value in metrics.items()}}
+    train, storage = _import_ray_train(), _get_ray_storage()
     options: dict[str, Any] = {}
     if checkpoint is not None:
         accelerator.wait_for_save()
@@ -117,12 +117,12 @@ def _is_known(accelerator: Accelerator, folder: Path) -> bool:
     """
     known = False
     if accelerator.is_main_process:
-        listed = [Path(each.checkpoint.path).resolve() for each in _train().get_all_reported_checkpoints()]
+        listed = [Path(each.checkpoint.path).resolve() for each in _import_ray_train().get_all_reported_checkpoints()]
         known = folder.resolve() in listed
     return bool(accelerator.collectives.broadcast_object(known))
 
 
-def _number(value: Any) -> Any:
+def _to_number(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "size", None) is not None else value
 
 
@@ -135,13 +135,13 @@ def _check_inside(path: Path, storage: Any) -> None:
         )
 
 
-def _train() -> Any:
+def _import_ray_train() -> Any:
     return require("ray.train", "headway.integrations.ray needs", "ray[train]")
 
 
-def _storage() -> Any:
+def _get_ray_storage() -> Any:
     try:
-        return _train().get_context().get_storage()
+        return _import_ray_train().get_context().get_storage()
     except (RuntimeError, NotImplementedError, AttributeError) as error:
         raise ConfigError(
             f"headway.integrations.ray works in the function that a ray.train.torch.TorchTrainer runs: {error}"

@@ -68,7 +68,7 @@ def check_document_boundaries(model: torch.nn.Module, collate: Collate, *, is_ha
             model does not accept the entries of the batch, or returns neither logits nor a loss.
     """
     probe = _BoundaryProbe(model, collate)
-    with _evaluating(model), torch.no_grad():
+    with _evaluate_model(model), torch.no_grad():
         outputs = probe.measure()
     half = _is_half(model) if is_half is None else is_half
     verdict = judge_boundaries(outputs, is_half=half)
@@ -160,18 +160,18 @@ def judge_boundaries(outputs: ProbeOutputs, is_half: bool) -> str:
     packed = outputs.packed
     # The first token's own output changes with the token itself, and does not show an effect on later tokens.
     later = slice(1 if len(packed) > 1 else 0, None)
-    effect = _difference(packed[later], outputs.other_start[later])
+    effect = _measure_difference(packed[later], outputs.other_start[later])
     rounding = float(packed.abs().max()) * (_ROUNDING_IN_HALF if is_half else _ROUNDING)
     limit = max(effect * (_SHARE_IN_HALF if is_half else _SHARE), rounding)
     is_exact = outputs.control is not None and torch.equal(packed, outputs.control)
-    if _difference(packed, outputs.after_another) > (0 if is_exact else limit):
+    if _measure_difference(packed, outputs.after_another) > (0 if is_exact else limit):
         return "leak"
-    if outputs.alone is not None and _difference(packed, outputs.alone) > limit:
+    if outputs.alone is not None and _measure_difference(packed, outputs.alone) > limit:
         return "positions"
     return "" if effect > 0 else "unknown"
 
 
-def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
+def _measure_difference(first: torch.Tensor, second: torch.Tensor) -> float:
     found = float((first - second).abs().max())
     return found if found == found else float("inf")  # NaN must not pass as a small difference
 
@@ -200,26 +200,26 @@ class _BoundaryProbe:
             _make_sequence(self._other_before, self._document),
             _make_sequence(self._before, self._other_document),
         ]
-        logits = find_logits(self._call(self._make_batch(sequences)), 2 * _LENGTH * len(sequences))
+        logits = find_logits(self._call_model(self._make_batch(sequences)), 2 * _LENGTH * len(sequences))
         if logits is None:
             losses = [self._find_loss(sequence, sequences[1]) for sequence in sequences]
             in_other_batch = self._find_loss(sequences[0], sequences[2])
             return ProbeOutputs(losses[0], losses[1], losses[2], in_other_batch, alone=None)
-        packed, after_another, other_start = self._split(logits)
+        packed, after_another, other_start = self._split_logits(logits)
         others = [_make_sequence(self._document, self._other_before), _make_sequence(self._other_before, self._before)]
-        logits = find_logits(self._call(self._make_batch([sequences[0], *others])), 2 * _LENGTH * len(sequences))
-        control = None if logits is None else self._split(logits)[0]
+        logits = find_logits(self._call_model(self._make_batch([sequences[0], *others])), 2 * _LENGTH * len(sequences))
+        control = None if logits is None else self._split_logits(logits)[0]
         return ProbeOutputs(packed, after_another, other_start, control, self._call_alone())
 
-    def _split(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _split_logits(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split logits by probe sequence, and return those of the second document in each sequence."""
         return logits.reshape(-1, 2 * _LENGTH, logits.shape[-1])[:, _LENGTH:].unbind()
 
     def _call_alone(self) -> torch.Tensor | None:
         alone = {TOKENS: torch.tensor([self._document], device=self._device)}
-        if not _accepts(self._model, alone):
+        if not _accepts_batch(self._model, alone):
             return None
-        logits = find_logits(self._call(alone), _LENGTH)
+        logits = find_logits(self._call_model(alone), _LENGTH)
         return None if logits is None else logits.reshape(_LENGTH, -1)
 
     def _find_loss(self, sequence: dict[str, Any], beside: dict[str, Any]) -> torch.Tensor:
@@ -233,7 +233,7 @@ class _BoundaryProbe:
             PrepareError: If the model returns no loss either, or does not accept the entries of the batch.
         """
         unlabeled = {**beside, LABELS: torch.full_like(beside[LABELS], IGNORED)}
-        outputs = self._call(self._make_batch([sequence, unlabeled], has_labels=True))
+        outputs = self._call_model(self._make_batch([sequence, unlabeled], has_labels=True))
         for value in _list_values(outputs):
             if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point():
                 return value.detach().float().cpu().reshape(1)
@@ -258,8 +258,8 @@ class _BoundaryProbe:
         """
         batch = dict(self._collate(sequences))
         bare = {name: value for name, value in batch.items() if name != LABELS}
-        chosen = bare if not has_labels and _accepts(self._model, bare) else batch
-        if not _accepts(self._model, chosen):
+        chosen = bare if not has_labels and _accepts_batch(self._model, bare) else batch
+        if not _accepts_batch(self._model, chosen):
             signature = inspect.signature(self._model.forward)
             raise PrepareError(
                 f"{_name_class(self._model)}.forward{signature} cannot be called with {', '.join(chosen)}, so it cannot know where "
@@ -269,7 +269,7 @@ class _BoundaryProbe:
             name: value.to(self._device) if isinstance(value, torch.Tensor) else value for name, value in chosen.items()
         }
 
-    def _call(self, batch: Mapping[str, Any]) -> Any:
+    def _call_model(self, batch: Mapping[str, Any]) -> Any:
         return self._model(**batch)
 
 
@@ -317,7 +317,7 @@ def _name_class(model: torch.nn.Module) -> str:
     return kinds[kinds.index(FSDPModule) + 1 if FSDPModule in kinds else 0].__name__
 
 
-def _accepts(model: torch.nn.Module, batch: Mapping[str, Any]) -> bool:
+def _accepts_batch(model: torch.nn.Module, batch: Mapping[str, Any]) -> bool:
     """Whether the model's forward can be called with the entries of a batch as keyword arguments."""
     parameters = inspect.signature(model.forward).parameters
     named = {name for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
@@ -344,7 +344,7 @@ def _is_half(model: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def _evaluate_model(model: torch.nn.Module) -> Iterator[None]:
     """Return a context in which the model is in evaluation mode.
 
     On exit, the training mode of each module is restored.

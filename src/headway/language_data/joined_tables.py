@@ -32,14 +32,14 @@ class JoinedTables:
         versions = [getattr(source, "_fingerprint", None) for source in self._sources]  # changes with the format
         if versions != self._versions:
             self._versions = versions
-            self._joined = self._join() if None not in versions and len(versions) > 1 else None
+            self._joined = self._join_sources() if None not in versions and len(versions) > 1 else None
         if self._joined is None:
             return None
         begins = self._begins
         samples: list[Any] = self._joined.__getitems__([begins[source] + index for source, index in found])
         return samples
 
-    def _join(self) -> Any:
+    def _join_sources(self) -> Any:
         import datasets
 
         first, *others = self._sources

@@ -139,7 +139,7 @@ class Mixture(Dataset[Any]):
             )
         self._num_samples = min(found)
         self._blocks: OrderedDict[tuple[int, int], tuple[list[int], list[int]]] = OrderedDict()
-        self._description = self._describe()
+        self._description = self._describe_order()
 
     @property
     def epoch(self) -> int:
@@ -240,7 +240,7 @@ class Mixture(Dataset[Any]):
         """Return a text that identifies the order of the samples. A resumed run compares it with the saved text."""
         return self._description
 
-    def _describe(self) -> str:
+    def _describe_order(self) -> str:
         facts = (self.names, self._lengths, self.pieces, self.seed, self.shuffle, self.ends, self._num_samples)
         digest = blake2b(repr(facts).encode(), digest_size=6).hexdigest()
         return f"a Mixture of {', '.join(self.names)} with the order {digest}"
@@ -405,7 +405,7 @@ class StreamMixture(Mixture, IterableDataset[Any]):
         self._limit = num_samples
         self._is_continued = False
         self._num_samples = num_samples or 0
-        self._description = self._describe()
+        self._description = self._describe_order()
         self._reading: Reading | None = None
         self._loaded: State | None = None
 
@@ -523,7 +523,7 @@ class Reading:
             if not sources:  # from here on, no remaining source has a weight
                 return
             for source in sources:
-                found = self._take(source)
+                found = self._take_sample(source)
                 if not found:
                     if mixture.ends[source] == "stop":
                         return
@@ -536,7 +536,7 @@ class Reading:
                 if self._position == limit:
                     return
 
-    def _take(self, source: int) -> list[Any]:
+    def _take_sample(self, source: int) -> list[Any]:
         """Return the next sample of a source in a list of one item, or an empty list if the source has ended.
 
         A source that repeats never ends. Its next pass begins instead.
@@ -547,7 +547,7 @@ class Reading:
         mixture = self._mixture
         while True:
             if self._iterators[source] is None:
-                self._iterators[source] = self._open(source)
+                self._iterators[source] = self._open_source(source)
             iterator = self._iterators[source]
             assert iterator is not None
             for sample in iterator:
@@ -562,7 +562,7 @@ class Reading:
             self._states[source] = None
             self._iterators[source] = None
 
-    def _open(self, source: int) -> Iterator[Any]:
+    def _open_source(self, source: int) -> Iterator[Any]:
         """Return an iterator over the remaining samples of a source's current pass."""
         mixture, dataset = self._mixture, self._mixture.sources[source]
         number, taken = self._passes[source], self._taken[source]

@@ -156,11 +156,12 @@ class PackedDataset(Dataset[dict[str, Any]]):
         pieces = self.plan.list_pieces(index % len(self))
         documents, sources = [], []
         for piece in pieces:
-            entries, source = self._read(piece)
+            entries, source = self._read_document(piece)
             documents.append(entries)
             sources.append(source)
         sequence: dict[str, Any] = {
-            name: self._join(name, [document[name] for document in documents]) for name in _list_entries(documents)
+            name: self._join_documents(name, [document[name] for document in documents])
+            for name in _list_entries(documents)
         }
         sizes = [piece.stop - piece.start for piece in pieces]
         sizes.append(self.sequence_length - sum(sizes))
@@ -170,7 +171,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             sequence[SOURCE] = sources
         return sequence
 
-    def _read(self, piece: SamplePiece) -> tuple[dict[str, Array], Any]:
+    def _read_document(self, piece: SamplePiece) -> tuple[dict[str, Array], Any]:
         """Return the entries of a document by name, and the `source` entry of its sample (None if it has none).
 
         Raises:
@@ -205,7 +206,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 entries[name] = values[chosen].astype(numpy.int64) if is_label else values[chosen]
         return entries, sample.get(SOURCE)
 
-    def _join(self, name: str, parts: Sequence[Array]) -> torch.Tensor:
+    def _join_documents(self, name: str, parts: Sequence[Array]) -> torch.Tensor:
         filler = self.pad_token_id if name == TOKENS else IGNORED if name in LABEL_NAMES else 0
         joined = numpy.full((self.sequence_length,), filler, dtype=numpy.result_type(*parts))
         numpy.concatenate(parts, out=joined[: sum(map(len, parts))])

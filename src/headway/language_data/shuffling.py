@@ -25,7 +25,7 @@ def shuffle_offsets(offsets: Indices, length: int, seed: int) -> Indices:
     """
     if length <= _LARGEST_DRAWN:
         return _draw_order(length, seed)[offsets]
-    return _permute(offsets, length, seed)
+    return _permute_offsets(offsets, length, seed)
 
 
 @lru_cache(maxsize=64)
@@ -33,7 +33,7 @@ def _draw_order(length: int, seed: int) -> Indices:
     return draw_permutation(length, seed)
 
 
-def _permute(offsets: Indices, length: int, seed: int) -> Indices:
+def _permute_offsets(offsets: Indices, length: int, seed: int) -> Indices:
     """Map `offsets` by a pseudo-random permutation of the numbers below `length`.
 
     The permutation is a Feistel network over a power of two with an even exponent. Results that are not below `length`
@@ -42,22 +42,22 @@ def _permute(offsets: Indices, length: int, seed: int) -> Indices:
     """
     half = ((length - 1).bit_length() + 1) // 2
     keys = [mix_seed(seed, number) for number in range(_NUM_ROUNDS)]
-    values = _encrypt(offsets.astype(numpy.uint64), half, keys)
+    values = _encrypt_values(offsets.astype(numpy.uint64), half, keys)
     while (is_beyond := values >= length).any():
-        values[is_beyond] = _encrypt(values[is_beyond], half, keys)
+        values[is_beyond] = _encrypt_values(values[is_beyond], half, keys)
     permuted: Indices = values.astype(numpy.int64)
     return permuted
 
 
-def _encrypt(values: Any, half: int, keys: list[int]) -> Any:
+def _encrypt_values(values: Any, half: int, keys: list[int]) -> Any:
     shift, mask = numpy.uint64(half), numpy.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right + numpy.uint64(key)) & mask)
+        left, right = right, left ^ (_mix_bits(right + numpy.uint64(key)) & mask)
     return (left << shift) | right
 
 
-def _mix(values: Any) -> Any:
+def _mix_bits(values: Any) -> Any:
     """Hash each value to a well-distributed 64-bit number, with the finalizer of MurmurHash3."""
     values = (values ^ (values >> numpy.uint64(33))) * numpy.uint64(0xFF51AFD7ED558CCD)
     values = (values ^ (values >> numpy.uint64(33))) * numpy.uint64(0xC4CEB9FE1A85EC53)

@@ -163,7 +163,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         batches: list[list[int]] = []
         for start in range(0, len(order), window):
             part = order[start : start + window]
-            batches += self._cut(part[numpy.argsort(-self.lengths[part], kind="stable")])
+            batches += self._cut_into_batches(part[numpy.argsort(-self.lengths[part], kind="stable")])
         if self.shuffle:
             places = draw_permutation(len(batches), mix_seed(self.seed, self.epoch, 1))
             batches = [batches[place] for place in places]
@@ -196,7 +196,7 @@ class TokenBatchSampler(Sampler[list[int]]):
             missing -= 1
         return batches
 
-    def _cut(self, indices: Any) -> list[list[int]]:
+    def _cut_into_batches(self, indices: Any) -> list[list[int]]:
         """Divide samples into batches. The samples must be sorted by decreasing length."""
         batches: list[list[int]] = []
         lengths = self.lengths[indices].tolist()

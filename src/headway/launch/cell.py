@@ -18,12 +18,12 @@ def main(folder: str) -> None:
     try:
         result = function(*args)
     except Exception as error:
-        _write(Path(folder, f"error{env.get_rank()}"), error)
+        _write_pickle(Path(folder, f"error{env.get_rank()}"), error)
         raise
-    _write(Path(folder, f"result{env.get_rank()}"), result)
+    _write_pickle(Path(folder, f"result{env.get_rank()}"), result)
 
 
-def _write(path: Path, obj: Any) -> None:
+def _write_pickle(path: Path, obj: Any) -> None:
     """Pickle an object to a file for the notebook.
 
     If the object cannot be pickled and loaded again, no file is written. The notebook then receives None as the result

@@ -131,7 +131,7 @@ def notebook_launcher(
                 f"the run of {getattr(function, '__name__', function)!r} on {planned.world_size} processes ended with exit code "
                 f"{code}; the report above names the rank"
             ) from _first_error(folder, planned.world_size)
-        return [_read(Path(folder, f"result{rank}")) for rank in range(planned.world_size)]
+        return [_read_pickle(Path(folder, f"result{rank}")) for rank in range(planned.world_size)]
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
@@ -308,12 +308,12 @@ def _wait_for_child(child: "subprocess.Popen[str]") -> None:
     timer.cancel()
 
 
-def _read(path: Path) -> Any:
+def _read_pickle(path: Path) -> Any:
     return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
 def _first_error(folder: str, world_size: int) -> BaseException | None:
     found = [path for rank in range(world_size) if (path := Path(folder, f"error{rank}")).exists()]
     first = min(found, key=lambda path: path.stat().st_mtime_ns, default=None)
-    error = None if first is None else _read(first)
+    error = None if first is None else _read_pickle(first)
     return error if isinstance(error, BaseException) else None

@@ -70,7 +70,7 @@ def _run_program(kind: str, target: str, record: str | None) -> int:
         print(leaving.code, file=sys.stderr)
         return 1
     except Exception as error:
-        _report(error.with_traceback(_without_ours(error.__traceback__)), record)
+        _report_error(error.with_traceback(_without_ours(error.__traceback__)), record)
         return 1
     return 0
 
@@ -109,7 +109,7 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _report(error: Exception, record: str | None) -> None:
+def _report_error(error: Exception, record: str | None) -> None:
     from headway.common import scope, tracebacks
     from headway.launch.agent.records import write_record
 

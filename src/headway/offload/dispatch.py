@@ -265,7 +265,7 @@ class _Loading:
                 f"layout, or in an old format): {', '.join(names[:5])}; give offload_folder=, or load with the files' dtype"
             )
 
-        def values() -> Iterator[tuple[str, torch.Tensor]]:
+        def iterate_values() -> Iterator[tuple[str, torch.Tensor]]:
             for name, key in direct.items():
                 yield name, self._read_tensor(key).to(self._choose_dtype(name))
             for conversion in conversions:
@@ -273,7 +273,7 @@ class _Loading:
                     yield name, value.to(self._choose_dtype(name))
 
         specs = {name: TensorSpec(self.sources.shapes[name][0], self._choose_dtype(name)) for name in names}
-        return offload_tensors(self.folder, specs, _make_identity(self.checkpoint), values).tensors
+        return offload_tensors(self.folder, specs, _make_identity(self.checkpoint), iterate_values).tensors
 
 
 def _make_identity(checkpoint: WeightFiles) -> str:
@@ -592,9 +592,9 @@ def _write_to_disk(
             f"{len(empty)} tensors placed on disk have no values: {', '.join(empty[:5])}; load them first"
         )
 
-    def values() -> Iterator[tuple[str, torch.Tensor]]:
+    def iterate_values() -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
             yield name, places[name].tensor
 
-    written: dict[str, Any] = offload_tensors(folder, specs, "", values).tensors
+    written: dict[str, Any] = offload_tensors(folder, specs, "", iterate_values).tensors
     return {name: written[name].tensor() for name in names}

@@ -294,13 +294,13 @@ class DeviceStream(UnitReader):
             copy.untyped_storage().data_ptr(): home for home, copy in zip(homes, copies) if not copy.requires_grad
         }
 
-        def pack(tensor: torch.Tensor) -> Any:
+        def pack_saved(tensor: torch.Tensor) -> Any:
             home = by_memory.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
             if home is None or tensor.dtype != home.dtype:
                 return tensor
             return home, tensor.shape, tensor.stride(), tensor.storage_offset()
 
-        def unpack(saved: Any) -> torch.Tensor:
+        def unpack_saved(saved: Any) -> torch.Tensor:
             if isinstance(saved, torch.Tensor):
                 return saved
             home, shape, stride, offset = saved
@@ -311,7 +311,7 @@ class DeviceStream(UnitReader):
             self._transport.finish_copy(copy, ticket)
             return copy.as_strided(shape, stride, offset)
 
-        return pack, unpack
+        return pack_saved, unpack_saved
 
 
 def _abandon_copies(

@@ -131,7 +131,9 @@ def plan(
     make_optimizer = resolve_optimizer(optimizer)
     make = partial(_make_unmasked, make, step)
 
-    def trial(rank: int, peer_answers: PeerAnswers | None = None, make: Callable[[], nn.Module] = make) -> StepDryRun:
+    def run_trial(
+        rank: int, peer_answers: PeerAnswers | None = None, make: Callable[[], nn.Module] = make
+    ) -> StepDryRun:
         return dry_run_rank(
             make,
             layout,
@@ -146,14 +148,14 @@ def plan(
         )
 
     if layout.pp > 1:
-        return build_plan(name, layout, dry_run_stages(layout, trial), tokens)
+        return build_plan(name, layout, dry_run_stages(layout, run_trial), tokens)
     owner = (
         None if step is None else find_fullest_owner(make, optimizer, make_optimizer, layout, options, machine_ranks)
     )
     # With owners, another block can change the owners of all parameters.
     can_repeat = step is not None and can_repeat_blocks(options) and owner is None
-    found = dry_run_repeated(make, lambda short: trial(0, make=short)) if can_repeat else None
-    return build_plan(name, layout, (found or trial(owner or 0),), tokens)
+    found = dry_run_repeated(make, lambda short: run_trial(0, make=short)) if can_repeat else None
+    return build_plan(name, layout, (found or run_trial(owner or 0),), tokens)
 
 
 def _make_unmasked(make: Callable[[], nn.Module], step: Step | None) -> nn.Module:

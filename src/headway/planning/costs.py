@@ -220,8 +220,8 @@ def _simulate_plan(plan: Plan, cluster: ClusterRates) -> float:
     """
     rates = {axis: cluster.get_rate(axis, plan.layout) for axis in plan.layout.sizes}
 
-    def seconds(event: PlanEvent) -> float:
+    def compute_seconds(event: PlanEvent) -> float:
         rate = cluster.flops if event.kind == "compute" else rates.get(event.axis, cluster.inter)
         return event.amount / rate
 
-    return simulate_stages([StageTimeline(stage.events, stage.share.rank) for stage in plan.stages], seconds)
+    return simulate_stages([StageTimeline(stage.events, stage.share.rank) for stage in plan.stages], compute_seconds)

@@ -81,10 +81,10 @@ def make_torchao_adamw(parameters: Iterable[nn.Parameter], name: str = "AdamW8bi
             with torch.no_grad():
                 for parameter in own:
                     if parameter.grad is not None:
-                        self._update(parameter)
+                        self._update_parameter(parameter)
             return loss
 
-        def _update(self, parameter: torch.Tensor) -> None:
+        def _update_parameter(self, parameter: torch.Tensor) -> None:
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.tensor(0.0)

@@ -168,15 +168,15 @@ def make_config_source(
     if task is not None:
         config.architectures, kinds = None, (TASKS[task][0],)
 
-    def make() -> nn.Module:
+    def make_model() -> nn.Module:
         return skip_causal_mask(build_meta_model(config, where, kinds, include_buffers=True))
 
-    model = make()
+    model = make_model()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     title = f"{type(model).__name__}: {num_parameters:,} parameters"
     has_plan = bool(getattr(model, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None))
     step, tokens, shown = _make_step(model, where, batch, sequence, task)
-    return Source(title, make, step, tokens, shown, has_plan)
+    return Source(title, make_model, step, tokens, shown, has_plan)
 
 
 def _make_step(
@@ -323,7 +323,7 @@ def make_trainable(
         step = replace(step, names=(*step.names, POSITIONS))
         attention = attention or "sdpa"  # selects an attention for which transformers builds the mask
 
-    def make() -> nn.Module:
+    def make_model() -> nn.Module:
         model = source.make()
         if attention is not None:
             model.set_attn_implementation(attention)  # type: ignore[operator]
@@ -333,7 +333,7 @@ def make_trainable(
             model.to(getattr(torch, dtype))
         return model if lora is None else _add_lora(model, lora)
 
-    return make, lambda size: replace(step, batch=size).inputs(), lambda outputs, _: get_loss(outputs)
+    return make_model, lambda size: replace(step, batch=size).inputs(), lambda outputs, _: get_loss(outputs)
 
 
 def _quantize_to_four_bits(model: nn.Module) -> nn.Module:
@@ -422,7 +422,7 @@ def make_function_source(function: Callable[[], Any], text: str) -> Source:
         ConfigError: If the function returns anything else.
     """
 
-    def make() -> nn.Module:
+    def make_model() -> nn.Module:
         return _split_result(function(), text)[0]
 
     with init_empty_weights(include_buffers=True):
@@ -430,7 +430,7 @@ def make_function_source(function: Callable[[], Any], text: str) -> Source:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     shown = "the batch of the function's step" if step else "no batch: the function returns no step"
     title = f"{type(model).__name__}: {num_parameters:,} parameters"
-    return Source(title, make, step, 0, shown, bool(getattr(model, "_tp_plan", None)))
+    return Source(title, make_model, step, 0, shown, bool(getattr(model, "_tp_plan", None)))
 
 
 def _split_result(made: Any, text: str) -> tuple[nn.Module, Step | None]:

@@ -100,7 +100,7 @@ def _list_types(annotation: Any) -> tuple[type, ...]:
 def _check_value(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
     limits = RANGES.get(name)
     for kind in sorted(kinds, key=list(_WORDS).index):
-        fits, found = _convert(value, kind)
+        fits, found = _convert_value(value, kind)
         if fits and (limits is None or isinstance(found, bool | str | None) or limits.is_allowed(found)):
             return found
     words = [_WORDS[kind] for kind in kinds if kind is not type(None)]
@@ -108,7 +108,7 @@ def _check_value(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
     raise ConfigError(f"{name}={value!r}; give {allowed}")
 
 
-def _convert(value: Any, kind: type) -> tuple[bool, Any]:
+def _convert_value(value: Any, kind: type) -> tuple[bool, Any]:
     """Check whether a value fits an expected type, and convert it.
 
     NumPy scalars become Python numbers. For a bool, 0 and 1 become bools. For an int, floats without a fraction become

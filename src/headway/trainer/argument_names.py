@@ -126,10 +126,10 @@ def accept_other_names(kind: Class) -> Class:
     generated: Callable[..., None] = vars(kind)["__init__"]
 
     @wraps(generated)
-    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize_translated(self: Any, *args: Any, **kwargs: Any) -> None:
         generated(self, *args, **translate_arguments(kwargs, type(self).__dataclass_fields__))
 
-    type.__setattr__(kind, "__init__", initialize)
+    type.__setattr__(kind, "__init__", initialize_translated)
     return kind
 
 

@@ -91,7 +91,10 @@ class Evaluation:
             batch, num_items = split_label_count(batch)
             loss, predictions, labels = self._step(batch)
             self._add_loss(loss, num_items)
-            yield self._gather(self._measure.select_predictions(predictions, labels)), self._gather(labels)
+            yield (
+                self._gather_values(self._measure.select_predictions(predictions, labels)),
+                self._gather_values(labels),
+            )
 
     def _add_loss(self, loss: torch.Tensor | None, num_items: int | None) -> None:
         counts = self._loader.valid_counts
@@ -105,7 +108,7 @@ class Evaluation:
             self._loss = share if self._loss is None else self._loss + share
             self._weight += weight
 
-    def _gather(self, values: Tree) -> Tree:
+    def _gather_values(self, values: Tree) -> Tree:
         if values is None:
             return None
         if self._accelerator.num_processes > 1:

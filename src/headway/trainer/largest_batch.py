@@ -76,12 +76,12 @@ class LargestBatch:
             max_batch_size=most,
             tolerance=_TOLERANCE,
         )
-        def fits(batch_size: int) -> int:
+        def try_size(batch_size: int) -> int:
             self._try_updates(rows, batch_size)
             return batch_size
 
         try:
-            return int(fits())
+            return int(try_size())
         finally:
             self.model.load_state_dict(kept)
 

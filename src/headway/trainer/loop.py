@@ -299,13 +299,13 @@ class Training:
         events.control.should_log = False
         metrics: Metrics = {}
         if events.control.should_evaluate and state.global_step != self._caught_up_at:
-            metrics = self._evaluate()
+            metrics = self._run_evaluation()
         events.control.should_evaluate = False
         is_due, events.control.should_save = events.control.should_save and state.global_step != self._last_saved, False
         if is_due:
             self._save_checkpoint(metrics)
 
-    def _evaluate(self) -> Metrics:
+    def _run_evaluation(self) -> Metrics:
         # Pass `ignore_keys` only if it is set, because a subclass's `evaluate` might not accept it.
         metrics = self._steps.evaluate() if self._ignored is None else self._steps.evaluate(ignore_keys=self._ignored)
         control = self._events.control

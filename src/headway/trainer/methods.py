@@ -323,7 +323,7 @@ class EvaluationMethods(LegacyMembers):
         """Whether the loss can be logged by source: the data is a mixture, and the loss is the model's own."""
         return self._signature.loss_of.function is None and find_mixture(dataset) is not None
 
-    def _pack(self, dataset: Any, is_training: bool) -> Any:
+    def _pack_dataset(self, dataset: Any, is_training: bool) -> Any:
         """Return the dataset with its samples packed into sequences, or unchanged if packing was not requested.
 
         Args:
@@ -356,7 +356,7 @@ class EvaluationMethods(LegacyMembers):
             raise DataError("the Trainer was given no eval_dataset; give one to it or to evaluate()")
         rows = check_dataset(dataset)
         if self.compute_metrics is None:  # a metric may treat each row as one sample
-            rows = self._pack(rows, is_training=False)
+            rows = self._pack_dataset(rows, is_training=False)
         return self._make_loader(rows, self.args.per_device_eval_batch_size, self._get_eval_sampler(rows))
 
     def get_test_dataloader(self, test_dataset: Data) -> DataLoader[Any]:

@@ -252,11 +252,11 @@ def _join_batches(parts: list[Tree]) -> Tree:
         return [row for part in parts for row in part]
     if parts[0].ndim > 1 and len({part.shape[1] for part in parts}) > 1:
         width = max(part.shape[1] for part in parts)
-        parts = [_widen(part, width) for part in parts]
+        parts = [_pad_width(part, width) for part in parts]
     return torch.cat(parts).numpy()
 
 
-def _widen(part: torch.Tensor, width: int) -> torch.Tensor:
+def _pad_width(part: torch.Tensor, width: int) -> torch.Tensor:
     made = part.new_full((part.shape[0], width, *part.shape[2:]), IGNORED)
     made[:, : part.shape[1]] = part
     return made

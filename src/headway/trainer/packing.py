@@ -69,7 +69,7 @@ class Packer:
             made = PackedDataset(
                 drop_columns(dataset, None if kept is None else {*kept, "source"}),
                 args.packing_length or 0,
-                lengths=self._measure(dataset),
+                lengths=self._measure_lengths(dataset),
                 strategy=args.packing_strategy,
                 long_samples=args.packing_long_samples,
                 seed=seed if is_shuffled else None,
@@ -78,7 +78,7 @@ class Packer:
             self._packed[id(dataset)] = (dataset, made)  # the dataset is kept, so that no other object gets its id
         return self._packed[id(dataset)][1]
 
-    def _measure(self, dataset: Any) -> Any:
+    def _measure_lengths(self, dataset: Any) -> Any:
         columns = getattr(dataset, "column_names", None)
         has_lengths = isinstance(columns, list) and self._args.length_column_name in columns
         if not hasattr(dataset, "__len__") or not has_lengths:

@@ -151,7 +151,7 @@ def create_schedule(optimizer: torch.optim.Optimizer, args: TrainingArguments, n
             settings["end_share"] = settings.pop("lr_end", 1e-7) / (args.learning_rate or 1.0)
         if name == "cosine_with_min_lr" and "min_lr" in settings:
             settings["min_lr_rate"] = settings.pop("min_lr") / (args.learning_rate or 1.0)
-        return LambdaLR(optimizer, Factor(factor, **_lengths(args, num_updates), **settings))
+        return LambdaLR(optimizer, Factor(factor, **_choose_lengths(args, num_updates), **settings))
     except TypeError as error:
         raise ConfigError(f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} does not fit {name}: {error}") from error
 
@@ -168,10 +168,10 @@ def stretch_schedule(schedule: Any, args: TrainingArguments, num_updates: int) -
     """
     for each in getattr(schedule, "lr_lambdas", ()):
         if isinstance(each, Factor):
-            each.keywords.update(_lengths(args, num_updates))
+            each.keywords.update(_choose_lengths(args, num_updates))
 
 
-def _lengths(args: TrainingArguments, num_updates: int) -> dict[str, int]:
+def _choose_lengths(args: TrainingArguments, num_updates: int) -> dict[str, int]:
     name = args.lr_scheduler_type
     warmup = 0 if name == "constant" else args.get_warmup_steps(num_updates)
     return {"num_warmup_steps": warmup} | ({} if name in _WITHOUT_END else {"num_training_steps": num_updates})

@@ -176,7 +176,7 @@ class SourceBook:
                 break
         self._pieces.clear()
 
-    def _reduce(self) -> list[list[float]]:
+    def _reduce_losses(self) -> list[list[float]]:
         """Return two lists with one value per source, over all ranks: the sums and the counts of the losses."""
         sums = self._sums.flatten().tolist()
         if self._accelerator.num_processes > 1:
@@ -188,7 +188,7 @@ class SourceBook:
 
         Every rank must call it. Sources without losses are left out.
         """
-        sums, counts = self._reduce()
+        sums, counts = self._reduce_losses()
         self._sums = torch.zeros_like(self._sums)
         return {f"loss/{name}": total / count for name, total, count in zip(self.names, sums, counts) if count}
 
@@ -197,7 +197,7 @@ class SourceBook:
 
         Every rank must call it.
         """
-        return {"names": list(self.names), "sums": self._reduce()}
+        return {"names": list(self.names), "sums": self._reduce_losses()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the sums and counts of the losses that had not been logged when the state was saved.

@@ -405,7 +405,7 @@ class Trainer(EvaluationMethods):
         """
         if self.train_dataset is None:
             raise DataError("the Trainer was given no train_dataset, so there is nothing to train on")
-        rows: Data = self._pack(check_dataset(self.train_dataset), is_training=True)
+        rows: Data = self._pack_dataset(check_dataset(self.train_dataset), is_training=True)
         return rows
 
     def _get_train_sampler(self, train_dataset: Data | None = None) -> Sampler[int] | None:

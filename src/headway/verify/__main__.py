@@ -10,8 +10,8 @@ import sys
 
 def main() -> None:
     """Verify the script that the JSON options in `sys.argv[1]` describe, and exit with the code of the result."""
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGINT, _raise_interrupt)
+    signal.signal(signal.SIGTERM, _exit_terminated)
     try:
         from headway.verify.command import run_command  # imports numpy, which Ctrl-C may interrupt
 
@@ -21,12 +21,12 @@ def main() -> None:
         sys.exit(130)
 
 
-def _interrupt(*_: object) -> None:
+def _raise_interrupt(*_: object) -> None:
     _ignore_signals()
     raise KeyboardInterrupt
 
 
-def _terminate(*_: object) -> None:
+def _exit_terminated(*_: object) -> None:
     _ignore_signals()
     sys.exit(143)
 

@@ -121,16 +121,16 @@ class _PartComparison:
         If the results of all calls match, compare the values of the losses. Return None if these match, too.
         """
         needed = find_needed(self._calls, self._whole["loss"])
-        for index, theirs in _align(self._calls, [each["calls"] for each in self._parts]):
+        for index, theirs in _align_calls(self._calls, [each["calls"] for each in self._parts]):
             call = self._calls[index]
             if theirs is None:
                 self._states[index] = "unknown"
                 if index in needed and call["func"] != "input":
                     return Blame("path", call["line"], call["func"])
                 continue
-            state = self._states[index] = self._judge(index, call, theirs)
+            state = self._states[index] = self._judge_call(index, call, theirs)
             if index in needed and state not in ("same", "mean", "sum", "weighted", "rows", "constructed", "unknown"):
-                return self._describe(state, index, call, theirs)
+                return self._describe_blame(state, index, call, theirs)
         return self._judge_loss()
 
     def find_uneven_mean(self) -> Blame | None:
@@ -147,7 +147,7 @@ class _PartComparison:
         if self._weights is not None or self._whole["reduction"] == "sum":
             return None
         needed = find_needed(self._calls, self._whole["loss"])
-        for index, theirs in _align(self._calls, [each["calls"] for each in self._parts]):
+        for index, theirs in _align_calls(self._calls, [each["calls"] for each in self._parts]):
             call = self._calls[index]
             if theirs is None or index not in needed or self._states.get(index) not in ("mean", "same"):
                 continue
@@ -172,7 +172,7 @@ class _PartComparison:
         counts = [loss["calls"][each["in"][1]]["rows"] for loss, each in zip(self._parts, theirs, strict=True)]
         return not all(self._are_close(counts[0], each) for each in counts)
 
-    def _judge(self, index: int, call: Call, theirs: Sequence[Call]) -> str:
+    def _judge_call(self, index: int, call: Call, theirs: Sequence[Call]) -> str:
         """Return how a call's result on the whole batch relates to its results on the parts of the batch.
 
         The relations "same", "mean", "sum", "weighted", "rows" and "constructed" are expected. The relation is
@@ -191,12 +191,12 @@ class _PartComparison:
             return "same"
         if "rows" not in call or any("rows" not in each for each in theirs):
             return "unknown"
-        state = self._compare(call, theirs)
+        state = self._compare_call(call, theirs)
         if state in ("differs", "other") and "unknown" in inputs:
             return "unknown"
         return state
 
-    def _compare(self, call: Call, theirs: Sequence[Call]) -> str:
+    def _compare_call(self, call: Call, theirs: Sequence[Call]) -> str:
         ours, shapes = call["shape"], [each["shape"] for each in theirs]
         if all(shape == ours for shape in shapes):
             return self._compare_equal_shapes(call, theirs)
@@ -207,8 +207,8 @@ class _PartComparison:
             return "rows" if self._has_rows(call, theirs) else "differs"
         if num == ours[0] and len(ours) == 2 and all(s[1] * ours[0] == ours[1] * s[0] for s in shapes):
             return "mixes"  # a square result: each row is combined with the other rows of its part
-        if sum(_count(shape) for shape in shapes) == _count(ours):
-            return "rows" if self._is_close(_total(call), _add_totals(theirs)) else "differs"
+        if sum(_count_elements(shape) for shape in shapes) == _count_elements(ours):
+            return "rows" if self._is_close(_sum_rows(call), _add_totals(theirs)) else "differs"
         return "unknown"
 
     def _compare_equal_shapes(self, call: Call, theirs: Sequence[Call]) -> str:
@@ -216,13 +216,13 @@ class _PartComparison:
         ours = call["rows"]
         if all(self._are_close(ours, each) for each in rows):
             return "same"
-        mean = _combine(rows, [1 / len(rows)] * len(rows))
+        mean = _combine_parts(rows, [1 / len(rows)] * len(rows))
         if self._are_close(ours, mean):
             return "mean"
-        if self._are_close(ours, _combine(rows, [1.0] * len(rows))):
+        if self._are_close(ours, _combine_parts(rows, [1.0] * len(rows))):
             return "sum"
         shares = self._share_weights()
-        if shares and self._are_close(ours, _combine(rows, shares)):
+        if shares and self._are_close(ours, _combine_parts(rows, shares)):
             return "weighted"
         return "other"
 
@@ -240,7 +240,7 @@ class _PartComparison:
         joined = [row for each in theirs for row in each["rows"]]
         if len(joined) == len(call["rows"]) == call["shape"][0]:
             return self._are_close(call["rows"], joined)
-        return self._is_close(_total(call), _add_totals(theirs))
+        return self._is_close(_sum_rows(call), _add_totals(theirs))
 
     def _are_close(self, ours: Any, theirs: Any) -> bool:
         return all(self._is_close(one, other) for one, other in zip(ours, theirs, strict=True))
@@ -273,11 +273,11 @@ class _PartComparison:
                 if ours < 0 or other < 0:
                     continue
                 one, two = self._calls[ours], loss["calls"][other]
-                if _key(one) != _key(two) and "input" not in (one["func"], two["func"]):
+                if _make_call_key(one) != _make_call_key(two) and "input" not in (one["func"], two["func"]):
                     return Blame("path", two["line"], two["func"])
         return None
 
-    def _describe(self, state: str, index: int, call: Call, theirs: Sequence[Call]) -> Blame:
+    def _describe_blame(self, state: str, index: int, call: Call, theirs: Sequence[Call]) -> Blame:
         func, line = call["func"], call["line"]
         other_path = self._find_other_path(call, theirs)
         if other_path is not None:
@@ -394,7 +394,7 @@ def find_needed(calls: Sequence[Call], loss: int) -> set[int]:
     return needed
 
 
-def _align(calls: Sequence[Call], others: Sequence[Sequence[Call]]) -> list[tuple[int, list[Call] | None]]:
+def _align_calls(calls: Sequence[Call], others: Sequence[Sequence[Call]]) -> list[tuple[int, list[Call] | None]]:
     """Return, for each call of one record, a pair of its index and its corresponding calls in other records.
 
     Corresponding calls have the same script line and function. The second item of a pair is None if any other record
@@ -404,10 +404,10 @@ def _align(calls: Sequence[Call], others: Sequence[Sequence[Call]]) -> list[tupl
         calls: Calls of the record.
         others: Calls of each other record, which belongs to another run or to a part of the batch.
     """
-    keys = [_key(each) for each in calls]
+    keys = [_make_call_key(each) for each in calls]
     places: list[dict[int, int]] = []
     for other in others:
-        there = [_key(each) for each in other]
+        there = [_make_call_key(each) for each in other]
         if there == keys:
             places.append({index: index for index in range(len(keys))})
             continue
@@ -422,12 +422,12 @@ def _align(calls: Sequence[Call], others: Sequence[Sequence[Call]]) -> list[tupl
     return found
 
 
-def _key(call: Call) -> tuple[str, str, str]:
+def _make_call_key(call: Call) -> tuple[str, str, str]:
     about = f"{call.get('own', '')} {call['shape'][1:]}" if call["func"] == "input" else ""
     return call["line"], call["func"], about
 
 
-def _combine(rows: Sequence[Any], factors: Sequence[float]) -> list[list[float]]:
+def _combine_parts(rows: Sequence[Any], factors: Sequence[float]) -> list[list[float]]:
     """Return the weighted sum of all parts' recorded sums, separately for each row.
 
     Args:
@@ -440,16 +440,16 @@ def _combine(rows: Sequence[Any], factors: Sequence[float]) -> list[list[float]]
     ]
 
 
-def _total(call: Call) -> list[float]:
+def _sum_rows(call: Call) -> list[float]:
     return [sum(row[k] for row in call["rows"]) for k in range(2)]
 
 
 def _add_totals(calls: Sequence[Call]) -> list[float]:
-    totals = [_total(each) for each in calls]
+    totals = [_sum_rows(each) for each in calls]
     return [sum(each[k] for each in totals) for k in range(2)]
 
 
-def _count(shape: Sequence[int]) -> int:
+def _count_elements(shape: Sequence[int]) -> int:
     product = 1
     for each in shape:
         product *= each
@@ -468,7 +468,7 @@ def blame_repeat(ours: Losses, theirs: Losses) -> Blame | None:
     """
     for one, other in zip(ours, theirs, strict=False):
         needed = find_needed(one["calls"], one["loss"])
-        for index, found in _align(one["calls"], [other["calls"]]):
+        for index, found in _align_calls(one["calls"], [other["calls"]]):
             call = one["calls"][index]
             if index not in needed:
                 continue

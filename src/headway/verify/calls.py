@@ -283,7 +283,7 @@ class CallTrace:
             "func": name,
             "module": type(module).__name__ if module is not None else "",
             "in": sources,
-            **self._summarize(outputs[0]),
+            **self._summarize_tensor(outputs[0]),
         }
         if not outputs[0].requires_grad and any(each.requires_grad for each in _list_tensors([list(args), kwargs])):
             entry["is_cut"] = True
@@ -305,7 +305,7 @@ class CallTrace:
                 entry["part"] = part.rpartition(".")[0]
         self._calls.append(entry)
         for each in outputs:
-            self._keep(each, line)
+            self._remember_line(each, line)
 
     def _describe_loss(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return entries that describe the call of a loss function, for the record of this call.
@@ -330,7 +330,7 @@ class CallTrace:
                 entry["predicts"] = predicted
         return entry
 
-    def _keep(self, tensor: torch.Tensor, line: str) -> None:
+    def _remember_line(self, tensor: torch.Tensor, line: str) -> None:
         """Record which line made a tensor, without keeping the tensor alive."""
         reference = weakref.ref(tensor)
         self._known[id(tensor)] = (reference, len(self._calls) - 1)
@@ -377,9 +377,9 @@ class CallTrace:
         if name:
             about["own"] = name
             # `compare.py` compares the values of parameters. Buffers are summarized, as they can differ between ranks.
-            about |= {"shape": list(tensor.shape)} if tensor.requires_grad else self._summarize(tensor)
+            about |= {"shape": list(tensor.shape)} if tensor.requires_grad else self._summarize_tensor(tensor)
         else:
-            about |= self._summarize(tensor)
+            about |= self._summarize_tensor(tensor)
             about["name"] = _find_tensor(frame, module, tensor)
         self._calls.append(about)
         self._known[id(tensor)] = (weakref.ref(tensor), len(self._calls) - 1)
@@ -429,7 +429,7 @@ class CallTrace:
                 return None, None
         return None, None
 
-    def _summarize(self, tensor: torch.Tensor) -> dict[str, Any]:
+    def _summarize_tensor(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Return a dict with the "shape" of a tensor, its "kind" of numbers, and three sums for each of its "rows".
 
         The three sums are the sum of the values, the sum of their absolute values, and the sum of the values weighted

@@ -44,7 +44,7 @@ def run_command(given: dict[str, Any]) -> int:
     options = read_options(given)
     is_json = given["is_json"]
     try:
-        return _verify(options, is_json)
+        return _run_verify(options, is_json)
     except HeadwayError as error:
         if is_json:
             print(format_error_json(str(error)))
@@ -75,18 +75,18 @@ def read_options(given: dict[str, Any]) -> Options:
     )
 
 
-def _verify(options: Options, is_json: bool) -> int:
+def _run_verify(options: Options, is_json: bool) -> int:
     began = time.monotonic()
     is_shown = not is_json and sys.stderr.isatty()
 
-    def say(name: str) -> None:
+    def announce_run(name: str) -> None:
         if is_shown:
             text = _DESCRIPTIONS.get(name, name).format(n=options.num_processes, layout=options.layout_name)
             print(f"headway: running {text} ...", file=sys.stderr)
 
     for note in options.notes:
         print(f"headway: {note}", file=sys.stderr)
-    with VerifySession(options, say) as session:
+    with VerifySession(options, announce_run) as session:
         runs = session.run()
         verdicts = [shorten_paths(PROOFS[word](runs)) for word in PROOFS if word in options.proofs]
         seconds = time.monotonic() - began

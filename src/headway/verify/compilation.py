@@ -45,15 +45,15 @@ class EagerCalls:
         @wraps(original)
         def compile_nothing(*args: Any, **kwargs: Any) -> Any:
             self.is_used = self.is_used or not _is_import_of_library()
-            self._force()
+            self._force_eager()
             return original(*args, **kwargs)
 
         torch.compile = compile_nothing
         if "torch._dynamo" in sys.modules:  # the script has compiled a function before it created the Accelerator
             self.is_used = True
-            self._force()
+            self._force_eager()
 
-    def _force(self) -> None:
+    def _force_eager(self) -> None:
         """Set torch's compiler stance "force_eager", in which compiled functions run without compilation."""
         if not self._is_eager:
             # Importing torch._dynamo takes more than a second, so scripts that compile nothing do not set the stance.

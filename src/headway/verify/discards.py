@@ -30,7 +30,7 @@ class DiscardWatch:
         """
         if len(optimizers) == 1:
             self._optimizer = optimizers[0]
-            self._optimizer.zero_grad = self._record(self._optimizer.zero_grad)
+            self._optimizer.zero_grad = self._record_discards(self._optimizer.zero_grad)
 
     def note_backward(self, batch: int, loss: float) -> list[str]:
         """Record a backward pass. Return a list with the line that discarded an earlier batch's gradients, if any.
@@ -54,7 +54,7 @@ class DiscardWatch:
         """Forget all backward passes, because an optimizer step uses their gradients."""
         self._batches, self._cleared = set(), None
 
-    def _record(self, clear: Callable[..., Any]) -> Callable[..., Any]:
+    def _record_discards(self, clear: Callable[..., Any]) -> Callable[..., Any]:
         def clear_and_record(*args: Any, **kwargs: Any) -> Any:
             line = find_line() if self._batches else ""
             had_gradients = bool(line) and self._has_gradients()

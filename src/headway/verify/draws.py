@@ -68,12 +68,12 @@ class SharedDraws(TorchFunctionMode):
         dropout is off.
         """
         kwargs = kwargs or {}
-        result = self._call(func, args, kwargs)
+        result = self._call_draw(func, args, kwargs)
         if not torch.compiler.is_compiling():
             self._trace.note(func, args, kwargs, result)
         return result
 
-    def _call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _call_draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name in _DROPOUTS:
             return self._call_dropout(func, args, kwargs)
@@ -146,7 +146,7 @@ class SharedDraws(TorchFunctionMode):
         per_row = result.shape[0] // local
         whole = torch.empty((total * per_row, *result.shape[1:]), dtype=torch.float32)
         with torch.no_grad():
-            _fill(name, whole, result, args, kwargs, generator)
+            _fill_shared(name, whole, result, args, kwargs, generator)
             rows = whole[first * per_row : (first + local) * per_row]
             if self._reverses:
                 rows = rows.view(local, per_row, *rows.shape[1:]).flip(0).reshape(rows.shape)
@@ -157,7 +157,7 @@ class SharedDraws(TorchFunctionMode):
         return result
 
 
-def _fill(
+def _fill_shared(
     name: str, whole: torch.Tensor, result: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any], source: Any
 ) -> None:
     """Fill a tensor for the global batch with random numbers from the distribution that the call requested.

@@ -120,16 +120,16 @@ def verify_function(
         # The processes must find the modules of the function.
         paths = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
 
-        def order(count: int, layout: str | None = None) -> LaunchOrder:
+        def make_order(count: int, layout: str | None = None) -> LaunchOrder:
             given = {"num_processes": count, "cpu": is_on_cpu or None, "strategy": layout, "module": True}
             settings = {name: _check_setting(name, value) for name, value in given.items() if value is not None}
             planned = make_plan(resolve([settings]), program, here, {**environment, "PYTHONPATH": paths})
             variables = {**planned.additions, "PYTHONPATH": paths}
             return LaunchOrder(planned.argv, variables, (program.kind, program.target, *program.args), count)
 
-        orders = {"one": order(1), "several": order(num_processes)}
+        orders = {"one": make_order(1), "several": make_order(num_processes)}
         if strategy:
-            orders["layout"] = order(num_processes, strategy)
+            orders["layout"] = make_order(num_processes, strategy)
         options = Options(
             orders=orders,
             is_forked=is_on_cpu,

@@ -57,10 +57,10 @@ class LeakProbe:
         `findings` stays empty if two calls with equal inputs return different outputs.
         """
         inputs = [leaf for _, leaf in walk_tensors([self._args, self._kwargs]) if isinstance(leaf, torch.Tensor)]
-        with _preserve(self._model):
+        with _preserve_model(self._model):
             kept = set(self._model.state_dict())  # buffers that are not in the state dict are caches
             before = {name: each.detach().clone() for name, each in self._model.named_buffers() if name in kept}
-            self._base = self._call(self._args, self._kwargs)
+            self._base = self._call_model(self._args, self._kwargs)
             after = dict(self._model.named_buffers())
             self.changing = [
                 name
@@ -75,7 +75,7 @@ class LeakProbe:
             if rows < 1:
                 return
             if not all(
-                torch.equal(a, b) for a, b in zip(self._base, self._call(self._args, self._kwargs), strict=True)
+                torch.equal(a, b) for a, b in zip(self._base, self._call_model(self._args, self._kwargs), strict=True)
             ):
                 return  # outputs are random, so a change proves nothing
             if rows > 1:
@@ -92,7 +92,7 @@ class LeakProbe:
         owner = self._model.get_submodule(name.rpartition(".")[0])
         return type(owner).__module__.startswith("torch.")
 
-    def _call(self, args: Any, kwargs: Any, *, has_scalars: bool = False) -> list[torch.Tensor]:
+    def _call_model(self, args: Any, kwargs: Any, *, has_scalars: bool = False) -> list[torch.Tensor]:
         """Call the model, and return its floating-point outputs. Scalars are left out by default.
 
         Args:
@@ -116,7 +116,7 @@ class LeakProbe:
             old: Input to replace.
             new: Tensor that replaces it.
         """
-        return self._call(_exchange(self._args, old, new), _exchange(self._kwargs, old, new))
+        return self._call_model(_exchange_tensor(self._args, old, new), _exchange_tensor(self._kwargs, old, new))
 
     # ---------------------------------------------------------------- kinds of leaks
 
@@ -131,10 +131,10 @@ class LeakProbe:
         labels = [id(leaf) for path, leaf in walk_tensors(self._kwargs) if "label" in path or "target" in path]
         for each in inputs:
             if each.ndim and each.shape[0] == rows and not _is_mask(each) and id(each) not in labels:
-                args, kwargs = (_exchange(tree, each, _change(each, (0,))) for tree in (args, kwargs))
+                args, kwargs = (_exchange_tensor(tree, each, _change_at(each, (0,))) for tree in (args, kwargs))
         outputs = [
             (before, after)
-            for before, after in zip(self._base, self._call(args, kwargs), strict=False)
+            for before, after in zip(self._base, self._call_model(args, kwargs), strict=False)
             if before.shape == after.shape
             and before.shape[0] == rows
             and not (before.ndim > 1 and before.shape[1] == rows)
@@ -142,14 +142,15 @@ class LeakProbe:
         if not outputs or all(torch.equal(before, after) for before, after in outputs):
             return
         leaked = next(
-            (row for before, after in outputs for row in range(1, rows) if _differ(before[row], after[row])), None
+            (row for before, after in outputs for row in range(1, rows) if _are_different(before[row], after[row])),
+            None,
         )
         place = ""
         if leaked is not None:
-            place = self._locate(
+            place = self._locate_leak(
                 args, kwargs, lambda one, other: one.shape[0] == rows and not torch.equal(one[1:], other[1:])
             )
-        self._add("rows", leaked is not None, f"changing row 0 changes the output of row {leaked}", place)
+        self._add_finding("rows", leaked is not None, f"changing row 0 changes the output of row {leaked}", place)
 
     def _probe_future(self, tokens: torch.Tensor) -> None:
         """Change the last quarter of the tokens, and check that outputs at earlier positions do not change.
@@ -160,19 +161,21 @@ class LeakProbe:
             return
         length = tokens.shape[1]
         place = max(1, 3 * length // 4)
-        changed_tokens = _change(tokens, (slice(None), slice(place, None)))
+        changed_tokens = _change_at(tokens, (slice(None), slice(place, None)))
         changed = self._call_with(tokens, changed_tokens)
         for before, after in self._list_sequences(changed, length):
-            seen = [at for at in range(place) if _differ(before[:, at], after[:, at])]
+            seen = [at for at in range(place) if _are_different(before[:, at], after[:, at])]
             where = f"changing tokens from position {place} on changes the output of position {seen[0] if seen else 0}"
-            self._add("future", bool(seen), where, self._locate_position(tokens, changed_tokens, seen, 0, place))
+            self._add_finding(
+                "future", bool(seen), where, self._locate_position(tokens, changed_tokens, seen, 0, place)
+            )
             return
         kept = torch.zeros_like(tokens, dtype=torch.bool)
         kept[:, :place] = True
         leaks = self._does_loss_change(tokens, (slice(None), slice(place, None)), kept)
         if leaks is not None:
             where = f"changing tokens from position {place} on changes the loss of earlier positions"
-            self._add("future", leaks, where, self._locate_position(tokens, changed_tokens, leaks, 0, place))
+            self._add_finding("future", leaks, where, self._locate_position(tokens, changed_tokens, leaks, 0, place))
 
     def _probe_documents(self, tokens: torch.Tensor, inputs: list[torch.Tensor]) -> None:
         """Change the first document of a packed row, and check that outputs of the row's next documents do not change.
@@ -186,19 +189,23 @@ class LeakProbe:
         if len(starts) < 2:
             return
         second = starts[1]
-        changed_tokens = _change(tokens, (0, slice(0, second)))
+        changed_tokens = _change_at(tokens, (0, slice(0, second)))
         changed = self._call_with(tokens, changed_tokens)
         for before, after in self._list_sequences(changed, tokens.shape[1]):
-            leaks = _differ(before[0, second:], after[0, second:])
+            leaks = _are_different(before[0, second:], after[0, second:])
             where = f"changing the first document of a row changes the output of the next, at position {second}"
-            self._add("documents", leaks, where, self._locate_position(tokens, changed_tokens, leaks, second, None))
+            self._add_finding(
+                "documents", leaks, where, self._locate_position(tokens, changed_tokens, leaks, second, None)
+            )
             return
         kept = torch.zeros_like(tokens, dtype=torch.bool)
         kept[0, second + 1 :] = True
         changes = self._does_loss_change(tokens, (0, slice(0, second)), kept)
         if changes is not None:
             where = f"changing the first document of a row changes the loss of the next ones, from position {second} on"
-            self._add("documents", changes, where, self._locate_position(tokens, changed_tokens, changes, second, None))
+            self._add_finding(
+                "documents", changes, where, self._locate_position(tokens, changed_tokens, changes, second, None)
+            )
 
     def _does_loss_change(self, tokens: torch.Tensor, place: tuple[Any, ...], kept: torch.Tensor) -> bool | None:
         """Return whether a change of tokens changes the loss at other positions.
@@ -214,12 +221,14 @@ class LeakProbe:
         if labels is None or not bool((labels[kept] >= 0).any()):
             return None
         masked = torch.where(kept, labels, -100)
-        args, kwargs = (_exchange(tree, labels, masked) for tree in (self._args, self._kwargs))
-        before = self._call(args, kwargs, has_scalars=True)
-        changed = _change(tokens, place)
-        after = self._call(_exchange(args, tokens, changed), _exchange(kwargs, tokens, changed), has_scalars=True)
+        args, kwargs = (_exchange_tensor(tree, labels, masked) for tree in (self._args, self._kwargs))
+        before = self._call_model(args, kwargs, has_scalars=True)
+        changed = _change_at(tokens, place)
+        after = self._call_model(
+            _exchange_tensor(args, tokens, changed), _exchange_tensor(kwargs, tokens, changed), has_scalars=True
+        )
         losses = [(one, other) for one, other in zip(before, after, strict=False) if not one.ndim]
-        return _differ(*losses[0]) if losses else None
+        return _are_different(*losses[0]) if losses else None
 
     def _probe_padding(self, tokens: torch.Tensor) -> None:
         """Change tokens outside of the attention mask, and check that outputs of real tokens do not change."""
@@ -230,13 +239,15 @@ class LeakProbe:
         if not masks:
             return
         mask = masks[0].bool()
-        changed = self._call_with(tokens, torch.where(mask, tokens, _change(tokens, (slice(None),))))
+        changed = self._call_with(tokens, torch.where(mask, tokens, _change_at(tokens, (slice(None),))))
         for before, after in zip(self._base, changed, strict=False):
             if before.shape != after.shape or before.shape[0] != tokens.shape[0]:
                 continue
             if before.ndim > 2 and before.shape[1] == tokens.shape[1]:
                 before, after = before[mask], after[mask]
-            self._add("padding", _differ(before, after), "changing padding changes the output of real tokens")
+            self._add_finding(
+                "padding", _are_different(before, after), "changing padding changes the output of real tokens"
+            )
             return
 
     def find_targets(self) -> tuple[float, float] | None:
@@ -248,8 +259,8 @@ class LeakProbe:
         tokens = self._tokens
         if tokens is None or not any(each["kind"] == "future" and not each["leaks"] for each in self.findings):
             return None
-        with _preserve(self._model):
-            outputs = self._call(self._args, self._kwargs)
+        with _preserve_model(self._model):
+            outputs = self._call_model(self._args, self._kwargs)
         for each in outputs:
             if each.ndim == 3 and each.shape[:2] == tokens.shape and each.shape[2] > int(tokens.max()):
                 entropy = torch.nn.functional.cross_entropy
@@ -298,7 +309,7 @@ class LeakProbe:
             if before.shape == after.shape and before.ndim == 3 and before.shape[1] == length:
                 yield before, after
 
-    def _add(self, kind: str, leaks: bool, where: str, place: str = "") -> None:
+    def _add_finding(self, kind: str, leaks: bool, where: str, place: str = "") -> None:
         at = f": {place}" if place else ""
         self.findings.append({"kind": kind, "leaks": leaks, "where": where + at if leaks else "", "call": place})
 
@@ -330,12 +341,12 @@ class LeakProbe:
             one, other = one[span], other[span]
             if one.shape[-1] == length:  # attention scores before the mask: columns of changed positions may change
                 one, other = one[..., first:last], other[..., first:last]
-            return _differ(one, other)
+            return _are_different(one, other)
 
-        args, kwargs = _exchange(self._args, tokens, changed), _exchange(self._kwargs, tokens, changed)
-        return self._locate(args, kwargs, does_leak)
+        args, kwargs = _exchange_tensor(self._args, tokens, changed), _exchange_tensor(self._kwargs, tokens, changed)
+        return self._locate_leak(args, kwargs, does_leak)
 
-    def _locate(self, args: Any, kwargs: Any, does_leak: Callable[[torch.Tensor, torch.Tensor], bool]) -> str:
+    def _locate_leak(self, args: Any, kwargs: Any, does_leak: Callable[[torch.Tensor, torch.Tensor], bool]) -> str:
         """Return the first torch call in which a changed input changes results that must not depend on it.
 
         The call is returned as text, such as "softmax() at train.py:12"; "" if it is unknown.
@@ -381,7 +392,7 @@ class _CallRecorder(TorchFunctionMode):
 
 
 @contextmanager
-def _preserve(model: torch.nn.Module) -> Iterator[None]:
+def _preserve_model(model: torch.nn.Module) -> Iterator[None]:
     """Return a context in which the model is in evaluation mode, without gradients.
 
     When the context ends, buffers, the training modes of modules and the CPU random number generator are restored.
@@ -402,7 +413,7 @@ def _preserve(model: torch.nn.Module) -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def _change(tensor: torch.Tensor, place: tuple[Any, ...]) -> torch.Tensor:
+def _change_at(tensor: torch.Tensor, place: tuple[Any, ...]) -> torch.Tensor:
     """Return a copy of a tensor whose values at one index are changed.
 
     Integers change by 1 and stay in the tensor's range of values. Negative integers are unchanged, because labels with
@@ -425,16 +436,16 @@ def _change(tensor: torch.Tensor, place: tuple[Any, ...]) -> torch.Tensor:
     return changed
 
 
-def _exchange(tree: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+def _exchange_tensor(tree: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
     """Return a copy of nested collections in which one tensor is replaced by another."""
     if tree is old:
         return new
     if isinstance(tree, Mapping):
-        return {key: _exchange(value, old, new) for key, value in tree.items()}
+        return {key: _exchange_tensor(value, old, new) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_exchange(each, old, new) for each in tree))
+        return type(tree)(*(_exchange_tensor(each, old, new) for each in tree))
     if isinstance(tree, list | tuple):
-        return type(tree)(_exchange(each, old, new) for each in tree)
+        return type(tree)(_exchange_tensor(each, old, new) for each in tree)
     return tree
 
 
@@ -466,7 +477,7 @@ def _is_positions(tensor: torch.Tensor, tokens: torch.Tensor) -> bool:
     return bool(((steps == 1) | (tensor[:, 1:] == 0)).all()) and bool((tensor[:, 0] == 0).all())
 
 
-def _differ(before: torch.Tensor, after: torch.Tensor) -> bool:
+def _are_different(before: torch.Tensor, after: torch.Tensor) -> bool:
     if not before.numel():
         return False
     size = before.abs().max()

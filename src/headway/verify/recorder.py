@@ -232,7 +232,7 @@ class RunRecorder:
         self._share_batches(accelerator._preparation)
         watch_transformers_trainer(self, self._request)
         accelerator.push_to_hub = lambda *args, **kwargs: ""
-        atexit.register(self._leave)
+        atexit.register(self._write_last_record)
         self._draws.__enter__()  # type: ignore[no-untyped-call]
         if self._request.patience:
             threading.Thread(target=self._watch_progress, daemon=True).start()
@@ -462,7 +462,7 @@ class RunRecorder:
         self._close_update()
         self._end_if_due()
 
-    def _probe(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _probe_model(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Test the model for leaks with its first batch, and store two cross entropies for a test of the first loss."""
         self._facts["leaks"] = []
         self._trace.pause()
@@ -491,7 +491,7 @@ class RunRecorder:
             self._trace.begin(None)
         self._trace.note_inputs(args, kwargs)
         if self._request.probes_leaks and "leaks" not in self._facts:
-            self._probe(model, args, kwargs)
+            self._probe_model(model, args, kwargs)
         if not self._run.events.active and not self._pending:
             rows = find_rows(list(walk_tensors([args, kwargs])))
             if rows:
@@ -776,15 +776,15 @@ class RunRecorder:
             time.sleep(30)  # the launcher kills the other ranks
         if self._closed >= request.num_updates:
             self._facts["end"] = "enough"
-            self._finish(0)
+            self._end_process(0)
 
-    def _finish(self, code: int) -> None:
+    def _end_process(self, code: int) -> None:
         """End this process immediately, so that the script does not continue after the last update.
 
         Args:
             code: Exit code of the process.
         """
-        self._leave()
+        self._write_last_record()
         if self._run.runtime.world_size > 1 and code == 0:
             self._run.collectives.barrier()
         sys.stdout.flush()
@@ -807,7 +807,7 @@ class RunRecorder:
         time.sleep(_STACK_SECONDS)
         os._exit(70)
 
-    def _leave(self) -> None:
+    def _write_last_record(self) -> None:
         """Write the record of the last update when the process ends."""
         if self._is_done:
             return

@@ -122,18 +122,18 @@ class RunRecord:
     @cached_property
     def start(self) -> Arrays:
         """Values of the parameters before the first update, with "p:NAME" as keys."""
-        return self._load("start")
+        return self._load_arrays("start")
 
     def gradients(self, update: int) -> Arrays:
         """Return the gradients of an update, by parameter name, as `sample_values` has recorded them."""
-        return {name[2:]: value for name, value in self._read(update).items() if name.startswith("g:")}
+        return {name[2:]: value for name, value in self._read_update(update).items() if name.startswith("g:")}
 
     def values(self, update: int) -> Arrays:
         """Return the values of the parameters after an update, by name, as `sample_values` has recorded them.
 
         Update 0 is the start of the run.
         """
-        arrays = self.start if update == 0 else self._read(update)
+        arrays = self.start if update == 0 else self._read_update(update)
         return {name[2:]: value for name, value in arrays.items() if name.startswith("p:")}
 
     def trace(self, rank: int, update: int) -> list[dict[str, Any]]:
@@ -150,13 +150,13 @@ class RunRecord:
                     known[rank].append(entry)
         return [each for each in known[rank] if each["update"] == update]
 
-    def _read(self, update: int) -> Arrays:
+    def _read_update(self, update: int) -> Arrays:
         known = self.__dict__.setdefault("_known", {})
         if update not in known:
-            known[update] = self._load(f"update_{update}")
+            known[update] = self._load_arrays(f"update_{update}")
         return known[update]  # type: ignore[no-any-return]
 
-    def _load(self, name: str) -> Arrays:
+    def _load_arrays(self, name: str) -> Arrays:
         arrays: Arrays = {}
         for rank in range(self.num_processes):
             path = Path(self.request.folder, f"{name}.{rank}.npz")

@@ -141,9 +141,9 @@ class ForkServer:
         self._waiting: dict[int, Future[int]] = {}
         self._is_ready = threading.Event()
         self._has_ended = False
-        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._read_answers, daemon=True).start()
 
-    def _listen(self) -> None:
+    def _read_answers(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             answer = json.loads(line)
@@ -175,16 +175,16 @@ class ForkServer:
             key = self._num_runs
             done: Future[int] = Future()
             self._waiting[key] = done
-            self._send({**order, "id": key})
+            self._send_order({**order, "id": key})
         return key, done
 
     def end(self, key: int) -> None:
         """End a run by its ID. Do nothing if it has already ended."""
         with self._lock:
             if key in self._waiting:
-                self._send({"id": key, "end": True})
+                self._send_order({"id": key, "end": True})
 
-    def _send(self, order: dict[str, Any]) -> None:
+    def _send_order(self, order: dict[str, Any]) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(order) + "\n")
@@ -284,13 +284,13 @@ class RunningScript:
             self._server.end(self._key)
             return
         if self._process.poll() is None:
-            self._signal(signal.SIGTERM)
+            self._send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
-        self._signal(signal.SIGKILL)
+        self._send_signal(signal.SIGKILL)
         self._process.wait()
 
-    def _signal(self, number: int) -> None:
+    def _send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 

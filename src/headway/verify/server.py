@@ -110,7 +110,7 @@ def main() -> None:
                 _execute_order(json.loads(line), runs, answers)
         elif not is_open:
             for run in runs.values():
-                _kill(run)
+                _kill_run(run)
             time.sleep(0.02)
         for run in list(runs.values()):
             _reap_ranks(run)
@@ -130,7 +130,7 @@ def _execute_order(order: StartOrder | EndOrder, runs: dict[int, ForkedRun], ans
     """
     if "end" in order:
         if order["id"] in runs:
-            _kill(runs[order["id"]])
+            _kill_run(runs[order["id"]])
         return
     run = runs[order["id"]] = ForkedRun(order["id"])
     port = _find_free_port()
@@ -238,10 +238,10 @@ def _reap_ranks(run: ForkedRun) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)  # DataLoader workers of the rank
     if run.alive and run.deadline is not None and time.monotonic() > run.deadline:
-        _kill(run)
+        _kill_run(run)
 
 
-def _kill(run: ForkedRun) -> None:
+def _kill_run(run: ForkedRun) -> None:
     run.code = run.code or -signal.SIGKILL
     for pid in run.alive:
         with contextlib.suppress(PermissionError):

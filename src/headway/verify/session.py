@@ -127,11 +127,11 @@ class VerifySession:
         """
         options = self._options
         needs_repeat = options.needs("repeat", "resume")
-        first_run = self._start(self._request("first"), 1)
+        first_run = self._start_run(self._make_request("first"), 1)
         if needs_repeat:
             time.sleep(_CLOCK_STEP)
-        repeat_run = self._start(
-            replace(self._request("repeat"), saves_after=self._save_at, kills_after=self._kill_at, reverses_listings=True), 1
+        repeat_run = self._start_run(
+            replace(self._make_request("repeat"), saves_after=self._save_at, kills_after=self._kill_at, reverses_listings=True), 1
         ) if needs_repeat else None  # fmt: skip
         first = first_run.result()
         self._check_first(first)
@@ -152,7 +152,10 @@ class VerifySession:
         draws = bool(first.fact.get("drawn") or first.fact.get("num_dropped") or first.fact.get("num_dropouts"))
         seed = -1 if is_seeded else _SEED
         base = replace(
-            self._request("reference"), shares_draws=draws, seed=seed, shares_order=bool(first.fact["orders_apart"])
+            self._make_request("reference"),
+            shares_draws=draws,
+            seed=seed,
+            shares_order=bool(first.fact["orders_apart"]),
         )
         sizes = {number: about["batch_size"] for number, about in first.fact.get("loaders", {}).items()}
         split = replace(base, splits_batches=True, batch_sizes=sizes)
@@ -161,30 +164,32 @@ class VerifySession:
         needs_order = compares or options.needs("resume", "out_of_memory")
         n = options.num_processes
         if compares:
-            waiting["several"] = self._start(replace(split, name="several"), n)
+            waiting["several"] = self._start_run(replace(split, name="several"), n)
             if options.layout_name:
-                waiting["layout"] = self._start(replace(split, name="layout"), n, order="layout")
+                waiting["layout"] = self._start_run(replace(split, name="layout"), n, order="layout")
         if draws or not is_seeded or base.shares_order:
             if compares:
-                waiting["reference"] = self._start(base, 1)
+                waiting["reference"] = self._start_run(base, 1)
         else:
             runs.reference = first
         if needs_order:
-            waiting["reordered"] = self._start(replace(base, name="reordered", reverses_rows=True), 1)
+            waiting["reordered"] = self._start_run(replace(base, name="reordered", reverses_rows=True), 1)
         if options.needs("resume") and repeat is not None and repeat.fact.get("saved"):
-            waiting["resumed"] = self._start(self._continue("resumed", repeat), 1, args=options.resume_args)
+            waiting["resumed"] = self._start_run(
+                self._request_continuation("resumed", repeat), 1, args=options.resume_args
+            )
             if compares and not draws and is_seeded and not base.shares_order:
-                waiting["resumed_on_several"] = self._start(
-                    self._continue("resumed_on_several", repeat), n, args=options.resume_args
+                waiting["resumed_on_several"] = self._start_run(
+                    self._request_continuation("resumed_on_several", repeat), n, args=options.resume_args
                 )
         if options.needs("out_of_memory") and first.fact.get("microbatching"):
-            waiting["replayed"] = self._start(
-                replace(self._request("replayed"), fails_in=self._find_backward(first)), 1
+            waiting["replayed"] = self._start_run(
+                replace(self._make_request("replayed"), fails_in=self._find_backward(first)), 1
             )
         if options.needs("memory"):
             waiting |= self._measure_memory()
         if options.needs("leaks", "learning"):
-            waiting["probed"] = self._start(
+            waiting["probed"] = self._start_run(
                 replace(base, name="probed", shares_draws=True, num_updates=1, probes_leaks=True), 1
             )
         for name, future in waiting.items():
@@ -192,30 +197,30 @@ class VerifySession:
 
     def _measure_memory(self) -> "dict[str, Future[RunRecord]]":
         """Start the runs that measure and forecast the script's memory, and return the futures of their records."""
-        measure = replace(self._request("measured"), num_updates=_MEASURED_UPDATES, measures_tensors=True)
-        waiting = {"measured": self._start(measure, 1)}
+        measure = replace(self._make_request("measured"), num_updates=_MEASURED_UPDATES, measures_tensors=True)
+        waiting = {"measured": self._start_run(measure, 1)}
         for name in ("forecast", "full"):
             if name in self._options.orders:
-                waiting[name] = self._start(replace(self._request(name), is_recorded=False), 1, order=name)
+                waiting[name] = self._start_run(replace(self._make_request(name), is_recorded=False), 1, order=name)
         return waiting
 
     # ---------------------------------------------------------------- single runs
 
-    def _request(self, name: str) -> RunRequest:
+    def _make_request(self, name: str) -> RunRequest:
         return RunRequest(
             name=name,
             folder=str(self._scratch / name),
-            output=self._output(name),
+            output=self._get_output_folder(name),
             num_updates=self._options.num_updates,
             patience=self._options.time_limit,
         )
 
-    def _output(self, name: str) -> str:
+    def _get_output_folder(self, name: str) -> str:
         return str(self._scratch / "output" / name)
 
-    def _continue(self, name: str, killed: RunRecord) -> RunRequest:
+    def _request_continuation(self, name: str, killed: RunRecord) -> RunRequest:
         """Copy the output of a killed run, and return the request of a run that resumes from it."""
-        request = self._request(name)
+        request = self._make_request(name)
         source = Path(killed.request.output)
         if source.exists():
             shutil.copytree(source, request.output, symlinks=True)
@@ -229,7 +234,7 @@ class VerifySession:
         """
         return max(2, int(first.fact.get("num_backwards", 2)) // 2 + 1)
 
-    def _start(
+    def _start_run(
         self, request: RunRequest, num_processes: int, *, order: str = "", args: tuple[str, ...] = ()
     ) -> "Future[RunRecord]":
         """Start a run as soon as enough CPU cores are free, and return the future of its record.
@@ -240,7 +245,9 @@ class VerifySession:
             order: Key of the command that starts the run. Default: the one for this number of processes.
             args: Arguments that are added to those of the script. Default: ().
         """
-        request = replace(request, folder=str(self._scratch / request.name), output=self._output(request.name))
+        request = replace(
+            request, folder=str(self._scratch / request.name), output=self._get_output_folder(request.name)
+        )
         chosen = self._options.orders[order or ("one" if num_processes == 1 else "several")]
         return self._pool.submit(self._make_run, request, chosen.add_arguments(args))
 
@@ -256,14 +263,14 @@ class VerifySession:
         try:
             self._say(request.name)
             server = self._servers[request.name not in _ON_FIRST_SERVER] if self._servers else None
-            running = self._launch(order, request, server)
+            running = self._launch_processes(order, request, server)
             return running.wait()
         finally:
             with self._has_changed:
                 self._free += size
                 self._has_changed.notify_all()
 
-    def _launch(self, order: LaunchOrder, request: RunRequest, server: ForkServer | None) -> RunningScript:
+    def _launch_processes(self, order: LaunchOrder, request: RunRequest, server: ForkServer | None) -> RunningScript:
         """Start the processes of a run. If the session ends meanwhile, end them at once.
 
         Raises:

@@ -24,20 +24,20 @@ class SlowLines:
         if not self._has_thread:
             self._has_thread = True
             self._owner = threading.get_ident()
-            threading.Thread(target=self._sample, daemon=True).start()
+            threading.Thread(target=self._sample_until_end, daemon=True).start()
         self._is_fetching.set()
 
     def __exit__(self, *error: object) -> None:
         self._is_fetching.clear()
 
-    def _sample(self) -> None:
+    def _sample_until_end(self) -> None:
         pause = threading.Event()
         while True:
             self._is_fetching.wait()
             pause.wait(_INTERVAL)
             frame = sys._current_frames().get(self._owner)
             if frame is not None and self._is_fetching.is_set():
-                self._samples[_describe(frame)] += 1
+                self._samples[_describe_call(frame)] += 1
 
     def list_lines(self) -> list[list[object]]:
         """Return the script's most frequently sampled functions, at most five, as [number of samples, kind, function].
@@ -47,7 +47,7 @@ class SlowLines:
         return [[count, kind, name] for (kind, name), count in self._samples.most_common(5) if name]
 
 
-def _describe(frame: FrameType) -> tuple[str, str]:
+def _describe_call(frame: FrameType) -> tuple[str, str]:
     """Return a pair of the loader's call ("collate" or "item") and the script's function that runs in it.
 
     Both are "" if no function of the script runs.

@@ -66,13 +66,15 @@ class SourceWatch:
             return
         self._is_installed = True
         for name in _CLOCKS:
-            self._watch(time, name, self.clocks, f"time.{name}")
+            self._watch_function(time, name, self.clocks, f"time.{name}")
         for name in _RANDOM:
-            self._watch(random, name, self.draws, f"random.{name}")
+            self._watch_function(random, name, self.draws, f"random.{name}")
         for name in _NUMPY:
-            self._watch(numpy.random, name, self.draws, f"numpy.random.{name}")
-        self._watch(uuid, "uuid4", self.clocks, "uuid.uuid4")  # weak evidence, as clocks are: file names often have one
-        self._watch(torch.nn.Module, "eval", self.evaluations, "eval")
+            self._watch_function(numpy.random, name, self.draws, f"numpy.random.{name}")
+        self._watch_function(
+            uuid, "uuid4", self.clocks, "uuid.uuid4"
+        )  # weak evidence, as clocks are: file names often have one
+        self._watch_function(torch.nn.Module, "eval", self.evaluations, "eval")
         self._watch_generators()
         self._watch_own_generators()
         self._watch_seed()
@@ -107,12 +109,12 @@ class SourceWatch:
 
     # ---------------------------------------------------------------- replacements
 
-    def _watch(self, module: Any, name: str, lines: dict[str, str], title: str) -> None:
+    def _watch_function(self, module: Any, name: str, lines: dict[str, str], title: str) -> None:
         original: Callable[..., Any] = getattr(module, name)
 
         @wraps(original)
         def call_and_record(*args: Any, **kwargs: Any) -> Any:
-            _add(lines, title)
+            _record_line(lines, title)
             return original(*args, **kwargs)
 
         setattr(module, name, call_and_record)
@@ -129,7 +131,7 @@ class SourceWatch:
         @wraps(original)
         def create_and_record(seed: Any = None, *args: Any, **kwargs: Any) -> Any:
             if seed is None:
-                _add(self.unseeded, f"{name}()")
+                _record_line(self.unseeded, f"{name}()")
             return original(seed, *args, **kwargs)
 
         setattr(module, name, create_and_record)
@@ -141,7 +143,7 @@ class SourceWatch:
         @wraps(original)
         def create_and_record(created: Any, x: Any = None) -> None:
             if x is None:
-                _add(self.unseeded, f"{type(created).__name__}()")
+                _record_line(self.unseeded, f"{type(created).__name__}()")
             original(created, x)
 
         random.Random.__init__ = create_and_record  # type: ignore[method-assign, assignment]
@@ -186,7 +188,7 @@ def _find_caller() -> str:
     return inside
 
 
-def _add(lines: dict[str, str], title: str) -> None:
+def _record_line(lines: dict[str, str], title: str) -> None:
     """Record the line of the script that called a watched function. Calls from libraries are left out.
 
     Args:

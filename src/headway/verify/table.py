@@ -21,13 +21,13 @@ def format_table(verdicts: Sequence[Verdict], *, has_color: bool = False) -> str
     width = max(len(each.title) for each in verdicts)
     lines = []
     for each in verdicts:
-        mark = _paint(each.status.ljust(11), each.status, has_color)
+        mark = _color_text(each.status.ljust(11), each.status, has_color)
         first, *rest = textwrap.wrap(each.reason, _WIDTH - width - 15) or [""]
         lines.append(f"{mark}  {each.title.ljust(width)}  {first}")
         lines += [f"{' ' * (width + 15)}{line}" for line in rest]
     for each in verdicts:
         if each.status == "FAIL":
-            lines += ["", f"{_paint('FAIL', 'FAIL', has_color)} {each.title}: {each.reason}"]
+            lines += ["", f"{_color_text('FAIL', 'FAIL', has_color)} {each.title}: {each.reason}"]
             lines += [f"  {line}" for line in each.details]
             if each.advice:
                 lines += textwrap.wrap(each.advice, _WIDTH, initial_indent="  -> ", subsequent_indent="     ")
@@ -36,7 +36,7 @@ def format_table(verdicts: Sequence[Verdict], *, has_color: bool = False) -> str
     return "\n".join(lines)
 
 
-def _paint(text: str, status: str, has_color: bool) -> str:
+def _color_text(text: str, status: str, has_color: bool) -> str:
     return f"\033[{_COLORS[status]}m{text}\033[0m" if has_color else text
 
 

@@ -13,7 +13,7 @@ from headway.cli import main, verify
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Return a list that receives the options of each verification instead of starting it."""
     found: list[dict[str, Any]] = []
-    monkeypatch.setattr(verify, "_start", found.append)
+    monkeypatch.setattr(verify, "_start_main_process", found.append)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("import headway\n")
     (tmp_path / "open.py").write_text("import torch\nfor x in range(3)\n    print(x)\n")

@@ -137,7 +137,7 @@ def test_requested_size_is_read_from_the_error(text, expected):
 
 
 def test_out_of_memory_error_in_the_report_is_reported(monkeypatch):
-    monkeypatch.setattr("headway.extras.memory_census._count", lambda *_: (_ for _ in ()).throw(MemoryError))
+    monkeypatch.setattr("headway.extras.memory_census._count_tensors", lambda *_: (_ for _ in ()).throw(MemoryError))
     assert "too little memory left" in memory_report().text()
     monkeypatch.setattr(report, "memory_use", lambda *_: (_ for _ in ()).throw(MemoryError))
     assert "too little was left to report" in explain(MemoryError())

@@ -300,7 +300,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         """
         prepared = super().prepare(*objects, device_placement=device_placement, strict=strict)
         for each in objects:
-            self._upcast(each)
+            self._convert_outputs_to_float32(each)
         return prepared
 
     def prepare_model(
@@ -314,7 +314,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
             evaluation_mode: Whether the model is only evaluated, so that its gradients are not reduced. Default: False.
         """
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
-        self._upcast(prepared)
+        self._convert_outputs_to_float32(prepared)
         return prepared
 
     @property
@@ -611,7 +611,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
     def even_batches(self, value: bool) -> None:
         self._preparation.set_loading(replace(self._preparation.loading, even_batches=value))
 
-    def _upcast(self, model: Any) -> None:
+    def _convert_outputs_to_float32(self, model: Any) -> None:
         is_model = isinstance(model, torch.nn.Module) and self.precision.is_mixed
         if is_model and _convert_outputs not in model._forward_hooks.values():
             model.register_forward_hook(_convert_outputs)

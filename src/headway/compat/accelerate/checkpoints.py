@@ -181,7 +181,7 @@ class Reader:
         rng_states: _RNGStates | None = None
         try:
             rng_states = self._read_rng_states()
-            weights = [self._weights(index, model) for index, model in enumerate(models)]
+            weights = [self._read_weights(index, model) for index, model in enumerate(models)]
             self._restore_objects(
                 rollback, [line for pair in zip(models, weights) for line in _find_misfits(*pair, strict)]
             )
@@ -195,7 +195,7 @@ class Reader:
             outcome = warning if unrestored else "nothing was changed"
             raise CheckpointError(f"{'; '.join(sorted(failures))}; {outcome}") from cause
         for model, state in zip(models, weights):
-            _put(model, state)
+            _copy_into_model(model, state)
         if rng_states is not None:
             rng_states.set()
         return Restored(self._folder, {"num_updates": self._accelerator.num_updates, "epoch": 0})
@@ -217,11 +217,11 @@ class Reader:
             )
         accelerator = self._accelerator
         optimizers, schedulers = accelerator._optimizers, accelerator._schedulers
-        states = [self._pickled(get_file_name("optimizer.bin", index)) for index in range(len(optimizers))]
-        ticks = [self._pickled(get_file_name("scheduler.bin", index)) for index in range(len(schedulers))]
+        states = [self._read_pickle(get_file_name("optimizer.bin", index)) for index in range(len(optimizers))]
+        ticks = [self._read_pickle(get_file_name("scheduler.bin", index)) for index in range(len(schedulers))]
         others = [*zip(schedulers, ticks), *zip(accelerator._custom_objects, self._custom_states())]
         if accelerator.scaler is not None:
-            others.append((accelerator.scaler, self._pickled("scaler.pt")))
+            others.append((accelerator.scaler, self._read_pickle("scaler.pt")))
         for index, (optimizer, state) in enumerate(zip(optimizers, states)):
             rollback.add(f"optimizer {index}", make_optimizer_undo(optimizer.optimizer))
             optimizer.load_state_dict(state)
@@ -229,12 +229,12 @@ class Reader:
             rollback.add(type(each).__name__, partial(restore_object, each, copy_state(each.state_dict())))
             each.load_state_dict(state)
 
-    def _weights(self, index: int, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    def _read_weights(self, index: int, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
         path = self._folder / get_file_name("model.safetensors", index)
-        found = load_file(path) if path.is_file() else self._pickled(get_file_name("pytorch_model.bin", index))
+        found = load_file(path) if path.is_file() else self._read_pickle(get_file_name("pytorch_model.bin", index))
         return _match_names(found, model)
 
-    def _pickled(self, name: str) -> Any:
+    def _read_pickle(self, name: str) -> Any:
         path = self._folder / name
         if not path.is_file():
             raise CheckpointError(
@@ -256,7 +256,7 @@ class Reader:
                 f"{self._folder} contains the states of {len(found)} registered objects, but {wanted} are registered; register the "
                 "same objects as when it was saved"
             )
-        return [self._pickled(f"custom_checkpoint_{index}.pkl") for index in range(wanted)]
+        return [self._read_pickle(f"custom_checkpoint_{index}.pkl") for index in range(wanted)]
 
     def _read_rng_states(self) -> "_RNGStates | None":
         """Return this rank's saved RNG states, or None with a warning if the checkpoint has none for this rank.
@@ -269,7 +269,7 @@ class Reader:
             log.warning("%s has no %s: this rank's random streams are left unchanged", self._folder, name)
             return None
         try:
-            return _RNGStates(self._pickled(name))
+            return _RNGStates(self._read_pickle(name))
         except (TypeError, ValueError, KeyError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -342,7 +342,7 @@ def _find_misfits(model: torch.nn.Module, state: Mapping[str, torch.Tensor], str
     return lines + [f"{name} {problem}" for name, pair in pairs.items() if (problem := find_misfit(*pair)) is not None]
 
 
-def _put(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+def _copy_into_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     own = model.state_dict()
     # torch refuses to copy into a tensor that expand() created, because several of its elements share memory.
     expanded = {name for name in state if name in own and 0 in own[name].stride()}

@@ -33,10 +33,10 @@ def _make_axis_rank(axis: str, doc: str) -> property:
         doc: Docstring of the property.
     """
 
-    def read(accelerator: "AccelerateMembers") -> int:
+    def read_coordinate(accelerator: "AccelerateMembers") -> int:
         return accelerator._facts.chosen.layout.find_coordinates(accelerator.process_index)[axis]
 
-    return property(read, doc=doc)
+    return property(read_coordinate, doc=doc)
 
 
 class _Reread:

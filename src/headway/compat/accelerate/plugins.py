@@ -101,12 +101,12 @@ class FullyShardedDataParallelPlugin:
             )
         self._given = {
             name: value
-            for name, value in self._values().items()
+            for name, value in self._collect_values().items()
             if value is not None and (name != "limit_all_gathers" or not value)
         }
         self._convert_fields(self.fsdp_version or 1)
 
-    def _values(self) -> dict[str, Any]:
+    def _collect_values(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def _read_environment(self) -> None:
@@ -117,7 +117,7 @@ class FullyShardedDataParallelPlugin:
         self.fsdp_version = env.get_int("FSDP_VERSION") if self.fsdp_version is None else self.fsdp_version
         unread = {"sharding_strategy", *_OF_VERSION_1} if self.fsdp_version == 2 else {"reshard_after_forward"}
         unread |= {"mixed_precision_policy", "param_init_fn", "state_dict_config", "optim_state_dict_config"}
-        for name, value in self._values().items():
+        for name, value in self._collect_values().items():
             text = env.get(_VARIABLES.get(name, f"FSDP_{name.upper()}"))
             policy = _POLICIES.get(name, str(self.auto_wrap_policy).upper())
             if value is None and text and name not in unread and policy == str(self.auto_wrap_policy).upper():
@@ -131,12 +131,12 @@ class FullyShardedDataParallelPlugin:
         Args:
             request: Layout request to change.
         """
-        now = self._values()
+        now = self._collect_values()
         self._given |= {name: now[name] for name in now if now[name] is not self._shown[name]}
-        self._read(self.argument, request)
+        self._add_to_request(self.argument, request)
         self._convert_fields(2)
 
-    def _read(self, name: str, into: LayoutRequest) -> LayoutRequest:
+    def _add_to_request(self, name: str, into: LayoutRequest) -> LayoutRequest:
         """Add all options that are set on this plugin to a layout request, and return the request.
 
         Args:
@@ -154,7 +154,7 @@ class FullyShardedDataParallelPlugin:
         Args:
             version: FSDP version, 1 or 2.
         """
-        settings = self._read(type(self).__name__, LayoutRequest()).settings
+        settings = self._add_to_request(type(self).__name__, LayoutRequest()).settings
         offloads = bool(settings.get("fsdp_offload_params", (False, ""))[0])
         self.fsdp_version = version
         if version == 2:
@@ -175,7 +175,7 @@ class FullyShardedDataParallelPlugin:
             setattr(self, name, env.parse_bool(value, name) if isinstance(value, str) else bool(value))
         self._read_policies()
         self.set_state_dict_type()
-        self._shown = self._values()
+        self._shown = self._collect_values()
 
     def _read_policies(self) -> None:
         if isinstance(self.auto_wrap_policy, str):
@@ -189,7 +189,7 @@ class FullyShardedDataParallelPlugin:
         if isinstance(self.mixed_precision_policy, str):
             self.set_mixed_precision(self.mixed_precision_policy, override=True)
         elif isinstance(self.mixed_precision_policy, dict):
-            given = {name: _dtype(value) for name, value in self.mixed_precision_policy.items()}
+            given = {name: _parse_dtype(value) for name, value in self.mixed_precision_policy.items()}
             self.mixed_precision_policy = self._precision_kind(**given)
 
     @property
@@ -227,13 +227,13 @@ class FullyShardedDataParallelPlugin:
             override: Whether to replace a policy that is already set. Default: False.
         """
         if override or self.mixed_precision_policy is None:
-            dtype = _dtype(mixed_precision)
+            dtype = _parse_dtype(mixed_precision)
             of_buffers = {"buffer_dtype": torch.float32 if buffer_autocast else dtype}
             more = of_buffers if self.fsdp_version == 1 else {"output_dtype": dtype}
             self.mixed_precision_policy = self._precision_kind(param_dtype=dtype, reduce_dtype=dtype, **more)
 
 
-def _dtype(given: Any) -> Any:
+def _parse_dtype(given: Any) -> Any:
     return getattr(torch, _DTYPES.get(given, given)) if isinstance(given, str) else given
 
 
@@ -337,8 +337,8 @@ def _is_above_one(kind: str, doc: str) -> property:
     return property(lambda config: config.sizes[kind] > 1, doc=doc)
 
 
-def _axes(doc: str, *kinds: str) -> property:
-    return property(lambda config: config._enabled(*kinds), doc=doc)
+def _make_axes_property(doc: str, *kinds: str) -> property:
+    return property(lambda config: config._list_enabled(*kinds), doc=doc)
 
 
 @dataclass
@@ -444,18 +444,22 @@ class ParallelismConfig:
     cp_enabled = _is_above_one("cp", "Whether context parallelism is used.")
     sp_enabled = _is_above_one("sp", "Whether sequence parallelism is used.")
 
-    def _enabled(self, *kinds: str) -> list[str]:
+    def _list_enabled(self, *kinds: str) -> list[str]:
         return [kind for kind in kinds if self.sizes[kind] > 1]
 
-    dp_dim_names = _axes("Names of the axes whose ranks read different data.", "dp_replicate", "dp_shard")
-    non_dp_dim_names = _axes("Names of the axes whose ranks read the same data.", "tp", "cp", "sp")
-    dp_shard_cp_dim_names = _axes("Names of the axes over which parameters are sharded.", "dp_shard", "cp")
-    dp_cp_dim_names = _axes("Names of the axes over which losses are averaged.", "dp_replicate", "dp_shard", "cp")
+    dp_dim_names = _make_axes_property("Names of the axes whose ranks read different data.", "dp_replicate", "dp_shard")
+    non_dp_dim_names = _make_axes_property("Names of the axes whose ranks read the same data.", "tp", "cp", "sp")
+    dp_shard_cp_dim_names = _make_axes_property(
+        "Names of the axes over which parameters are sharded.", "dp_shard", "cp"
+    )
+    dp_cp_dim_names = _make_axes_property(
+        "Names of the axes over which losses are averaged.", "dp_replicate", "dp_shard", "cp"
+    )
 
     @property
     def fsdp_dim_names(self) -> list[str]:
         """Names of the mesh axes over which FSDP replicates or shards parameters."""
-        return [*self._enabled("dp_replicate"), "dp_shard_cp"]
+        return [*self._list_enabled("dp_replicate"), "dp_shard_cp"]
 
     @property
     def active_mesh_dims(self) -> list[str]:
@@ -463,7 +467,7 @@ class ParallelismConfig:
         return [*self.dp_dim_names, *self.non_dp_dim_names]
 
     def _get_mesh(self) -> tuple[Any, ...]:
-        names = self._enabled("dp_replicate", "dp_shard", "cp", "sp", "tp")
+        names = self._list_enabled("dp_replicate", "dp_shard", "cp", "sp", "tp")
         return tuple(zip(*((name, self.sizes[name]) for name in names)))
 
     def build_device_mesh(self, device_type: str) -> Any:

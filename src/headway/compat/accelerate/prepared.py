@@ -67,18 +67,18 @@ class _AccelerateAttributes:
         return AcceleratorState()
 
 
-def _delegated(name: str) -> Any:
-    def write(wrapper: Any, value: Any) -> None:
+def _delegate_to_optimizer(name: str) -> Any:
+    def set_on_optimizer(wrapper: Any, value: Any) -> None:
         setattr(wrapper.optimizer, name, value)
 
-    return property(lambda wrapper: getattr(wrapper.optimizer, name), write)
+    return property(lambda wrapper: getattr(wrapper.optimizer, name), set_on_optimizer)
 
 
 class AcceleratedOptimizer(_AccelerateAttributes, PreparedOptimizer):
     """Prepared optimizer with the attributes of Accelerate's wrapper."""
 
     device_placement = True
-    state, param_groups, defaults = map(_delegated, ("state", "param_groups", "defaults"))
+    state, param_groups, defaults = map(_delegate_to_optimizer, ("state", "param_groups", "defaults"))
 
     @property
     def scaler(self) -> Any:

@@ -70,7 +70,7 @@ def save_fsdp_model(
         weights = get_model_state_dict(model, options=replace(_WHOLE, ignore_frozen_params=is_adapter))
     else:
         weights = _read_adapter_state(model) if is_adapter else get_model_state_dict(model)
-    _write("model", weights, output_dir, _MODEL, model_index, is_whole, accelerator)
+    _write_state("model", weights, output_dir, _MODEL, model_index, is_whole, accelerator)
 
 
 def load_fsdp_model(
@@ -140,7 +140,7 @@ def save_fsdp_optimizer(
     """
     is_whole = _is_whole(fsdp_plugin)
     state = get_optimizer_state_dict(model, _torch_optimizer(optimizer), options=_WHOLE if is_whole else None)
-    _write("optimizer", state, output_dir, _OPTIMIZER, optimizer_index, is_whole, accelerator)
+    _write_state("optimizer", state, output_dir, _OPTIMIZER, optimizer_index, is_whole, accelerator)
 
 
 def load_fsdp_optimizer(
@@ -185,7 +185,7 @@ def _is_whole(fsdp_plugin: Any) -> bool:
     return "FULL_STATE_DICT" in str(getattr(fsdp_plugin, "state_dict_type", ""))
 
 
-def _file(root: Any, word: str, index: int) -> Path:
+def _make_path(root: Any, word: str, index: int) -> Path:
     return Path(root) / (f"{word}_{index}.bin" if index else f"{word}.bin")
 
 
@@ -200,7 +200,7 @@ def _find_saved_state(root: Any, word: str, index: int) -> tuple[Path, bool]:
     Raises:
         CheckpointError: If neither a directory nor a file exists.
     """
-    name, file = f"{word}_{index}", _file(root, word, index)
+    name, file = f"{word}_{index}", _make_path(root, word, index)
     for folder in (Path(root) / name, Path(root)):
         if folder.name == name and folder.is_dir():
             return folder, False
@@ -212,12 +212,12 @@ def _find_saved_state(root: Any, word: str, index: int) -> tuple[Path, bool]:
     )
 
 
-def _write(key: str, state: Any, root: Any, word: str, index: int, is_whole: bool, accelerator: Any) -> None:
+def _write_state(key: str, state: Any, root: Any, word: str, index: int, is_whole: bool, accelerator: Any) -> None:
     if not is_whole:
         save({key: state}, checkpoint_id=Path(root) / f"{word}_{index}")
     elif accelerator.process_index == 0:
         Path(root).mkdir(parents=True, exist_ok=True)
-        torch.save(state, _file(root, word, index))
+        torch.save(state, _make_path(root, word, index))
 
 
 def _read_first(file: Path, accelerator: Any) -> Any:

@@ -69,7 +69,7 @@ def slow(test_case: Test) -> Test:
     return unittest.skipUnless(parse_flag_from_env("RUN_SLOW", False), "RUN_SLOW is not set")(test_case)
 
 
-def _needs(condition: bool, what: str) -> Callable[[Test], Test]:
+def _skip_unless(condition: bool, what: str) -> Callable[[Test], Test]:
     return unittest.skipUnless(condition, f"the test needs {what}")
 
 
@@ -89,14 +89,14 @@ def require_torch_min_version(test_case: Test = None, version: str | None = None
     """
     if test_case is None:
         return lambda each: require_torch_min_version(each, version)
-    return _needs(available.is_torch_version(">=", version or "0"), f"torch {version} or later")(test_case)
+    return _skip_unless(available.is_torch_version(">=", version or "0"), f"torch {version} or later")(test_case)
 
 
 def _has_several_devices(kind: str | None) -> bool:
     return device_count > 1 and (torch_device == kind if kind else torch_device != "cpu")
 
 
-def _conditions() -> dict[str, tuple[bool, str]]:
+def _list_conditions() -> dict[str, tuple[bool, str]]:
     """Return the conditions of all `require_*` decorators, by name without "require_".
 
     Each condition is a pair of (whether tests with the decorator run, description of the requirement).
@@ -134,10 +134,10 @@ def _conditions() -> dict[str, tuple[bool, str]]:
 
 
 def __getattr__(name: str) -> Any:
-    condition = _conditions().get(name.removeprefix("require_")) if name.startswith("require_") else None
+    condition = _list_conditions().get(name.removeprefix("require_")) if name.startswith("require_") else None
     if condition is None:
         raise AttributeError(f"accelerate.test_utils has no {name!r} where Headway stands in for Accelerate")
-    decorate = _needs(*condition)
+    decorate = _skip_unless(*condition)
     decorate.__doc__ = f"Run the test only if {condition[1]} is available."
     return decorate
 

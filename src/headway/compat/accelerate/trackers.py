@@ -397,7 +397,7 @@ def replace_tracker_names(log_with: Any, project: Callable[[], str], logging_dir
     if log_with is None:
         return None
     several = log_with if isinstance(log_with, list | tuple | set) else [log_with]
-    found = [_maker(each, project, logging_dir) for each in several if not _is_missing(each)]
+    found = [_make_tracker_choice(each, project, logging_dir) for each in several if not _is_missing(each)]
     if several and not found:
         warnings.warn(
             f"`log_with={log_with}` was passed but no supported trackers are currently installed.",
@@ -417,17 +417,17 @@ def _is_missing(each: Any) -> bool:
     return is_missing
 
 
-def _maker(each: Any, project: Callable[[], str], logging_dir: Callable[[], Any]) -> Any:
+def _make_tracker_choice(each: Any, project: Callable[[], str], logging_dir: Callable[[], Any]) -> Any:
     name = str(each)
     if isinstance(each, Tracker) or name not in LOGGER_TYPE_TO_CLASS:
         return each
     kind = LOGGER_TYPE_TO_CLASS[name]
 
-    def make(**options: Any) -> Tracker:
+    def make_tracker(**options: Any) -> Tracker:
         places = (project(), logging_dir()) if kind.requires_logging_directory else (project(),)
         made = kind(*places, **options)
         if not isinstance(made, base.Tracker):
             raise ConfigError(f"the tracker {name!r} is a {type(made).__name__}; a GeneralTracker is needed")
         return made
 
-    return TrackerMaker(name, make, kind.requires_logging_directory)
+    return TrackerMaker(name, make_tracker, kind.requires_logging_directory)

@@ -73,7 +73,7 @@ class LockOwner:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         script = os.path.basename(sys.argv[0] or "python")
         return cls(
-            run, start, script, socket.gethostname(), _machine(), os.getpid(), _read_start_time(os.getpid()), now
+            run, start, script, socket.gethostname(), _get_machine_id(), os.getpid(), _read_start_time(os.getpid()), now
         )
 
     @property
@@ -88,7 +88,7 @@ class LockOwner:
 
         If the value is None, only changes of the lock's modification time or content show that the owner is alive.
         """
-        return _read_start_time(self.pid) == self.born if self.machine and self.machine == _machine() else None
+        return _read_start_time(self.pid) == self.born if self.machine and self.machine == _get_machine_id() else None
 
 
 class PlaceLock(ABC):
@@ -116,7 +116,7 @@ class PlaceLock(ABC):
         self._path = folder.with_name(f"{folder.name}.lock")
         self._pid = os.getpid()
         self._over = threading.Event()
-        self._take()
+        self._create_lock()
 
     @abstractmethod
     def check(self) -> None:
@@ -133,10 +133,10 @@ class PlaceLock(ABC):
         """
         if os.getpid() == self._pid and not self._over.is_set():
             self._over.set()
-            self._remove()
+            self._remove_lock()
 
     @abstractmethod
-    def _take(self) -> None:
+    def _create_lock(self) -> None:
         """Create the lock file or object. The lock of a dead process is replaced.
 
         If another machine of this run has already created it, nothing is written.
@@ -146,7 +146,7 @@ class PlaceLock(ABC):
         """
 
     @abstractmethod
-    def _remove(self) -> None:
+    def _remove_lock(self) -> None:
         """Remove the lock file or object if this process created it and no other run has taken it since."""
 
     def _is_own(self, text: bytes) -> bool:
@@ -165,7 +165,7 @@ class PlaceLock(ABC):
             "other's checkpoints; end that one, or give this one another project_dir"
         )
 
-    def _warn(self, text: bytes) -> None:
+    def _warn_of_wait(self, text: bytes) -> None:
         log.warning("%s; waiting %g s for a sign of life", self._describe_holder(text, "was last used by"), SILENCE)
 
 
@@ -192,7 +192,7 @@ def is_holder_alive(text: bytes) -> bool | None:
     return None if holder is None else holder.is_alive and not holder.is_here
 
 
-def _machine() -> str:
+def _get_machine_id() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

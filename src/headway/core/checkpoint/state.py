@@ -630,7 +630,7 @@ def make_optimizer_undo(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     state = getattr(optimizer, "state", {})
     entries = [(key, value, dict(value) if isinstance(value, dict) else value) for key, value in state.items()]
 
-    def undo() -> None:
+    def undo_changes() -> None:
         vars(optimizer).clear()
         vars(optimizer).update(attributes)
         optimizer.param_groups[:] = [group for group, _ in groups]
@@ -644,4 +644,4 @@ def make_optimizer_undo(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
                 value.update(before)
             state[key] = value
 
-    return undo
+    return undo_changes

@@ -53,9 +53,9 @@ class TorchDynamoPlugin:
             "dynamo_use_regional_compilation", self.use_regional_compilation, False, "use_regional_compilation"
         )
         self.use_regional_compilation = bool(regional)
-        self._check()
+        self._check_mode()
 
-    def _check(self) -> None:
+    def _check_mode(self) -> None:
         if self.mode not in MODES:
             raise ConfigError(f"mode={self.mode!r} of torch.compile is unknown; allowed: {', '.join(MODES)}")
         if self.mode == "default":

@@ -136,7 +136,7 @@ _HARDWARE, _TRAINING, _MACHINES, _CARE, _SCRIPT = "Hardware", "Training", "Sever
 _LAYOUT = "Layout"
 
 
-def _setting(
+def _make_setting_field(
     group: str, text: str, *, takes_value: bool = False, is_for_workers: bool | None = None, **more: Any
 ) -> Any:
     """Return a dataclass field whose metadata contains the arguments of a `LaunchSetting`.
@@ -158,7 +158,7 @@ def _setting(
 class LaunchConfig:
     """All settings that determine how a script is started. A setting without a value is UNSET."""
 
-    num_processes: Maybe[int] = _setting(
+    num_processes: Maybe[int] = _make_setting_field(
         _HARDWARE,
         "Processes to start, over all machines.",
         default="one per visible accelerator; 1 per machine without any",
@@ -166,55 +166,59 @@ class LaunchConfig:
         minimum=1,
         is_usual=True,
     )
-    cpu: Maybe[bool] = _setting(
+    cpu: Maybe[bool] = _make_setting_field(
         _HARDWARE, "Compute on the CPU even where there are accelerators.", is_for_workers=True, is_usual=True
     )
-    multi_gpu: Maybe[bool] = _setting(_HARDWARE, "Insist on accelerators: refuse to start where there are none.")
-    gpu_ids: Maybe[str] = _setting(
+    multi_gpu: Maybe[bool] = _make_setting_field(
+        _HARDWARE, "Insist on accelerators: refuse to start where there are none."
+    )
+    gpu_ids: Maybe[str] = _make_setting_field(
         _HARDWARE,
         "Accelerators of this machine to use, such as 0,1.",
         default="all visible",
         is_usual=True,
     )
-    num_cpu_threads_per_process: Maybe[int] = _setting(
+    num_cpu_threads_per_process: Maybe[int] = _make_setting_field(
         _HARDWARE,
         "CPU threads of each process (OMP_NUM_THREADS).",
         default="cores / processes; one process is left alone",
         minimum=1,
     )
-    enable_cpu_affinity: Maybe[bool] = _setting(
+    enable_cpu_affinity: Maybe[bool] = _make_setting_field(
         _HARDWARE, "Bind each process to the cores near its accelerator (NUMA)."
     )
-    mixed_precision: Maybe[str] = _setting(
+    mixed_precision: Maybe[str] = _make_setting_field(
         _TRAINING,
         "Precision of the forward pass.",
         default="no",
         choices=PRECISIONS,
         is_usual=True,
     )
-    dynamo_backend: Maybe[str] = _setting(
+    dynamo_backend: Maybe[str] = _make_setting_field(
         _TRAINING, "Compile models with torch.compile and this backend.", default="no", choices=BACKENDS
     )
-    dynamo_mode: Maybe[str] = _setting(_TRAINING, "What inductor optimizes for.", default="default", choices=MODES)
-    dynamo_use_fullgraph: Maybe[bool] = _setting(
+    dynamo_mode: Maybe[str] = _make_setting_field(
+        _TRAINING, "What inductor optimizes for.", default="default", choices=MODES
+    )
+    dynamo_use_fullgraph: Maybe[bool] = _make_setting_field(
         _TRAINING, "Compile to a single graph: code that cannot be compiled is an error."
     )
-    dynamo_use_dynamic: Maybe[bool] = _setting(
+    dynamo_use_dynamic: Maybe[bool] = _make_setting_field(
         _TRAINING, "Compile for all sizes from the start.", default="for the sizes that occur"
     )
-    dynamo_use_regional_compilation: Maybe[bool] = _setting(
+    dynamo_use_regional_compilation: Maybe[bool] = _make_setting_field(
         _TRAINING, "Compile only a model's repeated blocks, once for all of them."
     )
-    gradient_accumulation_steps: Maybe[int] = _setting(
+    gradient_accumulation_steps: Maybe[int] = _make_setting_field(
         _TRAINING, "Micro-batches per update.", default="1", minimum=1, is_usual=True
     )
-    activation_checkpointing: Maybe[bool] = _setting(
+    activation_checkpointing: Maybe[bool] = _make_setting_field(
         _TRAINING, "Keep only the inputs of blocks; recompute the rest in backward.", is_usual=True
     )
-    activation_checkpointing_offload: Maybe[bool] = _setting(
+    activation_checkpointing_offload: Maybe[bool] = _make_setting_field(
         _TRAINING, "Also keep the inputs of these blocks in host memory."
     )
-    strategy: Maybe[str] = _setting(
+    strategy: Maybe[str] = _make_setting_field(
         _LAYOUT,
         "How the model is split: ddp (a replica on each process), fsdp (sharded across all), hsdp[=RANKS] (shards within groups or "
         "machines, replicas of these), tp (matrices split), or terms joined by +: fsdp+tp=2. One size may be omitted. zero1, zero2, "
@@ -223,123 +227,133 @@ class LaunchConfig:
         is_usual=True,
         read=mesh.normalize_strategy,
     )
-    fsdp_reshard_after_forward: Maybe[bool] = _setting(
+    fsdp_reshard_after_forward: Maybe[bool] = _make_setting_field(
         _LAYOUT,
         "FSDP: free a block's gathered weights between its forward and its backward.",
         default="true",
         takes_value=True,
     )
-    fsdp_offload_params: Maybe[bool] = _setting(
+    fsdp_offload_params: Maybe[bool] = _make_setting_field(
         _LAYOUT,
         "FSDP: keep shards, gradients and optimizer state in host memory; slow.",
         default="false",
         takes_value=True,
     )
-    fsdp_auto_wrap_policy: Maybe[str] = _setting(
+    fsdp_auto_wrap_policy: Maybe[str] = _make_setting_field(
         _LAYOUT,
         "FSDP: what is gathered together: blocks of named classes, modules above a size, or the whole model.",
         default="the model's repeated blocks",
         choices=WRAPPING,
     )
-    fsdp_transformer_layer_cls_to_wrap: Maybe[str] = _setting(
+    fsdp_transformer_layer_cls_to_wrap: Maybe[str] = _make_setting_field(
         _LAYOUT, "FSDP: class names of these blocks, separated by commas."
     )
-    fsdp_min_num_params: Maybe[int] = _setting(
+    fsdp_min_num_params: Maybe[int] = _make_setting_field(
         _LAYOUT, "FSDP: number of parameters from which a module is gathered on its own.", minimum=1, maximum=2**62
     )
-    cp_comm_strategy: Maybe[str] = _setting(
+    cp_comm_strategy: Maybe[str] = _make_setting_field(
         _LAYOUT,
         "Context parallelism: how keys and values travel in torch's ring attention.",
         default="allgather",
         choices=ROTATIONS,
     )
-    deepspeed_config_file: Maybe[str] = _setting(_LAYOUT, "DeepSpeed: path of its JSON configuration.")
-    offload_optimizer_device: Maybe[str] = _setting(
+    deepspeed_config_file: Maybe[str] = _make_setting_field(_LAYOUT, "DeepSpeed: path of its JSON configuration.")
+    offload_optimizer_device: Maybe[str] = _make_setting_field(
         _LAYOUT, "DeepSpeed: where to keep the optimizer state.", default="none: with the weights", choices=OFFLOADS
     )
-    offload_param_device: Maybe[str] = _setting(
+    offload_param_device: Maybe[str] = _make_setting_field(
         _LAYOUT, "DeepSpeed, zero3: where to keep the parameters.", default="none: on the accelerator", choices=OFFLOADS
     )
-    offload_optimizer_nvme_path: Maybe[str] = _setting(_LAYOUT, "DeepSpeed: folder for nvme offloading.")
-    offload_param_nvme_path: Maybe[str] = _setting(_LAYOUT, "DeepSpeed: folder for nvme offloading.")
-    gradient_clipping: Maybe[float] = _setting(
+    offload_optimizer_nvme_path: Maybe[str] = _make_setting_field(_LAYOUT, "DeepSpeed: folder for nvme offloading.")
+    offload_param_nvme_path: Maybe[str] = _make_setting_field(_LAYOUT, "DeepSpeed: folder for nvme offloading.")
+    gradient_clipping: Maybe[float] = _make_setting_field(
         _LAYOUT, "DeepSpeed: maximum norm of the gradients. With other layouts, call clip_grad_norm_.", minimum=0
     )
-    num_machines: Maybe[int] = _setting(_MACHINES, "Machines in this run.", default="1", minimum=1, is_usual=True)
-    min_machines: Maybe[int] = _setting(
+    num_machines: Maybe[int] = _make_setting_field(
+        _MACHINES, "Machines in this run.", default="1", minimum=1, is_usual=True
+    )
+    min_machines: Maybe[int] = _make_setting_field(
         _MACHINES,
         "With how many the run goes on after machines are lost (not machine 0); needs --max_restarts.",
         default="all of them",
         minimum=1,
     )
-    machine_rank: Maybe[int] = _setting(
+    machine_rank: Maybe[int] = _make_setting_field(
         _MACHINES, "Which of them this one is, from 0.", default="the command for each machine is printed", minimum=0
     )
-    main_process_ip: Maybe[str] = _setting(_MACHINES, "Address of machine 0, as the others reach it.")
-    main_process_port: Maybe[int] = _setting(
+    main_process_ip: Maybe[str] = _make_setting_field(_MACHINES, "Address of machine 0, as the others reach it.")
+    main_process_port: Maybe[int] = _make_setting_field(
         _MACHINES,
         "Port of machine 0 where the machines meet.",
         default="on one machine a free one that the launcher binds",
         minimum=0,
         maximum=65535,
     )
-    rdzv_backend: Maybe[str] = _setting(
+    rdzv_backend: Maybe[str] = _make_setting_field(
         _MACHINES,
         "How machines meet: by their given ranks, or as they come.",
         default="static; c10d with --max_restarts",
         choices=("static", "c10d"),
     )
-    rdzv_conf: Maybe[str] = _setting(
+    rdzv_conf: Maybe[str] = _make_setting_field(
         _MACHINES, "More rendezvous options, key=value,key=value: timeout=60 gives machines 60 s to come."
     )
-    rdzv_id: Maybe[str] = _setting(_MACHINES, "Name of the run, where several share one rendezvous.")
-    secret: Maybe[str] = _setting(
+    rdzv_id: Maybe[str] = _make_setting_field(_MACHINES, "Name of the run, where several share one rendezvous.")
+    secret: Maybe[str] = _make_setting_field(
         _MACHINES,
         "File of at least 16 bytes, the same on all machines, by which they authenticate. HEADWAY_SECRET can hold it instead.",
         is_for_files=False,
     )
-    max_restarts: Maybe[int] = _setting(
+    max_restarts: Maybe[int] = _make_setting_field(
         _CARE,
         "How often all processes are started again after a failure.",
         default="0",
         minimum=0,
         is_usual=True,
     )
-    timeout: Maybe[float] = _setting(
+    timeout: Maybe[float] = _make_setting_field(
         _CARE,
         "Seconds that a rank, or a machine at the start, may keep the others waiting; 0: forever.",
         default="600",
         minimum=0,
         is_for_workers=True,
     )
-    monitor_interval: Maybe[float] = _setting(
+    monitor_interval: Maybe[float] = _make_setting_field(
         _CARE, "Seconds between looks at the processes.", default="0.1", minimum=0
     )
-    machine_timeout: Maybe[float] = _setting(
+    machine_timeout: Maybe[float] = _make_setting_field(
         _CARE, "Seconds of silence after which another machine counts as lost.", default="30", minimum=3
     )
-    grace: Maybe[float] = _setting(
+    grace: Maybe[float] = _make_setting_field(
         _CARE, "Seconds that ranks get to save in after SIGTERM or SIGUSR1 to the launcher.", default="300", minimum=1
     )
-    log_dir: Maybe[str] = _setting(_CARE, "Folder for one log file per rank and failure.json.", is_usual=True)
-    tee: Maybe[str] = _setting(
+    log_dir: Maybe[str] = _make_setting_field(
+        _CARE, "Folder for one log file per rank and failure.json.", is_usual=True
+    )
+    tee: Maybe[str] = _make_setting_field(
         _CARE,
         "What the log files hold: 0 nothing, 1 stdout, 2 stderr, 3 both.",
         default="3 with --log_dir",
         short="-t",
         choices=("0", "1", "2", "3"),
     )
-    metrics_port: Maybe[int] = _setting(
+    metrics_port: Maybe[int] = _make_setting_field(
         _CARE, "Serve updates, loss, speed and memory to Prometheus, at this port on 127.0.0.1.", minimum=1
     )
-    role: Maybe[str] = _setting(_CARE, "Word before the process number in line prefixes: [rank 0].", default="rank")
-    debug: Maybe[bool] = _setting(_CARE, "Let torch check every collective (TORCH_DISTRIBUTED_DEBUG=DETAIL); slow.")
-    quiet: Maybe[bool] = _setting(_CARE, "Do not print the banner.", short="-q")
-    module: Maybe[bool] = _setting(
+    role: Maybe[str] = _make_setting_field(
+        _CARE, "Word before the process number in line prefixes: [rank 0].", default="rank"
+    )
+    debug: Maybe[bool] = _make_setting_field(
+        _CARE, "Let torch check every collective (TORCH_DISTRIBUTED_DEBUG=DETAIL); slow."
+    )
+    quiet: Maybe[bool] = _make_setting_field(_CARE, "Do not print the banner.", short="-q")
+    module: Maybe[bool] = _make_setting_field(
         _SCRIPT, "SCRIPT is a module, as in python -m.", short="-m", is_for_files=False, is_usual=True
     )
-    no_python: Maybe[bool] = _setting(_SCRIPT, "SCRIPT is a program of its own, not Python.", is_for_files=False)
-    run_as: Maybe[str] = _setting(
+    no_python: Maybe[bool] = _make_setting_field(
+        _SCRIPT, "SCRIPT is a program of its own, not Python.", is_for_files=False
+    )
+    run_as: Maybe[str] = _make_setting_field(
         _SCRIPT,
         "What `import accelerate` gives to SCRIPT and its libraries: Headway.",
         default="what is installed",
@@ -355,7 +369,7 @@ class LaunchConfig:
 _KINDS: dict[type, Kind] = {int: "integer", float: "number", bool: "switch", str: "text"}
 
 
-def _describe(name: str, annotation: Any, about: Mapping[str, Any]) -> LaunchSetting:
+def _describe_field(name: str, annotation: Any, about: Mapping[str, Any]) -> LaunchSetting:
     """Return the `LaunchSetting` that describes a field. Its kind is derived from the field's type annotation."""
     kind = _KINDS[get_args(annotation)[0]]
     if "choices" in about["setting"]:
@@ -364,6 +378,6 @@ def _describe(name: str, annotation: Any, about: Mapping[str, Any]) -> LaunchSet
 
 
 SETTINGS: Mapping[str, LaunchSetting] = {
-    each.name: _describe(each.name, each.type, each.metadata) for each in fields(LaunchConfig)
+    each.name: _describe_field(each.name, each.type, each.metadata) for each in fields(LaunchConfig)
 }
 """All settings by name, in the order of the help."""

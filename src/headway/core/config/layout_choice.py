@@ -300,15 +300,15 @@ class RequestedLayout:
             ConfigError: If the layout does not fit the ranks, or the script contradicts the command line.
         """
 
-        def resolve(text: str) -> Layout:
+        def resolve_text(text: str) -> Layout:
             if mesh.find_entry_point(text) is not None:
                 return Layout(replicate=num_ranks)  # the axes of a strategy from another package are unknown here
             return resolve_on_ranks(mesh.parse_layout(text), num_ranks, read_ranks_per_machine() or ranks_on_machine)
 
-        strategy = self._find_script_strategy(resolve)
+        strategy = self._find_script_strategy(resolve_text)
         launched, launched_by = resolve_run_setting("strategy", UNSET, None)
         if strategy is not None and launched is not None:
-            strategy = self._match_launched(strategy, launched, launched_by, resolve)
+            strategy = self._match_launched(strategy, launched, launched_by, resolve_text)
         origin = (
             self.origin if self._strategy is not None or self._asked is None else f"{self._asked[1]} of {self.origin}"
         )
@@ -316,7 +316,7 @@ class RequestedLayout:
             "strategy", UNSET if strategy is None else strategy, "ddp", code_origin=origin
         )
         try:
-            return text, resolve(text)
+            return text, resolve_text(text)
         except ConfigError as error:
             raise ConfigError(f"{error} ({found_by})") from None
 

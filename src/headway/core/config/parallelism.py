@@ -163,7 +163,7 @@ class ShardingOptions:
         if self.units and self.min_num_params:
             raise ConfigError("ShardingOptions has both units and min_num_params; give one of them")
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            object.__setattr__(self, name, _dtype(getattr(self, name), name))
+            object.__setattr__(self, name, _parse_dtype(getattr(self, name), name))
         chosen = self.reshard_after_forward
         if not isinstance(chosen, bool | int | None) or (not isinstance(chosen, bool) and chosen == 0):
             raise ConfigError(
@@ -191,7 +191,7 @@ class ShardingOptions:
             )
 
 
-def _dtype(value: Any, name: str) -> str | None:
+def _parse_dtype(value: Any, name: str) -> str | None:
     if value is None:
         return None
     text = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(str(value), str(value).removeprefix("torch."))

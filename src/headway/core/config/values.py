@@ -102,7 +102,7 @@ def report_unknown_keywords(kind: Class) -> Class:
     known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
 
     @wraps(constructor)
-    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize_checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in known:
                 hint = f": {ARGUMENTS[name]}" if name in ARGUMENTS else suggest_word(name, [*known])
@@ -110,7 +110,7 @@ def report_unknown_keywords(kind: Class) -> Class:
                 raise CallError(f"{type(self).__name__}() has no argument {name!r}{hint}")
         constructor(self, *args, **kwargs)
 
-    type.__setattr__(kind, "__init__", initialize)
+    type.__setattr__(kind, "__init__", initialize_checked)
     return kind
 
 

@@ -67,7 +67,7 @@ class SideStreamTransfer:
         moved: list[torch.Tensor] = []
         has_foreign = has_rest = False
 
-        def copy(leaf: Any) -> Any:
+        def copy_leaf(leaf: Any) -> Any:
             nonlocal has_foreign, has_rest
             if not _is_plain(leaf):
                 has_rest |= isinstance(leaf, torch.Tensor) or can_move_itself(leaf)
@@ -78,7 +78,7 @@ class SideStreamTransfer:
             return moved[-1]
 
         with self._stream:
-            batch = map_leaves(copy, batch, can_move_itself)
+            batch = map_leaves(copy_leaf, batch, can_move_itself)
         if moved:
             current = torch.accelerator.current_stream(self._device)
             current.wait_stream(self._stream)

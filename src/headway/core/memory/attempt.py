@@ -98,7 +98,7 @@ class GroupAborter:
                 is_joined = process.has_control_link() and process.does_exit_wait()
                 if is_joined and control.current().has(self._key):
                     self._is_heard.set()
-                    self._meet(control.current())
+                    self._wait_for_peers(control.current())
                     process.abort_group()
                     return
         except (HeadwayError, RuntimeError) as error:  # the host of the control plane is gone, so the run ends
@@ -106,7 +106,7 @@ class GroupAborter:
         finally:
             self._is_done.set()
 
-    def _meet(self, plane: control.Control) -> None:
+    def _wait_for_peers(self, plane: control.Control) -> None:
         ready, deadline = f"{self._key}/ready", time.monotonic() + _MEETING
         num_ready = plane.count(ready)
         while num_ready < plane.world_size and time.monotonic() < deadline:
@@ -199,7 +199,7 @@ class Attempt:
         self.outside = list_prepared_objects()
         self._key = f"out_of_memory/{next(scope.own(_count_attempts))}"
         self._alarm = GroupAborter(self._key)
-        self._rng_states = read_rng_states(_hardware())
+        self._rng_states = read_rng_states(_get_hardware())
         self._progress = [(holder, holder.read_progress()) for holder in list(scope.own(_ObjectOwners))]
         self._is_over = False
         self._lost: tuple[int, ...] = ()
@@ -231,13 +231,13 @@ class Attempt:
             is_known = bool(self._lost) or (isinstance(error, PeerOutOfMemory) and has_peers())
             if not is_known and not is_out_of_memory(error) and not self._has_peer_failed():
                 raise
-            return self._end(error)
+            return self._end_together(error)
         finally:
             _current.reset(token)
             self._is_over = True
-        if self._lost or (has_peers() and self._vote(is_done=True)):
+        if self._lost or (has_peers() and self._vote_on_outcome(is_done=True)):
             del result
-            return self._end(None)
+            return self._end_together(None)
         return Outcome(True, result)
 
     # ---------------------------------------------------------------- gradients held back
@@ -263,17 +263,17 @@ class Attempt:
                 num_held += 1
                 ready = list(waiting)
                 waiting.clear()
-                if self._vote():
+                if self._vote_on_outcome():
                     raise self._peer_error()
                 for each, kept in ready:
-                    _fulfill(kept, hook(state, each))
+                    _pass_on_result(kept, hook(state, each))
             return promise
 
         return reduce_after_vote
 
     # ---------------------------------------------------------------- votes
 
-    def _vote(self, *, is_out: bool = False, is_done: bool = False) -> bool:
+    def _vote_on_outcome(self, *, is_out: bool = False, is_done: bool = False) -> bool:
         """Vote with all ranks whether memory ran out on any of them.
 
         All ranks vote at the same points: before delayed reductions, at the function's end, and after a failure.
@@ -323,24 +323,24 @@ class Attempt:
 
     # ---------------------------------------------------------------- the end of a failed attempt
 
-    def _end(self, error: BaseException | None) -> Outcome:
+    def _end_together(self, error: BaseException | None) -> Outcome:
         """End a failed attempt together with all ranks. Meanwhile the hang watch allows for peers that arrive late.
 
         Args:
             error: Error of this rank, or None if only other ranks failed.
         """
         if not has_peers():
-            return self._free(error, several=False)
+            return self._free_memory(error, several=False)
         process.current()  # memory may have run out before the script's Accelerator joined the other processes
         # A peer can arrive as late as the run's timeout allows. It can then wait in a collective that this rank has
         # left until that collective times out.
         pulse.get_own_pulse().set_lenience((process.read_group_timeout() + _TO_VOTE).total_seconds())
         try:
-            return self._free(error, several=True)
+            return self._free_memory(error, several=True)
         finally:
             pulse.get_own_pulse().set_lenience(0.0)
 
-    def _free(self, error: BaseException | None, several: bool) -> Outcome:
+    def _free_memory(self, error: BaseException | None, several: bool) -> Outcome:
         """Free the memory that a failed attempt used, vote with all ranks, and join a new process group.
 
         Args:
@@ -363,18 +363,18 @@ class Attempt:
         clear_device_cache(garbage_collection=True)
         if several:
             if not self._lost:
-                self._vote(is_out=is_own)
+                self._vote_on_outcome(is_out=is_own)
             process.join_group()
         self.restore_progress()
         if names:
-            _warn(names, several)
+            _warn_of_leftovers(names, several)
         if several and not is_own:
             error = self._peer_error()
         return Outcome(False, error=error, ranks=self._lost)
 
     def restore_progress(self) -> None:
         """Restore the RNG states and update counters that were recorded at the start of the attempt."""
-        write_rng_states(self._rng_states, _hardware())
+        write_rng_states(self._rng_states, _get_hardware())
         for holder, progress in self._progress:
             holder.restore_progress(progress)
 
@@ -396,12 +396,12 @@ def list_prepared_objects() -> dict[int, str]:
     }
 
 
-def _hardware() -> Hardware:
+def _get_hardware() -> Hardware:
     # An attempt's own Accelerator may be the first to start the runtime.
     return process.current().hardware if process.is_started() else CPU
 
 
-def _fulfill(promise: torch.futures.Future[torch.Tensor], reduction: torch.futures.Future[torch.Tensor]) -> None:
+def _pass_on_result(promise: torch.futures.Future[torch.Tensor], reduction: torch.futures.Future[torch.Tensor]) -> None:
     def pass_on(done: torch.futures.Future[torch.Tensor]) -> None:
         try:
             promise.set_result(done.value())
@@ -411,7 +411,7 @@ def _fulfill(promise: torch.futures.Future[torch.Tensor], reduction: torch.futur
     reduction.add_done_callback(pass_on)
 
 
-def _warn(names: list[str], several: bool) -> None:
+def _warn_of_leftovers(names: list[str], several: bool) -> None:
     fate = (
         "Accelerators forgot them, because they belong to the process group that ended"
         if several

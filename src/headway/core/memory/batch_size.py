@@ -87,14 +87,14 @@ class FirstThatFits:
         if fits:
             self.found = self.size
         else:
-            self.size = self._fitted_in(self._next())
+            self.size = self._fitted_in(self._choose_smaller())
 
     @property
     def is_done(self) -> bool:
         """Whether a size has fitted, or no size is left to try."""
         return self.size in (0, self.found)
 
-    def _next(self) -> int:
+    def _choose_smaller(self) -> int:
         if self._reduce is None:
             return self.size // 2
         reduced: Any = self._reduce(self.size) if _accepts_size(self._reduce) else self._reduce()
@@ -172,10 +172,10 @@ class LargestSize:
             self._best_index = self._index
         else:
             self._failed_index = self._index
-        self._index = self._choose()
+        self._index = self._choose_index()
         self.size = 0 if self.is_done and self._best_index < 0 else self._sizes[self._index]
 
-    def _choose(self) -> int:
+    def _choose_index(self) -> int:
         if self.is_done:
             return max(self._best_index, 0)
         if self._failed_index == len(self._sizes):  # nothing has failed yet: go up
@@ -408,11 +408,11 @@ def _decorate(settings: _SearchSettings, function: _Function) -> _Function:
         nonlocal next_start
         if settings.keeps_global_batch and STEPS in kwargs:
             raise CallError(
-                f"{_name(function)} was called with {STEPS}={kwargs[STEPS]!r}, but with keep_global_batch=True "
+                f"{_get_function_name(function)} was called with {STEPS}={kwargs[STEPS]!r}, but with keep_global_batch=True "
                 "find_executable_batch_size passes it; leave it out"
             )
         extra = {STEPS: 1} if settings.keeps_global_batch else {}
-        _check_call(_name(function), signature, written, args, {**kwargs, **extra})
+        _check_call(_get_function_name(function), signature, written, args, {**kwargs, **extra})
         clear_device_cache(garbage_collection=True)
         search = settings.start_search(next_start, is_known=run.batch_size is not None)  # type: ignore[attr-defined]
         outcome, next_start = _SearchCall(settings, function, args, kwargs).run_search(search)
@@ -430,29 +430,28 @@ def _put_size_first(method: _Function) -> _Function:
     """Wrap a method so that its first parameter is the batch size and its second one is `self`."""
 
     @functools.wraps(method)
-    def call(size: int, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_method(size: int, owner: Any, *args: Any, **kwargs: Any) -> Any:
         return method(owner, size, *args, **kwargs)
 
     signature = inspect.signature(method)
     owner, *rest = signature.parameters.values()
-    call.__signature__ = signature.replace(parameters=[*rest[:1], owner, *rest[1:]] if rest else [])  # type: ignore[attr-defined]
-    return call
+    call_method.__signature__ = signature.replace(parameters=[*rest[:1], owner, *rest[1:]] if rest else [])  # type: ignore[attr-defined]
+    return call_method
 
 
 def _check_parameters(settings: _SearchSettings, function: _Function, parameters: list[Parameter]) -> None:
+    name = _get_function_name(function)
     if not parameters or parameters[0].kind not in _POSITIONAL:
-        raise ConfigError(
-            f"{_name(function)} has no first parameter for the batch size; write `def {_name(function)}(batch_size, ...)`"
-        )
+        raise ConfigError(f"{name} has no first parameter for the batch size; write `def {name}(batch_size, ...)`")
     if any(is_late(function) for is_late in _LATE):
         raise ConfigError(
-            f"{_name(function)} is a generator or a coroutine, whose body runs only after the call has returned. If it runs out of "
+            f"{name} is a generator or a coroutine, whose body runs only after the call has returned. If it runs out of "
             "memory, it cannot be called again with a smaller size. Decorate a plain function"
         )
     takes_steps = any(each.name == STEPS or each.kind is Parameter.VAR_KEYWORD for each in parameters)
     if settings.keeps_global_batch and not takes_steps:
         raise ConfigError(
-            f"with keep_global_batch=True {_name(function)} is given {STEPS}=...; add it, and hand it to the Accelerator"
+            f"with keep_global_batch=True {_get_function_name(function)} is given {STEPS}=...; add it, and hand it to the Accelerator"
         )
 
 
@@ -490,7 +489,7 @@ def _check_call(
     )
 
 
-def _name(function: _Function) -> str:
+def _get_function_name(function: _Function) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -517,10 +516,10 @@ class _SearchCall:
         while not search.is_done:
             # Before the first attempt the script may not have joined the other processes yet.
             size = search.size
-            if self.tried and (agreed := self._agree(size)) != size:
+            if self.tried and (agreed := self._agree_on_smallest(size)) != size:
                 search.move_to(size := agreed)
             is_probe = isinstance(search, PredictedSize)
-            attempt, outcome = self._attempt(size, is_probe)
+            attempt, outcome = self._try_size(size, is_probe)
             if isinstance(search, PredictedSize):
                 search.report(outcome.fits, self._predict_size() if outcome.fits else None)
             else:
@@ -543,7 +542,7 @@ class _SearchCall:
         # The last attempt had another size or was a probe. The size may not fit again, so search downward from it.
         return self.run_search(FirstThatFits(search.found, _make_smaller_sizes(search.found), self.settings.sizes))
 
-    def _attempt(self, size: int, is_probe: bool) -> tuple[Attempt, Outcome]:
+    def _try_size(self, size: int, is_probe: bool) -> tuple[Attempt, Outcome]:
         self.tried.append(size)
         attempt = Attempt(size)
         kwargs = (
@@ -555,17 +554,18 @@ class _SearchCall:
     def _predict_size(self) -> int | None:
         """Return the largest size that is predicted to fit on all ranks, or None if a rank's memory is not measured."""
         own = self._probe.predict_largest()
-        most = self._agree(-1 if own is None else own)
+        most = self._agree_on_smallest(-1 if own is None else own)
         return None if most < 0 else most
 
-    def _agree(self, size: int) -> int:
+    def _agree_on_smallest(self, size: int) -> int:
         """Return the smallest of all ranks' sizes, found by a vote. In a single-process run, return `size`."""
         return int(control.current().vote([size], "min")[0]) if has_peers() and process.current() else size
 
     def _nothing_fits(self, last: Outcome | None) -> BatchSizeError:
         why = "" if last is None or last.error is None else f" The last error: {str(last.error)[:300]}"
+        name = _get_function_name(self.function)
         return BatchSizeError(
-            f"No executable batch size found, reached zero. {_name(self.function)} ran out of memory with every size tried "
+            f"No executable batch size found, reached zero. {name} ran out of memory with every size tried "
             f"({', '.join(map(str, self.tried))}). What it needs besides the batch (model, optimizer state) does not fit, or one "
             f"sample is too large.{why}"
         )
@@ -581,13 +581,13 @@ def _make_smaller_sizes(found: int) -> Reduce:
     """
     step = max(1, found // 32)
 
-    def reduce(size: int) -> int:
+    def reduce_size(size: int) -> int:
         nonlocal step
         reduced = max(0, size - step)
         step *= 2
         return reduced
 
-    return reduce
+    return reduce_size
 
 
 def _describe_next(search: BatchSizeSearch) -> str:

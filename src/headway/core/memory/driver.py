@@ -63,12 +63,12 @@ def read_driver_report(hardware: Hardware, device: torch.device) -> DriverReport
             return None
         try:
             # Look the device up by its ID: CUDA_VISIBLE_DEVICES renumbers torch's devices, while NVML numbers all devices.
-            return _read(library, library.nvmlDeviceGetHandleByUUID(f"GPU-{unique}"))
+            return _read_report(library, library.nvmlDeviceGetHandleByUUID(f"GPU-{unique}"))
         except library.NVMLError:  # a slice of a device (MIG) has another id
             return None
 
 
-def _read(library: Any, handle: Any) -> DriverReport:
+def _read_report(library: Any, handle: Any) -> DriverReport:
     memory = library.nvmlDeviceGetMemoryInfo(handle)
     try:
         busy = library.nvmlDeviceGetUtilizationRates(handle).gpu / 100

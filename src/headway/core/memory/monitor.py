@@ -124,25 +124,27 @@ class SampledMeter(PeakMeter):
 
     def __init__(self, interval: float = 0.005) -> None:
         self._process = psutil.Process()
-        self._highest = self._now()
+        self._highest = self._read_resident()
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, args=(interval,), name="headway-memory", daemon=True)
+        self._thread = threading.Thread(
+            target=self._sample_until_over, args=(interval,), name="headway-memory", daemon=True
+        )
         self._thread.start()
 
-    def _now(self) -> int:
+    def _read_resident(self) -> int:
         return int(self._process.memory_info().rss)
 
-    def _watch(self, interval: float) -> None:
+    def _sample_until_over(self, interval: float) -> None:
         while not self._is_over.wait(interval):
-            self._highest = max(self._highest, self._now())
+            self._highest = max(self._highest, self._read_resident())
 
     def peak(self) -> int:
         """Return the highest resident memory that was sampled since the last reset, in bytes."""
-        return max(self._highest, self._now())
+        return max(self._highest, self._read_resident())
 
     def reset(self) -> None:
         """Start a new measurement. The peak is then the current memory use."""
-        self._highest = self._now()
+        self._highest = self._read_resident()
 
     def close(self) -> None:
         """Stop the sampling thread."""
@@ -210,18 +212,18 @@ class MemoryMonitor:
             raise StateError("this MemoryMonitor measures already; make another one for an inner block")
         self.device = check_device(self._wanted)
         for other in scope.own(_Running):
-            other._read()
+            other._read_peak()
         self._meter = meter = choose_meter(self.device)
         meter.reset()
         self.source = meter.source
         self._phase = "forward"
         self.peaks = {}
         scope.own(_Running).append(self)
-        self._stack.callback(self._end, meter)
+        self._stack.callback(self._end_measuring, meter)
         if self._by_phase:
-            self._stack.enter_context(events.listen_to_phases(self._begin))
-        events.collect_facts().append(self._fact)
-        self._stack.callback(events.collect_facts().remove, self._fact)
+            self._stack.enter_context(events.listen_to_phases(self._begin_phase))
+        events.collect_facts().append(self._format_peak)
+        self._stack.callback(events.collect_facts().remove, self._format_peak)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -230,13 +232,13 @@ class MemoryMonitor:
         if error is not None and is_out_of_memory(error) and hasattr(error, "add_note"):
             error.add_note(extensions.load("feature", "memory_report").explain(error))
 
-    def _end(self, meter: PeakMeter) -> None:
-        self._read()
+    def _end_measuring(self, meter: PeakMeter) -> None:
+        self._read_peak()
         scope.own(_Running).remove(self)
         self._meter = None
         meter.close()
 
-    def _read(self) -> None:
+    def _read_peak(self) -> None:
         """Record the current peak in every active monitor of this device, unless this monitor has ended."""
         if self._meter is None:
             return
@@ -245,9 +247,9 @@ class MemoryMonitor:
             if monitor.device == self.device:
                 monitor.peaks[monitor._phase] = max(monitor.peaks.get(monitor._phase, 0), peak)
 
-    def _begin(self, phase: str) -> None:
+    def _begin_phase(self, phase: str) -> None:
         assert self._meter is not None
-        self._read()
+        self._read_peak()
         self._meter.reset()
         self._phase = phase
 
@@ -263,17 +265,17 @@ class MemoryMonitor:
         if self._meter is None:
             raise StateError("monitor.phase() was called outside `with monitor:`; enter the monitor first")
         before = self._phase
-        self._begin(name)
+        self._begin_phase(name)
         try:
             yield
         finally:
             if self._meter is not None:
-                self._begin(before)
+                self._begin_phase(before)
 
     @property
     def peak(self) -> int:
         """Highest memory use so far, in bytes."""
-        self._read()
+        self._read_peak()
         return max(self.peaks.values(), default=0)
 
     def summary(self) -> dict[str, float]:
@@ -285,7 +287,7 @@ class MemoryMonitor:
         found = {"memory/used": float(now.used), "memory/reserved": float(now.reserved), "memory/peak": float(highest)}
         return found | {f"memory/peak_{phase}": float(peak) for phase, peak in self.peaks.items()}
 
-    def _fact(self) -> str:
+    def _format_peak(self) -> str:
         highest = self.peak
         return f"peak {format_bytes(highest)} in {max(self.peaks, key=self.peaks.__getitem__)}"
 

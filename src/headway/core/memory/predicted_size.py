@@ -69,11 +69,11 @@ class PredictedSize:
             self._failed_index = self._index
             self._num_failures += 1
         if not self.is_done:
-            self._index = self._choose(most)
+            self._index = self._choose_index(most)
         self._is_first = False
         self.size = 0 if self.is_done and self._best_index < 0 else self._sizes[self._index]
 
-    def _choose(self, most: int | None) -> int:
+    def _choose_index(self, most: int | None) -> int:
         if self._best_index < 0:
             return max(0, bisect_right(self._sizes, self._sizes[self._failed_index] // 2) - 1)
         if self._is_first:  # the second small size

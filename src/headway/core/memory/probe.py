@@ -120,7 +120,7 @@ class BatchProbe:
             function: Function whose first parameter is the batch size.
         """
 
-        def probe(size: int, *args: Any, **kwargs: Any) -> None:
+        def run_probe(size: int, *args: Any, **kwargs: Any) -> None:
             meters = dict(_start_meters())
             hook = register_optimizer_step_post_hook(_UpdateCounter())
             try:
@@ -132,7 +132,7 @@ class BatchProbe:
             finally:
                 hook.remove()
 
-        return probe
+        return run_probe
 
     def predict_largest(self) -> int | None:
         """Return the largest batch size that is predicted to fit on all devices of this rank.

@@ -80,7 +80,7 @@ def memory_use(device: torch.device | str | None = None) -> MemoryUse:
     chosen = check_device(device)
     if chosen.type == "cpu":
         return measure_host()
-    return _device(HARDWARE[chosen.type], chosen)
+    return _measure_device(HARDWARE[chosen.type], chosen)
 
 
 def check_device(device: torch.device | str | None) -> torch.device:
@@ -116,7 +116,8 @@ def all_memory_use() -> list[MemoryUse]:
     for hardware in HARDWARE.values():
         if hardware.kind != "cpu" and _is_counted(hardware):
             found += [
-                _device(hardware, torch.device(hardware.kind, index)) for index in range(hardware.count_devices())
+                _measure_device(hardware, torch.device(hardware.kind, index))
+                for index in range(hardware.count_devices())
             ]
     return found
 
@@ -189,16 +190,16 @@ def _is_counted(hardware: Hardware) -> bool:
     return any(hardware.find_memory_function(name) is not None for name in names)
 
 
-def _device(hardware: Hardware, device: torch.device) -> MemoryUse:
+def _measure_device(hardware: Hardware, device: torch.device) -> MemoryUse:
     own = os.getpid()
 
-    def ask(name: str) -> int:
+    def read_allocator(name: str) -> int:
         function = hardware.find_memory_function(name)
         return 0 if function is None else int(function(device) if hardware.is_indexed else function())
 
-    used = ask("memory_allocated") or ask("current_allocated_memory")
-    reserved = max(ask("memory_reserved") or ask("driver_allocated_memory"), used)
-    total, occupied = ask("recommended_max_memory"), reserved
+    used = read_allocator("memory_allocated") or read_allocator("current_allocated_memory")
+    reserved = max(read_allocator("memory_reserved") or read_allocator("driver_allocated_memory"), used)
+    total, occupied = read_allocator("recommended_max_memory"), reserved
     told = read_driver_report(hardware, device)
     if told is not None:
         total, occupied = told.total, told.occupied
@@ -209,16 +210,16 @@ def _device(hardware: Hardware, device: torch.device) -> MemoryUse:
         str(device),
         used,
         reserved,
-        max(ask("max_memory_allocated"), used),
+        max(read_allocator("max_memory_allocated"), used),
         total,
         occupied,
         None if told is None else told.utilization,
         {own: reserved} if told is None else told.processes,
-        _source(hardware, told is not None),
+        _describe_source(hardware, told is not None),
     )
 
 
-def _source(hardware: Hardware, has_told: bool) -> str:
+def _describe_source(hardware: Hardware, has_told: bool) -> str:
     if not _is_counted(hardware):
         return "the driver, by NVML" if has_told else f"none: torch does not count memory of {hardware.kind}"
     return "torch's allocator and NVML" if has_told else "torch's allocator"

@@ -144,12 +144,12 @@ class Fp16Precision(Bf16Precision):
 
     def _unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) not in self._unscaled and self.scaler.is_enabled():
-            self.scaler.unscale_(self._probe(optimizer))  # type: ignore[arg-type]
+            self.scaler.unscale_(self._get_probe(optimizer))  # type: ignore[arg-type]
             if self._parts is not None:
-                self._agree(self._probe(optimizer), self._parts)
+                self._agree_on_overflow(self._get_probe(optimizer), self._parts)
             self._unscaled.add(id(optimizer))
 
-    def _agree(self, probe: _Probe, parts: GradientParts) -> None:
+    def _agree_on_overflow(self, probe: _Probe, parts: GradientParts) -> None:
         """Tell all ranks whether gradients overflowed on any rank, so that all of them skip the update if one did.
 
         Every rank must call it. It synchronizes the host with the device.
@@ -201,14 +201,14 @@ class Fp16Precision(Bf16Precision):
                 "optimizer.step(closure) cannot be undone under fp16; use bf16, or step without a closure"
             )
         self._unscale_once(optimizer)
-        probe = self._probe(optimizer)
+        probe = self._get_probe(optimizer)
         probe.did_step = False
         probe.run = run or optimizer.step
         self.scaler.step(probe)  # type: ignore[arg-type]
         self._stepped.add(id(optimizer))
         return probe.did_step
 
-    def _probe(self, optimizer: torch.optim.Optimizer) -> _Probe:
+    def _get_probe(self, optimizer: torch.optim.Optimizer) -> _Probe:
         return self._probes.setdefault(id(optimizer), _Probe(optimizer, self._parts))
 
     def snapshot(self) -> Any:

@@ -140,11 +140,11 @@ def halve_embeddings(model: torch.nn.Module) -> torch.nn.Module:
     if not found:
         log.warning_once("half_residual=True has no effect on %s, which has no embeddings", type(model).__name__)
     for module in found:
-        module.register_forward_hook(_halve)
+        module.register_forward_hook(_cast_to_autocast_dtype)
     return model
 
 
-def _halve(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+def _cast_to_autocast_dtype(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
     kind = output.device.type
     is_cast = torch.is_autocast_enabled(kind) and output.dtype == torch.float32
     return output.to(torch.get_autocast_dtype(kind)) if is_cast else output

@@ -101,7 +101,7 @@ def end_process(code: int) -> NoReturn:
         code: Exit code of the process.
     """
     scope.own(ProcessExit).code = code
-    for tidy in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
+    for tidy in (threading._shutdown, atexit._run_exitfuncs, _flush_files):  # type: ignore[attr-defined]
         try:
             tidy()
         except SystemExit:
@@ -111,7 +111,7 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _flush() -> None:
+def _flush_files() -> None:
     """Flush the buffers of all open files, which Python would otherwise do during finalization."""
     buffers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
     # Check the type instead of using isinstance, which would initialize lazy objects.

@@ -89,9 +89,9 @@ class FlightRecorder:
             self._calls = [
                 call for engine in status for call in _list_pending(engine, status[engine], self._still_since)
             ]
-            self._calls = self._read(status)
+            self._calls = self._read_calls(status)
 
-    def _read(self, status: dict[str, Any]) -> list[Call]:
+    def _read_calls(self, status: dict[str, Any]) -> list[Call]:
         now, members = time.monotonic(), _read_members()
         return [
             call
@@ -166,28 +166,28 @@ def _list_pending(engine: str, status: dict[str, Any], since: float) -> list[Cal
     return [{"group": f"{engine}#{number}", **unknown} for number, counts in status.items() if not _is_idle(counts)]
 
 
-def _engine() -> Any:
+def _get_c_module() -> Any:
     return sys.modules.get("torch._C._distributed_c10d")
 
 
-def _c10d() -> Any:
+def _get_c10d_module() -> Any:
     return sys.modules.get("torch.distributed.distributed_c10d")
 
 
 def _is_joined() -> bool:
-    is_initialized = getattr(_c10d(), "is_initialized", None)
+    is_initialized = getattr(_get_c10d_module(), "is_initialized", None)
     return is_initialized is not None and bool(is_initialized())
 
 
 def _find_dump_functions() -> dict[str, Any]:
     """Return a dict from backend name to the torch function that dumps the backend's flight recorder."""
-    names = {name: found[1] for name in dir(_engine()) if (found := _DUMPS.fullmatch(name))}
-    return {engine: getattr(_engine(), name) for name, engine in names.items()}
+    names = {name: found[1] for name in dir(_get_c_module()) if (found := _DUMPS.fullmatch(name))}
+    return {engine: getattr(_get_c_module(), name) for name, engine in names.items()}
 
 
 def _read_members() -> dict[str, list[int]]:
     """Return a dict from group name to the group's sorted ranks, for all groups whose ranks torch knows."""
-    world = getattr(_c10d(), "_world", None)
+    world = getattr(_get_c10d_module(), "_world", None)
     names, ranks = getattr(world, "pg_names", {}), getattr(world, "pg_group_ranks", {})
     # Look up once, because another thread might destroy the group meanwhile.
     return {name: sorted(found) for group, name in list(names.items()) if (found := ranks.get(group)) is not None}
@@ -198,6 +198,6 @@ def reset_recorders() -> None:
 
     After the abort, the recorders' CUDA events must not be queried, which reading a recorder would do.
     """
-    for name in dir(_engine()):
+    for name in dir(_get_c_module()):
         if name.startswith("_reset_fr_recording"):
-            getattr(_engine(), name)()
+            getattr(_get_c_module(), name)()

@@ -60,7 +60,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Start the heartbeat. It runs until the program ends."""
-        self._listen()
+        self._register_stack_dump()
         stop_before_shutdown(self.stop)
         if hasattr(os, "register_at_fork"):
             # A fork during a heartbeat would copy the locks that the heartbeat holds.
@@ -82,7 +82,7 @@ class Heartbeat:
         self._recorder.stop()
         self._pulse.set_phase(ENDED)
 
-    def _listen(self) -> None:
+    def _register_stack_dump(self) -> None:
         """Register a signal handler that writes the stacks of all threads when the launcher's agent sends the signal.
 
         The handler does not need the Python interpreter, so it works even while a thread runs C code.

@@ -66,11 +66,11 @@ def _allocate_registered(num_bytes: int) -> torch.Tensor:
     if int(result) != 0:
         raise UnsupportedError(f"cudaHostRegister failed with error {int(result)}")
     # The tensor keeps the array alive, and the array keeps the mapping, so unregistering precedes unmapping.
-    weakref.finalize(array, _unregister, memory.data_ptr()).atexit = False
+    weakref.finalize(array, _unregister_memory, memory.data_ptr()).atexit = False
     return memory
 
 
-def _unregister(address: int) -> None:
+def _unregister_memory(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 

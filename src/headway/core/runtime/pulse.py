@@ -308,7 +308,7 @@ class HeartbeatFile:
             micro_step,
             timeout,
             phase,
-            self._calls(),
+            self._read_calls(),
             note,
             noted,
             lenience,
@@ -319,7 +319,7 @@ class HeartbeatFile:
             *_RESUME_ADVICE.read(self._memory),
         )
 
-    def _calls(self) -> tuple[PulseCall, ...]:
+    def _read_calls(self) -> tuple[PulseCall, ...]:
         (count,) = _COUNT.unpack_from(self._memory, _COUNT_AT)
         found = []
         for number in range(max(1, count - NUM_CALLS + 1), count + 1):
@@ -335,7 +335,7 @@ def _decode_text(padded: bytes) -> str:
 
 
 def _of_this_process() -> HeartbeatFile:
-    return _claim(env.remove_variable(VARIABLE)) or HeartbeatFile()
+    return _claim_file(env.remove_variable(VARIABLE)) or HeartbeatFile()
 
 
 def get_own_pulse() -> HeartbeatFile:
@@ -367,7 +367,7 @@ def request_end(path: Path) -> None:
         file.write(b"\1")
 
 
-def _claim(path: str | None) -> HeartbeatFile | None:
+def _claim_file(path: str | None) -> HeartbeatFile | None:
     """Open the pulse file for this process, or return None if the file is gone or belongs to another process.
 
     Child processes of a rank inherit the environment variable, so the file might belong to the parent of this process.

@@ -62,8 +62,10 @@ class SignalFlags:
         sender.setblocking(False)
         self._former_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         for number in self._signals:
-            self._former[number] = signal.signal(number, self._chain)
-        self._thread = threading.Thread(target=self._listen, args=(receiver,), name="headway-signals", daemon=True)
+            self._former[number] = signal.signal(number, self._call_former_handler)
+        self._thread = threading.Thread(
+            target=self._receive_signals, args=(receiver,), name="headway-signals", daemon=True
+        )
         self._thread.start()
         scope.own(_ActiveFlags).add(self)
 
@@ -91,7 +93,9 @@ class SignalFlags:
 
     def _restore_handlers(self, nothing: signal.Handlers) -> None:
         for number, former in self._former.items():
-            if signal.getsignal(number) == self._chain:  # otherwise another handler was installed, which stays
+            if (
+                signal.getsignal(number) == self._call_former_handler
+            ):  # otherwise another handler was installed, which stays
                 signal.signal(number, nothing if former in (None, signal.SIG_DFL) else former)
         signal.set_wakeup_fd(self._former_fd)
 
@@ -119,13 +123,13 @@ class SignalFlags:
         """Clear the flag of a signal that has been dealt with."""
         self._seen.discard(number)
 
-    def _chain(self, number: int, frame: FrameType | None) -> None:
+    def _call_former_handler(self, number: int, frame: FrameType | None) -> None:
         self._seen.add(number)
         former = self._former.get(number)
         if callable(former):
             former(number, frame)
 
-    def _listen(self, receiver: socket.socket) -> None:
+    def _receive_signals(self, receiver: socket.socket) -> None:
         while numbers := receiver.recv(64):
             if known := [number for number in numbers if number in self._signals]:
                 now = time.monotonic()

@@ -274,7 +274,7 @@ class DDPStrategy(Strategy):
         """
         for each in self._replicas.values():
             if each.must_average:
-                self._average(each.engine)
+                self._average_gradients(each.engine)
                 each.must_average = False
         if not self._options.broadcast_buffers:
             return
@@ -287,7 +287,7 @@ class DDPStrategy(Strategy):
                 # DDP's own coalesced broadcast: one message for all buffers.
                 broadcast_coalesced(each.engine.process_group, buffers, _BUFFER_BUCKET_BYTES, 0)
 
-    def _average(self, engine: DistributedDataParallel) -> None:
+    def _average_gradients(self, engine: DistributedDataParallel) -> None:
         """Average a model's gradients over all ranks.
 
         Gradients that were already reduced are equal on all ranks, so the average does not change them.
@@ -327,7 +327,7 @@ class DDPStrategy(Strategy):
                 elif p.grad is not None and id(p) not in reduced:
                     unknown.append(p)
         if frozen and not self._options.find_unused_parameters:
-            raise StateError(_frozen(type(optimizer).__name__, frozen))
+            raise StateError(_explain_frozen(type(optimizer).__name__, frozen))
         if unknown:
             shapes = ", ".join(str(tuple(p.shape)) for p in unknown[:3])
             raise StateError(
@@ -427,7 +427,7 @@ def check_hook(options: DistributedDataParallelKwargs, device: torch.device, gro
         raise UnsupportedError("the bf16 communication hook needs NCCL; on gloo use comm_hook='fp16' or 'power_sgd'")
 
 
-def _frozen(owner: str, names: list[str]) -> str:
+def _explain_frozen(owner: str, names: list[str]) -> str:
     return (
         f"{len(names)} parameters of {owner} ({join_names(names)}) were frozen after prepare(): DDP waits for "
         "their gradients, and did not reduce those of the others. Freeze before prepare(), or pass "
@@ -455,7 +455,7 @@ def _name_parameters(
     names = [all_names[int(index)] for index in found[1].split() if int(index) < len(all_names)] if found else []
     frozen = [name for name in names or all_names if not trained[name].requires_grad]
     if frozen:
-        return StateError(_frozen(type(model).__name__, frozen))
+        return StateError(_explain_frozen(type(model).__name__, frozen))
     if not names:
         return None
     return UnsupportedError(

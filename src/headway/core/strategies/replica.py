@@ -100,9 +100,9 @@ class ReplicaStrategy(Strategy):
                 )
         for name, tensors in (
             ("gradients", [p.grad for p in parameters if p.grad is not None]),
-            ("buffers", self._buffers()),
+            ("buffers", self._list_buffers()),
         ):
-            self._plan(name, tensors).reserve(tensors)
+            self._get_buckets(name, tensors).reserve(tensors)
         return self._flags.count(False)
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
@@ -119,17 +119,17 @@ class ReplicaStrategy(Strategy):
                 absent = [parameter for parameter, flag in zip(parameters, flags.tolist()) if not flag]
             # Use the buckets that `prepare_reduction` allocated. Allocating new ones here, after the vote, might fail.
             grads = [p.grad for p in parameters if p.grad is not None]
-            self._travel("gradients", grads, self.everyone.sum_in_place, {id(p.grad) for p in absent})
+            self._exchange_buckets("gradients", grads, self.everyone.sum_in_place, {id(p.grad) for p in absent})
             for parameter in absent:
                 parameter.grad = None
-            self._travel("buffers", self._buffers(), self.everyone.broadcast_in_place)
+            self._exchange_buckets("buffers", self._list_buffers(), self.everyone.broadcast_in_place)
 
-    def _buffers(self) -> list[torch.Tensor]:
+    def _list_buffers(self) -> list[torch.Tensor]:
         if not self._broadcasts:
             return []
         return [buffer for model in self._models if model.training for buffer in model.buffers() if buffer.numel()]
 
-    def _plan(self, name: str, tensors: list[torch.Tensor]) -> "GradientBuckets":
+    def _get_buckets(self, name: str, tensors: list[torch.Tensor]) -> "GradientBuckets":
         """Return the buckets for tensors of these shapes and dtypes. They are kept for later calls with this `name`."""
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         known = self._buckets.get(name)
@@ -137,7 +137,7 @@ class ReplicaStrategy(Strategy):
             known = self._buckets[name] = shapes, GradientBuckets(tensors)
         return known[1]
 
-    def _travel(
+    def _exchange_buckets(
         self,
         name: str,
         tensors: list[torch.Tensor],
@@ -145,7 +145,7 @@ class ReplicaStrategy(Strategy):
         absent: Container[int] = (),
     ) -> None:
         if tensors:
-            buckets = self._plan(name, tensors)
+            buckets = self._get_buckets(name, tensors)
             exchange(buckets.pack(tensors, absent))
             buckets.unpack(tensors)
 
@@ -176,7 +176,7 @@ class GradientBuckets:
             else:
                 kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
         for (dtype, device), members in kinds.items():
-            for part in _portions(members, like):
+            for part in _divide_into_buckets(members, like):
                 flat = torch.empty(sum(like[i].numel() for i in part), dtype=dtype, device=device)
                 pieces = torch.split(flat, [like[i].numel() for i in part])
                 self._packed.append((flat, part, [piece.view(like[i].shape) for piece, i in zip(pieces, part)]))
@@ -232,7 +232,7 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], group: Collectiv
         buckets.unpack(grads)
 
 
-def _portions(members: list[int], like: Sequence[torch.Tensor]) -> list[list[int]]:
+def _divide_into_buckets(members: list[int], like: Sequence[torch.Tensor]) -> list[list[int]]:
     """Divide indices of tensors into one list for each bucket of at most 25 MiB.
 
     Args:

@@ -189,12 +189,12 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(function)
-    def call(self: Tracker, *args: Any, **kwargs: Any) -> Any:
+    def call_on_main_process(self: Tracker, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, "main_process_only", True) and not _is_main():
             return None
         return function(self, *args, **kwargs)
 
-    return call
+    return call_on_main_process
 
 
 def _is_main() -> bool:

@@ -43,10 +43,10 @@ class GuardedTracker:
             init_kwargs: Arguments for the factory.
         """
 
-        def make() -> None:
+        def make_tracker() -> None:
             self.tracker = choice if isinstance(choice, Tracker) else choice.make(**init_kwargs)
 
-        self._try("__init__", make, is_fatal=True)
+        self._call_guarded("__init__", make_tracker, is_fatal=True)
 
     @property
     def takes(self) -> str:
@@ -68,12 +68,12 @@ class GuardedTracker:
         if self.tracker is None or self.is_dropped:
             return
         begun = time.monotonic()
-        self._try(method, partial(getattr(self.tracker, method), *args, **kwargs), is_fatal)
+        self._call_guarded(method, partial(getattr(self.tracker, method), *args, **kwargs), is_fatal)
         took = time.monotonic() - begun
         if took > SLOW_CALL and method.startswith("log"):
             log.warning_once("the tracker %s is slow, and training waits for it in %s()", self.name, method)
 
-    def _try(self, method: str, act: Callable[[], Any], is_fatal: bool) -> None:
+    def _call_guarded(self, method: str, act: Callable[[], Any], is_fatal: bool) -> None:
         # Starting and ending a run draw random numbers (run names), so the RNG states are preserved. Around each log() this
         # would cost more than the log itself.
         is_rare = not method.startswith("log") and method != "flush"

@@ -35,8 +35,8 @@ def convert_images(value: object, name: str) -> list[Picture]:
         return [picture for item in value for picture in convert_images(item, name)]
     array = _to_array(value, name)
     if array.ndim == 4:
-        return [_picture(each, name) for each in array]
-    return [_picture(array, name)]
+        return [_to_picture(each, name) for each in array]
+    return [_to_picture(array, name)]
 
 
 def _to_array(value: object, name: str) -> numpy.ndarray[Any, Any]:
@@ -51,7 +51,7 @@ def _to_array(value: object, name: str) -> numpy.ndarray[Any, Any]:
     )
 
 
-def _picture(array: numpy.ndarray[Any, Any], name: str) -> Picture:
+def _to_picture(array: numpy.ndarray[Any, Any], name: str) -> Picture:
     shape = array.shape
     if array.ndim == 2:
         array = array[:, :, None]
@@ -97,11 +97,15 @@ def encode_png(picture: Picture) -> bytes:
     height, width, channels = picture.shape
     rows = numpy.concatenate([numpy.zeros((height, 1), numpy.uint8), picture.reshape(height, -1)], axis=1)
     header = struct.pack(">IIBBBBB", width, height, 8, _COLOR_TYPES[channels], 0, 0, 0)
-    chunks = [_chunk(b"IHDR", header), _chunk(b"IDAT", zlib.compress(rows.tobytes())), _chunk(b"IEND", b"")]
+    chunks = [
+        _encode_chunk(b"IHDR", header),
+        _encode_chunk(b"IDAT", zlib.compress(rows.tobytes())),
+        _encode_chunk(b"IEND", b""),
+    ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def _chunk(kind: bytes, data: bytes) -> bytes:
+def _encode_chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 

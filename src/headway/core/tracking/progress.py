@@ -68,7 +68,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         runtime = current()
         self._iterable = iterable
         self.description = description
-        self.total = total if total is not None else _length(iterable)
+        self.total = total if total is not None else _get_length(iterable)
         self._is_shown = runtime.is_main_process if main_process_only else runtime.is_local_main_process
         self._interval = interval
         self._file = file or sys.stderr
@@ -125,14 +125,14 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
             width: Available characters. The least important parts are left out until the rest fits. Some parts, such as
                 the number of items, are always shown. Default: None, for no limit.
         """
-        parts = self._parts()
+        parts = self._make_parts()
         text = SEPARATOR.join(part for _, part in parts)
         while width is not None and len(text) > width and (least := max(rank for rank, _ in parts)):
             parts = [(rank, part) for rank, part in parts if rank < least]
             text = SEPARATOR.join(part for _, part in parts)
         return text
 
-    def _parts(self) -> list[tuple[int, str]]:
+    def _make_parts(self) -> list[tuple[int, str]]:
         """Return pairs of (priority, text) for the parts of the line.
 
         Parts with priority 0 are always shown. If the line is too long, the parts with the largest priority number
@@ -142,7 +142,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         parts = [(0, f"{self._num_done}/{self.total}" if self.total is not None else str(self._num_done))]
         # Users look at the first values most: the first one is always shown, the last ones are left out first.
         parts += [
-            (min(number, 1) * (3 + number), f"{name} {_number(value)}")
+            (min(number, 1) * (3 + number), f"{name} {_format_number(value)}")
             for number, (name, value) in enumerate(self._collect_arrived().items())
         ]
         parts += [(1, f"{count / elapsed:,.0f} {name}/s") for name, count in self._counts.items()]
@@ -191,7 +191,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         self._asked = None
         return True
 
-    def _end(self) -> None:
+    def _end_loop(self) -> None:
         """Mark the loop as ended, and wait until the values of device tensors from its last iterations are on the host.
 
         After an interrupted loop the wait is at most 1 s. If a failure on another rank caused the interruption, the
@@ -235,7 +235,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
             else:
                 self._is_broken_off = False
         finally:  # runs even if the loop is interrupted
-            self._end()
+            self._end_loop()
             display.close(self)
 
     def _open_display(self) -> "TerminalOutput | CellOutput | LinesOutput":
@@ -259,12 +259,12 @@ def _count_resumed(iterable: Any) -> int:
     return consumed // size if isinstance(consumed, int) and isinstance(size, int) and size and not is_running else 0
 
 
-def _length(iterable: Any) -> int | None:
+def _get_length(iterable: Any) -> int | None:
     try:
         return len(iterable)
     except TypeError:
         return None
 
 
-def _number(value: float | str) -> str:
+def _format_number(value: float | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

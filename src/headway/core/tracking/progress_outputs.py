@@ -55,7 +55,7 @@ class _Output:
     def __init__(self) -> None:
         self._handle: Any = None
 
-    def _redraw(self, html: str, text: str) -> None:
+    def _redraw_output(self, html: str, text: str) -> None:
         from IPython.display import display
 
         data = {"text/html": html, "text/plain": text}
@@ -90,7 +90,7 @@ class NotebookBar(_Output):
 
     def _redraw_lines(self) -> None:
         lines = self._lines.values()
-        self._redraw("".join(line for line, _ in lines), "\n".join(text for _, text in lines))
+        self._redraw_output("".join(line for line, _ in lines), "\n".join(text for _, text in lines))
 
 
 class NotebookTable(_Output):
@@ -106,7 +106,7 @@ class NotebookTable(_Output):
         cells = ["".join(f"<td>{escape(row.get(name, ''))}</td>" for name in columns) for row in rows]
         head = "".join(f"<th>{escape(name)}</th>" for name in columns)
         body = "".join(f"<tr>{each}</tr>" for each in cells)
-        self._redraw(
+        self._redraw_output(
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
             "\n".join(", ".join(f"{name} {value}" for name, value in row.items()) for row in rows),
         )

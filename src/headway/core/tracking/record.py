@@ -121,7 +121,9 @@ class Recorder:
         if not choices and not (is_main and folder is not None):
             self.feed = None
             return
-        feed = feeding.RunFeed(project_name, folder, choices, is_main, lambda: self._clock.num_updates, self._measure)
+        feed = feeding.RunFeed(
+            project_name, folder, choices, is_main, lambda: self._clock.num_updates, self._measure_update
+        )
         about = {
             "world_size": self._runtime.world_size,
             "device": self._runtime.hardware.kind,
@@ -137,7 +139,7 @@ class Recorder:
         if self._resumed is not None:
             self._on_event(self._resumed)
 
-    def _measure(self) -> dict[str, Any]:
+    def _measure_update(self) -> dict[str, Any]:
         return {"grad_norm": self._grad_norm(), "memory": self._runtime.hardware.get_process_memory()}
 
     def _is_continuing(self, feed: "feeding.RunFeed") -> bool:

@@ -130,9 +130,9 @@ class RunFeed:
             self.begun = since
             self._is_settled = True
             is_continuing = True
-            self._write("reopen")
+            self._write_line("reopen")
         else:
-            self._write("write_start", self.project, config, **about)
+            self._write_line("write_start", self.project, config, **about)
         self._is_continuing = is_continuing and bool(self._identities)
         for choice in self._choices:
             guarded = GuardedTracker(choice.name, self.log_event)
@@ -254,7 +254,7 @@ class RunFeed:
         known = {name: to_python(value) for name, value in flat.items() if is_loggable(value)}
         odd = {name: describe_type(value) for name, value in flat.items() if name not in known}
         if known or not flat:
-            self._write("write_values", step, known)
+            self._write_line("write_values", step, known)
             self._log_measured(known, step)
         if new := odd.keys() - self._odd:
             self._odd |= new
@@ -303,12 +303,12 @@ class RunFeed:
             self._last_norm = norm
             self._pending_norm = (step, Readback(norm))
         if "memory" not in self._named and measured.get("memory") is not None:
-            self._write("write_values", step, {f"{MEASURED}memory": measured["memory"]})
+            self._write_line("write_values", step, {f"{MEASURED}memory": measured["memory"]})
 
     def _write_norm(self) -> None:
         pending, self._pending_norm = self._pending_norm, None
         if pending is not None:
-            self._write("write_values", pending[0], {f"{MEASURED}grad_norm": pending[1].read().item()})
+            self._write_line("write_values", pending[0], {f"{MEASURED}grad_norm": pending[1].read().item()})
 
     def log_images(
         self, images: Mapping[str, Sequence[Picture]], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]
@@ -325,7 +325,7 @@ class RunFeed:
             for name, part, image in number_images(images):
                 path = self.runlog.folder / "images" / make_file_name(name, part, step)
                 if self._try_to_write(partial(write_png, path, image)):
-                    self._write("write_medium", "image", name + part, step, path)
+                    self._write_line("write_medium", "image", name + part, step, path)
         self._call_trackers("log_images", images, step=step, by_name=log_kwargs)
 
     def log_artifact(
@@ -340,7 +340,7 @@ class RunFeed:
             log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name.
         """
         self._decide_which_run(step)
-        self._write("write_medium", "artifact", name, step, path)
+        self._write_line("write_medium", "artifact", name, step, path)
         self._call_trackers("log_artifact", path, name, step=step, by_name=log_kwargs)
 
     def log_event(self, name: str, step: int | None, details: Mapping[str, Any]) -> None:
@@ -354,7 +354,7 @@ class RunFeed:
             details: Details of the event, as JSON values.
         """
         step = self._position() if step is None else step
-        self._write("write_event", name, step, **details)
+        self._write_line("write_event", name, step, **details)
         if not name.startswith("tracker"):
             self._call_trackers("log_event", name, convert_to_json(details), step=step)
         if name in ("checkpoint", "preempted"):  # values logged before it must not be lost with the process
@@ -366,7 +366,7 @@ class RunFeed:
         for guarded in self.guarded:
             guarded.call(method, *args, **kwargs, **(by_name or {}).get(guarded.name, {}))
 
-    def _write(self, line: str, *args: Any, **kwargs: Any) -> None:
+    def _write_line(self, line: str, *args: Any, **kwargs: Any) -> None:
         if self.runlog is not None:
             self._try_to_write(partial(getattr(self.runlog, line), *args, **kwargs))
 
@@ -394,7 +394,7 @@ class RunFeed:
         final_values = {"num_updates": self._position(), "seconds": round(time.time() - self.begun, 3)} | dict(
             summary or {}
         )
-        self._write("write_end", final_values)
+        self._write_line("write_end", final_values)
         self._call_trackers("log_event", "end", final_values, step=self._position())
         for guarded in self.guarded:
             timer = threading.Timer(SLOW_FINISH, _warn_of_slow_end, (guarded.name,))

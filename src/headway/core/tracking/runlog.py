@@ -94,7 +94,7 @@ class RunLog:
             Number of process starts in the log, including this one.
         """
         self.attempt = self._num_before + 1
-        self._write(
+        self._write_entry(
             "run",
             format=FORMAT,
             project=project,
@@ -112,7 +112,7 @@ class RunLog:
         Call it instead of `write_start`.
         """
         self.attempt = self._num_before
-        self._write("reopened")
+        self._write_entry("reopened")
 
     def write_values(self, step: int | None, values: Mapping[str, Value]) -> None:
         """Append the values of one step.
@@ -121,7 +121,7 @@ class RunLog:
             step: Step of the run, or None.
             values: Values by name.
         """
-        self._write("values", step=step, values=convert_to_json(dict(values)))
+        self._write_entry("values", step=step, values=convert_to_json(dict(values)))
 
     def write_event(self, name: str, step: int | None = None, **details: Any) -> None:
         """Append a run event.
@@ -131,7 +131,7 @@ class RunLog:
             step: Number of optimizer updates at which the event occurred, or None.
             details: Details of the event.
         """
-        self._write("event", step=step, event=name, details=convert_to_json(details))
+        self._write_entry("event", step=step, event=name, details=convert_to_json(details))
 
     def write_medium(self, kind: str, name: str, step: int | None, file: str | Path) -> None:
         """Append the path of an image or an artifact (a file or folder).
@@ -142,7 +142,7 @@ class RunLog:
             step: Step of the run, or None.
             file: Path, which is stored relative to the run's folder.
         """
-        self._write(kind, step=step, name=name, file=Path(os.path.relpath(file, self.folder)).as_posix())
+        self._write_entry(kind, step=step, name=name, file=Path(os.path.relpath(file, self.folder)).as_posix())
 
     def write_end(self, summary: Mapping[str, Any] | None = None) -> None:
         """Append the "end" line.
@@ -150,14 +150,14 @@ class RunLog:
         Args:
             summary: Final values of the run.
         """
-        self._write("end", summary=convert_to_json(dict(summary or {})))
+        self._write_entry("end", summary=convert_to_json(dict(summary or {})))
 
     def close(self) -> None:
         """Close the file. A second call has no effect."""
         with self._lock:
             self._file.close()
 
-    def _write(self, kind: str, **content: Any) -> None:
+    def _write_entry(self, kind: str, **content: Any) -> None:
         if not self.attempt:
             raise StateError(
                 f"a {kind!r} line cannot be written before the 'run' line of {self.path}. Call write_start() first"
@@ -242,10 +242,10 @@ def _remove_torn_line(path: Path) -> int:
     lines = head.split(b"\n") if newline else []
     opening = b'{"kind":"run"'
     first = next((line for line in lines if line.strip()), tail)
-    if first and _parse(first) is None and not (first is tail and opening.startswith(tail[: len(opening)])):
+    if first and _parse_line(first) is None and not (first is tail and opening.startswith(tail[: len(opening)])):
         raise TrackingError(_describe_other_file(path))
     if tail:
-        if _parse(tail) is not None:
+        if _parse_line(tail) is not None:
             with open(path, "ab", buffering=0) as file:
                 file.write(b"\n")
             lines.append(tail)
@@ -254,7 +254,7 @@ def _remove_torn_line(path: Path) -> int:
     return sum(line.startswith(opening) for line in lines)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse_line(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object in a line; None if the line is incomplete or does not belong to a run log."""
     try:
         entry = json.loads(line.decode("utf-8"))

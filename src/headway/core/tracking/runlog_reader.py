@@ -14,7 +14,7 @@ from headway.core.tracking.runlog import (
     SUPERSEDING,
     Point,
     _describe_other_file,
-    _parse,
+    _parse_line,
 )
 from headway.errors import TrackingError
 
@@ -137,13 +137,13 @@ def read_run(path: str | Path) -> LoggedRun:
         TrackingError: If there is no run log, the file is not a run log or has no complete line yet, or a later version
             of Headway wrote it.
     """
-    file = _locate(Path(path))
+    file = _locate_log(Path(path))
     lines = file.read_bytes().split(b"\n")
     run, reader = LoggedRun(file), None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        entry = _parse(line)
+        entry = _parse_line(line)
         if entry is None and reader is None and number < len(lines):
             raise TrackingError(_describe_other_file(file))
         if entry is None:
@@ -165,7 +165,7 @@ def read_run(path: str | Path) -> LoggedRun:
     return run
 
 
-def _locate(path: Path) -> Path:
+def _locate_log(path: Path) -> Path:
     file = path / FILE if path.is_dir() else path
     if file.is_file():
         return file
@@ -196,7 +196,7 @@ class _LogReader:
     def take(self, entry: Mapping[str, Any]) -> None:
         moment, kind = float(entry["time"]), entry["kind"]
         if kind == "run":
-            self._start(moment, entry)
+            self._start_attempt(moment, entry)
         self.run.last_time = moment
         if kind == "values":
             step = entry.get("step")
@@ -219,7 +219,7 @@ class _LogReader:
         elif kind == "end":
             self.run.summary = dict(entry.get("summary") or {})
 
-    def _start(self, moment: float, entry: Mapping[str, Any]) -> None:
+    def _start_attempt(self, moment: float, entry: Mapping[str, Any]) -> None:
         version = entry.get("format")
         if not isinstance(version, int) or version > FORMAT:
             raise TrackingError(

@@ -77,21 +77,21 @@ def _read_name(each: object) -> str:
     name = each.value if isinstance(each, Enum) else each
     if not isinstance(name, str):
         raise ConfigError(
-            f"log_with={each!r} is no tracker; give a name ({', '.join(_names())}), 'all', a headway.Tracker, or a list of these"
+            f"log_with={each!r} is no tracker; give a name ({', '.join(_list_names())}), 'all', a headway.Tracker, or a list of these"
         )
     return name.lower()
 
 
-def _names() -> list[str]:
+def _list_names() -> list[str]:
     return sorted({*_BUILT_IN, *(each.name for each in entry_points(group=GROUP))})
 
 
 def _make_by_name(name: str, is_main: bool) -> TrackerMaker:
-    if name not in _names():
-        near = get_close_matches(name, _names(), 1)
+    if name not in _list_names():
+        near = get_close_matches(name, _list_names(), 1)
         raise ConfigError(
             f"log_with={name!r}: no such tracker{f' (did you mean {near[0]!r}?)' if near else ''}; allowed: "
-            f"{', '.join(_names())}, 'all', or an instance of headway.Tracker"
+            f"{', '.join(_list_names())}, 'all', or an instance of headway.Tracker"
         )
     maker = _load_maker(name)
     if is_main and name in _BUILT_IN and not is_available(_MODULES.get(name, name)):
@@ -114,7 +114,7 @@ def _load_maker(name: str) -> TrackerMaker:
 def _find_installed(has_folder: bool, is_main: bool) -> list[TrackerMaker]:
     # Other packages install OpenTelemetry too, and without an endpoint no collector is listening.
     out = set() if env.get("OTEL_EXPORTER_OTLP_ENDPOINT") else {"opentelemetry"}
-    fitting = [name for name in _names() if name not in _BUILT_IN or is_available(_MODULES.get(name, name))]
+    fitting = [name for name in _list_names() if name not in _BUILT_IN or is_available(_MODULES.get(name, name))]
     found = [_load_maker(name) for name in fitting if name not in out]
     if not found and is_main:
         log.warning("log_with='all' found no tracker installed: pip install 'headway[trackers]'")

@@ -323,7 +323,7 @@ class OpenTelemetryAdapter(Tracker):
         out: Any = self._sender.stdout
         os.set_blocking(out.fileno(), False)
         self._identity = dict(run.identity or {"service.instance.id": str(uuid.uuid4())})
-        self._send({"service.name": run.project, **self._identity, **self._resource})
+        self._send_line({"service.name": run.project, **self._identity, **self._resource})
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Send the configuration as the attributes of an event named `headway.config`."""
@@ -345,7 +345,7 @@ class OpenTelemetryAdapter(Tracker):
         values = convert_to_json(values)  # the SDK drops non-finite numbers, so send them as text
         texts = {name: value for name, value in values.items() if isinstance(value, str)}
         numbers = {name: value for name, value in values.items() if name not in texts}
-        self._send({"values": numbers | ({} if step is None else {"headway.step": step})})
+        self._send_line({"values": numbers | ({} if step is None else {"headway.step": step})})
         if texts:
             self.log_event("text", texts, step)
         self._pass_on()
@@ -360,7 +360,7 @@ class OpenTelemetryAdapter(Tracker):
         """
         flat = dict(list_leaves({"step": step, **details}, ".")).items()
         attributes = {k: v if isinstance(v, str | float | int) else json.dumps(v) for k, v in flat if v is not None}
-        self._send({"event": f"headway.{name}", "time": time.time(), "attributes": attributes})
+        self._send_line({"event": f"headway.{name}", "time": time.time(), "attributes": attributes})
 
     def finish(self) -> None:
         """Wait until all values have been sent, for at most 10 s. After that the subprocess is killed.
@@ -368,7 +368,7 @@ class OpenTelemetryAdapter(Tracker):
         Raises:
             TrackingError: If the subprocess has ended early or reports its first error.
         """
-        self._send({})
+        self._send_line({})
         try:
             self._sender.wait(otlp.LONGEST)
         except subprocess.TimeoutExpired:
@@ -376,21 +376,21 @@ class OpenTelemetryAdapter(Tracker):
             self._sender.wait()
         self._pass_on()
 
-    def _send(self, line: Mapping[str, Any]) -> None:
+    def _send_line(self, line: Mapping[str, Any]) -> None:
         try:
             self._sender.stdin.write(json.dumps(line).encode() + b"\n")
             self._sender.stdin.flush()
         except BrokenPipeError as error:
-            raise TrackingError(f"the process that sends has ended: {self._read()[-500:]}") from error
+            raise TrackingError(f"the process that sends has ended: {self._read_errors()[-500:]}") from error
 
     def _pass_on(self) -> None:
         """Raise `TrackingError` with the first error message of the sending subprocess. Later errors are ignored."""
-        output = self._read()
+        output = self._read_errors()
         if output and not self._is_told:
             self._is_told = True
             raise TrackingError(f"the collector is away, or refuses: {output.splitlines()[0]}")
 
-    def _read(self) -> str:
+    def _read_errors(self) -> str:
         return (self._sender.stdout.read() or b"").decode()
 
 

@@ -105,7 +105,7 @@ class _Gathering:
             MetricError: If a leaf does not have one entry per sample, or if a list is ambiguous.
         """
         if isinstance(tree, torch.Tensor):
-            self._check(tree.shape[0] if tree.ndim else None, f"a tensor of shape {tuple(tree.shape)}")
+            self._check_length(tree.shape[0] if tree.ndim else None, f"a tensor of shape {tuple(tree.shape)}")
             self.tensors.append(tree[: self.num_valid])
             return lambda: next(self.joined)
         if isinstance(tree, Mapping):
@@ -116,16 +116,16 @@ class _Gathering:
             is_named = hasattr(kind, "_fields")
             return lambda: kind(*(each() for each in values)) if is_named else kind(each() for each in values)
         if isinstance(tree, numpy.ndarray):
-            self._check(tree.shape[0] if tree.ndim else None, f"an array of shape {tree.shape}")
+            self._check_length(tree.shape[0] if tree.ndim else None, f"an array of shape {tree.shape}")
         elif isinstance(tree, list):
-            self._check(len(tree), f"a list of {len(tree)} items")
+            self._check_length(len(tree), f"a list of {len(tree)} items")
         else:
             raise MetricError(
                 f"gather_for_metrics got a {type(tree).__name__} ({tree!r:.40}), which does not hold one entry per sample; give "
                 "tensors, arrays or lists with one row per sample. For a number per rank use reduce_mean(total, weight)"
             )
         self.sequences.append(tree[: self.num_valid])
-        return lambda: _joined(next(self.lists))
+        return lambda: _join_pieces(next(self.lists))
 
     def _is_structure(self, values: list[Any]) -> bool:
         """Whether a list is a structure of per-sample values, and does not itself have one item per sample.
@@ -156,7 +156,7 @@ class _Gathering:
             )
         return may_be_structure
 
-    def _check(self, length: int | None, what: str) -> None:
+    def _check_length(self, length: int | None, what: str) -> None:
         if length is None:
             raise MetricError(
                 f"gather_for_metrics got {what}, which is one value for the whole batch; it would be joined as if it were a sample. "
@@ -178,7 +178,7 @@ class _Gathering:
         )
 
 
-def _joined(pieces: Sequence[Any]) -> Any:
+def _join_pieces(pieces: Sequence[Any]) -> Any:
     return (
         numpy.concatenate(pieces)
         if isinstance(pieces[0], numpy.ndarray)

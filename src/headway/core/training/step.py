@@ -522,7 +522,7 @@ class TrainingStep(ABC):
         if self._is_final(chosen):
             self._clamp_final(chosen, clip_value)
         elif self.windows.clips_partial_gradients and self.precision.scaler is None:
-            self._clamp(chosen, clip_value)
+            self._clamp_gradients(chosen, clip_value)
         elif self.windows.clips_partial_gradients:
             limit = clip_value * self.precision.get_gradient_scale()
             for grad in self.strategy.get_local_gradients(chosen):
@@ -533,9 +533,9 @@ class TrainingStep(ABC):
         """Clamp each element of final gradients to `[-clip_value, clip_value]`. fp16 gradients are unscaled first."""
         if self.precision.scaler is not None:
             self._unscale_all(parameters)
-        self._clamp(parameters, clip_value)
+        self._clamp_gradients(parameters, clip_value)
 
-    def _clamp(self, parameters: list[Any], clip_value: float) -> None:
+    def _clamp_gradients(self, parameters: list[Any], clip_value: float) -> None:
         if self.strategy.capabilities.whole_gradients:
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
             return

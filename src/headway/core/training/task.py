@@ -78,13 +78,13 @@ class BatchTask:
         counted = weight(piece)
         early = Readback(counted) if isinstance(counted, torch.Tensor) else None
 
-        def read() -> float:
+        def read_weight() -> float:
             now = _list_versions(piece)
             if len(now) != len(before) or any(a is not b or v != w for (a, v), (b, w) in zip(now, before)):
                 return float(weight(piece))
             return float(counted if early is None else early.read())
 
-        return read
+        return read_weight
 
     def add(self, loss: torch.Tensor, weight: float) -> None:
         """Add the loss of a part of the batch. A loss with weight 0 is ignored, because it can be NaN.

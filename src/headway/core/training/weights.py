@@ -102,14 +102,14 @@ class GatheredTensor:
         """
         is_here = self._collectives.rank == 0
         out = torch.empty(self.shape, dtype=self.dtype, device="cpu" if is_here else "meta")
-        self._travel(out if is_here else None)
+        self._send_to_rank0(out if is_here else None)
         return out
 
     def pass_by(self) -> None:
         """Take part in the gather without keeping the values, so that the other ranks can continue."""
-        self._travel(None)
+        self._send_to_rank0(None)
 
-    def _travel(self, out: torch.Tensor | None) -> None:
+    def _send_to_rank0(self, out: torch.Tensor | None) -> None:
         """Send this rank's boxes to rank 0. On rank 0, receive the boxes of all ranks.
 
         A box is a rectangular part of the full tensor. Every rank must call this method.
@@ -120,15 +120,15 @@ class GatheredTensor:
         self.is_done = True
         rank = self._collectives.rank
         own = {box.offsets: box.values for box in self._piece.boxes if box.is_written}
-        for source, offsets, shape in self._boxes():
+        for source, offsets, shape in self._iterate_boxes():
             if rank == source == 0 and out is not None:
                 view_as_bits(out[make_slices(offsets, shape)]).copy_(view_as_bits(own[offsets]))
             elif rank == source != 0:
-                self._send(get_raw_bytes(own[offsets]))
+                self._send_blocks(get_raw_bytes(own[offsets]))
             elif rank == 0 and source != 0:
-                self._receive(out, offsets, shape, source)
+                self._receive_blocks(out, offsets, shape, source)
 
-    def _boxes(self) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    def _iterate_boxes(self) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """Yield the rectangular parts that make up the full tensor, as tuples (sending rank, offsets, shape)."""
         split = self._piece.split
         if split is None:
@@ -138,11 +138,13 @@ class GatheredTensor:
             return
         yield from split.boxes()
 
-    def _send(self, flat: torch.Tensor) -> None:
+    def _send_blocks(self, flat: torch.Tensor) -> None:
         for start in range(0, len(flat), _BLOCK):
             self._collectives.send(flat[start : start + _BLOCK], 0)
 
-    def _receive(self, out: torch.Tensor | None, offsets: tuple[int, ...], shape: tuple[int, ...], source: int) -> None:
+    def _receive_blocks(
+        self, out: torch.Tensor | None, offsets: tuple[int, ...], shape: tuple[int, ...], source: int
+    ) -> None:
         num_bytes = torch.Size(shape).numel() * self.dtype.itemsize
         if out is None:
             scratch = torch.empty(min(_BLOCK, num_bytes), dtype=torch.uint8)
@@ -321,7 +323,7 @@ class WholeWeights:
             UnsupportedError: If the model is sharded, and only some ranks make the call.
             StateError: If the model is sharded, and the process group has ended.
         """
-        self._begin(model, "get_state_dict")
+        self._begin_gather(model, "get_state_dict")
         tensors = self._strategy.export_state(model)
         accept_bare_names(model)  # submodules may have been compiled since prepare()
         return gather_state(rename_bare_items(tensors) if is_bare else tensors, self._strategy.everyone)
@@ -434,7 +436,7 @@ class WholeWeights:
             UnsupportedError: If the model is sharded, and only some ranks make the call.
             StateError: If the model is sharded, and the process group has ended.
         """
-        self._begin(model, call)
+        self._begin_gather(model, call)
         tensors = dict(rename_bare_items(self._strategy.export_state(model)))
         for path, module in model.named_modules():
             name = remove_compiled_levels(f"{path}.").removesuffix(".")
@@ -447,7 +449,7 @@ class WholeWeights:
             _refuse_objects(tensors)
         return tensors
 
-    def _begin(self, model: torch.nn.Module, call: str) -> None:
+    def _begin_gather(self, model: torch.nn.Module, call: str) -> None:
         """Check that all ranks can gather a sharded model together, and free its gathered parameters.
 
         Args:
@@ -560,11 +562,13 @@ class PretrainedWeights:
         with torch.no_grad():
             self._on_all(read_own, everyone)
             for number, conversion in enumerate(self._sources.conversions):
-                num_read += self._convert(conversion, number % everyone.world_size, tensors, everyone)
+                num_read += self._run_conversion(conversion, number % everyone.world_size, tensors, everyone)
         self._on_all(lambda: load_extra_states(self._model, self._sources, self._opened), everyone)
         return num_read
 
-    def _convert(self, conversion: Conversion, rank: int, tensors: Mapping[str, Any], everyone: Collectives) -> int:
+    def _run_conversion(
+        self, conversion: Conversion, rank: int, tensors: Mapping[str, Any], everyone: Collectives
+    ) -> int:
         """Fill the tensors of one conversion on all ranks. One rank reads and converts the stored values.
 
         Args:
@@ -579,11 +583,11 @@ class PretrainedWeights:
         made: dict[str, torch.Tensor] = {}
         is_here = everyone.rank == rank
 
-        def convert() -> None:
+        def convert_values() -> None:
             if is_here:
-                made.update(conversion.run(self._whole))
+                made.update(conversion.run(self._read_whole))
 
-        self._on_all(convert, everyone)
+        self._on_all(convert_values, everyone)
         names: list[str] = everyone.broadcast_object(list(made), rank)
         for name in names:
             shape, dtype = self._sources.shapes[name]
@@ -593,7 +597,7 @@ class PretrainedWeights:
                 box.copy_(value[make_slices(offsets, box.shape)])
         return sum(self._stored[key].num_bytes for key, _ in conversion.sources) if is_here else 0
 
-    def _whole(self, key: str) -> torch.Tensor:
+    def _read_whole(self, key: str) -> torch.Tensor:
         stored = self._stored[key]
         made = torch.empty(stored.shape, dtype=stored.dtype)
         stored.fill(made, (0,) * made.ndim)
@@ -654,12 +658,12 @@ class PretrainedLoads:
         """Return the names of a model's tensors that will be filled from registered checkpoints."""
         return {
             f"{path}.{name}".lstrip(".")
-            for path, weights in self._of(model)
+            for path, weights in self._find_waiting(model)
             for name in map_locations(model.get_submodule(path))
             if _remove_levels(name) in weights.names
         }
 
-    def _of(self, model: torch.nn.Module) -> list[tuple[str, PretrainedWeights]]:
+    def _find_waiting(self, model: torch.nn.Module) -> list[tuple[str, PretrainedWeights]]:
         parts = [(path, part) for path, part in model.named_modules() if part in self._waiting]
         return [(path, self._waiting[part]) for path, part in parts]
 
@@ -668,7 +672,7 @@ class PretrainedLoads:
 
         Do nothing if no checkpoint is registered for the model or part of it.
         """
-        found = self._of(model)
+        found = self._find_waiting(model)
         if not found:
             return
         everyone = self._strategy.everyone

@@ -46,11 +46,11 @@ class WeightChannel:
         """
         entries = [[name, get_dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in bucket]
         header = json.dumps(entries).encode()
-        self._put(memoryview(len(header).to_bytes(8, "little") + header))
+        self._send_bytes(memoryview(len(header).to_bytes(8, "little") + header))
         for _, tensor in bucket:
-            self._put(memoryview(get_raw_bytes(tensor).numpy()))  # type: ignore[arg-type]
+            self._send_bytes(memoryview(get_raw_bytes(tensor).numpy()))  # type: ignore[arg-type]
         answer = bytearray(1)
-        self._take(memoryview(answer), self._timeout)
+        self._receive_bytes(memoryview(answer), self._timeout)
         if answer != _TAKEN:
             raise StateError(f"{self._name} answered {bytes(answer)!r} to a bucket of weights; it must call receive()")
 
@@ -64,21 +64,21 @@ class WeightChannel:
                 that is not a bucket.
         """
         while True:
-            bucket = self._bucket()
+            bucket = self._receive_bucket()
             if bucket:
                 yield bucket
-            self._put(memoryview(_TAKEN))
+            self._send_bytes(memoryview(_TAKEN))
             if not bucket:
                 return
 
-    def _bucket(self) -> list[tuple[str, torch.Tensor]]:
+    def _receive_bucket(self) -> list[tuple[str, torch.Tensor]]:
         size = bytearray(8)
-        self._take(memoryview(size), None)
+        self._receive_bytes(memoryview(size), None)
         length = int.from_bytes(size, "little")
         if length > _MOST_NAMES:
             raise StateError(f"{self._name} sent something that is no bucket of weights")
         header = bytearray(length)
-        self._take(memoryview(header), self._timeout)
+        self._receive_bytes(memoryview(header), self._timeout)
         try:
             entries = [
                 (str(name), _DTYPES[dtype], [int(n) for n in shape]) for name, dtype, shape in json.loads(header)
@@ -88,19 +88,19 @@ class WeightChannel:
         bucket = []
         for name, dtype, shape in entries:
             tensor = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
-            self._take(memoryview(tensor.numpy()), self._timeout)  # type: ignore[arg-type]
+            self._receive_bytes(memoryview(tensor.numpy()), self._timeout)  # type: ignore[arg-type]
             bucket.append((name, tensor.view(dtype).view(shape)))
         return bucket
 
-    def _put(self, view: memoryview) -> None:
+    def _send_bytes(self, view: memoryview) -> None:
         self._connection.settimeout(self._timeout)
         for start in range(0, len(view), _BLOCK):
             try:
                 self._connection.sendall(view[start : start + _BLOCK])
             except OSError as error:
-                raise self._lost(error) from error
+                raise self._make_lost_error(error) from error
 
-    def _take(self, view: memoryview, timeout: float | None) -> None:
+    def _receive_bytes(self, view: memoryview, timeout: float | None) -> None:
         self._connection.settimeout(timeout)
         while view:
             try:
@@ -108,10 +108,10 @@ class WeightChannel:
                 if not count:
                     raise ConnectionResetError("it closed the connection")
             except OSError as error:
-                raise self._lost(error) from error
+                raise self._make_lost_error(error) from error
             view = view[count:]
 
-    def _lost(self, error: OSError) -> StateError:
+    def _make_lost_error(self, error: OSError) -> StateError:
         told = f"has done nothing for {self._timeout:g} s" if isinstance(error, TimeoutError) else f"is gone ({error})"
         return StateError(
             f"{self._name} {told} while it received weights, so it may have a mixture of two updates. Restart it and send all "

@@ -80,11 +80,11 @@ def accept_bare_names(model: nn.Module) -> None:
         model: Model with compiled submodules.
     """
     for module in model.modules():
-        if COMPILED_MODULE in module._modules and not _accepts(module):
+        if COMPILED_MODULE in module._modules and not _has_level_hook(module):
             _torch.add_load_hook(module, _add_level)
 
 
-def _accepts(module: nn.Module) -> bool:
+def _has_level_hook(module: nn.Module) -> bool:
     return any(getattr(hook, "hook", hook) is _add_level for hook in _torch.list_load_hooks(module))
 
 

@@ -128,14 +128,14 @@ def save_weights(
         CheckpointError: If a file, when read back, differs from the tensors. The folder is then unchanged.
         OSError: If the disk is full or not writable. The folder is then unchanged.
     """
-    place = _folder(folder)
+    place = _make_folder(folder)
     with open_writable(place) as local:
-        files = [place / name for name in _save(tensors, local, max_shard_size)]
+        files = [place / name for name in _write_tensors(tensors, local, max_shard_size)]
     _remove_stale(place, {file.name for file in files})
     return files
 
 
-def _save(tensors: Iterable[tuple[str, Any]], folder: Path, max_shard_size: int | str) -> list[str]:
+def _write_tensors(tensors: Iterable[tuple[str, Any]], folder: Path, max_shard_size: int | str) -> list[str]:
     """Write tensors to safetensors files, and an index if there are several. Return the names of the files."""
     kept, tied = split_ties(tensors)
     shards = _shards_of(kept, max_shard_size)
@@ -149,7 +149,7 @@ def _save(tensors: Iterable[tuple[str, Any]], folder: Path, max_shard_size: int 
         logging.getLogger(__name__).info("writing %s to %s", ", ".join(names), folder)
         _write_and_compare(files, tied)
     if len(shards) > 1:
-        total = sum(_spec(tensor).num_bytes for tensor in kept.values())
+        total = sum(_make_spec(tensor).num_bytes for tensor in kept.values())
         weight_map = {name: file for file, shard in zip(names, shards) for name in shard}
         index = {"metadata": {"total_size": total, **tied}, "weight_map": weight_map}
         write_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -170,7 +170,7 @@ def save_pickled(state: dict[str, torch.Tensor], folder: str | Path) -> Path:
     Raises:
         ConfigError: If the folder is a file.
     """
-    place = _folder(folder)
+    place = _make_folder(folder)
     _warn_of_code(state)
     save_object(state, place / PICKLED)
     _remove_stale(place, {PICKLED})
@@ -220,7 +220,7 @@ def save_object(obj: Any, path: str | Path, safe_serialization: bool = False) ->
         if safe_serialization:
             kept, tied = split_ties(obj.items())
             write_file(
-                staged, order_widest_first({name: _spec(each) for name, each in kept.items()}), kept.items(), tied
+                staged, order_widest_first({name: _make_spec(each) for name, each in kept.items()}), kept.items(), tied
             )
         else:
             torch.save(obj, staged)
@@ -231,7 +231,9 @@ def _is_state(obj: Any) -> bool:
 
 
 def _shards_of(tensors: Mapping[str, Any], max_shard_size: int | str) -> list[list[str]]:
-    return plan_shards({name: _spec(each).num_bytes for name, each in tensors.items()}, parse_bytes(max_shard_size))
+    return plan_shards(
+        {name: _make_spec(each).num_bytes for name, each in tensors.items()}, parse_bytes(max_shard_size)
+    )
 
 
 def list_write_order(tensors: Mapping[str, Any], max_shard_size: int | str) -> list[str]:
@@ -242,10 +244,12 @@ def list_write_order(tensors: Mapping[str, Any], max_shard_size: int | str) -> l
         max_shard_size: Maximum bytes per file, as a number or text such as "10GB".
     """
     shards = _shards_of(tensors, max_shard_size)
-    return [name for shard in shards for name in order_widest_first({each: _spec(tensors[each]) for each in shard})]
+    return [
+        name for shard in shards for name in order_widest_first({each: _make_spec(tensors[each]) for each in shard})
+    ]
 
 
-def _spec(tensor: Any) -> TensorSpec:
+def _make_spec(tensor: Any) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
 
@@ -259,21 +263,21 @@ def _write_and_compare(files: Mapping[Path, Mapping[str, Any]], tied: Mapping[st
     Raises:
         CheckpointError: If a file, when read back, differs from the tensors.
     """
-    num_bytes = sum(_spec(tensor).num_bytes for tensors in files.values() for tensor in tensors.values())
+    num_bytes = sum(_make_spec(tensor).num_bytes for tensors in files.values() for tensor in tensors.values())
     with ParallelWriter(count_threads(num_bytes)) as writer:
 
-        def compare(specs: Mapping[str, TensorSpec], file: RangedFile) -> None:
+        def compare_file(specs: Mapping[str, TensorSpec], file: RangedFile) -> None:
             check_specs(file.path, specs)
             for number in range(len(file.digests)):
                 writer.add_task(partial(verify_range, file, number))
 
         for path, tensors in files.items():
-            specs = order_widest_first({name: _spec(tensor) for name, tensor in tensors.items()})
+            specs = order_widest_first({name: _make_spec(tensor) for name, tensor in tensors.items()})
             values = ((name, tensors[name]) for name in specs)
-            writer.write(path, specs, values, tied, on_written=partial(compare, specs))
+            writer.write(path, specs, values, tied, on_written=partial(compare_file, specs))
 
 
-def _folder(path: str | Path) -> Path:
+def _make_folder(path: str | Path) -> Path:
     folder = to_path(path)
     if folder.is_file():
         raise ConfigError(f"{folder} is a file; give a folder for the weights")

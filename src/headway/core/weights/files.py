@@ -77,9 +77,9 @@ class StoredTensor(TensorSpec):
         with open_regular_file(self.file) as file:
             for index in product(*map(range, box.shape[:inner])) if box.numel() else ():
                 start = self._offset + (first + sum(map(mul, index, strides))) * self.dtype.itemsize
-                self._read(file.fileno(), start, box[index])
+                self._read_part(file.fileno(), start, box[index])
 
-    def _read(self, file: int, start: int, part: torch.Tensor) -> None:
+    def _read_part(self, file: int, start: int, part: torch.Tensor) -> None:
         is_straight = part.dtype == self.dtype and part.device.type == "cpu" and part.is_contiguous()
         room = part if is_straight else torch.empty(part.shape, dtype=self.dtype)
         view = memoryview(get_raw_bytes(room).numpy())  # type: ignore[arg-type]
@@ -129,13 +129,13 @@ def open_checkpoint(source: str | Path) -> WeightFiles:
     """
     path = Path(source)
     if not os.path.exists(path):
-        path = _download(str(source))
+        path = _download_files(str(source))
     if os.path.isdir(path):
         path = _choose_checkpoint(path)
     if path.name.endswith(".index.json"):
         return _open_sharded(path, str(source))
     opened = _open_file(path)
-    return WeightFiles(str(source), opened.tensors, _ties(opened.metadata, opened.tensors), opened.objects)
+    return WeightFiles(str(source), opened.tensors, _read_ties(opened.metadata, opened.tensors), opened.objects)
 
 
 def _choose_checkpoint(folder: Path) -> Path:
@@ -167,7 +167,7 @@ def _choose_checkpoint(folder: Path) -> Path:
     raise CheckpointError(f"{folder} contains no weights; looked for *.safetensors, *.bin and their *.index.json")
 
 
-def _download(source: str) -> Path:
+def _download_files(source: str) -> Path:
     if not _HUB_ID.fullmatch(source):
         raise CheckpointError(f"{source} does not exist, and is not an id of a model on the Hub ('owner/name') either")
     hub = require("huggingface_hub", f"{source!r} is not a local path, and downloading it needs", "huggingface_hub")
@@ -217,10 +217,10 @@ def _open_sharded(index: Path, source: str) -> WeightFiles:
     tensors = {name: found for name, file in weights.items() if (found := shards[file].tensors.get(name)) is not None}
     objects = {name: shards[file].objects[name] for name, file in weights.items() if name not in tensors}
     said = {**{k: v for shard in shards.values() for k, v in shard.metadata.items()}, **metadata}
-    return WeightFiles(source, tensors, _ties(said, tensors), objects)
+    return WeightFiles(source, tensors, _read_ties(said, tensors), objects)
 
 
-def _ties(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, str]:
+def _read_ties(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, str]:
     return {k: v for k, v in metadata.items() if k not in tensors and isinstance(v, str) and v in tensors}
 
 

@@ -215,7 +215,7 @@ def match_names(
         CheckpointError: If names or shapes do not match, or a conversion fails. The message lists missing, unexpected
             and mismatched names. Missing and unexpected names are shown with the most similar name on the other side.
     """
-    sources = _sources(model, places, checkpoint)
+    sources = _find_sources(model, places, checkpoint)
     groups = map_ties(places)
     computed = {name for name, place in places.items() if computes_buffers and not place.is_persistent}
     missing = [
@@ -224,7 +224,8 @@ def match_names(
         if name not in computed and _is_missing(place, groups[name], sources.shapes, strict)
     ]
     mismatched = [
-        f"{name}: {_words(shape, dtype)} in the checkpoint, {_words(place.tensor.shape, place.tensor.dtype)} in the model"
+        f"{name}: {_describe_tensor(shape, dtype)} in the checkpoint, "
+        f"{_describe_tensor(place.tensor.shape, place.tensor.dtype)} in the model"
         for name, place in places.items()
         for shape, dtype in [sources.shapes.get(name, (tuple(place.tensor.shape), place.tensor.dtype))]
         if (shape != tuple(place.tensor.shape) or dtype.is_floating_point != place.tensor.dtype.is_floating_point)
@@ -244,7 +245,7 @@ def match_names(
             "%s: %d stored tensors have no place in the model and were left out: %s (strict=True makes this an error)",
             checkpoint.source,
             len(unexpected),
-            _listed(unexpected),
+            _list_with_nearest(unexpected),
         )
     return sources
 
@@ -280,7 +281,7 @@ def _is_missing(place: TensorLocation, group: list[str], found: Mapping[str, Any
     return place.tensor.is_meta or (strict and place.is_persistent)
 
 
-def _sources(model: nn.Module, places: Mapping[str, TensorLocation], checkpoint: WeightFiles) -> TensorSources:
+def _find_sources(model: nn.Module, places: Mapping[str, TensorLocation], checkpoint: WeightFiles) -> TensorSources:
     stored = checkpoint.tensors
     wanted = {name for name, place in places.items() if place.is_persistent}
     # The model can have compiled submodules, and so can the model that wrote the checkpoint.
@@ -324,7 +325,7 @@ def _try_conversion(conversion: Conversion, checkpoint: WeightFiles) -> dict[str
     try:
         made = conversion.run(shape_only)
     except Exception as error:
-        keys = _listed([key for key, _ in conversion.sources])
+        keys = _list_with_nearest([key for key, _ in conversion.sources])
         raise CheckpointError(
             f"{checkpoint.source}: transformers' conversion to {conversion.target} fails on {keys}: {error}"
         ) from error
@@ -393,12 +394,12 @@ def _describe_mismatches(
 ) -> str:
     lines = [f"{checkpoint.source} does not fit the model; nothing was loaded."]
     if missing:
-        lines.append(f"Missing from the checkpoint ({len(missing)}): {_listed(missing, unexpected)}.")
+        lines.append(f"Missing from the checkpoint ({len(missing)}): {_list_with_nearest(missing, unexpected)}.")
     if mismatched:
         lines.append(f"Mismatched ({len(mismatched)}): {'; '.join(mismatched[:_SHOWN])}.")
     if unexpected:
         lines.append(
-            f"Without a place in the model ({len(unexpected)}): {_listed(unexpected, missing or list(places))}."
+            f"Without a place in the model ({len(unexpected)}): {_list_with_nearest(unexpected, missing or list(places))}."
         )
     if any(name in places and not places[name].is_persistent for name in missing):
         lines.append(
@@ -409,7 +410,7 @@ def _describe_mismatches(
     return " ".join(lines)
 
 
-def _listed(names: list[str], others: list[str] | None = None) -> str:
+def _list_with_nearest(names: list[str], others: list[str] | None = None) -> str:
     words = []
     for name in names[:_SHOWN]:
         near = difflib.get_close_matches(name, (others or [])[:2000], n=1, cutoff=0.6)
@@ -417,5 +418,5 @@ def _listed(names: list[str], others: list[str] | None = None) -> str:
     return ", ".join(words) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def _words(shape: Iterable[int], dtype: torch.dtype) -> str:
+def _describe_tensor(shape: Iterable[int], dtype: torch.dtype) -> str:
     return f"{list(shape)} {get_dtype_name(dtype)}"

@@ -448,7 +448,7 @@ class ParallelWriter:
             if name != wanted or spec is None or (tuple(value.shape), value.dtype) != (spec.shape, spec.dtype):
                 raise CheckpointError(f"{name} came as {list(value.shape)} {value.dtype} to be written, wanted: {spec}")
             if isinstance(value, torch.Tensor) and (is_in_order(value) or not spec.num_bytes):
-                self._synchronize(value.device)
+                self._synchronize_device(value.device)
                 if spec.num_bytes:
                     yield _Segment(view_bytes(value), None)
                 continue
@@ -460,7 +460,7 @@ class ParallelWriter:
         if (rest := next(left, None)) is not None:
             raise CheckpointError(f"{path}: no values came for {rest[0]}")
 
-    def _synchronize(self, device: torch.device) -> None:
+    def _synchronize_device(self, device: torch.device) -> None:
         """Wait for the work on a device that produces the values to write.
 
         The writer's threads copy on another stream, which does not wait for this work.
@@ -477,7 +477,9 @@ class ParallelWriter:
         digest, filled = xxhash.xxh3_128(), 0
         needs_single_block = isinstance(sink, _ObjectSink)
         block_bytes = progress.range_bytes if needs_single_block else BLOCK
-        for view in self._gather(file_range.segments, min(block_bytes, file_range.num_bytes), needs_single_block):
+        for view in self._gather_blocks(
+            file_range.segments, min(block_bytes, file_range.num_bytes), needs_single_block
+        ):
             if self._threads.has_failed:
                 return
             sink.write(view, offset)
@@ -502,7 +504,9 @@ class ParallelWriter:
         if progress.finish_range():
             self._threads.add(progress.finish)
 
-    def _gather(self, segments: Sequence[_Segment], num_bytes: int, needs_single_block: bool) -> Iterator[memoryview]:
+    def _gather_blocks(
+        self, segments: Sequence[_Segment], num_bytes: int, needs_single_block: bool
+    ) -> Iterator[memoryview]:
         """Yield the bytes of the segments in blocks of at most `num_bytes`.
 
         Large values in host memory are yielded without a copy. Others are copied to a buffer that is reused by the next
@@ -516,7 +520,7 @@ class ParallelWriter:
         buffer = self._get_buffer(num_bytes)
         filled = 0
         for segment in segments:
-            for view in self._read(segment.values):
+            for view in self._read_blocks(segment.values):
                 while view:
                     if not needs_single_block and not filled and len(view) >= _COALESCED:
                         yield view[:num_bytes]
@@ -532,7 +536,7 @@ class ParallelWriter:
         if filled:
             yield buffer[:filled]
 
-    def _read(self, values: torch.Tensor) -> Iterator[memoryview]:
+    def _read_blocks(self, values: torch.Tensor) -> Iterator[memoryview]:
         """Yield the bytes of a tensor. Values on a device are copied in blocks through a small buffer."""
         if values.device.type == "cpu":
             yield _view_memory(values)

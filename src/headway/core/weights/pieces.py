@@ -371,7 +371,7 @@ class ShardCutter:
         if key not in self._splits:
             ordered = numpy.moveaxis(ranks, copies, range(1, len(copies) + 1))
             rest = ordered.shape[len(copies) + 1 :]
-            self._splits[key] = _split(tensor, cuts, ordered.reshape(num_copies, *rest)[copy])
+            self._splits[key] = _split_dtensor(tensor, cuts, ordered.reshape(num_copies, *rest)[copy])
         split, local = self._splits[key], get_local_part(tensor)
         rank = tensor.device_mesh.get_rank()
         boxes = []
@@ -408,7 +408,7 @@ class ShardCutter:
         return found[1]
 
 
-def _split(
+def _split_dtensor(
     tensor: "DTensor", cuts: Sequence[Sequence[tuple[int, int | None]]], ranks: "numpy.ndarray[Any, Any]"
 ) -> TensorSplit:
     """Return the division of a DTensor among ranks as a grid of rectangular blocks.

@@ -161,7 +161,7 @@ def read_header(file: BinaryIO, path: Path) -> tuple[StoredPlaces, dict[str, Any
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is damaged (no table of tensors)")
     metadata = header.pop("__metadata__", None) or {}
-    tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}
+    tensors = {name: _parse_entry(path, name, entry, 8 + length) for name, entry in header.items()}
     end = 8 + length
     for start, num_bytes in sorted([(start, spec.num_bytes) for spec, start in tensors.values()]):
         if start != end:
@@ -184,25 +184,27 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(path: Path, name: str, entry: Any, start: int) -> tuple[TensorSpec, int]:
+def _parse_entry(path: Path, name: str, entry: Any, start: int) -> tuple[TensorSpec, int]:
     try:
         dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         numbers = (*shape, begin, end)
         is_sound = set(map(type, numbers)) == {int} and min(numbers) >= 0
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: the header's entry for {name!r} is damaged or of an unknown dtype: {_cut(entry)}"
+            f"{path}: the header's entry for {name!r} is damaged or of an unknown dtype: {_shorten_entry(entry)}"
         ) from error
     if not is_sound or end - begin != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(
-            f"{path}: the header is damaged: the size of {name!r} does not fit its shape: {_cut(entry)}"
+            f"{path}: the header is damaged: the size of {name!r} does not fit its shape: {_shorten_entry(entry)}"
         )
     if len(shape) > _MAX_AXES or math.prod(filter(None, shape)) * dtype.itemsize > _MAX_BYTES:
-        raise CheckpointError(f"{path}: the header is damaged: {name!r} has a shape that cannot be: {_cut(entry)}")
+        raise CheckpointError(
+            f"{path}: the header is damaged: {name!r} has a shape that cannot be: {_shorten_entry(entry)}"
+        )
     return TensorSpec(shape, dtype), start + begin
 
 
-def _cut(entry: Any) -> str:
+def _shorten_entry(entry: Any) -> str:
     text = repr(entry)
     return text if len(text) <= 200 else text[:200] + "..."
 
@@ -247,7 +249,7 @@ def write_file(
     try:
         # Small tensors are collected in the buffer and written together. Larger blocks bypass it.
         with path.open("wb", buffering=BLOCK) as file:
-            _put(file, memoryview(header))
+            _write_all(file, memoryview(header))
             for name, tensor in values:
                 spec = specs.get(name)
                 if spec is None or (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
@@ -256,7 +258,7 @@ def write_file(
                     )
                 if file.tell() != starts[name]:
                     file.seek(starts[name])
-                _put(file, memoryview(get_raw_bytes(tensor).numpy()))  # type: ignore[arg-type]
+                _write_all(file, memoryview(get_raw_bytes(tensor).numpy()))  # type: ignore[arg-type]
                 left.discard(name)
                 del tensor  # free it before the next one is produced
             if left:
@@ -312,6 +314,6 @@ def encode_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) 
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in offsets.items()}
 
 
-def _put(file: BinaryIO, view: memoryview) -> None:
+def _write_all(file: BinaryIO, view: memoryview) -> None:
     while view:
         view = view[file.write(view) :]

@@ -184,13 +184,13 @@ class PieceStep(TrainingStep):
             TransactionReplay: If the caller's loop over `microbatches` must replay the batch.
         """
 
-        def attempt() -> Callable[[], bool]:
+        def attempt_step() -> Callable[[], bool]:
             is_permitted = self.guard.can_update()
             return lambda: is_permitted and strategy.step_optimizer(optimizer, self.precision, None)
 
         for check in self.hooks.before_update:
             check()
-        return self.transaction.step_optimizer(optimizer, attempt, closure)
+        return self.transaction.step_optimizer(optimizer, attempt_step, closure)
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
         """Clear the optimizer's gradients.

@@ -195,7 +195,7 @@ class BatchTransaction:
     def _vote_and_commit(self) -> None:
         self.snapshot.merge_gradients()
         self._vote_success(_END)
-        self._commit()
+        self._commit_batch()
 
     def rollback(self) -> None:
         """Restore the state that the run had at the beginning of the batch."""
@@ -230,7 +230,7 @@ class BatchTransaction:
         if self.rounds is not None:
             self.rounds.close()
 
-    def _commit(self) -> None:
+    def _commit_batch(self) -> None:
         self._warn_of_padding()
         self._close_rounds()
         self.snapshot.drop_gradients()
@@ -274,12 +274,12 @@ class BatchTransaction:
         Raises:
             TransactionReplay: If a rank has failed.
         """
-        rows = self._vote(phase, *numbers)
+        rows = self._vote_on_phase(phase, *numbers)
         if self.must_replay:
             raise TransactionReplay
         return rows
 
-    def _vote(self, phase: int, *numbers: float) -> list[list[float]]:
+    def _vote_on_phase(self, phase: int, *numbers: float) -> list[list[float]]:
         most = 0 if self.allocator.is_measured else -1
         if phase != _FAILED and self.size.is_calibrating:
             self.allocator.record_piece(self._last_rows)
@@ -376,7 +376,7 @@ class BatchTransaction:
         if self.rounds is not None:
             self.rounds.join_remaining()
         try:
-            self._vote(_FAILED)
+            self._vote_on_phase(_FAILED)
         except MemoryExhausted as exhausted:
             raise exhausted from error
 
@@ -532,7 +532,7 @@ class BatchTransaction:
             others = [each.optimizer for each in self.prepared.optimizers if each.optimizer is not optimizer]
             done = self._prepare_step(own, optimizer, others, run)
             self._vote_success(_STEP)
-            self._commit()
+            self._commit_batch()
             did_step = run() if done is None else done
         if did_step:
             own.confirm_step()

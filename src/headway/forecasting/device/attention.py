@@ -155,7 +155,7 @@ def make_attention(choice: AttentionKernel | None) -> Callable[..., Any]:
     """
     aten = torch.ops.aten
 
-    def attend(
+    def compute_attention(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -200,7 +200,7 @@ def make_attention(choice: AttentionKernel | None) -> Callable[..., Any]:
         fused = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
         return fused(query, key, value, mask, trains, p, causal, scale=scale)[0]
 
-    return attend
+    return compute_attention
 
 
 def _choose_cpu_kernel(

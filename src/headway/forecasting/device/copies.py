@@ -44,11 +44,11 @@ def _make_copy_rule(*places: int, like: int | None = None) -> Sizes:
             None (the default): the arguments must be contiguous.
     """
 
-    def sizes(args: tuple[Any, ...]) -> list[int]:
+    def list_copy_sizes(args: tuple[Any, ...]) -> list[int]:
         wanted = torch.contiguous_format if like is None else suggest_memory_format(args[like])
         return [args[each].nbytes for each in places if not args[each].is_contiguous(memory_format=wanted)]
 
-    return sizes
+    return list_copy_sizes
 
 
 COPIES_BEFORE: dict[str, Sizes] = {
@@ -104,7 +104,7 @@ def _make_slow_rules(name: str) -> tuple[Sizes, Sizes]:
     """
     first = _CONVOLUTIONS[name]
 
-    def columns(args: tuple[Any, ...]) -> list[int]:
+    def list_column_sizes(args: tuple[Any, ...]) -> list[int]:
         inputs, weight, _, strides, paddings, dilations, is_transposed = args[first : first + 7]
         widths, places = weight.shape[2:], inputs.shape[2:]
         if not is_slow_convolution(name, args) or (not first and prod((*widths, *strides)) == 1 and not any(paddings)):
@@ -114,7 +114,10 @@ def _make_slow_rules(name: str) -> tuple[Sizes, Sizes]:
             places = [(size + 2 * pad - apart * (wide - 1) - 1) // step + 1 for size, wide, step, pad, apart in each]
         return [weight.numel() // len(weight) * prod(places) * 2]
 
-    return lambda args: _make_copy_rule(*range(first + 1))(args) if is_slow_convolution(name, args) else [], columns
+    return (
+        lambda args: _make_copy_rule(*range(first + 1))(args) if is_slow_convolution(name, args) else [],
+        list_column_sizes,
+    )
 
 
 SLOW_BEFORE, SLOW_AFTER = ({name: _make_slow_rules(name)[index] for name in _CONVOLUTIONS} for index in (0, 1))

@@ -525,10 +525,10 @@ def _cast_to_float32(library: torch.library.Library, name: str) -> None:
     is_optional = name in FLOAT32_IF_FREE
     place = [argument.name for argument in operation._schema.arguments].index("dtype") if is_optional else 0
 
-    def cast(value: Any) -> Any:
+    def cast_value(value: Any) -> Any:
         if isinstance(value, attention.TRACED) and value.dtype in attention.HALVES:
             return value.to(torch.float32)
-        return [cast(each) for each in value] if isinstance(value, list | tuple) else value
+        return [cast_value(each) for each in value] if isinstance(value, list | tuple) else value
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # Excludes autocast for the calls below, as torch's own autocast kernels do.
@@ -538,6 +538,8 @@ def _cast_to_float32(library: torch.library.Library, name: str) -> None:
                 if dtype_argument is None and any(isinstance(each, attention.TRACED) for each in args):
                     return operation(*args[:place], **{**kwargs, "dtype": torch.float32})
                 return operation(*args, **kwargs)
-            return operation(*(cast(each) for each in args), **{key: cast(each) for key, each in kwargs.items()})
+            return operation(
+                *(cast_value(each) for each in args), **{key: cast_value(each) for key, each in kwargs.items()}
+            )
 
     library.impl(name, run, "AutocastCPU")  # type: ignore[no-untyped-call]

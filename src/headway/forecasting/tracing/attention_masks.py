@@ -33,7 +33,9 @@ def skip_causal_mask(model: nn.Module) -> nn.Module:
 def drop_masks(model: nn.Module) -> None:
     """Change a transformers model so that it ignores its `attention_mask` argument, as if no token were masked."""
 
-    def without(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def drop_mask(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, {key: value for key, value in kwargs.items() if key != MASK}
 
-    model.register_forward_pre_hook(without, with_kwargs=True)
+    model.register_forward_pre_hook(drop_mask, with_kwargs=True)

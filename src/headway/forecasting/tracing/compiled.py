@@ -65,7 +65,7 @@ def skip_kernels() -> Iterator[list[str]]:
     graphs: list[str] = []
     load = codecache.PyCodeCache.load_by_key_path
 
-    def loaded(*args: Any, **kwargs: Any) -> Any:
+    def load_without_kernels(*args: Any, **kwargs: Any) -> Any:
         if config.triton.cudagraphs:
             raise UnsupportedError("CUDA graphs (mode='reduce-overhead') keep memory of their own, which is not known")
         module = load(*args, **kwargs)
@@ -76,7 +76,7 @@ def skip_kernels() -> Iterator[list[str]]:
     with pause_garbage_collection(), ExitStack() as stack:  # `StorageTracker` collects garbage between phases
         stack.enter_context(config.patch(_FOR_EVERY_TRACE))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-        stack.enter_context(_exchange_attribute(codecache.PyCodeCache, "load_by_key_path", loaded))
+        stack.enter_context(_exchange_attribute(codecache.PyCodeCache, "load_by_key_path", load_without_kernels))
         stack.enter_context(
             _exchange_attribute(async_compile.AsyncCompile, "cpp_pybinding", lambda *_, **__: _do_nothing)
         )

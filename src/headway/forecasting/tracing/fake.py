@@ -79,7 +79,7 @@ def trace_step(
         refuse_compiled(made[0])
     blocks = None if callable(recipe.loop) or not can_repeat else find_blocks(made[0])
 
-    def traced(count: int | None = None) -> Trace:
+    def trace_model(count: int | None = None) -> Trace:
         model = made.pop() if made else _make_model(make, fake, prepare)
         if blocks is not None and count is not None:
             blocks.shorten(model, count)
@@ -102,8 +102,8 @@ def trace_step(
                 raise explain_failure(error, tracker.last) from error
             return tracker.build_trace()
 
-    found = None if blocks is None else trace_repeated(traced, blocks.count, proofs)
-    return add_third_update(found or traced())
+    found = None if blocks is None else trace_repeated(trace_model, blocks.count, proofs)
+    return add_third_update(found or trace_model())
 
 
 def _make_model(
@@ -180,7 +180,7 @@ def fill_model(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor
     """
     made: dict[int, torch.Tensor] = {}
 
-    def filled(tensor: torch.Tensor) -> torch.Tensor:
+    def make_fake(tensor: torch.Tensor) -> torch.Tensor:
         if is_fake(tensor):
             return tensor
         if id(tensor) not in made:
@@ -194,7 +194,7 @@ def fill_model(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is not None:
-                    held[name] = filled(tensor)  # type: ignore[assignment]
+                    held[name] = make_fake(tensor)  # type: ignore[assignment]
     return made
 
 

@@ -197,9 +197,9 @@ class BatchResizer:
 
     def __call__(self, size: int) -> Tree:
         """Return the batch with `size` rows, on the meta device."""
-        return map_tensors(lambda tensor: self._resize(tensor, size), self._batch)
+        return map_tensors(lambda tensor: self._resize_tensor(tensor, size), self._batch)
 
-    def _resize(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+    def _resize_tensor(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
         shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         if tensor.ndim == 0 or tensor.shape[0] != self.num_rows or size == self.num_rows:
             return shape

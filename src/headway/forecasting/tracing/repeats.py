@@ -177,7 +177,7 @@ def trace_repeated(
         third = trace(TRACED + 2)
     except HeadwayError:  # some models cannot be called with fewer blocks than their config says
         return None
-    if _summarize(first) != _summarize(third) or _expand_pieces(pieces, 2) != _expand_pieces(
+    if _summarize_trace(first) != _summarize_trace(third) or _expand_pieces(pieces, 2) != _expand_pieces(
         [_Piece(_make_tokens(third))], 0
     ):
         return None
@@ -234,7 +234,11 @@ class RepeatProof:
             than the bytes of its events. It is also None if the events that a repetition adds do not repeat those
             before them, or if work was counted. Work is excluded because it can grow differently with another batch.
         """
-        if traced.work or _summarize(traced) != _summarize(self.second) or traced.operations != self.second.operations:
+        if (
+            traced.work
+            or _summarize_trace(traced) != _summarize_trace(self.second)
+            or traced.operations != self.second.operations
+        ):
             return None
         tokens, here = _make_tokens(traced), 0
         pieces: list[_Piece] = []
@@ -253,7 +257,7 @@ class RepeatProof:
         return _extrapolate_trace(pieces, self.first, traced, count)
 
 
-def _summarize(traced: Trace) -> Any:
+def _summarize_trace(traced: Trace) -> Any:
     """Return the properties of a trace that must not depend on the number of repeated blocks.
 
     These are its caveats, and the names of its phases and operations.

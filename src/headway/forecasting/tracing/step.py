@@ -487,13 +487,13 @@ def _replace_step(optimizer: torch.optim.Optimizer, phases: LoopPhases, engine: 
     """
     original, is_within = optimizer.step, False
 
-    def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def step_through_engine(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         nonlocal is_within
         if is_within:
             return original(*([] if closure is None else [closure]))
         losses: list[Any] = []
 
-        def evaluate() -> Any:
+        def evaluate_closure() -> Any:
             assert closure is not None
             losses.append(closure())
             return losses[-1]
@@ -501,14 +501,14 @@ def _replace_step(optimizer: torch.optim.Optimizer, phases: LoopPhases, engine: 
         phases.enter_phase("update")
         is_within = True
         try:
-            engine.step_optimizer(optimizer, None if closure is None else evaluate)
+            engine.step_optimizer(optimizer, None if closure is None else evaluate_closure)
         finally:
             is_within = False
         phases.record_update(optimizer)
         return losses[0] if losses else None
 
     # Schedulers expect a bound method.
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.step = MethodType(step_through_engine, optimizer)  # type: ignore[method-assign]
 
 
 def run_loop(
@@ -536,7 +536,7 @@ def run_loop(
     """
     phases = LoopPhases(watcher, engine)
 
-    def batches() -> Iterator[Batch]:
+    def iterate_batches() -> Iterator[Batch]:
         for asked in recipe.list_requests(engine.steps):
             phases.enter_phase("forward")
             yield mark_batch(batch(*asked), watcher)  # no name here, so that only the loop keeps the batch alive
@@ -544,7 +544,7 @@ def run_loop(
     if optimizer is not None:
         _replace_step(optimizer, phases, engine)
     with phases, make_autocast(recipe.precision), engine.run_micro_batch(is_last=True):
-        loop(model, batches(), optimizer)
+        loop(model, iterate_batches(), optimizer)
     updates = recipe.count_updates(engine.steps)
     if not phases.has_backward or phases.num_updates < (0 if optimizer is None else updates):
         raise ConfigError(

@@ -47,24 +47,26 @@ class ObjectLock(lock.PlaceLock):
             CheckpointError: If another run has taken the lock.
             ObjectStoreError: If the store does not answer.
         """
-        if self._etag and not self._beat():
+        if self._etag and not self._beat_once():
             found = self._path.client.get(self._path.key)
             raise CheckpointError(self._describe_holder(b"" if found is None else found[0], lock.TAKEN))
 
-    def _remove(self) -> None:
+    def _remove_lock(self) -> None:
         # If a request fails, the object stays, and other runs consider its holder dead after lock.SILENCE seconds.
         with contextlib.suppress(CheckpointError):
-            if self._etag and self._beat():  # just rewritten, so no other run can judge it dead before it is removed
+            if (
+                self._etag and self._beat_once()
+            ):  # just rewritten, so no other run can judge it dead before it is removed
                 self._path.unlink()
 
-    def _beat(self) -> bool:
+    def _beat_once(self) -> bool:
         with self._requests:
             if self._is_lost:
                 return False
-            self._is_lost = not self._write(self._etag)
+            self._is_lost = not self._write_owner(self._etag)
             return not self._is_lost
 
-    def _write(self, replaces: str | None) -> bool:
+    def _write_owner(self, replaces: str | None) -> bool:
         client, key = self._path.client, self._path.key
         while True:
             self._count += 1
@@ -78,9 +80,9 @@ class ObjectLock(lock.PlaceLock):
                 return False
             replaces = found[1]  # an earlier write of this process succeeded, but the store's response was lost
 
-    def _take(self) -> None:
+    def _create_lock(self) -> None:
         client, key, judged = self._path.client, self._path.key, None
-        while not self._write(judged):
+        while not self._write_owner(judged):
             found = client.get(key)
             if found is not None:
                 if self._is_own(found[0]):  # written by another machine of this run
@@ -88,7 +90,7 @@ class ObjectLock(lock.PlaceLock):
                     return
                 self._wait_for_end(*found)
             judged = None if found is None else found[1]
-        threading.Thread(target=self._beats, name="headway-lock", daemon=True).start()
+        threading.Thread(target=self._beat_until_over, name="headway-lock", daemon=True).start()
 
     def _wait_for_end(self, text: bytes, etag: str) -> None:
         """Block until the lock's owner is considered dead, or until the lock object has been deleted.
@@ -102,7 +104,7 @@ class ObjectLock(lock.PlaceLock):
         """
         client, key, lives = self._path.client, self._path.key, lock.is_holder_alive(text)
         if lives is None:
-            self._warn(text)
+            self._warn_of_wait(text)
         until = time.monotonic() + (lock.SILENCE if lives is None else 0)
         while time.monotonic() < until:
             time.sleep(min(1.0, lock.SILENCE / 10))
@@ -115,8 +117,8 @@ class ObjectLock(lock.PlaceLock):
         if lives:
             raise CheckpointError(self._describe_holder(text, lock.IN_USE))
 
-    def _beats(self) -> None:
+    def _beat_until_over(self) -> None:
         while not self._over.wait(lock.BEAT):
             with contextlib.suppress(CheckpointError):  # the store might be unavailable for a while
-                if not self._beat():
+                if not self._beat_once():
                     return

@@ -43,8 +43,8 @@ class MirroredFolder:
         self._sending = threading.Lock()
         self._over = threading.Event()
         fetch_file(target / FILE, self.folder / FILE)
-        threading.Thread(target=self._watch, name="headway-mirror", daemon=True).start()
-        atexit.register(self._close)
+        threading.Thread(target=self._send_until_over, name="headway-mirror", daemon=True).start()
+        atexit.register(self._send_and_remove)
 
     def send(self) -> None:
         """Upload the files that have changed since they were last uploaded, in the order of their names.
@@ -64,11 +64,11 @@ class MirroredFolder:
                     return
                 self._sent[name] = state
 
-    def _watch(self) -> None:
+    def _send_until_over(self) -> None:
         while not self._over.wait(EVERY):
             self.send()
 
-    def _close(self) -> None:
+    def _send_and_remove(self) -> None:
         if os.getpid() == self._pid:
             self._over.set()
             self.send()

@@ -85,13 +85,13 @@ class FetchedCheckpoint:
         """
         tasks: list[Callable[[], None]] = []
         for file, wanted in sorted(ranges.items()):
-            written, held = self._manifest.files[file], self._begin(file)
+            written, held = self._manifest.files[file], self._begin_download(file)
             first = {n for begin, end in wanted for n in range(begin // written.piece, -(-end // written.piece))}
             missing = sorted(first - held)
             held.update(missing)
             tasks += [
-                partial(_fetch, self._source / file, self.folder / file, written, run)
-                for run in _runs(missing, written)
+                partial(_fetch_run, self._source / file, self.folder / file, written, run)
+                for run in _iterate_runs(missing, written)
             ]
         run_in_order(tasks, THREADS)
 
@@ -102,13 +102,13 @@ class FetchedCheckpoint:
             CheckpointError: If a block of a file is missing or does not match its hash. The message names the file.
         """
         tasks = (
-            partial(_fetch, self._source / name, None, written, run)
+            partial(_fetch_run, self._source / name, None, written, run)
             for name, written in self._manifest.files.items()
-            for run in _runs(range(len(written.digests) if written.num_bytes else 0), written)
+            for run in _iterate_runs(range(len(written.digests) if written.num_bytes else 0), written)
         )
         run_in_order(tasks, THREADS)
 
-    def _begin(self, file: str) -> set[int]:
+    def _begin_download(self, file: str) -> set[int]:
         """Return the numbers of a file's pieces that are already downloaded. A piece is a block of bytes with a hash.
 
         The first call for a file creates the sparse local file.
@@ -122,7 +122,7 @@ class FetchedCheckpoint:
         return self._held[file]
 
 
-def _runs(pieces: Sequence[int], written: WrittenFile) -> Iterator[range]:
+def _iterate_runs(pieces: Sequence[int], written: WrittenFile) -> Iterator[range]:
     """Yield ranges of consecutive piece numbers, each within one stored object.
 
     Args:
@@ -137,7 +137,7 @@ def _runs(pieces: Sequence[int], written: WrittenFile) -> Iterator[range]:
             start = index + 1
 
 
-def _fetch(source: ObjectPath, local: Path | None, written: WrittenFile, run: range) -> None:
+def _fetch_run(source: ObjectPath, local: Path | None, written: WrittenFile, run: range) -> None:
     """Download consecutive pieces of a file in one request. If a hash does not match, download them once more.
 
     A piece is a block of bytes with a hash.
@@ -161,7 +161,7 @@ def _fetch(source: ObjectPath, local: Path | None, written: WrittenFile, run: ra
         except FileNotFoundError as error:
             raise CheckpointDamaged(f"a part of {source} no longer exists: {error}") from error
         view = memoryview(data)
-        bad = next((n for n in run if _hash(view, n, run, written) != written.digests[n]), None)
+        bad = next((n for n in run if _hash_piece(view, n, run, written) != written.digests[n]), None)
         if bad is None:
             break
         if is_last:
@@ -180,7 +180,7 @@ def _fetch(source: ObjectPath, local: Path | None, written: WrittenFile, run: ra
             ) from error
 
 
-def _hash(view: memoryview, number: int, run: range, written: WrittenFile) -> str:
+def _hash_piece(view: memoryview, number: int, run: range, written: WrittenFile) -> str:
     start = (number - run.start) * written.piece
     return xxhash.xxh3_128(view[start : start + written.piece]).hexdigest()
 
@@ -298,7 +298,7 @@ class ObjectStore:
             if self._revert_commit(placed, tag, None if former is None else former[0]):
                 raise
         if former is not None:
-            self._tidy(staging.name)
+            self._delete_other_saves(staging.name)
 
     def _revert_commit(self, placed: Manifest, tag: str, former: bytes | None) -> bool:
         """Put the previous manifest back if files of the new checkpoint have been removed by another run.
@@ -322,7 +322,7 @@ class ObjectStore:
                 path.client.put(path.key, former, tag)
         return True
 
-    def _tidy(self, kept: str) -> None:
+    def _delete_other_saves(self, kept: str) -> None:
         """Delete the files of all saves of this checkpoint except one.
 
         If this fails, only a warning is logged, because the next save tries again.

@@ -100,10 +100,10 @@ class CopiedBlocks:
         The result is shorter only at the end of the file.
         """
 
-        def write(file: Any) -> None:
+        def write_range(file: Any) -> None:
             file.write(self._remote.read_range(offset, num_bytes))
 
-        return self._copies.open(f"{self._key}-{offset}-{num_bytes}", write).read_range(0, num_bytes)
+        return self._copies.open(f"{self._key}-{offset}-{num_bytes}", write_range).read_range(0, num_bytes)
 
     def close(self) -> None:
         """Close the reader of the remote file."""

@@ -169,7 +169,7 @@ class ShardedDataset(Dataset[Any]):
         if len(asked) and not (-length <= int(asked.min()) and int(asked.max()) < length):
             raise IndexError(f"positions {min(positions)} to {max(positions)} of a dataset with {length} records")
         places = self._order.locate(numpy.where(asked < 0, asked + length, asked), int(self._epoch))
-        return self._read(places)
+        return self._read_records(places)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the records in the order of the current epoch."""
@@ -220,7 +220,7 @@ class ShardedDataset(Dataset[Any]):
         }
         return self.__dict__ | fresh
 
-    def _read(self, places: Places) -> list[Any]:
+    def _read_records(self, places: Places) -> list[Any]:
         records: list[Any] = [None] * len(places.blocks)
         by_block: dict[int, list[int]] = {}
         for number, block in enumerate(places.blocks.tolist()):

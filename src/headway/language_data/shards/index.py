@@ -65,14 +65,14 @@ class ShardAccess:
         """
         compression = choose_compression(file.url)
         if compression is not None:
-            copied = self.copies.open(file.key, lambda target: self._decompress(file, compression, target))
+            copied = self.copies.open(file.key, lambda target: self._decompress_to(file, compression, target))
             return copied, copied.num_bytes
         reader = open_ranges(file, self.policy)
         if keeps_blocks and not file.is_local:
             reader = CopiedBlocks(reader, self.copies, file.key)
         return reader, file.num_bytes
 
-    def _decompress(self, file: ShardFile, compression: str, target: Any) -> None:
+    def _decompress_to(self, file: ShardFile, compression: str, target: Any) -> None:
         source = io.BufferedReader(ReaderFile(open_ranges(file, self.policy), file.num_bytes), 2**22)
         try:
             copy_stream(open_decompressed(source, compression), target)
@@ -114,7 +114,7 @@ def load_tables(
         OptionalDependencyMissing: If a package that is needed to decompress a file is not installed.
     """
 
-    def load(number: int) -> BlockTable:
+    def load_table(number: int) -> BlockTable:
         file, (name, form) = files[number], formats[number]
         path = _name_index(folder, file, name, skips_damage)
         table = _read_index(path)
@@ -135,7 +135,7 @@ def load_tables(
         require_decompressor(file.url)
     # Use several threads, because scans of remote files mostly wait for the network. Scans of local files gain less.
     with ThreadPoolExecutor(min(_THREADS, max(1, len(files)))) as pool:
-        return list(pool.map(load, range(len(files))))
+        return list(pool.map(load_table, range(len(files))))
 
 
 def _name_index(folder: Path, file: ShardFile, name: str, skips_damage: bool) -> Path:

@@ -75,7 +75,7 @@ class OpenJsonLines:
         check_count(len(lines), count, self._name, offset)
         name = self._name
 
-        def parse(line: bytes) -> Any:
+        def parse_line(line: bytes) -> Any:
             try:
                 return json.loads(line)
             except (ValueError, RecursionError) as error:
@@ -83,4 +83,4 @@ class OpenJsonLines:
                 begin = offset + sum(len(each) + 1 for each in everything[:place])
                 raise DataError(describe_damage(name, begin, error)) from error
 
-        return SlotBlock(lines, parse, len(data) + _LINE_OVERHEAD * len(lines))
+        return SlotBlock(lines, parse_line, len(data) + _LINE_OVERHEAD * len(lines))

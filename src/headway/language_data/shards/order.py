@@ -157,18 +157,18 @@ class ShardOrder:
 def permute(count: int, seed: int) -> Integers:
     """Return a permutation of the numbers from 0 to `count - 1`, which depends only on `count` and the seed."""
     numbers = numpy.arange(count, dtype=numpy.uint64)
-    return numpy.argsort(_hash(numbers * numpy.uint64(0x9E3779B97F4A7C15) + numpy.uint64(seed)), kind="stable")
+    return numpy.argsort(_hash_values(numbers * numpy.uint64(0x9E3779B97F4A7C15) + numpy.uint64(seed)), kind="stable")
 
 
 def mix(*values: int) -> int:
     """Hash several integers to a 64-bit number, which depends on all of them and their order."""
     state = numpy.uint64(0)
     for value in values:
-        state = _hash(numpy.array([(int(state) + value + 0x9E3779B97F4A7C15) & _MASK], numpy.uint64))[0]
+        state = _hash_values(numpy.array([(int(state) + value + 0x9E3779B97F4A7C15) & _MASK], numpy.uint64))[0]
     return int(state)
 
 
-def _hash(values: Hashes) -> Hashes:
+def _hash_values(values: Hashes) -> Hashes:
     """Hash each value with the finalizer of the SplitMix64 generator. Products wrap around."""
     values = (values ^ (values >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)

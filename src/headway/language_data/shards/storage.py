@@ -137,7 +137,7 @@ def _describe_local(name: str) -> ShardFile:
 
 
 def _describe_http(url: str, policy: RetryPolicy) -> ShardFile:
-    def ask() -> ShardFile:
+    def request_size() -> ShardFile:
         request = urllib.request.Request(url, headers={"Range": "bytes=0-0", "Accept-Encoding": "identity"})
         with urllib.request.urlopen(request, timeout=policy.attempt_timeout) as answer:
             total = answer.headers.get("Content-Range", "").rpartition("/")[2]
@@ -149,7 +149,7 @@ def _describe_http(url: str, policy: RetryPolicy) -> ShardFile:
             version = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
             return ShardFile(url, int(size), version)
 
-    return read_with_retries(ask, f"looking at the shard {url}", policy)
+    return read_with_retries(request_size, f"looking at the shard {url}", policy)
 
 
 def _list_bucket(url: str, has_wildcards: bool, policy: RetryPolicy) -> list[ShardFile]:
@@ -188,7 +188,7 @@ def _list_fsspec(url: str, has_wildcards: bool, policy: RetryPolicy) -> list[Sha
     system, path = open_file_system(url)
     scheme = url.partition("://")[0]
 
-    def ask() -> list[ShardFile]:
+    def list_files() -> list[ShardFile]:
         names = sorted(system.glob(path)) if has_wildcards else [path]
         found = []
         for name in names:
@@ -199,7 +199,7 @@ def _list_fsspec(url: str, has_wildcards: bool, policy: RetryPolicy) -> list[Sha
             found.append(ShardFile(f"{scheme}://{name.lstrip('/')}", int(info["size"]), str(version)))
         return found
 
-    return read_with_retries(ask, f"listing {url}", policy)
+    return read_with_retries(list_files, f"listing {url}", policy)
 
 
 def open_file_system(url: str) -> tuple[Any, str]:
@@ -299,14 +299,14 @@ class RemoteFile:
         if end <= offset:
             return memoryview(b"")
 
-        def act() -> bytes:
+        def fetch_range() -> bytes:
             data = self._fetch(offset, end)
             if len(data) != end - offset:
                 raise ConnectionError(f"received {len(data)} bytes instead of {end - offset}")
             return data
 
         what = f"reading bytes {offset} to {end} of the shard {self._file.url}"
-        return memoryview(read_with_retries(act, what, self._policy))
+        return memoryview(read_with_retries(fetch_range, what, self._policy))
 
     def close(self) -> None:
         """Do nothing, because each read opens a separate connection."""

@@ -112,7 +112,7 @@ class OpenTar:
             raise DataError(describe_damage(self._name, offset, error)) from error
         check_count(len(records), count, self._name, offset)
 
-        def extract(record: dict[str, Any]) -> dict[str, Any]:
+        def extract_record(record: dict[str, Any]) -> dict[str, Any]:
             return {name: bytes(data[value]) if isinstance(value, slice) else value for name, value in record.items()}
 
-        return SlotBlock(records, extract, len(data) + 500 * len(records))
+        return SlotBlock(records, extract_record, len(data) + 500 * len(records))

@@ -108,13 +108,13 @@ class Agent(LocalElasticAgent):
             )
         self._seal = seal
         self._exchange = AgentChannel(order.machine_rank, order.num_machines, host, seal, order.unit)
-        self._watch = HangWatch(rendezvous.read_timeout(), _say, self._peers)
+        self._watch = HangWatch(rendezvous.read_timeout(), _print_line, self._peers)
         self._is_watching = False
         self._given_up: set[int] = set()
         self._resume_advice = ""
         self._metrics: metrics.MetricsServer | None = None
         if order.metrics_port is not None:
-            run_metrics = metrics.RunMetrics(self._pulses, lambda: max(0, self._attempt - 1))
+            run_metrics = metrics.RunMetrics(self._list_pulse_paths, lambda: max(0, self._attempt - 1))
             self._metrics = metrics.MetricsServer(order.metrics_port, run_metrics)
         self.exit_code: int | None = None
         self.code_when_stuck: int | None = None
@@ -137,7 +137,7 @@ class Agent(LocalElasticAgent):
         return {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        watch = rendezvous.create_watch(self._order, _say, self._seal)
+        watch = rendezvous.create_watch(self._order, _print_line, self._seal)
         try:
             super()._rendezvous(worker_group)
         except RendezvousTimeoutError as error:
@@ -162,9 +162,9 @@ class Agent(LocalElasticAgent):
             ranks = [worker.global_rank for worker in worker_group.workers]
             trouble = self._peers.connect(address.host, address.hub_port, self._exchange.seal, ranks)
             if trouble is not None:
-                _say(f"headway: lost machines will be noticed late: {trouble}; let this port through")
+                _print_line(f"headway: lost machines will be noticed late: {trouble}; let this port through")
         if num_here < self._order.num_machines:
-            _say(f"headway: {num_here} of {self._order.num_machines} machines take part: {world_size} processes")
+            _print_line(f"headway: {num_here} of {self._order.num_machines} machines take part: {world_size} processes")
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -365,13 +365,13 @@ class Agent(LocalElasticAgent):
         """
         attempt = self._attempt
 
-        def force() -> None:
+        def force_end() -> None:
             assert self._peers is not None
             has_ended = self._has_ended_attempt or attempt != self._attempt
             if has_ended and not self._peers.has_lost_hub:
                 return  # the main thread handles the loss, and might be waiting for that machine to return
             if not has_ended:
-                _say(
+                _print_line(
                     endings.MachineLost(
                         str(self._peers.lost), self._order.machine_rank, unit=self._order.unit
                     ).format_text()
@@ -379,11 +379,11 @@ class Agent(LocalElasticAgent):
             self.kill_workers()
             os._exit(self._peers.exit_code)
 
-        timer = threading.Timer(2 * WITHOUT_PEER, force)
+        timer = threading.Timer(2 * WITHOUT_PEER, force_end)
         timer.daemon = True
         timer.start()
 
-    def _pulses(self) -> dict[int, Path]:
+    def _list_pulse_paths(self) -> dict[int, Path]:
         """Return the path of each started rank's pulse file, in which the rank records its state, by global rank."""
         ranks = self._ranks
         return {ranks[local]: path for local, path in dict(self._files.pulses).items() if local in ranks}
@@ -487,12 +487,12 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self.report is not None:
-            _say(self.report.format_text())
+            _print_line(self.report.format_text())
             self._write_report(self.report)
             if not isinstance(self.report, PreemptedRun):  # a preempted run is not restarted
                 env.apply_changes({env.RESTART_REASON: self.report.format_headline()})
             attempt = self._order.max_restarts - self._remaining_restarts
-            _say(f"headway: starting all processes again ({attempt} of {self._order.max_restarts} restarts)")
+            _print_line(f"headway: starting all processes again ({attempt} of {self._order.max_restarts} restarts)")
             self.report = None
         self._resume_advice = self.find_resume_advice()
         self._memory = MemoryWatch()
@@ -529,7 +529,7 @@ class Agent(LocalElasticAgent):
             Exit code of the run.
         """
         if total := self._seal.strangers.describe_total():
-            _say(f"headway: {total}")
+            _print_line(f"headway: {total}")
         if self.report is None and has_failed:
             self.report = endings.RunEnded(
                 "the run was ended, and no machine has reported a reason", self._worker_group.workers[0].world_size
@@ -541,17 +541,17 @@ class Agent(LocalElasticAgent):
         else:
             self.announce_end(report.format_headline(), report.exit_code)
         if report is not None:
-            _say(report.format_text())
+            _print_line(report.format_text())
             if self._write_report(report):
-                _say(f"headway: logs and failure.json are in {self._order.log_dir}")
+                _print_line(f"headway: logs and failure.json are in {self._order.log_dir}")
         return self.exit_code
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _spec(order: AgentOrder, handler: RendezvousHandler) -> WorkerSpec:
+def _make_worker_spec(order: AgentOrder, handler: RendezvousHandler) -> WorkerSpec:
     worker = ["-m", "headway.launch", "worker", str(os.getpid()), order.program.kind]
     worker += ["merge" if order.tee == "3" else "apart", order.program.target, *order.program.args]
     address: tuple[str | None, int | None] = (None, None)
@@ -588,12 +588,12 @@ def run(order: AgentOrder) -> int:
         Path(order.log_dir, "failure.json").unlink(missing_ok=True)  # from an earlier run
     try:
         if order.endpoint:
-            wait_for_name(rendezvous.find_host(order), rendezvous.read_time_to_meet(order), _say)
+            wait_for_name(rendezvous.find_host(order), rendezvous.read_time_to_meet(order), _print_line)
         rendezvous.use_interface(order)
-        seal = Seal(read_secret(order.secret_file), UnsealedCounter(lambda text: _say(f"headway: {text}")))
-        handler = rendezvous.create_handler_for(order, _say, seal)
-        agent = Agent(order, _spec(order, handler), RankFiles(order, Path(scratch), memory), seal)
-        kill_when_stuck(agent, order.grace, GRACE + 5, _say)
+        seal = Seal(read_secret(order.secret_file), UnsealedCounter(lambda text: _print_line(f"headway: {text}")))
+        handler = rendezvous.create_handler_for(order, _print_line, seal)
+        agent = Agent(order, _make_worker_spec(order, handler), RankFiles(order, Path(scratch), memory), seal)
+        kill_when_stuck(agent, order.grace, GRACE + 5, _print_line)
         code = agent.finish(agent.run().is_failed())
         handler.shutdown()
         return code
@@ -602,16 +602,16 @@ def run(order: AgentOrder) -> int:
         ignore_signals()
         if agent is not None:
             agent.announce_end(f"stopped by {name}", 128 + int(stopped.sigval))
-        _say(f"headway: stopped by {name}; all {order.num_local} processes of this machine have ended")
+        _print_line(f"headway: stopped by {name}; all {order.num_local} processes of this machine have ended")
         if agent is not None and (resume_advice := agent.find_resume_advice()):
-            _say(resume_advice)
+            _print_line(resume_advice)
         return 128 + int(stopped.sigval)
     except (LaunchError, ControlPlaneError, ConfigError) as error:
-        _say(f"headway: {error}")
+        _print_line(f"headway: {error}")
         return 1
     except (RendezvousError, ConnectionError, TimeoutError, RuntimeError) as error:
         where = f" at {order.endpoint}" if order.endpoint else ""
-        _say(f"headway: the {order.num_machines} machines did not meet{where}: {type(error).__name__}: {error}")
+        _print_line(f"headway: the {order.num_machines} machines did not meet{where}: {type(error).__name__}: {error}")
         return 1
     finally:
         ignore_signals()

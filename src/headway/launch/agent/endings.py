@@ -87,10 +87,10 @@ class FailureReport:
         if first.record is not None:
             lines.append((first.record.shown or remove_engine_noise(first.record.trace)).rstrip())
         else:
-            lines.append(f"headway: rank {first.rank} was {first.describe()}{self._why(first)}")
+            lines.append(f"headway: rank {first.rank} was {first.describe()}{self._explain_death(first)}")
             if first.crash:
                 lines.append(shorten_crash(first.crash).rstrip())
-        lines += self._others(first)
+        lines += self._describe_others(first)
         if self.finished and first.record is not None and first.record.is_consequence:
             who = f"rank{'s' if len(self.finished) > 1 else ''} {format_ranges(self.finished)}"
             lines.insert(
@@ -100,12 +100,12 @@ class FailureReport:
             )
         return "\n".join(lines)
 
-    def _why(self, death: RankExit) -> str:
+    def _explain_death(self, death: RankExit) -> str:
         if death.exit_code == -signal.SIGKILL and self.memory:
             return f": {self.memory}"
         return _WHY.get(death.exit_code or 0, "")
 
-    def _others(self, first: RankExit) -> list[str]:
+    def _describe_others(self, first: RankExit) -> list[str]:
         others = sorted((death for death in self.deaths if death is not first), key=lambda death: death.rank)
         alike = [death.rank for death in others if _is_alike(death, first)]
         later = [

@@ -124,7 +124,9 @@ class AgentChannel:
         self._others = {}
         self.notice = ""
         self.has_failed_elsewhere = False
-        self._thread = threading.Thread(target=self._listen, args=(self._link,), name="control", daemon=True)
+        self._thread = threading.Thread(
+            target=self._poll_control_plane, args=(self._link,), name="control", daemon=True
+        )
         self._thread.start()
         return address
 
@@ -144,7 +146,7 @@ class AgentChannel:
 
     # ---------------------------------------------------------------- listening
 
-    def _listen(self, link: StoreLink) -> None:
+    def _poll_control_plane(self, link: StoreLink) -> None:
         """Poll the control plane for aborts and failures.
 
         This method runs on a background thread. When the ranks are started again, a new thread replaces it.
@@ -209,7 +211,7 @@ class AgentChannel:
         # Give this machine's failures time to reach the others. This process might end next, and on machine 0 the store
         # ends with it.
         time.sleep(2 * LOOK)
-        reports = [report for report in (own, *map(_decode, self._others.values())) if report is not None]
+        reports = [report for report in (own, *map(_decode_report, self._others.values())) if report is not None]
         deaths = tuple(death for report in reports for death in report.deaths)
         if not deaths:
             return None
@@ -231,7 +233,7 @@ def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
         time.sleep(LOOK / 4)
 
 
-def _decode(content: dict[str, Any]) -> FailureReport | None:
+def _decode_report(content: dict[str, Any]) -> FailureReport | None:
     if not content:
         return None
     deaths = tuple(

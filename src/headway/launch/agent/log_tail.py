@@ -58,11 +58,11 @@ class LogTail:
                     self._offset += len(block)
                     *lines, self._rest = (self._rest + block).split(b"\n")
                     for line in lines:
-                        self._take(line)
+                        self._take_line(line)
         except OSError:
             return
 
-    def _take(self, line: bytes) -> None:
+    def _take_line(self, line: bytes) -> None:
         try:
             entry = json.loads(line)
             kind, when, step = entry["kind"], float(entry["time"]), entry.get("step")

@@ -71,7 +71,7 @@ class RunMetrics:
         self._tail = LogTail()
         self._lock = threading.Lock()
 
-    def _read(self) -> dict[int, PulseReading]:
+    def _read_pulses(self) -> dict[int, PulseReading]:
         found = {}
         for rank, path in sorted(self._pulses().items()):
             try:
@@ -85,7 +85,7 @@ class RunMetrics:
 
         Empty if it makes progress or has not started.
         """
-        readings, now = self._read(), time.monotonic()
+        readings, now = self._read_pulses(), time.monotonic()
         if readings and all(reading.beat and now - reading.beat > SILENCE for reading in readings.values()):
             return f"no rank on this machine has run for {SILENCE:g} s"
         longest = max((measure_wait(reading, now) for reading in readings.values()), default=0.0)
@@ -96,33 +96,39 @@ class RunMetrics:
 
     def format_metrics(self) -> str:
         """Return all metrics in Prometheus' text format."""
-        readings, now = self._read(), time.monotonic()
+        readings, now = self._read_pulses(), time.monotonic()
         with self._lock:
             self._tail.read_new_lines(
                 next((reading.log for reading in readings.values() if reading.log), self._tail._path)
             )
-            return "".join(_format_metric(name, about, rows) for name, about, rows in self._families(readings, now))
+            return "".join(
+                _format_metric(name, about, rows) for name, about, rows in self._iterate_families(readings, now)
+            )
 
-    def _families(self, readings: Mapping[int, PulseReading], now: float) -> Iterator[tuple[str, str, Rows]]:
+    def _iterate_families(self, readings: Mapping[int, PulseReading], now: float) -> Iterator[tuple[str, str, Rows]]:
         tail, late = self._tail, find_awaited(readings, now)
 
-        def each(value: Callable[[PulseReading], float]) -> Rows:
+        def list_by_rank(value: Callable[[PulseReading], float]) -> Rows:
             return [({"rank": rank}, value(reading)) for rank, reading in readings.items()]
 
         yield "ranks", "Ranks running on this machine.", [({}, len(readings))]
         yield "restarts", "Restarts of the processes.", [({}, self._restarts())]
-        yield "updates", "Updates made.", each(lambda one: one.update)
-        yield "micro_step", "Micro-batches begun in the current accumulation window.", each(lambda one: one.micro_step)
-        ages = each(lambda one: now - one.beat if one.beat else 0)
+        yield "updates", "Updates made.", list_by_rank(lambda one: one.update)
+        yield (
+            "micro_step",
+            "Micro-batches begun in the current accumulation window.",
+            list_by_rank(lambda one: one.micro_step),
+        )
+        ages = list_by_rank(lambda one: now - one.beat if one.beat else 0)
         yield "heartbeat_age_seconds", "Seconds since the last heartbeat.", ages
         yield (
             "collective_seconds",
             "Seconds in the current collective; 0: in none.",
-            each(lambda one: measure_wait(one, now)),
+            list_by_rank(lambda one: measure_wait(one, now)),
         )
         about = "The rank that others on this machine wait for; -1: none."
         yield "awaited_rank", about, [({}, -1 if late is None else late)]
-        yield "resident_memory_bytes", "Host memory of the process.", each(lambda one: _read_resident(one.pid))
+        yield "resident_memory_bytes", "Host memory of the process.", list_by_rank(lambda one: _read_resident(one.pid))
         about = "Skipped updates: fp16's loss scale, non-finite values, spikes."
         yield "skipped_updates", about, [({}, tail.num_skipped)]
         yield "events", "Events, by name.", [({"event": name}, count) for name, count in tail.events.items()]
@@ -179,14 +185,14 @@ class MetricsServer:
                 """Answer a request for /metrics or /healthz."""
                 path = self.path.partition("?")[0]
                 if path == "/metrics":
-                    self._answer(200, metrics.format_metrics())
+                    self._send_answer(200, metrics.format_metrics())
                 elif path == "/healthz":
                     trouble = metrics.find_trouble()
-                    self._answer(503 if trouble else 200, f"{trouble or 'ok'}\n")
+                    self._send_answer(503 if trouble else 200, f"{trouble or 'ok'}\n")
                 else:
-                    self._answer(404, "not found; try /metrics or /healthz\n")
+                    self._send_answer(404, "not found; try /metrics or /healthz\n")
 
-            def _answer(self, status: int, text: str) -> None:
+            def _send_answer(self, status: int, text: str) -> None:
                 body = text.encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")

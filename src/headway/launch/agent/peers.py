@@ -250,7 +250,7 @@ class PeerMachines:
         self._seal: Seal | None = None
         self._lock = threading.Lock()
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._thread = threading.Thread(target=self._watch_peers, name="peers", daemon=True)
         self.lost: str | None = None
         self.has_lost_hub = False
         self.exit_code = 1
@@ -359,7 +359,7 @@ class PeerMachines:
         me = self._me
         line.send(hello={"machine": me.machine, "host": me.host, "address": me.address, "ranks": me.ranks})
 
-    def _watch(self) -> None:
+    def _watch_peers(self) -> None:
         """Receive messages, and once per second check for lost machines and send a heartbeat."""
         due = time.monotonic()
         while not self._is_over.is_set():

@@ -87,7 +87,7 @@ def kill_when_stuck(agent: Stoppable, grace: float, usual: float, say: Callable[
     sender.setblocking(False)
     signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
 
-    def watch() -> None:
+    def watch_signals() -> None:
         # The closure keeps the sender alive; otherwise it would be closed when this function returns.
         while sender.fileno() >= 0 and receiver.recv(1)[0] not in DEADLY:
             pass
@@ -102,7 +102,7 @@ def kill_when_stuck(agent: Stoppable, grace: float, usual: float, say: Callable[
         code = agent.code_when_stuck
         os._exit(128 + (agent.handed_on or signal.SIGTERM) if code is None else code)
 
-    threading.Thread(target=watch, name="kill-when-stuck", daemon=True).start()
+    threading.Thread(target=watch_signals, name="kill-when-stuck", daemon=True).start()
 
 
 def end_sessions(leaders: Iterable[int], seconds: float = POLITE) -> list[int]:
@@ -126,13 +126,13 @@ def end_sessions(leaders: Iterable[int], seconds: float = POLITE) -> list[int]:
     left = list_session_members(wanted)
     for pid in left:
         for number in (signal.SIGTERM, signal.SIGCONT):  # a stopped process receives SIGTERM only after SIGCONT
-            _send(pid, number)
+            _send_signal(pid, number)
     deadline = time.monotonic() + seconds
     while left and time.monotonic() < deadline:
         time.sleep(0.02)
         left = list_session_members(wanted)
     for pid in left:
-        _send(pid, signal.SIGKILL)
+        _send_signal(pid, signal.SIGKILL)
     return left
 
 
@@ -150,6 +150,6 @@ def list_session_members(leaders: Iterable[int]) -> list[int]:
     return found
 
 
-def _send(pid: int, number: int) -> None:
+def _send_signal(pid: int, number: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)

@@ -206,7 +206,7 @@ class _SealedBackend(C10dRendezvousBackend):
             LaunchError: If the state does not carry this run's HMAC.
         """
         found = super().get_state()
-        return None if found is None else (self._opened(found[0]), found[1])
+        return None if found is None else (self._open_state(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """Write the shared state, unless another machine has changed it since `token` was issued.
@@ -223,9 +223,9 @@ class _SealedBackend(C10dRendezvousBackend):
             LaunchError: If the current state does not carry this run's HMAC.
         """
         found = super().set_state(self._seal.seal_message(MEETING, state), token)
-        return None if found is None else (self._opened(found[0]), *found[1:])
+        return None if found is None else (self._open_state(found[0]), *found[1:])
 
-    def _opened(self, sealed: bytes) -> bytes:
+    def _open_state(self, sealed: bytes) -> bytes:
         state = self._seal.open_message(MEETING, sealed)
         if state is None:
             raise LaunchError(
@@ -331,12 +331,12 @@ def create_handler_for(order: AgentOrder, say: Callable[[str], None], seal: Seal
     )
     waiting = create_wait(order, say)
 
-    def begin() -> RendezvousHandler:
+    def make_handler() -> RendezvousHandler:
         is_host, seconds_a_call = parameters.get_as_bool("is_host"), parameters.get_as_int("read_timeout", 60)
         store = _open_store(order, bool(is_host), float(seconds_a_call or 60))
         return create_handler(store, _SealedBackend(store, order.run_id, seal), parameters)
 
-    return _connect_in_time(order, waiting, begin)
+    return _connect_in_time(order, waiting, make_handler)
 
 
 def create_watch(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> RendezvousWatch | None:
@@ -353,7 +353,7 @@ def create_watch(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> R
         return None
     waiting = create_wait(order, say)
 
-    def connect() -> SealedStore:
+    def connect_store() -> SealedStore:
         return SealedStore(PrefixStore(f"{order.run_id}/headway", _open_store(order, False, 30)), MEETING, seal)
 
-    return RendezvousWatch(connect, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)
+    return RendezvousWatch(connect_store, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)

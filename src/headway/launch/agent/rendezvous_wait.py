@@ -59,9 +59,9 @@ class RendezvousWait:
             return
         self._due = next((seconds for seconds in REPEATED_MESSAGES if seconds > waited), waited + REPEATED_MESSAGES[-1])
         self.has_told = True
-        self._say(f"headway: {what}, {self._until(waited)}")
+        self._say(f"headway: {what}, {self._describe_end(waited)}")
 
-    def _until(self, waited: float) -> str:
+    def _describe_end(self, waited: float) -> str:
         if math.isinf(self.seconds):
             return f"for as long as it takes ({self.setting})"
         clock = time.strftime("%H:%M:%S", time.localtime(time.time() + self.seconds - waited))

@@ -443,13 +443,13 @@ class PeerWatch:
             asked = self._round
             self._control.set(f"{_ASKED}/{asked}", b"")
             self._post_view(me)
-            self._judge(asked)
+            self._judge_hang(asked)
 
     def _post_view(self, me: RankView) -> None:
         self._control.set(f"hang/{self._round}/{me.rank}", json.dumps(encode_view(me)).encode())
         self._round += 1
 
-    def _judge(self, asked: int) -> None:
+    def _judge_hang(self, asked: int) -> None:
         views = []
         deadline = time.monotonic() + _WAIT_FOR_ANSWERS
         for rank in range(self._control.world_size):

@@ -246,7 +246,7 @@ def _name_ranks(views: Sequence[RankView]) -> str:
 def encode_diagnosis(verdict: HangDiagnosis) -> dict[str, Any]:
     """Return the hang as a JSON object for failure.json."""
 
-    def one(view: RankView) -> dict[str, Any]:
+    def encode_view(view: RankView) -> dict[str, Any]:
         wait = view.wait
         return {
             "rank": view.rank,
@@ -265,6 +265,6 @@ def encode_diagnosis(verdict: HangDiagnosis) -> dict[str, Any]:
     return {
         "timeout": verdict.timeout,
         "headline": format_headline(verdict),
-        "missing": [one(view) for view in verdict.missing],
-        "waiting": [one(view) for view in verdict.waiting],
+        "missing": [encode_view(view) for view in verdict.missing],
+        "waiting": [encode_view(view) for view in verdict.waiting],
     }

@@ -172,7 +172,7 @@ def make_view(rank: int, reading: pulse.PulseReading, now: float) -> RankView:
                 entry["number"],
                 entry["operation"],
                 None if entry["since"] is None else now - entry["since"],
-                _members(entry),
+                _get_members(entry),
             )
             for entry in note.get("torch", [])
         )
@@ -211,9 +211,9 @@ def decode_view(content: Mapping[str, Any]) -> RankView:
     """Decode a `RankView` from a JSON object that `encode_view` has returned."""
     frames, calls = tuple(Frame(*frame) for frame in content["frames"]), content["calls"]
     if calls is not None:
-        calls = tuple(CollectiveCall(**{**call, "members": _members(call)}) for call in calls)
+        calls = tuple(CollectiveCall(**{**call, "members": _get_members(call)}) for call in calls)
     return RankView(**{**content, "frames": frames, "calls": calls})
 
 
-def _members(call: Mapping[str, Any]) -> tuple[int, ...] | None:
+def _get_members(call: Mapping[str, Any]) -> tuple[int, ...] | None:
     return None if call["members"] is None else tuple(call["members"])

@@ -93,9 +93,9 @@ class WholeSequenceAttention(TorchFunctionMode):
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         self.num_calls += 1
-        return self._attend(*args, **kwargs)
+        return self._compute_attention(*args, **kwargs)
 
-    def _attend(
+    def _compute_attention(
         self,
         query: torch.Tensor,
         key: torch.Tensor,

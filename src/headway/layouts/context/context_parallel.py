@@ -358,7 +358,7 @@ class ContextParallel(SplitModel):
         has_loss = _has_loss(call, out)
         part = sequences.pad_length(self._length, self._axis) // self._axis.size
 
-        def whole(leaf: Any) -> Any:
+        def join_leaf(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if region is SplitRegion.BLOCKS:
@@ -371,7 +371,7 @@ class ContextParallel(SplitModel):
                 return PartialOutput(leaf.shape, self._length)
             return sequences.join_sequence(leaf, self._axis, 1, self._length)
 
-        return tree.map_leaves(whole, out)
+        return tree.map_leaves(join_leaf, out)
 
     def _reduce_loss(self, loss: torch.Tensor, call: LabeledCall, region: SplitRegion) -> torch.Tensor:
         """Return the loss over all ranks: a sum, or a mean over the labels that are not ignored.
@@ -490,11 +490,11 @@ class ContextParallel(SplitModel):
                 f"between its blocks {type(self._model).__name__} changes the length of its sequences, which are cut"
             )
 
-        def other(leaf: Any) -> Any:
+        def split_other(leaf: Any) -> Any:
             return self._split_argument(leaf, total) if isinstance(leaf, torch.Tensor) and leaf is not x else leaf
 
-        args = tuple(part if value is x else tree.map_leaves(other, value) for value in args)
-        kwargs = {key: part if value is x else tree.map_leaves(other, value) for key, value in kwargs.items()}
+        args = tuple(part if value is x else tree.map_leaves(split_other, value) for value in args)
+        kwargs = {key: part if value is x else tree.map_leaves(split_other, value) for key, value in kwargs.items()}
         if block.training:
             self._rng_states.part()
         if self._phase is CallPhase.CUT:
@@ -531,10 +531,10 @@ class ContextParallel(SplitModel):
         if self._phase is not CallPhase.CUT or self._region is not SplitRegion.BLOCKS:
             return None
 
-        def joined(part: torch.Tensor) -> torch.Tensor:
+        def join_part(part: torch.Tensor) -> torch.Tensor:
             return sequences.join_sequence(part, self._axis, 1, self._length, times=self._axis.size)
 
-        return (joined(output[0]), *output[1:]) if isinstance(output, tuple) else joined(output)
+        return (join_part(output[0]), *output[1:]) if isinstance(output, tuple) else join_part(output)
 
     def _split_argument(self, tensor: torch.Tensor, total: int) -> torch.Tensor:
         """Return this rank's shard of a block's argument, split along the dimension that is as long as the sequence.
@@ -578,7 +578,7 @@ class PartialOutput:
         self._shape = tuple(shape)
         self._length = length
 
-    def _refuse(self, *_: Any) -> Any:
+    def _raise_partial(self, *_: Any) -> Any:
         raise UnsupportedError(
             f"this output of the model is cut along the sequence: each rank has {self._shape[1]} of {self._length} tokens. To use "
             "it while training, call the model without labels. Under torch.no_grad(), the output is whole even with labels"
@@ -593,9 +593,9 @@ class PartialOutput:
         """
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._refuse()
+        return self._raise_partial()
 
-    __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __truediv__ = __sub__ = __float__ = _refuse
+    __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __truediv__ = __sub__ = __float__ = _raise_partial
 
 
 def _list_positional(parameters: Mapping[str, inspect.Parameter]) -> list[str]:

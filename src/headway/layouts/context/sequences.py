@@ -90,7 +90,9 @@ def gather_sequence(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tens
         dim: Dimension of the sequence.
     """
     dim = dim % part.dim()
-    return cross(part, partial(_gather, axis=axis, dim=dim), partial(reduce_scatter_sequence, axis=axis, dim=dim))
+    return cross(
+        part, partial(_gather_sequence, axis=axis, dim=dim), partial(reduce_scatter_sequence, axis=axis, dim=dim)
+    )
 
 
 def exchange_for_heads(part: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
@@ -100,7 +102,7 @@ def exchange_for_heads(part: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
         part: Tensor of shape [rows, heads, sequence shard, head dim].
         axis: Mesh axis of context parallelism.
     """
-    found = _exchange(torch.stack(part.chunk(axis.size, 1)), axis)
+    found = _exchange_rows(torch.stack(part.chunk(axis.size, 1)), axis)
     return _restore_order(found, axis, 2)
 
 
@@ -113,10 +115,10 @@ def exchange_for_parts(heads: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
         heads: Tensor of shape [rows, heads of this rank, sequence, head dim].
         axis: Mesh axis of context parallelism.
     """
-    return torch.cat(_exchange(_stack_by_rank(heads, axis, 2), axis).unbind(0), 1)
+    return torch.cat(_exchange_rows(_stack_by_rank(heads, axis, 2), axis).unbind(0), 1)
 
 
-def _exchange(by_rank: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
+def _exchange_rows(by_rank: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     rows, even = by_rank.reshape(axis.size, -1), [1] * axis.size
     return exchange(rows, axis, even, even, 1.0, nullcontext).view_as(by_rank)
 
@@ -147,11 +149,11 @@ def join_sequence(part: torch.Tensor, axis: SplitAxis, dim: int, length: int, ti
     """
     dim = dim % part.dim()
 
-    def back(grad: torch.Tensor) -> torch.Tensor:
+    def split_gradient(grad: torch.Tensor) -> torch.Tensor:
         mine = split_sequence(grad, axis, dim)
         return mine if times == 1 else mine * times
 
-    whole = cross(part, partial(_gather, axis=axis, dim=dim), back)
+    whole = cross(part, partial(_gather_sequence, axis=axis, dim=dim), split_gradient)
     return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length).clone()
 
 
@@ -163,7 +165,7 @@ def divide_gradient(whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     return cross(whole, view_unchanged, lambda grad: grad / axis.size) if whole.requires_grad else whole
 
 
-def _gather(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
+def _gather_sequence(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     return _restore_order(all_gather(part, axis).view(axis.size, *part.shape), axis, dim)
 
 
@@ -452,7 +454,7 @@ def shorten_arguments(
         return args, kwargs
     num_rows, length = first.shape[:2]
 
-    def cut(leaf: Any) -> Any:
+    def cut_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
             return leaf
         is_rows = leaf.shape[0] == num_rows
@@ -465,7 +467,7 @@ def shorten_arguments(
                 leaf = leaf.narrow(dim, 0, min(num_tokens, length))
         return leaf
 
-    args, kwargs = tree.map_leaves(cut, args), tree.map_leaves(cut, kwargs)
+    args, kwargs = tree.map_leaves(cut_leaf, args), tree.map_leaves(cut_leaf, kwargs)
     mask = kwargs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         kwargs["attention_mask"] = torch.ones_like(mask)

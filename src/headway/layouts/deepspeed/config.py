@@ -120,9 +120,9 @@ def complete_config(
     _check_served(config)
     musts, mays = _collect_required(config, facts), _collect_defaults(facts)
     problems = []
-    for key, value in list(_leaves(config.config)):
+    for key, value in list(_iterate_leaves(config.config)):
         if value == AUTO:
-            _fill(account, config, key, {**mays, **musts})
+            _fill_key(account, config, key, {**mays, **musts})
         elif key in musts and value != musts[key]:
             problems.append(f"{key}={value!r} in the JSON, but {musts[key]!r} in this run")
         else:
@@ -183,7 +183,7 @@ def _collect_defaults(facts: Facts) -> dict[str, Any]:
     return found
 
 
-def _fill(account: DeepSpeedConfigReport, config: HfDeepSpeedConfig, key: str, answers: Mapping[str, Any]) -> None:
+def _fill_key(account: DeepSpeedConfigReport, config: HfDeepSpeedConfig, key: str, answers: Mapping[str, Any]) -> None:
     if key in answers:
         config.set_value(key, answers[key])
         account.handling[key] = "filled"
@@ -222,7 +222,7 @@ def _add_missing(
 
 def _check_known(config: Mapping[str, Any], known: Callable[[str], list[str] | None]) -> None:
     problems = []
-    for section, names in _sections(config):
+    for section, names in _iterate_sections(config):
         allowed = sorted(TOP_LEVEL) if not section else known(section)
         for name in names:
             if allowed is not None and name not in allowed:
@@ -267,17 +267,17 @@ def _is_enabled(value: Any) -> bool:
 # -------------------------------------------------------------------- dotted names
 
 
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _iterate_leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{name}.")
+            yield from _iterate_leaves(value, f"{name}.")
         else:
             yield name, value
 
 
-def _sections(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, list[str]]]:
+def _iterate_sections(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, list[str]]]:
     yield name, list(config)
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from _sections(value, f"{name}.{key}" if name else key)
+            yield from _iterate_sections(value, f"{name}.{key}" if name else key)

@@ -115,7 +115,7 @@ class ZeroEngine:
         """
         if not self.is_dirty or not self._is_closed:
             return []
-        self._finalize()
+        self._finalize_gradients()
         parts = [self._get_part(parameter) for parameter in parameters]
         return [part for part in parts if part is not None]
 
@@ -145,7 +145,7 @@ class ZeroEngine:
             return torch.full((), math.nan)
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
-        self._finalize()
+        self._finalize_gradients()
         if self.stage == 3:
             raw = combine_grad_norm_groups(self.inner._get_norm_groups())
         else:
@@ -157,7 +157,7 @@ class ZeroEngine:
         """Make the next step clip gradients to `max_norm`, or to a smaller norm that was requested before."""
         self._limit = min(self._limit or max_norm, max_norm)
 
-    def _finalize(self) -> None:
+    def _finalize_gradients(self) -> None:
         if self._is_final:
             return
         self.engine.set_gradient_accumulation_boundary(True)
@@ -179,7 +179,7 @@ class ZeroEngine:
             return False
         from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
-        self._finalize()
+        self._finalize_gradients()
         inner, scaler = self.inner, self.inner.loss_scaler
         # DeepSpeed adjusts the scale before dividing by it, which would halve gradients whenever the scale grows. A fixed
         # scale for this step avoids that.

@@ -28,7 +28,7 @@ class HfDeepSpeedConfig:
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
-        self.config: dict[str, Any] = _read(config_file_or_dict)
+        self.config: dict[str, Any] = _read_config(config_file_or_dict)
 
     def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
         """Return the section of the JSON that contains a dotted name, and the name's last component.
@@ -112,7 +112,7 @@ class HfDeepSpeedConfig:
         return any(self.get_value(f"zero_optimization.{kind}.device") in ("cpu", "nvme") for kind in kinds)
 
 
-def _read(given: Any) -> dict[str, Any]:
+def _read_config(given: Any) -> dict[str, Any]:
     if isinstance(given, Mapping):
         return deepcopy(dict(given))
     if isinstance(getattr(given, "config", None), Mapping):
@@ -127,13 +127,13 @@ def _read(given: Any) -> dict[str, Any]:
             text, source = Path(given).read_text(encoding="utf-8"), str(given)
     except (OSError, ValueError):  # JSON text, too long for a path
         pass
-    made = _parsed(text, source)
+    made = _parse_config(text, source)
     if not isinstance(made, dict):
         raise ConfigError(f"{source} holds a {type(made).__name__}; DeepSpeed's configuration is a JSON object")
     return made
 
 
-def _parsed(text: str, source: str) -> Any:
+def _parse_config(text: str, source: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:

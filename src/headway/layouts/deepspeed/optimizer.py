@@ -74,7 +74,7 @@ class PartitionedOptimizer:
             )
         groups = [_keep_trainable(given.param_groups[n]) for n in self._numbers]
         self.inner = _create_cpu_adam(given, groups) if uses_cpu_adam else _copy_kind(given, groups)
-        self._last = [self._settings(given.param_groups[n]) for n in self._numbers]
+        self._last = [self._select_settings(given.param_groups[n]) for n in self._numbers]
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the optimizer's trainable parameters in DeepSpeed's order: group by group."""
@@ -88,7 +88,7 @@ class PartitionedOptimizer:
             groups: Parameter groups of DeepSpeed's optimizer.
         """
         for n, last, group in zip(self._numbers, self._last, groups):
-            for key, value in self._settings(self.given.param_groups[n]).items():
+            for key, value in self._select_settings(self.given.param_groups[n]).items():
                 if key not in last or not _is_same(value, last[key]):
                     group[key] = value
 
@@ -100,11 +100,11 @@ class PartitionedOptimizer:
         """
         for n, group in zip(self._numbers, groups):
             mine = self.given.param_groups[n]
-            mine.update({key: value for key, value in self._settings(group).items() if key in mine})
-        self._last = [self._settings(self.given.param_groups[n]) for n in self._numbers]
+            mine.update({key: value for key, value in self._select_settings(group).items() if key in mine})
+        self._last = [self._select_settings(self.given.param_groups[n]) for n in self._numbers]
 
     @staticmethod
-    def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    def _select_settings(group: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in group.items() if key != "params"}
 
 

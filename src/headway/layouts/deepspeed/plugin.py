@@ -89,11 +89,11 @@ class DeepSpeedPlugin:
             )
         _check_offloads(self)
         self.hf_ds_config = HfDeepSpeedConfig({} if self.hf_ds_config in (None, "none") else self.hf_ds_config)
-        self._merge()
-        self.zero_stage = _stage(self.hf_ds_config)
+        self._merge_fields()
+        self.zero_stage = _check_stage(self.hf_ds_config)
         self.zero3_init_flag = False
 
-    def _merge(self) -> None:
+    def _merge_fields(self) -> None:
         """Write the fields into the JSON, and set the default ZeRO stage if neither sets one.
 
         Raises:
@@ -187,7 +187,7 @@ def _check_offloads(plugin: DeepSpeedPlugin) -> None:
             setattr(plugin, f"offload_{what}_nvme_path", None)
 
 
-def _stage(config: HfDeepSpeedConfig) -> int:
+def _check_stage(config: HfDeepSpeedConfig) -> int:
     stage = config.get_value("zero_optimization.stage")
     if stage == 0:
         raise UnsupportedError("ZeRO stage 0 shards nothing; leave the plugin out to train replicas with DDP")

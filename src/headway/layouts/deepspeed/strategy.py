@@ -170,8 +170,8 @@ class DeepSpeedStrategy(Strategy):
             raise ConfigError(
                 f"the JSON has an optimizer, and a {type(given).__name__} was prepared; prepare a headway.DummyOptim instead"
             )
-        self._partitioned = self._partition(given, account)
-        self._zero = self._initialize(self._model, self._partitioned, account)
+        self._partitioned = self._make_partitioned(given, account)
+        self._zero = self._initialize_engine(self._model, self._partitioned, account)
         self._state = ZeroState(self._zero, self._partitioned, self._model)
         self.account = account
         log.info("DeepSpeed ZeRO stage %d; its JSON: %s", self._stage, "; ".join(account.format_lines()))
@@ -192,7 +192,7 @@ class DeepSpeedStrategy(Strategy):
         """
         return self._stand_ins.find_real(placeholder, share)
 
-    def _partition(self, given: torch.optim.Optimizer, account: DeepSpeedConfigReport) -> PartitionedOptimizer:
+    def _make_partitioned(self, given: torch.optim.Optimizer, account: DeepSpeedConfigReport) -> PartitionedOptimizer:
         config = account.config
         is_offloaded = (config["zero_optimization"].get("offload_optimizer") or {}).get("device") in ("cpu", "nvme")
         # DeepSpeed has its own CPU kernel for torch's Adam and AdamW.
@@ -204,7 +204,7 @@ class DeepSpeedStrategy(Strategy):
         config["zero_force_ds_cpu_optimizer"] = uses_kernel
         return partitioned
 
-    def _initialize(
+    def _initialize_engine(
         self, model: torch.nn.Module, partitioned: PartitionedOptimizer, account: DeepSpeedConfigReport
     ) -> ZeroEngine:
         import deepspeed

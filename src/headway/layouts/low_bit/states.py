@@ -207,10 +207,10 @@ class EqualRounding:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._before: list[tuple[Any, torch.Tensor]] = []
-        optimizer.register_step_pre_hook(self._begin)
-        optimizer.register_step_post_hook(self._end)
+        optimizer.register_step_pre_hook(self._begin_step)
+        optimizer.register_step_post_hook(self._end_step)
 
-    def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Seed the random generators of the CPU and of the parameters' devices."""
         steps = [entry["step"] for entry in optimizer.state.values() if isinstance(entry, dict) and "step" in entry]
         seed = int(max(steps, default=0))
@@ -221,7 +221,7 @@ class EqualRounding:
         for module in modules[1:]:
             module.manual_seed(seed)
 
-    def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Restore the states that the random generators had before the step."""
         for module, state in self._before:
             module.set_rng_state(state)

@@ -121,7 +121,7 @@ class PlainCalls:
         pipe, last = self._pipe, self._pipe.num_stages - 1
         pieces = pipe.split_call(args, kwargs)
 
-        def compute(stage_index: int, number: int, received: Tree) -> Tree:
+        def compute_stage(stage_index: int, number: int, received: Tree) -> Tree:
             given, named = pieces[number]
             stage_rng.seed_micro_batch(stage_index, number)
             return pipe.route.run(stage_index, received, lambda: call(*given, **named))
@@ -130,7 +130,7 @@ class PlainCalls:
         result: Any = None
         joined: list[torch.Tensor] = []
         with isolate_generators(pipe.group.runtime.hardware) as stage_rng:
-            batch = pipe.begin_batch(pieces, compute, "plain")
+            batch = pipe.begin_batch(pieces, compute_stage, "plain")
             self._run_forwards(batch)
             if pipe.is_last:
                 try:

@@ -233,7 +233,7 @@ class PipelineRunner:
         # A script freezes parameters on all ranks, so `requires_grad` is valid for parameters of other stages, too.
         frozen = bytes(not parameter.requires_grad for parameter in self.model.parameters())
         mode = None if self.route.context is None else self.route.context.mode
-        state = (what, mode, self.model.training, torch.is_grad_enabled(), _autocast(self.device), frozen)
+        state = (what, mode, self.model.training, torch.is_grad_enabled(), _get_autocast_dtype(self.device), frozen)
         keys = [(describe_call(piece), state) for piece in pieces]
         batch = PipelineBatch(self._make_stages(compute), len(pieces), keys)
         activations: list[list[StageActivation]] = []
@@ -353,14 +353,14 @@ class PipelineRunner:
         stages = [batch.stages[stage_index] for stage_index in sorted(batch.stages)]
         schedule = self._make_schedule(stages, batch.num_microbatches)
         run = schedule.step if has_backward else schedule.eval
-        # torch splits a target per micro-batch; `_loss` ignores it.
+        # torch splits a target per micro-batch; `_return_loss` ignores it.
         run(target=torch.arange(batch.num_microbatches), return_outputs=False)
 
     def _make_schedule(self, stages: "list[PipelineStage]", num_microbatches: int) -> Any:
         from torch.distributed.pipelining import schedules
 
         name = self.options.schedule
-        given: dict[str, Any] = {"loss_fn": _loss, "scale_grads": False}
+        given: dict[str, Any] = {"loss_fn": _return_loss, "scale_grads": False}
         if len(stages) == 1:
             # With fewer micro-batches than stages, 1F1B equals GPipe.
             is_1f1b = name == "1f1b" and num_microbatches >= self.num_stages
@@ -391,7 +391,7 @@ def wait_for_transfers(works: Iterable[dist.Work]) -> None:
         work.wait()
 
 
-def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _return_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return the last stage's output, which is already the loss. torch's schedules need a loss function to call."""
     return output
 
@@ -420,7 +420,7 @@ def rebuild_error(problem: tuple[str, str], stage: int, rank: int) -> HeadwayErr
     return CollectiveError(f"stage {stage} of the pipeline (rank {rank} along pp) failed: {name}: {text}")
 
 
-def _autocast(device: torch.device) -> str:
+def _get_autocast_dtype(device: torch.device) -> str:
     return str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else ""
 
 
@@ -458,7 +458,7 @@ class StageRNG:
         self._main = "torch" if hardware.kind == "cpu" else "device"
         # Only NumPy's default bit generator has a tuple as its state. Others cannot be seeded here, and are left as they are.
         seeded = {name: state for name, state in common.items() if name != "numpy" or isinstance(state, tuple)}
-        self._seeds = {name: zlib.crc32(_bytes(state)) for name, state in seeded.items()}
+        self._seeds = {name: zlib.crc32(_encode_state(state)) for name, state in seeded.items()}
         self._start = common
 
     def seed_micro_batch(self, stage: int, number: int) -> None:
@@ -484,7 +484,7 @@ class StageRNG:
         """Add the random generators that were used since they were last seeded to `used`."""
         now = read_rng_states(self._hardware)
         for name in _GENERATORS:
-            if name in self._start and _bytes(now[name]) != _bytes(self._start[name]):
+            if name in self._start and _encode_state(now[name]) != _encode_state(self._start[name]):
                 self.used.add(name)
 
     def _make_state(self, name: str, seed: int) -> Any:
@@ -539,5 +539,5 @@ def advance_generators(used: Collection[str], device: torch.device) -> None:
         torch.rand((), device=device)
 
 
-def _bytes(state: Any) -> bytes:
+def _encode_state(state: Any) -> bytes:
     return state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)

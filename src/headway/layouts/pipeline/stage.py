@@ -225,7 +225,7 @@ class PipelineStage(_PipelineStageBase):
 
     # ---------------------------------------------------------------- sending and receiving
 
-    def _ops(self, kind: Any, found: Sequence[torch.Tensor], stage: int) -> list[dist.P2POp]:
+    def _make_transfers(self, kind: Any, found: Sequence[torch.Tensor], stage: int) -> list[dist.P2POp]:
         rank = self.stage_index_to_group_rank[stage]
         peer = rank if self.group is None else dist.get_global_rank(self.group, rank)
         name = f"{'send to' if kind is dist.isend else 'receive from'} stage {stage}"
@@ -234,12 +234,12 @@ class PipelineStage(_PipelineStageBase):
     def receive_ops(self, number: int) -> list[dist.P2POp]:
         """Return the operations that receive a micro-batch's input into new buffers."""
         self.inputs[number] = self.arriving[number].allocate_buffers(self.device)
-        return self._ops(dist.irecv, self.inputs[number], self.stage_index - 1)
+        return self._make_transfers(dist.irecv, self.inputs[number], self.stage_index - 1)
 
     def send_ops(self, number: int) -> list[dist.P2POp]:
         """Return the operations that send a micro-batch's output to the next stage."""
         found = [tensor.detach().contiguous() for tensor in self.outputs[number]]
-        return self._ops(dist.isend, found, self.stage_index + 1)
+        return self._make_transfers(dist.isend, found, self.stage_index + 1)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that receive a micro-batch's input.
@@ -270,9 +270,11 @@ class PipelineStage(_PipelineStageBase):
         """
         if not self.has_backward or self.is_last:
             return []
-        found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in self._learning(bwd_chunk_id)]
+        found = [
+            torch.empty_like(t, memory_format=torch.contiguous_format) for t in self._list_differentiable(bwd_chunk_id)
+        ]
         self.gradients[bwd_chunk_id] = found
-        return self._ops(dist.irecv, found, self.stage_index + 1)
+        return self._make_transfers(dist.irecv, found, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that send the gradients of a micro-batch's inputs.
@@ -281,7 +283,7 @@ class PipelineStage(_PipelineStageBase):
         """
         if not self.has_backward or self.is_first:
             return []
-        return self._ops(dist.isend, self._back.pop(bwd_chunk_id), self.stage_index - 1)
+        return self._make_transfers(dist.isend, self._back.pop(bwd_chunk_id), self.stage_index - 1)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Return the gradients of a micro-batch's inputs, for a previous stage on this rank."""
@@ -294,7 +296,7 @@ class PipelineStage(_PipelineStageBase):
         """
         self.gradients[mb_index] = list(next_stage_bwd_outputs)
 
-    def _learning(self, number: int) -> list[torch.Tensor]:
+    def _list_differentiable(self, number: int) -> list[torch.Tensor]:
         return [tensor for tensor in self.outputs[number] if tensor.requires_grad]
 
     # ---------------------------------------------------------------- computing
@@ -344,7 +346,7 @@ class PipelineStage(_PipelineStageBase):
         """
         if not self.has_backward:
             return
-        outputs, inputs = self._learning(bwd_chunk_id), self.inputs.pop(bwd_chunk_id)
+        outputs, inputs = self._list_differentiable(bwd_chunk_id), self.inputs.pop(bwd_chunk_id)
         grads = self.gradients.pop(bwd_chunk_id, None)
         del self.outputs[bwd_chunk_id]
         found: Sequence[torch.Tensor | None] = [None] * len(inputs)

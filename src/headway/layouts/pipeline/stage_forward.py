@@ -71,11 +71,11 @@ class CallCache(Generic[Value]):
         if len(self._of) == CAPACITY:
             if not self._is_told:
                 self._is_told = True
-                self._warn()
+                self._warn_of_full_cache()
             del self._of[next(iter(self._of))]
         self._of[key] = value
 
-    def _warn(self) -> None:
+    def _warn_of_full_cache(self) -> None:
         log.warning(
             "%d different batches have been seen, by shapes of tensors and values of numbers and text, and more are coming: %s. "
             "What changes most: %s. Give numbers that change as tensors, leave text out of the batch, and pad to fewer shapes",
@@ -102,10 +102,10 @@ def _describe_changing(signatures: list[Signature]) -> str:
 
 def describe_call(tree: Tree) -> Signature:
     """Return the structure of a tree, with the shape and dtype of each tensor and the value of each other leaf."""
-    return describe_structure(tree), *map(_leaf, list_leaves(tree))
+    return describe_structure(tree), *map(_describe_leaf, list_leaves(tree))
 
 
-def _leaf(leaf: Any) -> str:
+def _describe_leaf(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"shape {leaf.dtype}{tuple(leaf.shape)}"
     name = type(leaf).__name__
@@ -218,7 +218,7 @@ class StageForward:
                 self._check_gradients(index, self._received)
                 return self._received
             return map_tensors(lambda tensor: make_placeholder(tensor, tensor.device), self._received)
-        self._check(f"block {names[index]}", (args, kwargs))
+        self._check_no_placeholder(f"block {names[index]}", (args, kwargs))
         self._check_gradients(index, (args, kwargs, list(self._route.stages.blocks[index].parameters())))
         output = bare(*args, **kwargs)
         if index == self._end - 1 and not self._goes_on:
@@ -243,7 +243,7 @@ class StageForward:
             raise UnsupportedError(
                 f"the loss was computed without block {name} of {self._route.kind}; it must call the model once, with all blocks"
             )
-        self._check("the result", result)
+        self._check_no_placeholder("the result", result)
 
     def _check_gradients(self, index: int, used: Tree) -> None:
         """Raise an error if gradients are turned off around a trainable block.
@@ -267,7 +267,7 @@ class StageForward:
             "with requires_grad_(False)"
         )
 
-    def _check(self, where: str, tree: Tree) -> None:
+    def _check_no_placeholder(self, where: str, tree: Tree) -> None:
         if any(isinstance(tensor, PlaceholderTensor) for tensor in list_tensors(tree)):
             passed = f" ({', '.join(dict.fromkeys(self._absent))})" if self._absent else ""
             raise UnsupportedError(
@@ -406,7 +406,7 @@ class ModuleRouter:
                 self.context.record_length(args, kwargs)
             return self.running.call_block(number, bare, args, kwargs)
         if self.stages.find_stage(number) not in self.local:
-            self._refuse(self.stages.names[number])
+            self._raise_elsewhere(self.stages.names[number])
         return bare(*args, **kwargs)
 
     def _call_side(
@@ -421,7 +421,7 @@ class ModuleRouter:
         is_here = bool(on & self.local)
         if self.running is None or self.running.stage in on:
             if not is_here:
-                self._refuse(name)
+                self._raise_elsewhere(name)
             return bare(*args, **kwargs)
         self.running.record_absent(name)
         if not is_here:
@@ -440,7 +440,7 @@ class ModuleRouter:
             )
         return self.whole(bare, args, self.check_arguments(args, kwargs))
 
-    def _refuse(self, name: str) -> None:
+    def _raise_elsewhere(self, name: str) -> None:
         raise UnsupportedError(
             f"{name} of {self.kind} was called outside of the model's forward, but it is on another stage of the pipeline"
         )

@@ -75,7 +75,7 @@ class StageSplit:
         for stages, module in (*blocks, *sides):
             for tensor in (*module.parameters(), *module.buffers()):
                 found[id(tensor)] |= stages
-        loose = {id(_tensor(model, name)) for name in self.loose}
+        loose = {id(_get_tensor(model, name)) for name in self.loose}
         return {key: every if key in loose or not stages else stages for key, stages in found.items()}
 
     def describe(self) -> str:
@@ -221,7 +221,7 @@ def _name_children(wanted: Iterable[str], containers: set[str], names: Iterable[
     return made
 
 
-def _tensor(model: torch.nn.Module, name: str) -> torch.Tensor:
+def _get_tensor(model: torch.nn.Module, name: str) -> torch.Tensor:
     path, _, key = name.rpartition(".")
     tensor: torch.Tensor = getattr(model.get_submodule(path), key)
     return tensor
@@ -256,7 +256,7 @@ class PipelineState:
 
     # ---------------------------------------------------------------- pieces
 
-    def _piece(
+    def _make_piece(
         self, shape: tuple[int, ...], dtype: torch.dtype, on: frozenset[int], held: torch.Tensor | None
     ) -> ShardPiece:
         if held is not None and is_dtensor(held):
@@ -271,13 +271,13 @@ class PipelineState:
         plain = held.detach()
         return ShardPiece(shape, dtype, (TensorBox((0,) * len(shape), plain, self._rank == writer),), plain, split)
 
-    def _part(self, name: str, tensor: torch.Tensor) -> Any:
+    def _export_tensor(self, name: str, tensor: torch.Tensor) -> Any:
         on = self.owners[name]
         if on == self._everywhere and not is_dtensor(tensor):
             return tensor.detach()
         if not tensor.numel():
             return torch.empty(tensor.shape, dtype=tensor.dtype)
-        return self._piece(tuple(tensor.shape), tensor.dtype, on, None if tensor.is_meta else tensor)
+        return self._make_piece(tuple(tensor.shape), tensor.dtype, on, None if tensor.is_meta else tensor)
 
     def export_state(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, tensor) for each entry of the model's state dict.
@@ -291,7 +291,7 @@ class PipelineState:
                     yield inner, each
                     continue
                 if id(each) not in made:  # two names of a tied tensor must stay one object
-                    made[id(each)] = self._part(name, each)
+                    made[id(each)] = self._export_tensor(name, each)
                 yield inner, made[id(each)]
 
     def get_part(self, parameter: torch.Tensor) -> Any:
@@ -299,10 +299,10 @@ class PipelineState:
 
         A parameter that does not belong to the model is returned unchanged.
         """
-        name = self._names().get(id(parameter))
-        return parameter if name is None else self._part(name, parameter)
+        name = self._map_names().get(id(parameter))
+        return parameter if name is None else self._export_tensor(name, parameter)
 
-    def _names(self) -> dict[int, str]:
+    def _map_names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self._model.named_parameters()}
 
     # ---------------------------------------------------------------- optimizers
@@ -317,7 +317,7 @@ class PipelineState:
             optimizer: Optimizer whose state is replaced until the context exits.
             group: Collectives over the ranks of one pipeline.
         """
-        names = self._names()
+        names = self._map_names()
         listed = [p for parameters in optimizer.param_groups for p in parameters["params"] if id(p) in names]
         before = dict(optimizer.state)
         values = {key: export_state(optimizer, entry) for key, entry in before.items()}
@@ -351,7 +351,7 @@ class PipelineState:
             return held
         if 0 in told.shape:
             return torch.empty(told.shape, dtype=told.dtype)
-        return self._piece(told.shape, told.dtype, on, held)
+        return self._make_piece(told.shape, told.dtype, on, held)
 
     def convert_loaded_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Convert the `ShardPiece` objects in loaded optimizer states to tensors.

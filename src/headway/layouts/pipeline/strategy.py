@@ -206,11 +206,11 @@ class PipelineStrategy(Strategy):
         assert pipe is not None
         assert calls is not None
 
-        def call(bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def call_without_gradients(bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             with torch.no_grad():
                 return calls(bare, args, kwargs, is_shared)
 
-        pipe.route.whole = call
+        pipe.route.whole = call_without_gradients
 
     def _split_model(
         self, model: torch.nn.Module, transforms: Iterable[Transform]
@@ -427,7 +427,7 @@ class PipelineStrategy(Strategy):
         assert pipe is not None
         last, total = pipe.num_stages - 1, torch.zeros((), device=pipe.device)
 
-        def compute(stage_index: int, number: int, received: Tree) -> Tree:
+        def compute_stage(stage_index: int, number: int, received: Tree) -> Tree:
             stage_rng.seed_micro_batch(stage_index, number)
             is_last = stage_index == last
             found = pipe.route.run(stage_index, received, lambda: task.fn(task.pieces[number]), goes_on=is_last)
@@ -441,7 +441,7 @@ class PipelineStrategy(Strategy):
 
         with torch.enable_grad(), isolate_generators(pipe.group.runtime.hardware) as stage_rng:
             what = getattr(task.fn, "__code__", type(task.fn))
-            batch = pipe.begin_batch(task.pieces, compute, what)
+            batch = pipe.begin_batch(task.pieces, compute_stage, what)
             nothing = {n for n, weight in enumerate(task.weights) if not weight or not factor}
             for stage in batch.stages.values():
                 stage.weightless = nothing

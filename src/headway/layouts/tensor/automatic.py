@@ -86,14 +86,14 @@ class ModuleTrial:
         self._size = size
         self._drawn = torch.Generator().manual_seed(0)
         self.wholes: list[tuple[Call, ModuleRun]] = []
-        with self._isolate():
-            self.module = self._copied(module)
+        with self._isolate_trial():
+            self.module = self._copy_module(module)
             self._watched = {name: self.module.get_submodule(name) for name in linears}
             inner = {part for layer in self._watched.values() for part in layer.modules()}
             others = ((name, part) for name, part in self.module.named_modules() if part._parameters)
             self._watched |= {name: part for name, part in others if part not in inner}
-            for length in self._lengths():
-                tried = [(call, self._run(call)) for call in self._calls(length)]
+            for length in self._iterate_lengths():
+                tried = [(call, self._run(call)) for call in self._iterate_calls(length)]
                 self.wholes = [(call, run) for call, run in tried if run is not None and run.out is not None]
                 if self.wholes:
                     break
@@ -110,7 +110,7 @@ class ModuleTrial:
             Names of submodules that the plan does not split but whose input is sharded. None: the split module computes
             a different result, or no call of the copy reaches the rowwise matrix.
         """
-        with self._isolate():
+        with self._isolate_trial():
             found = [self._parts_seen(plan, divide, row, *each) for each in self.wholes if row in each[1].outputs]
         if not found or any(names is None for names in found):
             return None
@@ -124,7 +124,7 @@ class ModuleTrial:
                 that they computed for the full sequence.
             linears: Names of linear layers whose input must have the shape (rows, tokens, width).
         """
-        with self._isolate():
+        with self._isolate_trial():
             return bool(self.wholes) and all(self._is_by_tokens(*each, [*stubs], [*linears]) for each in self.wholes)
 
     def _is_by_tokens(self, call: Call, whole: ModuleRun, stubs: list[str], linears: list[str]) -> bool:
@@ -133,24 +133,24 @@ class ModuleTrial:
             return False
         outputs, modules = dict[str, Any](), {name: self.module.get_submodule(name) for name in stubs}
 
-        def note(name: str) -> Any:
+        def make_recorder(name: str) -> Any:
             return lambda module, args, output: outputs.update({name: output})
 
         with ExitStack() as stack:
             for name, module in modules.items():
-                stack.enter_context(module.register_forward_hook(note(name)))
+                stack.enter_context(module.register_forward_hook(make_recorder(name)))
             self._run(call)
         middle = hidden.shape[1] // 2
         for tokens in (slice(0, middle), slice(middle, None)):
 
-            def part(leaf: Any, tokens: slice = tokens) -> Any:
+            def cut_tokens(leaf: Any, tokens: slice = tokens) -> Any:
                 is_states = isinstance(leaf, torch.Tensor) and leaf.dim() == 3 and leaf.shape[:2] == hidden.shape[:2]
                 return leaf[:, tokens] if is_states else leaf
 
             for name, module in modules.items():
-                found = tree.map_leaves(part, outputs.get(name))
+                found = tree.map_leaves(cut_tokens, outputs.get(name))
                 module.forward = lambda *_, found=found, **__: found
-            run = self._run(((part(hidden),), call[1]))
+            run = self._run(((cut_tokens(hidden),), call[1]))
             for module in modules.values():
                 del module.forward
             if run is None or not _is_close(run.out, whole.out[:, tokens]):
@@ -183,32 +183,32 @@ class ModuleTrial:
         """
         before: list[tuple[dict[str, Any], str, Any]] = []
 
-        def put(where: Any, key: str, value: Any) -> None:
+        def put_value(where: Any, key: str, value: Any) -> None:
             before.append((where, key, where[key]))
             where[key] = value
 
         try:
             for name, style_name in plan.items():
-                for module, keys in self._holders(name, style_name):
+                for module, keys in self._find_holders(name, style_name):
                     style = styles.make_style(style_name, module)
                     for key in keys:
                         whole = module._parameters[key]
                         if whole is not None and (dim := style.dim(key, whole)) is not None:
-                            put(module._parameters, key, take_packed_chunks(whole, axis, dim, style.factor))
+                            put_value(module._parameters, key, take_packed_chunks(whole, axis, dim, style.factor))
                         elif whole is not None and key == "bias":
-                            put(module._parameters, key, style.get_call_bias(whole, axis))
+                            put_value(module._parameters, key, style.get_call_bias(whole, axis))
                     if isinstance(style, styles.Colwise) and style.is_transposed:
-                        put(vars(module), "nf", styles.num_outputs(module) // axis.size)
+                        put_value(vars(module), "nf", styles.num_outputs(module) // axis.size)
             for path in divide:
                 holder, _, key = path.rpartition(".")
                 counted = vars(self.module.get_submodule(holder))
-                put(counted, key, counted[key] // axis.size)
+                put_value(counted, key, counted[key] // axis.size)
             yield
         finally:
             for where, key, value in reversed(before):
                 where[key] = value
 
-    def _holders(self, name: str, style_name: str) -> list[tuple[torch.nn.Module, list[str]]]:
+    def _find_holders(self, name: str, style_name: str) -> list[tuple[torch.nn.Module, list[str]]]:
         """Return the modules and parameters that one entry of a plan splits.
 
         For a layer with LoRA adapters, the modules are the submodules that are split.
@@ -228,7 +228,7 @@ class ModuleTrial:
         return [(part, list(part._parameters)) for part in map(module.get_submodule, parts)]
 
     @contextmanager
-    def _isolate(self) -> Iterator[None]:
+    def _isolate_trial(self) -> Iterator[None]:
         """Return a context that disables gradients and fake-tensor mode, and preserves the CPU's RNG state.
 
         A test can then compute with real values even while a forecast uses fake tensors.
@@ -236,22 +236,22 @@ class ModuleTrial:
         with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.no_grad():
             yield
 
-    def _copied(self, module: torch.nn.Module) -> torch.nn.Module:
+    def _copy_module(self, module: torch.nn.Module) -> torch.nn.Module:
         memo: dict[int, Any] = {}
         for parameter in module.parameters():
             fan = parameter.numel() // parameter.shape[0] if parameter.dim() > 1 and parameter.numel() else 1
-            memo[id(parameter)] = torch.nn.Parameter(self._normal(*parameter.shape) / math.sqrt(fan), False)
-        memo |= {id(buffer): _values(buffer) for buffer in module.buffers()}
+            memo[id(parameter)] = torch.nn.Parameter(self._draw_normal(*parameter.shape) / math.sqrt(fan), False)
+        memo |= {id(buffer): _copy_values(buffer) for buffer in module.buffers()}
         for part in module.modules():
             memo |= {id(hooks): OrderedDict() for hooks in (part._forward_hooks, part._forward_pre_hooks)}
             # Share plain attributes: a model's configuration, and objects that exist on one stage of a pipeline only.
             memo |= {id(each): each for each in vars(part).values() if not isinstance(each, dict | torch.Tensor)}
         return copy.deepcopy(module, memo).eval()
 
-    def _normal(self, *shape: int) -> torch.Tensor:
+    def _draw_normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._drawn, device="cpu", dtype=torch.float32)
 
-    def _lengths(self) -> Iterator[int]:
+    def _iterate_lengths(self) -> Iterator[int]:
         """Yield the sequence lengths with which to call the copy, in the order in which to try them.
 
         Attention over image windows accepts only one length, which is derived from the sizes of the module's buffers.
@@ -259,7 +259,7 @@ class ModuleTrial:
         known = {math.isqrt(buffer.numel()) for buffer in self.module.buffers()}
         return iter([_LENGTH, *sorted(length for length in known if 1 < length <= _MOST_TOKENS and length != _LENGTH)])
 
-    def _calls(self, length: int) -> Iterator[Call]:
+    def _iterate_calls(self, length: int) -> Iterator[Call]:
         width = styles.num_inputs(plans.get_base_layer(next(iter(self._watched.values()))))
         asked = inspect.signature(self.module.forward).parameters
         needed = {
@@ -268,11 +268,11 @@ class ModuleTrial:
         }  # fmt: skip
         if not all("mask" in name or "None" in str(asked[name].annotation) for name in needed):
             return  # a required argument has an unknown meaning
-        hidden = self._normal(2, length, width)
+        hidden = self._draw_normal(2, length, width)
         yield (hidden,), dict(needed)
         for name in _STATES:
             if name in asked:
-                yield (hidden,), {**needed, name: self._normal(2, length + 1, width)}
+                yield (hidden,), {**needed, name: self._draw_normal(2, length + 1, width)}
 
     def _run(self, call: Call, row: str = "", result: torch.Tensor | None = None) -> ModuleRun | None:
         """Call the copy and return a record of its tensors, or None if the call fails or calls a submodule twice.
@@ -287,25 +287,25 @@ class ModuleTrial:
         """
         run = ModuleRun()
 
-        def watch(name: str) -> Any:
-            def note(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        def make_watcher(name: str) -> Any:
+            def record_call(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
                 run.is_once = run.is_once and name not in run.inputs
-                run.inputs[name], run.outputs[name] = _first((args, kwargs)), _first(output)
+                run.inputs[name], run.outputs[name] = _find_first_float((args, kwargs)), _find_first_float(output)
                 return result if name == row else None
 
-            return note
+            return record_call
 
         try:
             with ExitStack() as stack:
                 for name, part in self._watched.items():
-                    stack.enter_context(part.register_forward_hook(watch(name), with_kwargs=True))
-                run.out = _first(torch.nn.Module.__call__(self.module, *call[0], **call[1]))
+                    stack.enter_context(part.register_forward_hook(make_watcher(name), with_kwargs=True))
+                run.out = _find_first_float(torch.nn.Module.__call__(self.module, *call[0], **call[1]))
         except Exception:  # whatever the forward raises, the module cannot be called with these arguments
             return None
         return run if run.is_once else None
 
 
-def _values(buffer: torch.Tensor) -> torch.Tensor:
+def _copy_values(buffer: torch.Tensor) -> torch.Tensor:
     if not buffer.is_meta and not is_fake(buffer):
         found = buffer.detach().cpu().clone()
     else:
@@ -314,7 +314,7 @@ def _values(buffer: torch.Tensor) -> torch.Tensor:
     return found.float() if found.is_floating_point() else found
 
 
-def _first(found: Any) -> torch.Tensor | None:
+def _find_first_float(found: Any) -> torch.Tensor | None:
     return next((each for each in tree.list_tensors(found) if each.is_floating_point()), None)
 
 
@@ -368,16 +368,16 @@ def complete_plan(
     """
     if options.plan is not None or plans.get_model_plan(model):
         return options
-    linears = dict(_linears(model))
+    linears = dict(_iterate_linears(model))
     found, known = SplitGroups(), dict[str, SplitGroups]()
-    for name, inside in _scopes(model, linears, found.plan):
+    for name, inside in _iterate_scopes(model, linears, found.plan):
         module = model.get_submodule(name)
-        if (alike := _likeness(module, inside)) not in known:
-            known[alike] = _groups(module, inside, size, is_sharded)
+        if (alike := _make_likeness_key(module, inside)) not in known:
+            known[alike] = _find_groups(module, inside, size, is_sharded)
         found.add(known[alike], f"{name}." if name else "")
     if not _is_enough(model, linears, found.plan):
         return options
-    if (head := _head(model)) is not None:
+    if (head := _find_head(model)) is not None:
         found.plan[head] = "colwise_gather_output"
     names = [*dict(model.named_modules()), *(name for name, _ in model.named_parameters(remove_duplicate=False))]
     counts = [f"{name}.{key}" if name else key for name, module in model.named_modules() for key in vars(module)]
@@ -419,7 +419,7 @@ def check_parts(model: torch.nn.Module, cuts: plans.ModelSplit, region: plans.Se
         sites = {path: site for path, site in cuts.sites.items() if path.startswith(prefix)}
         layers = [path.removeprefix(prefix) for path, site in sites.items() if isinstance(site.style, styles.Colwise)]
         alone = [path.removeprefix(prefix) for path, site in sites.items() if site.crossing is BoundaryLayout.SEQUENCE]
-        if (alike := _likeness(block, layers)) in known:
+        if (alike := _make_likeness_key(block, layers)) in known:
             continue
         known.add(alike)
         gathered = [path.removeprefix(prefix) for path in region.gathered if path.startswith(prefix)]
@@ -430,7 +430,7 @@ def check_parts(model: torch.nn.Module, cuts: plans.ModelSplit, region: plans.Se
             )
 
 
-def _likeness(module: torch.nn.Module, inside: list[str]) -> str:
+def _make_likeness_key(module: torch.nn.Module, inside: list[str]) -> str:
     """Return a key that is equal for two modules if they differ only in the values of their weights and buffers.
 
     The positions of the two modules in the model do not matter.
@@ -447,7 +447,7 @@ def _likeness(module: torch.nn.Module, inside: list[str]) -> str:
     return repr((type(module), inside, shapes, settings, [type(part) for part in module.modules()]))
 
 
-def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def _iterate_linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield (name, module) for each linear layer that tensor parallelism can split.
 
     Layers whose weight is quantized or shared with other modules are left out, and so are those with adapters that
@@ -468,7 +468,7 @@ def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
             yield name, module
 
 
-def _scopes(
+def _iterate_scopes(
     model: torch.nn.Module, linears: Mapping[str, torch.nn.Module], taken: Mapping[str, str]
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield modules whose linear layers might form a group, innermost modules first.
@@ -492,7 +492,7 @@ def _scopes(
             yield name, [path.removeprefix(prefix) for path in inside]
 
 
-def _groups(module: torch.nn.Module, inside: list[str], size: int, is_sharded: bool) -> SplitGroups:
+def _find_groups(module: torch.nn.Module, inside: list[str], size: int, is_sharded: bool) -> SplitGroups:
     found, trial = SplitGroups(), ModuleTrial(module, inside, size)
     if not trial.wholes:
         return found
@@ -501,7 +501,7 @@ def _groups(module: torch.nn.Module, inside: list[str], size: int, is_sharded: b
     start = 0
     while start < len(called) - 1:
         for end in range(start + 1, len(called)):
-            group = _group(trial, whole, called[start:end], called[end], size, is_sharded)
+            group = _try_group(trial, whole, called[start:end], called[end], size, is_sharded)
             if group is not None:
                 found.add(group)
                 start = end
@@ -510,7 +510,7 @@ def _groups(module: torch.nn.Module, inside: list[str], size: int, is_sharded: b
     return found
 
 
-def _group(
+def _try_group(
     trial: ModuleTrial, whole: ModuleRun, columns: list[str], row: str, size: int, is_sharded: bool
 ) -> SplitGroups | None:
     """Return a plan that splits a group of matrices without changing the module's result, or None if there is none.
@@ -529,11 +529,11 @@ def _group(
     is_fed_alike = any(whole.inputs[row] is whole.inputs[name] for name in columns)
     if is_fed_alike or not any(packed) or any(width % size for width in (inner, *widths)):
         return None
-    counts, tables, others = _choices(trial.module, inner, size)
+    counts, tables, others = _list_choices(trial.module, inner, size)
     divisible = [name for name, count in counts.items() if count % size == 0]
     for factors in product(*([factor, 1] if factor > 1 else [1] for factor in packed)):
         plan = {name: _PACKED[factor] for name, factor in zip(columns, factors)} | {row: "rowwise"}
-        for chosen in _subsets([*divisible, *tables], others):
+        for chosen in _iterate_subsets([*divisible, *tables], others):
             divide = [name for name in chosen if name not in tables]
             cut = dict.fromkeys((name for name in chosen if name in tables), "rowwise")
             if (partial := trial.test_split(plan | cut, divide, row)) is None:
@@ -546,7 +546,7 @@ def _group(
     return None
 
 
-def _choices(module: torch.nn.Module, inner: int, size: int) -> tuple[dict[str, int], list[str], list[str]]:
+def _list_choices(module: torch.nn.Module, inner: int, size: int) -> tuple[dict[str, int], list[str], list[str]]:
     """Return a module's attributes and parameters that might have to be divided by the tensor-parallel size.
 
     Args:
@@ -576,7 +576,7 @@ def _choices(module: torch.nn.Module, inner: int, size: int) -> tuple[dict[str, 
     return counts, tables, others
 
 
-def _subsets(first: list[str], others: list[str]) -> Iterator[tuple[str, ...]]:
+def _iterate_subsets(first: list[str], others: list[str]) -> Iterator[tuple[str, ...]]:
     """Yield combinations of names to divide by the number of ranks, in the order in which to test them.
 
     Each name belongs to an attribute or a parameter. The first combination contains all names that refer to attention
@@ -614,7 +614,7 @@ def _is_enough(model: torch.nn.Module, linears: Mapping[str, Any], plan: Mapping
     return bool(cut) and 2 * cut >= total
 
 
-def _head(model: torch.nn.Module) -> str | None:
+def _find_head(model: torch.nn.Module) -> str | None:
     """Return the name of the model's output head, or None if tensor parallelism cannot split the head.
 
     The head must be a linear layer whose weight is shared with nothing but plain embeddings.

@@ -74,9 +74,9 @@ class LocalParameters:
                 if value is not None and is_lendable(value):
                     is_whole = value.placements[-1].is_replicate()
                     if not self._only_whole or is_whole:
-                        self._lend(holder, key, value, is_whole)
+                        self._replace_with_local(holder, key, value, is_whole)
 
-    def _lend(self, holder: torch.nn.Module, key: str, value: Any, is_whole: bool) -> None:
+    def _replace_with_local(self, holder: torch.nn.Module, key: str, value: Any, is_whole: bool) -> None:
         # Not inlined: within a loop over the dict that changes, TorchDynamo would trace into `to_local` and break the graph.
         local = value.to_local()
         if is_whole and self._is_partial:
@@ -184,11 +184,11 @@ class SequenceBlock:
         """
         if self._is_first:
 
-            def part(x: torch.Tensor) -> torch.Tensor:
+            def take_shard(x: torch.Tensor) -> torch.Tensor:
                 crossings.check_divides(x, self._axis, SEQUENCE_DIM)
                 return crossings.take_part(x, self._axis, SEQUENCE_DIM)
 
-            args, kwargs = change_activations(args, kwargs, part)
+            args, kwargs = change_activations(args, kwargs, take_shard)
         if module.training:
             self._rng_states.part()
         named = next(iter(kwargs), "") if not args else ""
@@ -265,7 +265,7 @@ def divide_counts(model: torch.nn.Module, cuts: ModelSplit, size: int, options: 
     for site in cuts.sites.values():
         if isinstance(site.style, Colwise) and site.style.is_transposed:
             site.module.nf = styles.num_outputs(site.module) // size  # type: ignore[assignment]
-    for _name, module, key in _named(model, options.divide):
+    for _name, module, key in _find_named_integers(model, options.divide):
         setattr(module, key, int(getattr(module, key)) // size)
 
 
@@ -302,7 +302,7 @@ def _check_counts(name: str, parent: torch.nn.Module, size: int, options: Tensor
 
 def _check_names(model: torch.nn.Module, size: int, options: TensorParallelOptions) -> None:
     for pattern in (*options.divide, *options.keep):
-        found = list(_named(model, (pattern,)))
+        found = list(_find_named_integers(model, (pattern,)))
         if not found:
             raise ConfigError(
                 f"divide or keep names {pattern!r}, but {type(model).__name__} has no such integer attribute"
@@ -315,7 +315,7 @@ def _check_names(model: torch.nn.Module, size: int, options: TensorParallelOptio
                 )
 
 
-def _named(model: torch.nn.Module, patterns: tuple[str, ...]) -> list[tuple[str, torch.nn.Module, str]]:
+def _find_named_integers(model: torch.nn.Module, patterns: tuple[str, ...]) -> list[tuple[str, torch.nn.Module, str]]:
     return [
         (path, module, key)
         for name, module in model.named_modules()

@@ -88,7 +88,7 @@ def spread(whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
 
 def sum_terms(term: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """Return the sum of the ranks' tensors on all ranks (all-reduce). Backward returns the sum's gradient unchanged."""
-    return term if axis.size == 1 else cross(term, partial(_sum, axis=axis), partial(spread, axis=axis))
+    return term if axis.size == 1 else cross(term, partial(_sum_over_axis, axis=axis), partial(spread, axis=axis))
 
 
 def join(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None = None) -> torch.Tensor:
@@ -102,7 +102,7 @@ def join(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None = None)
     """
     if axis.size == 1:
         return part
-    return cross(part, partial(_gather, axis=axis, dim=dim, size=size), partial(take_part, axis=axis, dim=dim))
+    return cross(part, partial(_gather_parts, axis=axis, dim=dim, size=size), partial(take_part, axis=axis, dim=dim))
 
 
 def join_for_terms(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
@@ -115,7 +115,7 @@ def join_for_terms(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tenso
     """
     if axis.size == 1:
         return part
-    return cross(part, partial(_gather, axis=axis, dim=dim), partial(reduce_scatter_terms, axis=axis, dim=dim))
+    return cross(part, partial(_gather_parts, axis=axis, dim=dim), partial(reduce_scatter_terms, axis=axis, dim=dim))
 
 
 def take_part(whole: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
@@ -214,14 +214,14 @@ def exchange(
         noted: Function that returns the context manager in which each all-to-all runs, in forward and in backward.
     """
 
-    def there(rows: torch.Tensor) -> torch.Tensor:
+    def send_rows(rows: torch.Tensor) -> torch.Tensor:
         with noted():
             return _all_to_all(rows, axis, sent, received)
 
-    def back(grad: torch.Tensor) -> torch.Tensor:
+    def return_gradients(grad: torch.Tensor) -> torch.Tensor:
         return exchange(grad * grad_factor, axis, received, sent, 1.0, noted)
 
-    return cross(rows, there, back)
+    return cross(rows, send_rows, return_gradients)
 
 
 def exchange_counts(counts: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
@@ -238,12 +238,12 @@ def _all_to_all(rows: torch.Tensor, axis: SplitAxis, sent: list[int], received: 
     return functional_collectives.wait_tensor(found)  # type: ignore[no-any-return]
 
 
-def _sum(tensor: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
+def _sum_over_axis(tensor: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     found = functional_collectives.all_reduce(tensor.contiguous(), "sum", axis.group.group_name)
     return functional_collectives.wait_tensor(found)  # type: ignore[no-any-return]
 
 
-def _gather(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None = None) -> torch.Tensor:
+def _gather_parts(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None = None) -> torch.Tensor:
     dim = dim % part.dim()
     step = part.shape[dim] if size is None else -(-size // axis.size)
     if part.shape[dim] < step:
@@ -281,18 +281,18 @@ class SplitRNG:
         self._start: torch.Tensor | None = None
         self._kind: str = axis.mesh.device_type
         # Not as decorators, which would run at import time: `torch.compiler.disable` imports more than torch itself.
-        self.part: Callable[[], None] = torch.compiler.disable(self._part)  # type: ignore[no-untyped-call]
-        self.join: Callable[[], None] = torch.compiler.disable(self._join)  # type: ignore[no-untyped-call]
+        self.part: Callable[[], None] = torch.compiler.disable(self._switch_to_own)  # type: ignore[no-untyped-call]
+        self.join: Callable[[], None] = torch.compiler.disable(self._switch_to_common)  # type: ignore[no-untyped-call]
 
-    def _part(self) -> None:
+    def _switch_to_own(self) -> None:
         """Switch to this rank's RNG state, for sharded activations. Do nothing if this state is already in use."""
         if self._common is None:
-            self._common = self._read()
+            self._common = self._read_state()
             common = zlib.crc32(self._common.numpy().tobytes())
             self._start = torch.Generator(self._kind).manual_seed(common * 65_537 + self._axis.rank).get_state()
-            self._write(self._start)
+            self._write_state(self._start)
 
-    def _join(self) -> None:
+    def _switch_to_common(self) -> None:
         """Switch back to the common RNG state, for replicated activations.
 
         If numbers were drawn from this rank's state meanwhile, the common state advances by one draw.
@@ -300,20 +300,20 @@ class SplitRNG:
         if self._common is None:
             return
         assert self._start is not None
-        is_drawn = not torch.equal(self._read(), self._start)
-        self._write(self._common)
+        is_drawn = not torch.equal(self._read_state(), self._start)
+        self._write_state(self._common)
         self._common = None
         self._start = None
         if is_drawn:
             torch.rand((), device=self._kind)
 
-    def _read(self) -> torch.Tensor:
+    def _read_state(self) -> torch.Tensor:
         if self._kind == "cpu":
             return seed.read_torch()
         state: torch.Tensor = torch.get_device_module(self._kind).get_rng_state()
         return state
 
-    def _write(self, state: torch.Tensor) -> None:
+    def _write_state(self, state: torch.Tensor) -> None:
         if self._kind == "cpu":
             seed.write_torch(state)
         else:

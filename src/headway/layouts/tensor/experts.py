@@ -112,7 +112,7 @@ def distribute_experts(
     axis = SplitAxis.of(mesh["ep"])
     both = mesh["ep", "tp"] if "tp" in mesh.mesh_dim_names else None
     found = {name: module for name, module in model.named_modules() if _holds_experts(module)}
-    _check(model, found, axis.size)
+    _check_experts(model, found, axis.size)
     distributed, calls = [], []
     for name, module in found.items():
         if any(id(parameter) in elsewhere for parameter in module.parameters()):
@@ -120,7 +120,7 @@ def distribute_experts(
         adapters = _list_adapters(model, name)
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[key] = _place(parameter, axis, both)
+                module._parameters[key] = _shard_experts(parameter, axis, both)
         module.num_experts = int(module.num_experts) // axis.size
         for adapter in adapters:
             _distribute_adapter(adapter, axis)
@@ -170,7 +170,7 @@ def _distribute_adapter(adapter: Any, axis: SplitAxis) -> None:
     adapter.num_experts = adapter.num_experts // axis.size
 
 
-def _place(parameter: torch.nn.Parameter, axis: SplitAxis, both: Any) -> torch.nn.Parameter:
+def _shard_experts(parameter: torch.nn.Parameter, axis: SplitAxis, both: Any) -> torch.nn.Parameter:
     """Return a DTensor parameter that holds only this rank's experts.
 
     Under tensor parallelism, it holds only this rank's shard of each of these experts.
@@ -196,7 +196,7 @@ def _holds_experts(module: torch.nn.Module) -> bool:
     return is_stacked and len(inspect.signature(module.forward).parameters) == 3
 
 
-def _check(model: torch.nn.Module, found: dict[str, torch.nn.Module], size: int) -> None:
+def _check_experts(model: torch.nn.Module, found: dict[str, torch.nn.Module], size: int) -> None:
     kind = type(model).__name__
     if not found:
         raise PrepareError(
@@ -311,7 +311,7 @@ class ExpertCall:
         axis, num_local = self._axis, int(module.num_experts)  # type: ignore[arg-type]
         chosen = index.reshape(-1)
         order = chosen.argsort(stable=True)
-        owners, sent, received = self._count(chosen, num_local)
+        owners, sent, received = self._count_rows(chosen, num_local)
         # FSDP divides experts' gradients only by the number of ranks that share the experts. So `after` divides gradients by the
         # size of "ep". Gradients of the tokens must not be divided, so this exchange multiplies them by that size again.
         rows = hidden.index_select(0, order // index.shape[-1])
@@ -324,7 +324,7 @@ class ExpertCall:
         )
         return (rows, owners.unsqueeze(1), weights.new_ones(rows.shape[0], 1)), {}
 
-    def _count(self, chosen: torch.Tensor, num_local: int) -> tuple[torch.Tensor, list[int], list[int]]:
+    def _count_rows(self, chosen: torch.Tensor, num_local: int) -> tuple[torch.Tensor, list[int], list[int]]:
         """Return how many rows this rank exchanges with each rank in one call, and the experts of the received rows.
 
         Args:
@@ -358,10 +358,10 @@ class ExpertCall:
         output = output[:0] if call.is_idle else output
         rows = exchange(output, self._axis, call.received, call.sent, 1 / self._axis.size, self._record_exchange)
         if rows.requires_grad:
-            rows.register_hook(self._silence)  # type: ignore[no-untyped-call]
+            rows.register_hook(self._silence_gradient)  # type: ignore[no-untyped-call]
         home = rows.index_select(0, call.order.argsort()).view(*call.weights.shape, -1)
         total: torch.Tensor = (home * call.weights.unsqueeze(-1)).sum(1)
         return total.to(call.dtype)
 
-    def _silence(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _silence_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(gradient) if self.is_silent else gradient

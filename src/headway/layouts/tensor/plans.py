@@ -350,20 +350,20 @@ def _add_sites(
     copies = getattr(module, "modules_to_save", None)
     if isinstance(copies, torch.nn.ModuleDict):  # PEFT trains a copy of the module, and keeps the original
         for part in ("original_module", *(f"modules_to_save.{key}" for key in copies)):
-            cuts.sites[f"{name}.{part}"] = _site(model, name, module.get_submodule(part), style, axis)
+            cuts.sites[f"{name}.{part}"] = _make_site(model, name, module.get_submodule(part), style, axis)
         return
     if not is_adapted(module):
-        cuts.sites[name] = _site(model, name, module, style, axis)
+        cuts.sites[name] = _make_site(model, name, module, style, axis)
         return
     made = styles.make_style(style)
     if (reason := describe_misfit(module, made)) is not None:
         raise PrepareError(f"tensor parallelism cannot split {name!r} ({type(module).__name__}): {reason}")
     cuts.adapted[name] = made
     for part in list_split_parts(module, made):
-        cuts.sites[f"{name}.{part}"] = _site(model, name, module.get_submodule(part), style, axis)
+        cuts.sites[f"{name}.{part}"] = _make_site(model, name, module.get_submodule(part), style, axis)
 
 
-def _site(model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: SplitAxis) -> SplitModule:
+def _make_site(model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: SplitAxis) -> SplitModule:
     if style not in STYLES:
         raise ConfigError(describe_unknown_style(name, style))
     if styles.is_quantized(module):
@@ -379,11 +379,11 @@ def _site(model: torch.nn.Module, name: str, module: torch.nn.Module, style: str
             "or leave the module out of the plan, so that it stays whole"
         )
     if style == "mla_kv_a_proj":
-        site.facts["qk_rope_head_dim"] = _fact(model, name, "qk_rope_head_dim")
+        site.facts["qk_rope_head_dim"] = _find_integer(model, name, "qk_rope_head_dim")
     return site
 
 
-def _fact(model: torch.nn.Module, name: str, fact: str) -> int:
+def _find_integer(model: torch.nn.Module, name: str, fact: str) -> int:
     for around in list_ancestors(name):
         module = model.get_submodule(around)
         for holder in (module, getattr(module, "config", None)):
@@ -461,7 +461,7 @@ def arrange_sequences(model: torch.nn.Module, cuts: ModelSplit) -> SequenceRegio
             "sequence_parallel=True works only with styles that are given by name. In a plan of ParallelStyle objects, torch's "
             "SequenceParallel and PrepareModuleInput split the sequences. Leave the option out"
         )
-    region = SequenceRegion(_stacks(model, cuts))
+    region = SequenceRegion(_find_stacks(model, cuts))
     for name in (name for stack in region.stacks for name in stack):
         _arrange_within(name, model.get_submodule(name), cuts, region)
         rows = [
@@ -493,7 +493,7 @@ def _arrange_within(name: str, module: torch.nn.Module, cuts: ModelSplit, region
         _arrange_child(f"{name}.{child_name}", child, cuts, region)
 
 
-def _stacks(model: torch.nn.Module, cuts: ModelSplit) -> list[list[str]]:
+def _find_stacks(model: torch.nn.Module, cuts: ModelSplit) -> list[list[str]]:
     rows = [name for name, site in cuts.sites.items() if isinstance(site.style, Rowwise)]
     found: list[list[str]] = []
     for name, module in model.named_modules():

@@ -111,7 +111,7 @@ class SplitStyle:
         """
         if (bias := site.module._parameters.get("bias")) is not None:
             site.held["bias"] = bias
-            site.module._parameters["bias"] = self.get_call_bias(_local(bias), site.axis)  # type: ignore[assignment]
+            site.module._parameters["bias"] = self.get_call_bias(_get_local_bias(bias), site.axis)  # type: ignore[assignment]
 
     def get_call_bias(self, bias: torch.Tensor, axis: SplitAxis) -> torch.Tensor | None:
         """Return the tensor that a call uses in place of a replicated bias, or None if the call uses no bias.
@@ -135,7 +135,7 @@ class SplitStyle:
         return output
 
 
-def _local(bias: torch.Tensor) -> torch.Tensor:
+def _get_local_bias(bias: torch.Tensor) -> torch.Tensor:
     return bias.to_local() if isinstance(bias, DTensor) else bias  # isinstance, which TorchDynamo can trace
 
 
@@ -290,7 +290,7 @@ class Rowwise(SplitStyle):
         bias = site.module._parameters.get("bias")
         if bias is None:
             return output
-        local = _local(bias)
+        local = _get_local_bias(bias)
         if site.crossing is not BoundaryLayout.PLAIN:
             local = crossings.spread(local, site.axis)
         return output + local.to(output.dtype)
@@ -343,12 +343,12 @@ class EmbeddingRowwise(SplitStyle):
             site.held["padding"] = padding
             module.padding_idx = padding - first if first <= padding < last else None
 
-        def local(ids: torch.Tensor) -> torch.Tensor:
+        def make_ids_local(ids: torch.Tensor) -> torch.Tensor:
             elsewhere = site.held["elsewhere"] = (ids < first) | (ids >= last)
             found: torch.Tensor = (ids - first).masked_fill(elsewhere, 0)
             return found
 
-        return change_activations(args, kwargs, local)
+        return change_activations(args, kwargs, make_ids_local)
 
     def restore_module(self, site: SplitModule) -> None:
         """Restore the embedding's padding index, which `convert_inputs` has replaced."""
@@ -405,11 +405,11 @@ class Experts(SplitStyle):
         Backward sums the gradients of all floating-point tensors among them over the ranks.
         """
 
-        def change(x: Any) -> Any:
+        def spread_inputs(x: Any) -> Any:
             is_float = isinstance(x, torch.Tensor) and x.is_floating_point()
             return crossings.spread(x, site.axis) if is_float else x
 
-        return tuple(change(x) for x in args), {name: change(x) for name, x in kwargs.items()}
+        return tuple(spread_inputs(x) for x in args), {name: spread_inputs(x) for name, x in kwargs.items()}
 
     def convert_output(self, site: SplitModule, output: Any) -> Any:
         """Return the sum of the experts' outputs over the ranks."""

@@ -45,7 +45,7 @@ _OF_LARGEST = 1e-6
 Some kernels need it, because they add numbers in a different order on each call.
 """
 _BLOCK = 2**22
-"""Number of gradient elements that `_digest` converts to float64 at once."""
+"""Number of gradient elements that `_make_gradient_digest` converts to float64 at once."""
 
 
 def compare_gradients(model: torch.nn.Module, axis: SplitAxis, everyone: Collectives) -> bool:
@@ -90,7 +90,7 @@ def compare_gradients(model: torch.nn.Module, axis: SplitAxis, everyone: Collect
 
 
 def _find_differing(named: list[tuple[str, torch.Tensor]], axis: SplitAxis) -> list[str]:
-    rows = torch.stack([_digest(grad) for _, grad in named])
+    rows = torch.stack([_make_gradient_digest(grad) for _, grad in named])
     found = [torch.empty_like(rows) for _ in range(axis.size)]
     dist.all_gather(found, rows, group=axis.group)
     every = torch.stack(found)
@@ -100,7 +100,7 @@ def _find_differing(named: list[tuple[str, torch.Tensor]], axis: SplitAxis) -> l
     return [name for (name, _), is_odd in zip(named, odd.tolist()) if is_odd]
 
 
-def _digest(grad: torch.Tensor) -> torch.Tensor:
+def _make_gradient_digest(grad: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the norm and one projection of a gradient, so that ranks can compare gradients cheaply.
 
     The gradient is processed in blocks, because a float64 copy of all of it would take many times its memory.
@@ -194,7 +194,7 @@ class TensorParallel(SplitModel):
         calls.divide_counts(model, cuts, self.axis.size, options)
         foreign = self._apply_foreign(model, cuts)
         _place_parameters(model, where, self.axis, elsewhere)
-        self._hook(model, cuts, stack, foreign, head, elsewhere)
+        self._hook_modules(model, cuts, stack, foreign, head, elsewhere)
         self._has_head = head is not None
         self.resume()
 
@@ -245,7 +245,7 @@ class TensorParallel(SplitModel):
                         parameter.register_post_accumulate_grad_hook(_complete_gradient)
         return taken
 
-    def _hook(
+    def _hook_modules(
         self,
         model: torch.nn.Module,
         cuts: ModelSplit,
@@ -266,28 +266,30 @@ class TensorParallel(SplitModel):
         rng_states = None if blocks else self._rng_states
         adapted = {model.get_submodule(name): style for name, style in cuts.adapted.items()}
         within = {inner for outer in adapted for inner in outer.modules()}
-        scopes = _scopes(model, cuts)
+        scopes = _find_scopes(model, cuts)
         for module in model.modules():
             if module in blocks:
                 name, names = blocks[module]
-                self._register(module, SequenceBlock(self.axis, self._rng_states, name == names[0], name == names[-1]))
+                self._register_hooks(
+                    module, SequenceBlock(self.axis, self._rng_states, name == names[0], name == names[-1])
+                )
             if module in gathered:
-                self._register(module, GatheredInput(self.axis))
+                self._register_hooks(module, GatheredInput(self.axis))
             if module in sites:
                 keeps = self._keep_cut if head is not None and sites[module] is head else None
                 is_known = any(module in scope.modules() for scope in scopes) and module not in within
-                self._register(module, SplitCall(sites[module], rng_states if is_known else None, keeps))
+                self._register_hooks(module, SplitCall(sites[module], rng_states if is_known else None, keeps))
             if module in adapted and rng_states is not None:
-                self._register(module, AdaptedCall(adapted[module], rng_states))
+                self._register_hooks(module, AdaptedCall(adapted[module], rng_states))
             if module not in foreign and (module._parameters or isinstance(module, torch.nn.MultiheadAttention)):
                 held = [*module.modules()] if isinstance(module, torch.nn.MultiheadAttention) else [module]
-                self._register(module, LocalParameters(held, self.axis, module in partial))
+                self._register_hooks(module, LocalParameters(held, self.axis, module in partial))
             if module in scopes and rng_states is not None:
                 module.register_forward_hook(lambda *_: self._rng_states.join(), always_call=True)
         rest = [module for module in model.modules() if module not in foreign and module not in partial]
-        self._register(model, LocalParameters(rest, self.axis, only_whole=True))
+        self._register_hooks(model, LocalParameters(rest, self.axis, only_whole=True))
 
-    def _register(self, module: torch.nn.Module, call: Any) -> None:
+    def _register_hooks(self, module: torch.nn.Module, call: Any) -> None:
         if isinstance(call, LocalParameters):
             self._lent.append(call)
         module.register_forward_pre_hook(call.before, with_kwargs=True)
@@ -344,7 +346,7 @@ def _find_head(model: torch.nn.Module, cuts: ModelSplit) -> SplitModule:
     return found[0]
 
 
-def _scopes(model: torch.nn.Module, cuts: ModelSplit) -> list[torch.nn.Module]:
+def _find_scopes(model: torch.nn.Module, cuts: ModelSplit) -> list[torch.nn.Module]:
     """Return the innermost modules that contain both ends of a region in which activations are sharded.
 
     The region begins at a split module whose style has `opens`, and ends at one whose style has `closes`.

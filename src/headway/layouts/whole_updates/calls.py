@@ -80,7 +80,7 @@ class CallCounters:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._groups = [
-            (group, {name: (value, _clone(value)) for name, value in group.items() if name not in _NAMES})
+            (group, {name: (value, _clone_tensor(value)) for name, value in group.items() if name not in _NAMES})
             for group in optimizer.param_groups
         ]
         self._numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
@@ -101,5 +101,5 @@ class CallCounters:
 _NAMES = ("params", "param_names")
 
 
-def _clone(value: Any) -> Any:
+def _clone_tensor(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else None

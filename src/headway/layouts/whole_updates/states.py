@@ -94,10 +94,10 @@ def list_spread(value: Any) -> list[torch.Tensor]:
     """Return the DTensors in an optimizer state and in its dicts, lists and tuples, in the order of the entries."""
     found: list[torch.Tensor] = []
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def record_spread(tensor: torch.Tensor) -> torch.Tensor:
         if is_dtensor(tensor):
             found.append(tensor)
         return tensor
 
-    map_state(note, value)
+    map_state(record_spread, value)
     return found

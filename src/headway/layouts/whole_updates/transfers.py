@@ -122,7 +122,7 @@ class Transfers:
                     sent[plan.owner].append(views[box])
                 if plan.owner == self._rank:
                     expected[sender] += _count_bytes(box, plan.dtype)
-        return self._exchange(sent, expected, tensors)
+        return self._start_exchange(sent, expected, tensors)
 
     def finish_gather(self, plans: Sequence[TensorPlan], pending: PendingTransfer) -> list[torch.Tensor | None]:
         """Wait for a gather, and return the full tensors that this rank owns, with None in place of all others.
@@ -166,7 +166,7 @@ class Transfers:
                 for rank, boxes in enumerate(plan.boxes):
                     sent[rank] += [whole[make_slices(*box)] for box in boxes]
             expected[plan.owner] += sum(_count_bytes(box, plan.dtype) for box in plan.boxes[self._rank])
-        return self._exchange(sent, expected, [torch.empty(0, device=device)])
+        return self._start_exchange(sent, expected, [torch.empty(0, device=device)])
 
     def finish_scatter(
         self, plans: Sequence[TensorPlan], pending: PendingTransfer, tensors: Sequence[torch.Tensor]
@@ -187,7 +187,7 @@ class Transfers:
                         views[box].copy_(_read_box(received, position, box, plan.dtype))
                         position += _count_bytes(box, plan.dtype)
 
-    def _exchange(
+    def _start_exchange(
         self, sent: Sequence[Sequence[torch.Tensor]], expected: list[int], tensors: Sequence[torch.Tensor]
     ) -> PendingTransfer:
         """Start an all-to-all of bytes.
@@ -200,26 +200,26 @@ class Transfers:
         device = get_local_shard(tensors[0]).device
         flat = [part for parts in sent for view in parts for part in _to_bytes(view)]
         message = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
-        sizes = [sum(_pad(view.numel() * view.dtype.itemsize) for view in parts) for parts in sent]
+        sizes = [sum(_round_up(view.numel() * view.dtype.itemsize) for view in parts) for parts in sent]
         received = torch.empty(sum(expected), dtype=torch.uint8, device=device)
         group = self._everyone.get_group(message)
         work = dist.all_to_all_single(received, message, expected, sizes, group=group, async_op=True)
         return PendingTransfer(work, received, message)
 
 
-def _pad(num_bytes: int) -> int:
+def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _count_bytes(box: Box, dtype: torch.dtype) -> int:
-    return _pad(prod(box[1]) * dtype.itemsize)
+    return _round_up(prod(box[1]) * dtype.itemsize)
 
 
 def _to_bytes(view: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the values of a box as bytes, and then padding bytes if they are needed."""
     flat = view.contiguous().reshape(-1).view(torch.uint8)
     yield flat
-    if rest := _pad(flat.numel()) - flat.numel():
+    if rest := _round_up(flat.numel()) - flat.numel():
         yield flat.new_zeros(rest)
 
 

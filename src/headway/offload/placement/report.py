@@ -117,7 +117,7 @@ def make_report(
 
 
 def _format_cells(row: DeviceUse) -> list[str]:
-    def size(value: int | None, absent: str) -> str:
+    def format_size(value: int | None, absent: str) -> str:
         return format_bytes(value) if value else absent
 
     headroom = "no limit" if row.headroom is None else format_bytes(row.headroom)
@@ -125,10 +125,10 @@ def _format_cells(row: DeviceUse) -> list[str]:
         str(row.device),
         str(len(row.units)),
         format_bytes(row.weights),
-        size(row.kept, "-"),
-        size(row.passing, "-"),
-        size(row.streamed, "-"),
-        size(row.budget, "no limit" if row.budget is None else "0 B"),
+        format_size(row.kept, "-"),
+        format_size(row.passing, "-"),
+        format_size(row.streamed, "-"),
+        format_size(row.budget, "no limit" if row.budget is None else "0 B"),
         headroom,
     ]
 

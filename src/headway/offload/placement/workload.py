@@ -275,13 +275,13 @@ def _watch_modules(watched: Mapping[str, nn.Module], record: _StorageRecord) -> 
     handles = []
     for name, module in watched.items():
 
-        def enter(module: nn.Module, args: Any, name: str = name) -> None:
+        def enter_module(module: nn.Module, args: Any, name: str = name) -> None:
             record.running.append(name)
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave_module(module: nn.Module, args: Any, output: Any) -> None:
             record.last = record.running.pop()
 
-        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        handles += [module.register_forward_pre_hook(enter_module), module.register_forward_hook(leave_module)]
     try:
         yield
     finally:

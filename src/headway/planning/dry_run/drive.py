@@ -213,8 +213,8 @@ class PipelineDriver(StepDriver):
             self.run_backward(forward())
             return
 
-        def fn(piece: Tree) -> torch.Tensor:
+        def compute_loss(piece: Tree) -> torch.Tensor:
             found: torch.Tensor = forward.run_within(lambda: step.loss(model, piece))
             return found
 
-        self.run_backward(self._strategy.compute_loss(fn, step.inputs(), None, "mean"))
+        self.run_backward(self._strategy.compute_loss(compute_loss, step.inputs(), None, "mean"))

@@ -303,10 +303,10 @@ def make_accelerator_class(dry_run: ScriptDryRun) -> type[Accelerator]:
             with disable_current_modes():
                 dry_run.strip_values(objects)
                 prepared = super().prepare(*objects, **options)
-            return tuple(map(wrapped, prepared)) if len(objects) > 1 else wrapped(prepared)
+            return tuple(map(wrap_loader, prepared)) if len(objects) > 1 else wrap_loader(prepared)
 
         def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-            return wrapped(super().prepare_data_loader(*args, **kwargs))
+            return wrap_loader(super().prepare_data_loader(*args, **kwargs))
 
         def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             dry_run.precision = self.mixed_precision
@@ -328,16 +328,16 @@ def make_accelerator_class(dry_run: ScriptDryRun) -> type[Accelerator]:
         def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
             gathered = super().gather_for_metrics(input_data, *args, **kwargs)
             with disable_current_modes():
-                return tree_map(zeros, gathered)  # real zeros, because metrics may be computed outside of torch
+                return tree_map(make_zeros, gathered)  # real zeros, because metrics may be computed outside of torch
 
         def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
             inner = dataloader.inner if isinstance(dataloader, DryRunLoader) else dataloader
-            return wrapped(super().skip_first_batches(inner, num_batches))
+            return wrap_loader(super().skip_first_batches(inner, num_batches))
 
-    def zeros(leaf: Any) -> Any:
+    def make_zeros(leaf: Any) -> Any:
         return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
 
-    def wrapped(prepared: Any) -> Any:
+    def wrap_loader(prepared: Any) -> Any:
         return DryRunLoader(prepared, dry_run) if isinstance(prepared, PreparedLoader) else prepared
 
     return DryRunAccelerator

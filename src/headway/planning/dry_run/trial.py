@@ -465,7 +465,7 @@ def dry_run_repeated(
         return None
     found: dict[int, StepDryRun] = {}
 
-    def trace(count: int) -> Trace:
+    def trace_repeats(count: int) -> Trace:
         def make_shortened() -> nn.Module:
             model = make()
             blocks.shorten(model, count)
@@ -476,7 +476,7 @@ def dry_run_repeated(
         assert made is not None
         return made
 
-    traced = trace_repeated(trace, blocks.count)
+    traced = trace_repeated(trace_repeats, blocks.count)
     in_order = [_collect_counts(found[count]) for count in sorted(found)]
     counts = None if traced is None else _extrapolate_counts(in_order, blocks.count - TRACED)
     first = found[min(found)]

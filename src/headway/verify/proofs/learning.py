@@ -21,7 +21,7 @@ def check_learning(runs: RunSet) -> Verdict:
     facts, updates = first.fact, list(first.first.values())
     trainable = facts.get("trainable", [])
     if not trainable:
-        return _fail("no parameter is trainable", "set requires_grad of the parameters to train")
+        return _make_failure("no parameter is trainable", "set requires_grad of the parameters to train")
     checks = (
         _check_optimizers,
         _check_gradients,
@@ -60,7 +60,7 @@ def _check_optimizers(facts: dict[str, Any], updates: list[Update]) -> Verdict |
     left_out = [name for name in left_out if name in trainable or name in learned]
     optimizers = facts.get("optimizers", [])
     if left_out:
-        return _fail(
+        return _make_failure(
             f"{join(left_out)} is trainable, but belongs to no prepared optimizer{_describe_lines(optimizers)}",
             "create the optimizer with all trainable parameters after the model is complete, and prepare it; or freeze them",
         )
@@ -68,7 +68,7 @@ def _check_optimizers(facts: dict[str, Any], updates: list[Update]) -> Verdict |
     given = [name for name in frozen if name in held]
     # Scripts often pass all parameters. Only a selection of frozen ones shows that they were meant to be trained.
     if given and len(given) < len(frozen) and optimizers:
-        return _fail(
+        return _make_failure(
             f"{join(given)} was given to the optimizer, but is frozen (requires_grad=False){_describe_lines(optimizers)}",
             "set requires_grad=True for it, or leave it out of the optimizer: look at the names that the script freezes",
         )
@@ -83,7 +83,7 @@ def _check_gradients(facts: dict[str, Any], updates: list[Update]) -> Verdict | 
     trainable = facts["trainable"]
     without = [name for name in trainable if not any(name in update.norms for update in updates)]
     if without:
-        return _fail(
+        return _make_failure(
             f"{join(without)} got no gradient in {len(updates)} updates",
             "the loss does not depend on it: use it in the forward, or freeze it (requires_grad=False); look for detach(), "
             ".data, no_grad(), argmax, and checkpointing with use_reentrant=True",
@@ -93,7 +93,7 @@ def _check_gradients(facts: dict[str, Any], updates: list[Update]) -> Verdict | 
     zero = [name for name in zero if not name.endswith("bias") or not _has_sibling(name, trainable, zero)]
     if zero:
         is_expert = any("expert" in name for name in zero)
-        return _fail(
+        return _make_failure(
             f"the gradient of {join(zero)} is zero in {len(updates)} updates",
             "no token was sent to this expert: balance the router" if is_expert else
             "the loss does not depend on its value: look for a unit that is cut off, a mask of zeros, or two factors that both "
@@ -111,7 +111,7 @@ def _check_experts(facts: dict[str, Any], updates: list[Update]) -> Verdict | No
         idle = [set(update.unused.get(name, ())) for update in updates if name in update.norms]
         never = sorted(set.intersection(*idle)) if idle else []
         if never:
-            return _fail(
+            return _make_failure(
                 f"expert {join([str(each) for each in never])} of {name} was never used in {len(updates)} updates",
                 "no token was sent to it: look at the number of outputs of the router, and balance the load",
             )
@@ -129,7 +129,7 @@ def _check_frozen_norms(facts: dict[str, Any], updates: list[Update]) -> Verdict
     ]  # fmt: skip
     if not drifting:
         return None
-    return _fail(
+    return _make_failure(
         f"{join(drifting)} is frozen, but its running statistics change",
         "call eval() on the frozen module after model.train(), so that its batch norms keep their statistics",
     )
@@ -146,7 +146,7 @@ def _check_movement(facts: dict[str, Any], updates: list[Update]) -> Verdict | N
     # The gradient of a bias before a normalization consists of rounding errors. It can be too small to change the bias.
     still = [name for name in still if any(update.norms.get(name, 0.0) > 1e-5 * largest for update in updates)]
     if still and any(rate for update in updates for rate in update.rates):
-        return _fail(
+        return _make_failure(
             f"{join(still)} got gradients, but did not change in {len(updates)} updates",
             "the optimizer does not step it: create it after the model is complete and prepare both together; in bfloat16 "
             "the step may be too small",
@@ -157,7 +157,7 @@ def _check_movement(facts: dict[str, Any], updates: list[Update]) -> Verdict | N
         if any(update.hashes.get(name) != start.get(name) for update in updates)
     ]
     if moved:
-        return _fail(
+        return _make_failure(
             f"{join(moved)} is frozen, but changed{_describe_writer(moved[0], updates)}",
             "look for code that writes to it, such as a moving average",
         )
@@ -170,7 +170,7 @@ def _check_stale_gradients(facts: dict[str, Any], updates: list[Update]) -> Verd
     for update in updates:
         moved = [name for name in update.stale if update.hashes.get(name) != before.get(name)]
         if moved:
-            return _fail(
+            return _make_failure(
                 f"{join(moved)} is frozen in update {update.number}, but the optimizer still changes it: its gradient is a "
                 "tensor, so momentum and weight decay go on",
                 "remove the gradient when you freeze: use zero_grad(set_to_none=True), or set parameter.grad = None",
@@ -185,7 +185,7 @@ def _check_discards(facts: dict[str, Any], updates: list[Update]) -> Verdict | N
     if len(found) < 2:  # one batch may be left out on purpose
         return None
     num = sum(len(update.discarded) for update in found)
-    return _fail(
+    return _make_failure(
         f"zero_grad() at {found[0].discarded[0]} clears gradients before an optimizer step has used them: those of {num} "
         f"batches in {len(updates)} updates are lost",
         "call zero_grad() after optimizer.step(), not before each backward",
@@ -205,7 +205,7 @@ def _check_modes(facts: dict[str, Any], updates: list[Update]) -> Verdict | None
         if first and len(modes) - first > 1 and all(found == ["eval"] for _, found in modes[first:]):
             lines = list(facts.get("evaluations", {}))
             at = f" at {lines[-1]}" if lines else ""
-            return _fail(
+            return _make_failure(
                 f"from update {modes[first][0]} on, the model is trained in evaluation mode: eval(){at} is not followed by train()",
                 "call model.train() after the evaluation: dropout is off, and batch norms keep their statistics",
             )
@@ -245,7 +245,7 @@ def _check_buffers(runs: RunSet, updates: list[Update]) -> Verdict | None:
     changing = runs.probed.fact.get("changes_in_evaluation", []) if runs.probed is not None else []
     if not changing:
         return None
-    return _fail(
+    return _make_failure(
         f"the buffer {changing[0]} changes{_describe_writer(changing[0], updates)} whenever the model is called, also in "
         "evaluation mode",
         "write `value = value + x` instead of `value += x`, which changes the buffer; or change it only if self.training",
@@ -258,7 +258,7 @@ def _check_replicas(runs: RunSet) -> Verdict | None:
     if diverged is None:
         return None
     update, name, rank = diverged
-    return _fail(
+    return _make_failure(
         f"update {update}: {name} differs between rank 0 and rank {rank}",
         "prepare the model that holds it, and compute its loss on every rank",
     )
@@ -288,5 +288,5 @@ def _has_sibling(name: str, trainable: list[str], zero: list[str]) -> bool:
     return any(each.rpartition(".")[0] == module and each not in zero for each in trainable)
 
 
-def _fail(reason: str, advice: str) -> Verdict:
+def _make_failure(reason: str, advice: str) -> Verdict:
     return Verdict(KEY, TITLE, "FAIL", reason, (), advice, PAGE)

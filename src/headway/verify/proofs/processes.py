@@ -16,7 +16,7 @@ def check_processes(runs: RunSet) -> Verdict:
     The batch size is that of the global batch, which the processes share.
     """
     title = f"same result on {runs.num_processes} processes"
-    return _check("processes", title, runs, runs.several, f"{runs.num_processes} processes")
+    return _compare_runs("processes", title, runs, runs.several, f"{runs.num_processes} processes")
 
 
 def check_layout(runs: RunSet) -> Verdict:
@@ -29,13 +29,13 @@ def check_layout(runs: RunSet) -> Verdict:
         title, is_own = "same result under the layout", runs.several is not None
         name = runs.several.fact.get("strategy", "") if runs.several is not None else ""
         if is_own and name not in ("", "ddp", "single"):
-            done = _check("layout", f"same result under {name}", runs, runs.several, name)
+            done = _compare_runs("layout", f"same result under {name}", runs, runs.several, name)
             return done
         return Verdict("layout", title, "NOT CHECKED", "no layout was given, such as --strategy fsdp")
-    return _check("layout", f"same result under {runs.layout_name}", runs, runs.layout, runs.layout_name)
+    return _compare_runs("layout", f"same result under {runs.layout_name}", runs, runs.layout, runs.layout_name)
 
 
-def _check(key: str, title: str, runs: RunSet, other: RunRecord | None, name: str) -> Verdict:
+def _compare_runs(key: str, title: str, runs: RunSet, other: RunRecord | None, name: str) -> Verdict:
     """Compare the single-process run with another run, and return the verdict.
 
     Args:
@@ -87,7 +87,7 @@ def _check(key: str, title: str, runs: RunSet, other: RunRecord | None, name: st
             "PASS",
             f"{num} updates agree: gradients and parameters differ by at most {largest:.0e} of their size",
         )
-    return _explain(key, title, runs, reference, other, name, found)
+    return _explain_difference(key, title, runs, reference, other, name, found)
 
 
 def _judge_failure(key: str, title: str, reference: RunRecord, other: RunRecord, name: str) -> Verdict:
@@ -199,7 +199,7 @@ def _list_causes_of_divergence(other: RunRecord, parameter: str) -> tuple[str, .
     return ()
 
 
-def _explain(
+def _explain_difference(
     key: str, title: str, runs: RunSet, reference: RunRecord, other: RunRecord, name: str, found: RunDifference
 ) -> Verdict:
     """Return the verdict on a difference beyond the tolerance, with its likely cause.

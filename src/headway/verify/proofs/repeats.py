@@ -32,20 +32,20 @@ def _find_difference(first: RunRecord, again: RunRecord, update: int) -> Verdict
     if count_samples(first, update, "rows") != count_samples(again, update, "rows"):
         what = "order" if _has_same_contents(first, again) else "data"
         reason = f"update {update}: the two runs trained on different samples ({what})"
-        return _explain(first, again, update, reason, ())
+        return _explain_difference(first, again, update, reason, ())
     if update == min(first.first) and first.fact.get("initial") != again.fact.get("initial"):
         name = _find_name(first.fact["initial"], again.fact["initial"])
-        return _explain(
+        return _explain_difference(
             first, again, update, "the two runs start from different weights", (f"first differing value: {name}",)
         )
     if ours.losses != theirs.losses:
         pair = f"({ours.losses[0]:.6g}, {theirs.losses[0]:.6g})" if ours.losses and theirs.losses else ""
-        return _explain(
+        return _explain_difference(
             first, again, update, f"update {update}: the loss differs on the same samples and weights {pair}", ()
         )
     names = [name for name in ours.norms if ours.norms[name] != theirs.norms.get(name)]
     if names:
-        return _fail(
+        return _make_failure(
             f"update {update}: gradients differ although the losses are equal",
             [f"first differing gradient: {names[0]}"],
             "an operation is not deterministic: set_seed(0, deterministic=True) names it",
@@ -53,13 +53,15 @@ def _find_difference(first: RunRecord, again: RunRecord, update: int) -> Verdict
     if ours.hashes != theirs.hashes or ours.buffers != theirs.buffers:
         name = _find_name(ours.hashes | ours.buffers, theirs.hashes | theirs.buffers)
         lines = [f"{name} is changed at {line}" for line in ours.written.get(name, ())]
-        return _explain(
+        return _explain_difference(
             first, again, update, f"update {update}: {name} differs after the step, although gradients are equal", lines
         )
     return None
 
 
-def _explain(first: RunRecord, again: RunRecord, update: int, reason: str, details: Sequence[str]) -> Verdict:
+def _explain_difference(
+    first: RunRecord, again: RunRecord, update: int, reason: str, details: Sequence[str]
+) -> Verdict:
     """Return the failed verdict for two runs that differ, with the likely cause.
 
     Possible causes are examined in this order, and the first one with evidence in the records is reported:
@@ -90,7 +92,7 @@ def _explain(first: RunRecord, again: RunRecord, update: int, reason: str, detai
     clocks = [f"{name}() at {line}" for line, name in sort_by_distance(reads, blame.line if blame is not None else "")]
     if seeds:
         read = [f"the clock is read: {each}" for each in clocks[:2]]
-        return _fail(
+        return _make_failure(
             f"{reason}: the seed at {seeds[0]} is another one in each run",
             [*lines, *read],
             "use a constant seed, such as set_seed(0)",
@@ -100,22 +102,24 @@ def _explain(first: RunRecord, again: RunRecord, update: int, reason: str, detai
             f"{name}() at {line}" for line, name in facts.get("draws", {}).items() if name.split(".")[0] in unseeded
         ]
         by_seed = f"the generator of {join(unseeded)} starts from another seed in each run"
-        return _fail(f"{reason}: no seed is set", [*lines, by_seed, *(f"drawn by {each}" for each in draws[:3])], _SEED)
+        return _make_failure(
+            f"{reason}: no seed is set", [*lines, by_seed, *(f"drawn by {each}" for each in draws[:3])], _SEED
+        )
     own = [f"{name} at {line}" for line, name in facts.get("unseeded", {}).items()]
     if own:
-        return _fail(
+        return _make_failure(
             f"{reason}: {own[0]} has no seed", [*lines, *own[1:3]],
             "give the generator a seed, such as numpy.random.default_rng(0): set_seed() does not reach it",
         )  # fmt: skip
     guessed = [f"{name}() at {line}" for line, name in suspects.get("unseeded", {}).items()]
     if guessed:  # workers and types of numpy create generators that are only seen in the source
-        return _fail(
+        return _make_failure(
             f"{reason}: {guessed[0]} has no seed", [*lines, *guessed[1:3]],
             "give the generator a seed that depends on the sample, such as numpy.random.default_rng(index)",
         )  # fmt: skip
     listed = there.get("listed", [])
     if listed:
-        return _fail(
+        return _make_failure(
             f"{reason}: they follow the order of a folder's files",
             [*lines, f"the second run got the files in reverse order, at {join(listed)}"],
             "sort the names: sorted(os.listdir(folder))",
@@ -124,17 +128,17 @@ def _explain(first: RunRecord, again: RunRecord, update: int, reason: str, detai
     if where:
         lines.append(where)
     if clocks:
-        return _fail(
+        return _make_failure(
             f"{reason}: the script reads the clock or another value from outside, {clocks[0]}", [*lines, *clocks[1:3]],
             "let no result depend on the time: count steps instead",
         )  # fmt: skip
     drawn = [f"{name}() at {line}" for line, name in {**facts.get("draws", {}), **facts.get("drawn", {})}.items()]
     if where or drawn:
-        return _fail(
+        return _make_failure(
             reason, [*lines, *(f"random numbers are drawn by {each}" for each in drawn[:3])],
             "look for what changes between runs at this line: a generator without seed, or a value from outside",
         )  # fmt: skip
-    return _fail(
+    return _make_failure(
         f"{reason}: neither a seed, the clock nor a folder differs, so the order of a set or hash() is left",
         [
             *lines,
@@ -153,11 +157,11 @@ def sort_by_distance(lines: dict[str, str], place: str) -> list[tuple[str, str]]
     """
     file, number = _split_line(place)
 
-    def measure(item: tuple[str, str]) -> int:
+    def measure_distance(item: tuple[str, str]) -> int:
         there, line = _split_line(item[0])
         return abs(line - number) if there == file else 1 << 30
 
-    return sorted(lines.items(), key=measure)
+    return sorted(lines.items(), key=measure_distance)
 
 
 def _split_line(place: str) -> tuple[str, int]:
@@ -175,7 +179,7 @@ def _is_batch(call: str, reason: str) -> bool:
     return call == "input" and "samples" in reason
 
 
-def _fail(reason: str, details: list[str], advice: str) -> Verdict:
+def _make_failure(reason: str, details: list[str], advice: str) -> Verdict:
     return Verdict(KEY, TITLE, "FAIL", reason, tuple(details), advice, "verify.md#a-run-repeats-itself")
 
 

@@ -84,7 +84,7 @@ def _find_other_parameters(first: RunRecord, resumed: RunRecord) -> Verdict | No
         what += "" if more[0] in optimized else ", and no optimizer trains it"
     else:
         what = f"the model has no parameter {join(fewer)} of its own, unlike without the kill"
-    return _fail(
+    return _make_failure(
         f"after the resume, {what}", (),
         "build the model alike before and after a resume: tie weights before prepare(), and copy values into existing parameters",
         PAGE,
@@ -93,7 +93,7 @@ def _find_other_parameters(first: RunRecord, resumed: RunRecord) -> Verdict | No
 
 def _find_difference(first: RunRecord, resumed: RunRecord, update: int, saved: int) -> Verdict | None:
     ours, theirs = first.first[update], resumed.first[update]
-    where = f"update {update}, {_ordinal(update - saved)} after the resume"
+    where = f"update {update}, {_format_ordinal(update - saved)} after the resume"
     if count_samples(first, update, "rows") != count_samples(resumed, update, "rows"):
         return _explain_samples(first, resumed, update, where)
     if ours.losses != theirs.losses:
@@ -104,7 +104,7 @@ def _find_difference(first: RunRecord, resumed: RunRecord, update: int, saved: i
         changed = [name for name, value in before.items() if initial.get(name) != value]
         if changed:
             lines = [line for name in changed for line in resumed.first[update].written.get(name, ())]
-            return _fail(
+            return _make_failure(
                 f"{where}: {join(changed)} has another value than before the kill",
                 tuple(f"it is changed at {line}" for line in lines[:2]),
                 "call resume() after prepare(), and change no weights after it", PAGE,
@@ -112,7 +112,9 @@ def _find_difference(first: RunRecord, resumed: RunRecord, update: int, saved: i
         return _explain_loss(first, resumed, update, where)
     names = [name for name, value in ours.norms.items() if theirs.norms.get(name) != value]
     if names:
-        return _fail(f"{where}: the gradient of {names[0]} differs, although the losses are equal", (), "", PAGE)
+        return _make_failure(
+            f"{where}: the gradient of {names[0]} differs, although the losses are equal", (), "", PAGE
+        )
     names = [name for name, value in ours.hashes.items() if theirs.hashes.get(name) != value]
     if names and ours.rates != theirs.rates:
         return _explain_rates(resumed, ours, theirs, where)
@@ -121,7 +123,7 @@ def _find_difference(first: RunRecord, resumed: RunRecord, update: int, saved: i
     names = [name for name, value in ours.buffers.items() if theirs.buffers.get(name) != value]
     if names:
         lines = [f"it is changed at {line}" for line in ours.written.get(names[0], ())]
-        return _fail(
+        return _make_failure(
             f"{where}: the buffer {names[0]} differs",
             tuple(lines),
             "register it as persistent: register_buffer(name, value)",
@@ -129,7 +131,7 @@ def _find_difference(first: RunRecord, resumed: RunRecord, update: int, saved: i
         )
     others = [name for name, value in ours.others.items() if theirs.others.get(name, value) != value]
     if others and update == max(set(first.first) & set(resumed.first)):
-        return _fail(
+        return _make_failure(
             f"{where}: all losses agree, but a model outside of prepare() has other weights than without the kill: {others[0]}", (),
             "put it into the checkpoint: accelerator.register_for_checkpointing(model), before resume()", PAGE,
         )  # fmt: skip
@@ -157,20 +159,20 @@ def _explain_samples(first: RunRecord, resumed: RunRecord, update: int, where: s
     if number < 0:
         line = next((each["line"] for each in resumed.trace(0, update)), "")
         at = f", used at {line}" if line else ""
-        return _fail(
+        return _make_failure(
             f"{reason}: the script picks them itself{at}, by a position that is not in the checkpoint", tuple(details),
             "compute the position from accelerator.num_updates, or register it with accelerator.register_for_checkpointing()", page,
         )  # fmt: skip
     same = count_samples(first, update, "indices") == count_samples(resumed, update, "indices")
     if about.get("is_stream") and not about.get("has_state"):
-        return _fail(
+        return _make_failure(
             f"{reason}: the stream {about['dataset']}{made} has no state_dict(), so its position is not in the checkpoint",
             tuple(details),
             "give the stream a state_dict() and a load_state_dict() with its position", page,
         )  # fmt: skip
     changed = [name for each in (first, resumed) for name in each.fact.get("changed_data", {}).get(str(number), ())]
     if same and changed:
-        return _fail(
+        return _make_failure(
             f"{reason}: the dataset{made} writes into its own tensor {changed[0]} while samples are fetched, and the resumed run "
             "starts with the original", tuple(details),
             "let __getitem__ change a copy, such as x = self.images[index].clone()", page,
@@ -182,7 +184,7 @@ def _explain_samples(first: RunRecord, resumed: RunRecord, update: int, where: s
         if not own and not about.get("workers") and not any(batch.get("drew") for batch in batches):
             what = "from a state that the dataset keeps"
         by = f" in {about['workers']} workers, whose state is lost" if about.get("workers") else ""
-        return _fail(
+        return _make_failure(
             f"{reason}: the contents of the samples{made} are made {what}{by}", tuple(details),
             "draw from a generator that is seeded with the index of the sample, or from torch's global one; if the dataset "
             "already does so, let __getitem__ change copies only", page,
@@ -191,17 +193,17 @@ def _explain_samples(first: RunRecord, resumed: RunRecord, update: int, where: s
     epoch = batches[-1].get("epoch", 0)
     if ended > epoch:
         num = sum(each.batches[-1].get("epoch", 0) == epoch for each in first.first.values() if each.batches)
-        return _fail(
+        return _make_failure(
             f"{reason}: it goes on with a pass{made} that the run without the kill ends after {num} updates", tuple(details),
             "end the pass by a count that survives a resume: limit the loader itself, or count with accelerator.num_updates", page,
         )  # fmt: skip
     if details and "update 1" in details[0]:
-        return _fail(
+        return _make_failure(
             f"{reason}: the pass over the data{made} begins anew after the resume", tuple(details),
             "skip the batches that were trained on: accelerator.skip_first_batches(loader, n), or call resume() and loop over "
             "accelerator.epochs()", page,
         )  # fmt: skip
-    return _fail(
+    return _make_failure(
         reason, tuple(details),
         "prepare the DataLoader; give a stream of your own state_dict() and load_state_dict(), and use num_workers=0 or a "
         "StatefulDataLoader for it; seed random numbers that the dataset draws",
@@ -228,7 +230,7 @@ def _explain_loss(first: RunRecord, resumed: RunRecord, update: int, where: str)
     register = "register it with accelerator.register_for_checkpointing()"
     if blame is None:
         drawn = [f"{name}() at {line}" for line, name in resumed.fact.get("drawn", {}).items()]
-        return _fail(
+        return _make_failure(
             reason, tuple(f"draws random numbers: {each}" for each in drawn[:2]),
             f"a value that the loop keeps is not in the checkpoint: {register}, or compute it from accelerator.num_updates", PAGE,
         )  # fmt: skip
@@ -243,7 +245,7 @@ def _explain_loss(first: RunRecord, resumed: RunRecord, update: int, where: str)
         "path": f"a value that decides the path{at} is not in the checkpoint: {register}",
         "call": f"what the script keeps and uses{at} is not in the checkpoint: {register}",
     }[blame.kind]  # fmt: skip
-    return _fail(reason, (), advice, PAGE)
+    return _make_failure(reason, (), advice, PAGE)
 
 
 def _explain_rates(resumed: RunRecord, ours: Update, theirs: Update, where: str) -> Verdict:
@@ -257,7 +259,7 @@ def _explain_rates(resumed: RunRecord, ours: Update, theirs: Update, where: str)
     """
     lines = theirs.rate_lines or [line for each in resumed.first.values() for line in each.rate_lines]
     set_at = f", set at {join(lines[-2:])}" if lines else ""
-    return _fail(
+    return _make_failure(
         f"{where}: the learning rate is {theirs.rates[0]:.6g} instead of {ours.rates[0]:.6g}{set_at}", (),
         "what sets it is not in the checkpoint: prepare the scheduler, or compute the rate from accelerator.num_updates",
         "schedules.md",
@@ -277,7 +279,7 @@ def _explain_step(resumed: RunRecord, ours: Update, theirs: Update, name: str, w
     reason = f"{where}: {name} differs after the step, although the gradients are equal"
     if resumed.fact.get("state_emptied"):
         made = [each["line"] for each in resumed.fact.get("optimizers", []) if each["line"]]
-        return _fail(
+        return _make_failure(
             f"{reason}: the script empties the optimizer's state after resume()",
             tuple(f"the optimizer is created at {line}" for line in made),
             "change nothing in the optimizer's state after resume(); set a new learning rate in its parameter groups only", PAGE,
@@ -285,12 +287,12 @@ def _explain_step(resumed: RunRecord, ours: Update, theirs: Update, name: str, w
     mine, yours = ours.written.get(name, []), theirs.written.get(name, [])
     lines = [line for line in (*mine, *yours) if (line in mine) != (line in yours)] or mine
     if lines:
-        return _fail(
+        return _make_failure(
             f"{reason}: the script changes it at {lines[0]}" + ("" if lines is mine else " in only one of the two runs"), (),
             "what decides about this change, such as a counter, is not in the checkpoint: add it to the state_dict() of a "
             "registered object", PAGE,
         )  # fmt: skip
-    return _fail(
+    return _make_failure(
         reason,
         (),
         "the state of the optimizer is not the saved one: prepare the optimizer, and set nothing in it after resume()",
@@ -325,7 +327,9 @@ def _check_several(runs: RunSet, saved: int) -> tuple[str, Verdict | None]:
         reason = describe_failure(other)
         if "UnsupportedError" in reason or "ConfigError" in reason or "split" in reason:
             return "", None
-        return "", _fail(f"resumed on {other.num_processes} processes, the script fails: {reason}", (), "", PAGE)
+        return "", _make_failure(
+            f"resumed on {other.num_processes} processes, the script fails: {reason}", (), "", PAGE
+        )
     found, num, _ = find_first_difference(reference, other, runs.reordered, saved + 1)
     if not num:
         return "", None
@@ -333,7 +337,7 @@ def _check_several(runs: RunSet, saved: int) -> tuple[str, Verdict | None]:
         return f"; on {other.num_processes} processes within the order of summation", None
     if _is_result_different(runs):
         return "", None
-    return "", _fail(
+    return "", _make_failure(
         f"update {found.difference.update}: resumed on {other.num_processes} processes, the run trains differently",
         (f"gradients differ by {found.difference.gradient:.2g} of their size", f"first parameter: {found.parameter}"),
         "the number of samples per update must not change: let prepare() share out the data",
@@ -351,9 +355,9 @@ def _is_result_different(runs: RunSet) -> bool:
     return find_first_difference(runs.reference, runs.several, runs.reordered)[0] is not None
 
 
-def _ordinal(number: int) -> str:
+def _format_ordinal(number: int) -> str:
     return {1: "the first", 2: "the second", 3: "the third"}.get(number, f"the {number}th")
 
 
-def _fail(reason: str, details: tuple[str, ...], advice: str, page: str) -> Verdict:
+def _make_failure(reason: str, details: tuple[str, ...], advice: str, page: str) -> Verdict:
     return Verdict(KEY, TITLE, "FAIL", reason, details, advice, page)

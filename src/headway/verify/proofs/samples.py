@@ -38,7 +38,7 @@ def check_samples(runs: RunSet) -> Verdict:
         return Verdict(KEY, TITLE, "NOT CHECKED", "no batch with rows was seen: the loop reads no prepared loader")
     for key in ("rows", "loose"):
         if all(count_samples(reference, each, key) == count_samples(several, each, key) for each in shared):
-            return _pass(total[key], shared, several)
+            return _make_pass(total[key], shared, several)
     copied = _find_copies(several, shared)
     if copied is not None:
         return copied
@@ -46,7 +46,7 @@ def check_samples(runs: RunSet) -> Verdict:
         return Verdict(
             KEY, TITLE, "PASS", f"{sum(total['rows'].values())} samples, in another order than on one process"
         )
-    return _describe(reference, several, shared, total)
+    return _explain_difference(reference, several, shared, total)
 
 
 def _is_error_of_data(several: RunRecord) -> bool:
@@ -98,7 +98,7 @@ def _find_doubled_streams(first: RunRecord) -> Verdict | None:
     return None
 
 
-def _pass(total: Counter[Any], shared: list[int], several: RunRecord) -> Verdict:
+def _make_pass(total: Counter[Any], shared: list[int], several: RunRecord) -> Verdict:
     return Verdict(
         KEY, TITLE, "PASS",
         f"{sum(total.values())} samples in {len(shared)} updates on {several.num_processes} processes are those of one process",
@@ -140,7 +140,9 @@ def _reads_apart(several: RunRecord) -> bool:
     return len({tuple(facts["shard"]) for facts in several.facts}) > 1
 
 
-def _describe(reference: RunRecord, several: RunRecord, shared: list[int], total: dict[str, Counter[Any]]) -> Verdict:
+def _explain_difference(
+    reference: RunRecord, several: RunRecord, shared: list[int], total: dict[str, Counter[Any]]
+) -> Verdict:
     """Return the verdict on samples that differ from those of the single-process run, with the likely cause.
 
     The verdict is PASS only if both runs used equal dataset indices, and random draws such as augmentations can explain
@@ -176,7 +178,7 @@ def _describe(reference: RunRecord, several: RunRecord, shared: list[int], total
         details.append(f"{num_twice} samples were trained on more often than on one process")
     if missing:
         details.append(f"{sum(missing.values())} samples of one process were trained on by no rank")
-    for rank, number in sorted(_locate(several, shared, key, extra).items()):
+    for rank, number in sorted(_count_extra_rows(several, shared, key, extra).items()):
         details.append(f"rank {rank}: {number} samples that one process does not train on in these updates")
     about: dict[str, Any] = next(iter(reference.fact.get("loaders", {}).values()), {})
     made = f" (loader at {about['line']})" if about.get("line") else ""
@@ -246,7 +248,7 @@ def _compare_lengths(reference: RunRecord, several: RunRecord) -> list[str]:
     return lines
 
 
-def _locate(several: RunRecord, shared: list[int], key: str, extra: Counter[Any]) -> dict[int, int]:
+def _count_extra_rows(several: RunRecord, shared: list[int], key: str, extra: Counter[Any]) -> dict[int, int]:
     """Return, by rank, the number of rows whose fingerprint is in `extra`. Ranks without such rows are left out.
 
     Args:

@@ -18,7 +18,7 @@ from headway.core.checkpoint.format.manifest import (
     Manifest,
     TensorEntry,
     WrittenFile,
-    _digest,
+    _compute_digest,
     read_manifest,
 )
 from headway.core.checkpoint.format.tensors import hash_file, write_shards
@@ -135,7 +135,9 @@ def test_chunks_must_not_share_bytes():
 
 def encode_content(content):
     """Return a manifest with this content and a matching SHA-256, as text."""
-    return json.dumps({"format": "headway checkpoint", "version": 3, "sha256": _digest(content), "content": content})
+    return json.dumps(
+        {"format": "headway checkpoint", "version": 3, "sha256": _compute_digest(content), "content": content}
+    )
 
 
 @pytest.mark.parametrize("shape", [[0, 2**62, 2**62], [0, 2**63], [1] * 65, [10**300, 0]])

@@ -66,7 +66,7 @@ def test_budget_of_all_gpus_opens_no_context_on_the_others(machine, monkeypatch)
 
 def test_listing_all_devices_opens_no_context_on_the_others(machine, monkeypatch):
     monkeypatch.setattr(nvml, "_load_nvml", Driver)
-    found = [use._device(CUDA, torch.device("cuda", index)) for index in range(8)]
+    found = [use._measure_device(CUDA, torch.device("cuda", index)) for index in range(8)]
     assert machine.contexts == {3}
     assert (found[1].total, found[1].free) == (80 * GIB, 68 * GIB)
 

@@ -174,7 +174,7 @@ def simulate_device(monkeypatch):
 
 def test_use_of_a_device_by_allocator_and_nvml(nvml, monkeypatch):
     nvml()
-    found = use._device(*simulate_device(monkeypatch))
+    found = use._measure_device(*simulate_device(monkeypatch))
     assert (found.device, found.used, found.reserved, found.peak) == ("cuda:0", 100, 150, 120)
     assert (found.total, found.occupied, found.utilization) == (24 << 30, 5 << 30, 0.4)
     assert found.processes == {7: 2 << 30, 8: 0}
@@ -184,12 +184,12 @@ def test_use_of_a_device_by_allocator_and_nvml(nvml, monkeypatch):
 @pytest.mark.parametrize("what", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
 def test_use_of_a_device_without_nvml(nvml, monkeypatch, what):
     nvml(**{what: raise_refused})
-    found = use._device(*simulate_device(monkeypatch))
+    found = use._measure_device(*simulate_device(monkeypatch))
     assert (found.used, found.total, found.occupied, found.utilization) == (100, 1000, 400, None)
     assert found.source == "torch's allocator"
 
 
 def test_values_that_nvml_refuses_are_none(nvml, monkeypatch):
     nvml(nvmlDeviceGetUtilizationRates=raise_refused, nvmlDeviceGetComputeRunningProcesses=raise_refused)
-    found = use._device(*simulate_device(monkeypatch))
+    found = use._measure_device(*simulate_device(monkeypatch))
     assert (found.occupied, found.utilization, found.processes) == (5 << 30, None, {})

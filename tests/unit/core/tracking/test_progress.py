@@ -137,8 +137,8 @@ def test_least_important_parts_are_left_out_of_a_narrow_line():
     bar.show(loss=0.5, learning_rate=0.001, grad_norm=2.0)
     for _ in bar:
         pass
-    parts = bar._parts()
-    bar._parts = lambda: parts  # fixed, because rates change with time
+    parts = bar._make_parts()
+    bar._make_parts = lambda: parts  # fixed, because rates change with time
     whole = bar.facts()
     assert [bar.facts(len(whole)), bar.facts(10_000)] == [whole, whole]
     assert whole.startswith("4/4 | loss 0.5 | learning_rate 0.001 | grad_norm 2 | ")

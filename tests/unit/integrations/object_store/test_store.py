@@ -203,7 +203,7 @@ def test_log_continues_where_it_ended(bucket):
     assert (found.parent.name, found.read_text()) == ("digits", "one\n" * 500)
     assert fetch_log(to_path("s3://bucket/elsewhere")) is None
     for each in (mirror, again):
-        each._close()
+        each._send_and_remove()
         assert not each.folder.exists()
 
 

@@ -82,11 +82,11 @@ def recursively_apply(
         TypeError: If `error_on_other_type` is set and `test_type` rejects a leaf.
     """
 
-    def walk(node: Tree) -> Tree:
+    def apply_recursively(node: Tree) -> Tree:
         if isinstance(node, tuple | list):
-            return rebuild_sequence(node, (walk(item) for item in node))
+            return rebuild_sequence(node, (apply_recursively(item) for item in node))
         if isinstance(node, Mapping):
-            return rebuild_mapping(node, {key: walk(value) for key, value in node.items()})
+            return rebuild_mapping(node, {key: apply_recursively(value) for key, value in node.items()})
         if test_type(node):
             return func(node, *args, **kwargs)
         if error_on_other_type:
@@ -97,7 +97,7 @@ def recursively_apply(
             )
         return node
 
-    return walk(data)
+    return apply_recursively(data)
 
 
 def require_tensors(data: Tree, function: str) -> None:
@@ -111,11 +111,11 @@ def require_tensors(data: Tree, function: str) -> None:
         TypeError: If a leaf is not a tensor, for example None.
     """
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def return_unchanged(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    keep.__name__ = function
-    recursively_apply(keep, data, error_on_other_type=True)
+    return_unchanged.__name__ = function
+    recursively_apply(return_unchanged, data, error_on_other_type=True)
 
 
 def send_to_device(
@@ -131,20 +131,20 @@ def send_to_device(
     """
     skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
 
-    def walk(node: Tree) -> Tree:
+    def move_recursively(node: Tree) -> Tree:
         if hasattr(node, "to"):
             try:
                 return node.to(device, non_blocking=non_blocking)
             except TypeError:  # a custom `to` without this option
                 return node.to(device)
         if isinstance(node, tuple | list):
-            return rebuild_sequence(node, (walk(item) for item in node))
+            return rebuild_sequence(node, (move_recursively(item) for item in node))
         if isinstance(node, Mapping):
-            moved = {key: value if key in skipped else walk(value) for key, value in node.items()}
+            moved = {key: value if key in skipped else move_recursively(value) for key, value in node.items()}
             return rebuild_mapping(node, moved)
         return node
 
-    return walk(tensor)
+    return move_recursively(tensor)
 
 
 def convert_to_fp32(tensor: Tree) -> Tree:
@@ -250,10 +250,10 @@ def initialize_tensors(data_structure: Any) -> Any:
         data_structure: Return value of `get_data_structure`.
     """
 
-    def make(about: TensorInformation) -> torch.Tensor:
+    def make_empty(about: TensorInformation) -> torch.Tensor:
         return torch.empty(about.shape, dtype=about.dtype)
 
-    return recursively_apply(make, data_structure, test_type=is_tensor_information)
+    return recursively_apply(make_empty, data_structure, test_type=is_tensor_information)
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
@@ -305,12 +305,12 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     if more < 1 and rest > more:
         more = rest - more
 
-    def pad(given: torch.Tensor) -> torch.Tensor:
+    def pad_with_zeros(given: torch.Tensor) -> torch.Tensor:
         made = given.new_zeros([batch_size + more, *given.shape[1:]])
         made.narrow(dim, 0, given.shape[dim]).copy_(given)
         return made
 
-    return recursively_apply(pad, tensor, error_on_other_type=True)
+    return recursively_apply(pad_with_zeros, tensor, error_on_other_type=True)
 
 
 # -------------------------------------------------------------------- batch size search
@@ -522,7 +522,7 @@ def is_per_sample(tree: Tree, loader: PreparedLoader | None, collectives: Collec
         has_objects = False
     except TypeError:
         has_objects = True
-    fits = has_objects or all(_fits(tensor, loader) for tensor in list_tensors(tree))
+    fits = has_objects or all(_has_row_per_sample(tensor, loader) for tensor in list_tensors(tree))
     if collectives.world_size == 1:
         return fits
     # A rank with objects takes part, too. Otherwise a rank with tensors would exchange these numbers with its objects.
@@ -530,7 +530,7 @@ def is_per_sample(tree: Tree, loader: PreparedLoader | None, collectives: Collec
     return any(row[0] for row in rows) or all(row[1] for row in rows)
 
 
-def _fits(tensor: torch.Tensor, loader: PreparedLoader | None) -> bool:
+def _has_row_per_sample(tensor: torch.Tensor, loader: PreparedLoader | None) -> bool:
     if tensor.ndim == 0:
         return False
     if loader is None or loader.num_rows is None or tensor.shape[0] == loader.num_rows:

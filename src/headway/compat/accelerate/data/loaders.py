@@ -112,7 +112,7 @@ class _AcceleratesLoader(PreparedLoader):
 
         The unpickled loader starts at the first epoch.
         """
-        return _prepare, (self._source, self._config, self._shard, self.device)
+        return _prepare_for_shard, (self._source, self._config, self._shard, self.device)
 
     @property  # type: ignore[misc]  # it cannot be assigned
     def __class__(self) -> Any:
@@ -282,10 +282,10 @@ def prepare_data_loader(
         non_blocking=non_blocking or None,
         use_stateful_dataloader=use_stateful_dataloader,
     )
-    return _prepare(dataloader, config, shard, (device or state.device) if put_on_device else None, rng_types)
+    return _prepare_for_shard(dataloader, config, shard, (device or state.device) if put_on_device else None, rng_types)
 
 
-def _prepare(
+def _prepare_for_shard(
     dataloader: DataLoader[Any],
     config: DataLoaderConfiguration,
     shard: ShardIndex,

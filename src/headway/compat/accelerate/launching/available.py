@@ -29,7 +29,7 @@ def compare_versions(library_or_version: object, operation: str, requirement_ver
     """
     if not isinstance(library_or_version, str):
         return _meets_requirement(str(library_or_version), operation, requirement_version)
-    return _meets_requirement(_installed(library_or_version), operation, requirement_version)
+    return _meets_requirement(_read_version(library_or_version), operation, requirement_version)
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -48,14 +48,14 @@ def _meets_requirement(version: str, operation: str, requirement: str) -> bool:
     return bool(STR_OPERATION_TO_FUNC[operation](TorchVersion(version), TorchVersion(requirement)))
 
 
-def _installed(distribution: str) -> str:
+def _read_version(distribution: str) -> str:
     return __version__ if distribution == "headway" else metadata.version(distribution)
 
 
 # ---------------------------------------------------------------- packages
 
 
-def _has(package: str, minimum: str | None = None, below: str | None = None) -> bool:
+def _has_package(package: str, minimum: str | None = None, below: str | None = None) -> bool:
     """Whether a package is installed in a version within a range.
 
     A directory with the package's name on `sys.path` does not count as installed.
@@ -73,7 +73,7 @@ def _has(package: str, minimum: str | None = None, below: str | None = None) -> 
         return False
     if minimum is None and below is None:
         return True
-    version = _installed(package)
+    version = _read_version(package)
     return (minimum is None or _meets_requirement(version, ">=", minimum)) and (
         below is None or _meets_requirement(version, "<", below)
     )
@@ -86,9 +86,9 @@ _PACKAGES = """
 _PACKAGE_OF = {"lomo": "lomo_optim", "megatron_lm": "megatron", **{name: name for name in _PACKAGES.split()}}
 
 
-def _probe(name: str, package: str) -> Callable[[], bool]:
+def _make_probe(name: str, package: str) -> Callable[[], bool]:
     def is_available() -> bool:
-        return _has(package)
+        return _has_package(package)
 
     is_available.__name__ = is_available.__qualname__ = name
     is_available.__doc__ = f"Return whether {package} is installed."
@@ -96,38 +96,38 @@ def _probe(name: str, package: str) -> Callable[[], bool]:
 
 
 globals().update(
-    {f"is_{name}_available": _probe(f"is_{name}_available", package) for name, package in _PACKAGE_OF.items()}
+    {f"is_{name}_available": _make_probe(f"is_{name}_available", package) for name, package in _PACKAGE_OF.items()}
 )
 
 
 def is_aim_available() -> bool:
     """Whether aim is installed in a version below 4."""
-    return _has("aim", below="4.0.0")
+    return _has_package("aim", below="4.0.0")
 
 
 def is_tensorboard_available() -> bool:
     """Whether tensorboard or tensorboardX is installed."""
-    return _has("tensorboard") or _has("tensorboardX")
+    return _has_package("tensorboard") or _has_package("tensorboardX")
 
 
 def is_torchao_available() -> bool:
     """Whether torchao 0.6.1 or later is installed."""
-    return _has("torchao", "0.6.1")
+    return _has_package("torchao", "0.6.1")
 
 
 def is_torchdata_stateful_dataloader_available() -> bool:
     """Whether torchdata 0.8.0 or later is installed."""
-    return _has("torchdata", "0.8.0")
+    return _has_package("torchdata", "0.8.0")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
     """Whether numpy is installed in version `min_version` or later."""
-    return _has("numpy", min_version)
+    return _has_package("numpy", min_version)
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
     """Whether bitsandbytes is installed in version `min_version` or later."""
-    return _has("bitsandbytes", min_version)
+    return _has_package("bitsandbytes", min_version)
 
 
 def is_8bit_bnb_available() -> bool:
@@ -147,7 +147,7 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 
 def is_transformer_engine_mxfp8_available() -> bool:
     """Whether Transformer Engine is installed and can compute in MXFP8 on this machine."""
-    if not _has("transformer_engine"):
+    if not _has_package("transformer_engine"):
         return False
     return bool(import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
 
@@ -201,7 +201,7 @@ def _has_plugin_device(package: str, kind: str) -> bool:
         package: Name of the package.
         kind: Device type, such as "npu". The package adds a module with this name to torch.
     """
-    if not _has(package):
+    if not _has_package(package):
         return False
     try:
         import_module(package)
@@ -261,7 +261,7 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
     Args:
         init_hccl: Ignored.
     """
-    return _has_plugin_device("habana_frameworks.torch", "hpu") if _has("habana_frameworks") else False
+    return _has_plugin_device("habana_frameworks.torch", "hpu") if _has_package("habana_frameworks") else False
 
 
 def is_habana_gaudi1() -> bool:
@@ -281,7 +281,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
         check_is_tpu: Whether torch_xla's device must also be a TPU. Default: False.
         check_is_gpu: Whether torch_xla's device must also be a GPU. Default: False.
     """
-    if not _has("torch_xla") or env.get_bool("USE_TORCH_XLA") is False:
+    if not _has_package("torch_xla") or env.get_bool("USE_TORCH_XLA") is False:
         return False
     if not (check_is_tpu or check_is_gpu):
         return True
@@ -324,7 +324,7 @@ def is_xccl_available() -> bool:
     return bool(torch.distributed.distributed_c10d.is_xccl_available())
 
 
-def _ask(field: str) -> list[str]:
+def _ask_driver(field: str) -> list[str]:
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
@@ -340,7 +340,7 @@ def get_gpu_info() -> tuple[list[str], int]:
     Raises:
         ConfigError: If nvidia-smi is missing or fails.
     """
-    names = [name.strip() for name in _ask("name")]
+    names = [name.strip() for name in _ask_driver("name")]
     return names, len(names)
 
 
@@ -350,7 +350,7 @@ def get_driver_version() -> str:
     Raises:
         ConfigError: If nvidia-smi is missing or fails.
     """
-    return _ask("driver_version")[0].strip()
+    return _ask_driver("driver_version")[0].strip()
 
 
 def check_cuda_p2p_ib_support() -> bool:
@@ -372,7 +372,7 @@ def check_cuda_p2p_ib_support() -> bool:
 def check_cuda_fp8_capability() -> bool:
     """Whether the first NVIDIA GPU supports float8 (compute capability 8.9 or later). False if nvidia-smi fails."""
     try:
-        major, minor = _ask("compute_cap")[0].split(".")
+        major, minor = _ask_driver("compute_cap")[0].split(".")
     except ConfigError:
         return False
     return (int(major), int(minor)) >= (8, 9)

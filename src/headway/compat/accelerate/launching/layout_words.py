@@ -152,7 +152,7 @@ def _read_classes(request: LayoutRequest, value: Any, key: str) -> None:
 
 
 def _read_min_params(request: LayoutRequest, value: Any, key: str) -> None:
-    if number := _number(value, key, 0):
+    if number := _parse_number(value, key, 0):
         request.request_setting("fsdp_min_num_params", number, key)
     else:
         request.ignore_key(key, "no size: blocks are detected")
@@ -240,7 +240,7 @@ def read_size(request: LayoutRequest, name: str, value: Any, key: str | None = N
         request.ignore_key(key, "there is no other backend than torch")
     elif name == "cp_comm_strategy":
         request.request_setting(name, _find_word(value, tuple(map(str.upper, ROTATIONS)), key).lower(), key)
-    elif name.startswith("sp_") and (name != "sp_size" or _number(value, key, 1) == 1):
+    elif name.startswith("sp_") and (name != "sp_size" or _parse_number(value, key, 1) == 1):
         request.ignore_key(key, "DeepSpeed's sequence parallelism is not supported")
     elif name == "sp_size":
         request.refuse_key(
@@ -249,7 +249,7 @@ def read_size(request: LayoutRequest, name: str, value: Any, key: str | None = N
             "(--activation_checkpointing), or use tensor parallelism's own (docs/tensor_parallel.md)",
         )
     elif name in _AXES:
-        request.set_size(_AXES[name], _number(value, key, 1), key)
+        request.set_size(_AXES[name], _parse_number(value, key, 1), key)
     else:
         raise ConfigError(f"{key} is not a key of parallelism_config; remove it")
 
@@ -281,7 +281,7 @@ def read_deepspeed(request: LayoutRequest, name: str, value: Any, key: str | Non
     elif str(value).lower() in ("none", "auto"):
         request.ignore_key(key, "undecided")
     elif name == "zero_stage":
-        stage = _number(value, key, 0)
+        stage = _parse_number(value, key, 0)
         if stage not in (1, 2, 3):
             raise ConfigError(
                 f"{key}={value!r}; allowed: 1, 2, 3{'; stage 0 shards nothing; leave it out' if stage == 0 else ''}"
@@ -360,7 +360,7 @@ def _find_word(value: Any, allowed: tuple[str, ...], key: str, first: int = 0) -
     return word
 
 
-def _number(value: Any, key: str, least: int) -> int:
+def _parse_number(value: Any, key: str, least: int) -> int:
     number = parse_whole_number(str(value).strip())
     if number is None or number < least:
         raise ConfigError(f"{key}={show_value(value)}; give a whole number, {least} or more")

@@ -49,7 +49,7 @@ class PlacedCopy:
         self.version = None if self.copy.is_inference() else self.copy._version
 
 
-def _device(where: Where) -> torch.device:
+def _get_device(where: Where) -> torch.device:
     found = get_home(where) if isinstance(where, int) else torch.device(where)
     assert isinstance(found, torch.device)
     return torch.device("cpu") if found.type == "cpu" else found  # tensors never report "cpu:0"
@@ -205,11 +205,11 @@ class AlignDevicesHook(ModelHook):
         return places
 
     def _move_to_execution_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.execution_device is None or tensor.device == _device(self.execution_device):
+        if self.execution_device is None or tensor.device == _get_device(self.execution_device):
             return tensor
         if self.offload and tensor.is_meta:
             return tensor  # a meta tensor here is a buffer that other code fills later
-        return _wrap_like(tensor, tensor.detach().to(_device(self.execution_device)))
+        return _wrap_like(tensor, tensor.detach().to(_get_device(self.execution_device)))
 
     def _offload_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         stored = None
@@ -235,11 +235,11 @@ class AlignDevicesHook(ModelHook):
         if self.execution_device is None:
             self._uses.append([])
             return args, kwargs
-        device = _device(self.execution_device)
+        device = _get_device(self.execution_device)
         uses: list[PlacedCopy] = []
         if self.offload and not any(self._uses):  # in a recursive call, the copies are already in place
             places = _own_places(module, self.place_submodules, self.offload_buffers)
-            homes = {name: self._value(name, place) for name, place in places.items()}
+            homes = {name: self._get_placed_value(name, place) for name, place in places.items()}
             uses = _place_copies(places, homes, device, self.tied_params_map)
         self._uses.append(uses)
         skipped = {self.skip_keys} if isinstance(self.skip_keys, str) else set(self.skip_keys or ())
@@ -247,7 +247,7 @@ class AlignDevicesHook(ModelHook):
         moved = {name: value for name, value in kwargs.items() if name not in skipped}
         return to_device(args, device), {**to_device(moved, device), **kept}
 
-    def _value(self, name: str, place: TensorLocation) -> torch.Tensor:
+    def _get_placed_value(self, name: str, place: TensorLocation) -> torch.Tensor:
         if self._keeps_weights:
             return place.tensor
         assert self.weights_map is not None
@@ -276,7 +276,10 @@ class AlignDevicesHook(ModelHook):
         """
         if self.offload:
             for name, place in _own_places(module, self.place_submodules, self.offload_buffers).items():
-                value, device = self._value(name, place), self.original_devices.get(name, torch.device("meta"))
+                value, device = (
+                    self._get_placed_value(name, place),
+                    self.original_devices.get(name, torch.device("meta")),
+                )
                 if device.type != "meta" and value.device != device:
                     value = _wrap_like(value, value.detach().to(device))
                 if value is not place.tensor:
@@ -316,9 +319,11 @@ def align_module_device(module: nn.Module, execution_device: Where | None = None
         yield
         return
     places = _own_places(module, False, False)
-    homes = {name: own._value(name, place) if own is not None else place.tensor for name, place in places.items()}
+    homes = {
+        name: own._get_placed_value(name, place) if own is not None else place.tensor for name, place in places.items()
+    }
     with torch.no_grad():  # the block reads and writes the copies, but does not train them
-        uses = _place_copies(places, homes, _device(execution_device))
+        uses = _place_copies(places, homes, _get_device(execution_device))
     try:
         yield
     finally:
@@ -334,7 +339,9 @@ def align_module_device(module: nn.Module, execution_device: Where | None = None
 Given = ParamSpec("Given")
 
 
-def _walk(module: nn.Module, whole: list[str] | None, prefix: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
+def _walk_modules(
+    module: nn.Module, whole: list[str] | None, prefix: str = ""
+) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield each module once, as a tuple of (name, module, whether its class is in `whole`).
 
     Submodules of a module whose class is in `whole` are left out.
@@ -387,11 +394,11 @@ def make_attacher(hooks: Callable[Given, Hooked]) -> HookAttacher[Given]:
     """
 
     @wraps(hooks)
-    def attach(*args: Given.args, **kwargs: Given.kwargs) -> None:
+    def attach_all(*args: Given.args, **kwargs: Given.kwargs) -> None:
         for module, hook, is_added in hooks(*args, **kwargs):
             add_hook_to_module(module, hook, append=is_added)
 
-    made = cast(HookAttacher[Given], attach)
+    made = cast(HookAttacher[Given], attach_all)
     made.hooks = hooks
     return made
 
@@ -422,7 +429,7 @@ def attach_align_device_hook(
         preload_module_classes: Names of module classes that use weights of their submodules without calling these
             submodules. With `offload`, all weights of such a module are moved together. None: no such classes.
     """
-    for name, each, is_whole in _walk(module, preload_module_classes if offload else None, module_name):
+    for name, each, is_whole in _walk_modules(module, preload_module_classes if offload else None, module_name):
         if _has_tensors(each) or is_whole:
             own = None if weights_map is None else PrefixedDataset(weights_map, f"{name}." if name else "")
             hook = AlignDevicesHook(
@@ -457,7 +464,7 @@ def attach_execution_device_hook(
         preload_module_classes: Class names of modules whose submodules get no hook.
     """
     holding = _find_holders(module)
-    for _, each, _ in _walk(module, preload_module_classes):
+    for _, each, _ in _walk_modules(module, preload_module_classes):
         if id(each) in holding and not hasattr(each, "_hf_hook"):
             yield each, AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map), False
 
@@ -522,7 +529,7 @@ def attach_align_device_hook_on_blocks(
         assert isinstance(offload, Mapping)
         devices = dict.fromkeys(offload, execution_device)
     offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-    for name, each, _ in list(_walk(module, None, module_name)):
+    for name, each, _ in list(_walk_modules(module, None, module_name)):
         device, is_root = devices.get(name), name == ""
         if name in devices and name in offloads and not offloads[name]:
             hook = AlignDevicesHook(

@@ -45,12 +45,12 @@ class LayerwiseCastingHook(ModelHook):
         for name, place in map_locations(module).items():
             home = place.tensor
             if home.is_floating_point() and home.dtype != self.compute_dtype:
-                uses.append(PlacedCopy(place, name, home, self._cast(home)))
+                uses.append(PlacedCopy(place, name, home, self._cast_tensor(home)))
                 place.put(uses[-1].copy)
         self._uses.append(uses)
         return args, kwargs
 
-    def _cast(self, home: torch.Tensor) -> torch.Tensor:
+    def _cast_tensor(self, home: torch.Tensor) -> torch.Tensor:
         copy = home.to(self.compute_dtype, non_blocking=self.non_blocking)
         if not isinstance(home, nn.Parameter) or (home.requires_grad and torch.is_grad_enabled()):
             return copy

@@ -242,9 +242,9 @@ class _Greedy:
         self._devices: list[Device] = [*budgets, *(() if "disk" in budgets else ("disk",))]
         self._limits: dict[Device, float | None] = {**budgets, "disk": None}
         self._used: dict[Device, int] = dict.fromkeys(self._devices, 0)
-        self._measure()
+        self._measure_reserve()
 
-    def _measure(self) -> None:
+    def _measure_reserve(self) -> None:
         """Compute how much space to reserve: the size of the largest layer that has not been placed yet."""
         modules = [(name, each) for name, each in self._queue if isinstance(each, nn.Module)]
         self._room, self._largest = get_max_layer_size(modules, dict(self._sizes), self._whole)
@@ -255,7 +255,7 @@ class _Greedy:
             name, module = self._queue.pop(0)
             self._largest = [each for each in self._largest if each != name and not each.startswith(f"{name}.")]
             if not self._largest:
-                self._measure()
+                self._measure_reserve()
             self._place_item(name, module)
 
     def _place_item(self, name: str, module: Any) -> None:
@@ -266,10 +266,10 @@ class _Greedy:
         ties = self._find_ties(name)
         size, names, partners = get_module_size_with_ties(ties, self._sizes[name], self._sizes, self._queue)
         if free is None or size <= free:
-            self._assign(name, names, size, device)
+            self._assign_device(name, names, size, device)
         elif not (
             (ties and self._sizes[name] <= free and self._split_partner(name, module, names, partners))
-            or (self._sizes[name] >= free and self._split(name, module))
+            or (self._sizes[name] >= free and self._split_module(name, module))
             or self._fall_back(name, module, size, device)
         ):
             self._used[device] += room
@@ -285,7 +285,7 @@ class _Greedy:
                 found += outside
         return found
 
-    def _assign(self, name: str, partners: list[str], size: int, device: Device) -> None:
+    def _assign_device(self, name: str, partners: list[str], size: int, device: Device) -> None:
         self._used[device] += size
         for each in (name, *partners):
             self.placed[each] = device
@@ -295,11 +295,11 @@ class _Greedy:
         is_leaf = isinstance(module, torch.Tensor) or not list(module.named_children())
         return is_leaf or type(module).__name__ in self._whole
 
-    def _split(self, name: str, module: Any) -> bool:
+    def _split_module(self, name: str, module: Any) -> bool:
         if self._is_whole(module):
             return False
         self._queue = [*_list_children(name, module), *self._queue]
-        self._measure()
+        self._measure_reserve()
         return True
 
     def _split_partner(self, name: str, module: Any, names: list[str], partners: list[nn.Module]) -> bool:
@@ -308,7 +308,7 @@ class _Greedy:
                 at = next(index for index, item in enumerate(self._queue) if item[0] == other)
                 rest = [*self._queue[:at], *_list_children(other, partner), *self._queue[at + 1 :]]
                 self._queue = [(name, module), *rest]
-                self._measure()
+                self._measure_reserve()
                 return True
         return False
 

@@ -81,18 +81,18 @@ class _Attached:
         self.hook = hook
         self._contexts: list[Any] = []
         self._handles = [
-            module.register_forward_pre_hook(self._before, with_kwargs=True),
-            module.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            module.register_forward_pre_hook(self._run_pre_forward, with_kwargs=True),
+            module.register_forward_hook(self._run_post_forward, with_kwargs=True, always_call=True),
         ]
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context = torch.no_grad() if self.hook.no_grad else None
         if context is not None:
             context.__enter__()
         self._contexts.append(context)
         return self.hook.pre_forward(module, *args, **kwargs)
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _run_post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         context = self._contexts.pop() if self._contexts else None
         if context is not None:
             context.__exit__(None, None, None)
@@ -118,7 +118,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     """
     present, added = getattr(module, "_hf_hook", None), hook
     if present is not None:
-        _detach(module)
+        _detach_hook(module)
         if append:
             hook = SequentialHook(present, added)
         else:
@@ -147,7 +147,7 @@ def show_hook(module: nn.Module, hook: ModelHook, append: bool = False) -> None:
     module._hf_hook = hook  # type: ignore[assignment]
 
 
-def _detach(module: nn.Module) -> None:
+def _detach_hook(module: nn.Module) -> None:
     attached = module.__dict__.pop("_headway_hook", None)
     if attached is not None:
         attached.remove()
@@ -167,7 +167,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         if execution is not None:
             execution.remove_hooks()
         hook = getattr(each, "_hf_hook", None)
-        _detach(each)
+        _detach_hook(each)
         if hook is not None:
             hook.detach_hook(each)
     return module

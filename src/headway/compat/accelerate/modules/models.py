@@ -33,7 +33,7 @@ def extract_model_from_parallel(
     """
     compiled = model if "_orig_mod" in getattr(model, "_modules", ()) else None  # what torch.compile(model) returned
     inner = model._orig_mod if compiled is not None else model
-    while _wraps(inner):
+    while _is_wrapper(inner):
         inner = inner.module
     if recursive:
         for name, child in list(inner.named_children()):
@@ -44,7 +44,7 @@ def extract_model_from_parallel(
     return compiled
 
 
-def _wraps(model: Any) -> bool:
+def _is_wrapper(model: Any) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # no FSDP model can exist before this module is imported
     kinds: tuple[type, ...] = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     if fsdp is not None:
@@ -133,9 +133,9 @@ def set_module_tensor_to_device(
     if tied is not None:
         held[name] = tied
         return
-    _check(tensor_name, old, target, value)
+    _check_new_value(tensor_name, old, target, value)
     with torch.no_grad():
-        new = given.to(_dtype(old, value, dtype)).to(target, non_blocking=non_blocking)
+        new = given.to(_choose_dtype(old, value, dtype)).to(target, non_blocking=non_blocking)
         if isinstance(old, nn.Parameter) and (value is not None or new is not old):
             new = type(old)(new.detach(), requires_grad=old.requires_grad)
             new.__dict__.update(old.__dict__)
@@ -144,13 +144,13 @@ def set_module_tensor_to_device(
         new.__dict__["SCB"] = fp16_statistics.to(target)
 
 
-def _dtype(old: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
+def _choose_dtype(old: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
     if value is None or dtype is None:
         return old.dtype
     return dtype if value.is_floating_point() or value.is_complex() else value.dtype
 
 
-def _check(name: str, old: torch.Tensor, device: torch.device, value: torch.Tensor | None) -> None:
+def _check_new_value(name: str, old: torch.Tensor, device: torch.device, value: torch.Tensor | None) -> None:
     if value is None and old.is_meta and device.type != "meta":
         raise ConfigError(f"{name} has no memory yet (meta device), so it cannot go to {device} as it is; give value=")
     if value is not None and value.shape != old.shape:
@@ -341,12 +341,12 @@ def check_tied_parameters_in_config(model: torch.nn.Module) -> bool:
 def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]) -> None:
     """Warn about tied parameters that a device map places on different devices."""
     for names in tied_params:
-        places = {name: _place(name, device_map) for name in names}
+        places = {name: _find_place(name, device_map) for name in names}
         if len(set(places.values())) > 1:
             log.warning("tied parameters are on different devices: %s", places)
 
 
-def _place(name: str, device_map: Mapping[str, Any]) -> Any:
+def _find_place(name: str, device_map: Mapping[str, Any]) -> Any:
     while name and name not in device_map:
         name = name.rpartition(".")[0]
     return device_map.get(name)

@@ -65,9 +65,9 @@ def make_refused(name: str, sentence: str) -> Any:
     if name[:1].isupper() and name not in _FUNCTIONS:
         return Refused(name, (), {"__doc__": sentence, "__module__": "accelerate"})
 
-    def refuse(*args: object, **kwargs: object) -> NoReturn:
+    def raise_not_served(*args: object, **kwargs: object) -> NoReturn:
         raise NotServed(sentence)
 
-    refuse.__name__ = refuse.__qualname__ = name
-    refuse.__doc__, refuse.__module__ = sentence, "accelerate"
-    return refuse
+    raise_not_served.__name__ = raise_not_served.__qualname__ = name
+    raise_not_served.__doc__, raise_not_served.__module__ = sentence, "accelerate"
+    return raise_not_served

@@ -93,13 +93,13 @@ class ChunkGrid(Sequence[TensorChunk]):
         for count in reversed(self._counts):
             left, number = divmod(left, count)
             place.append(number)
-        return self._chunk(place[::-1])
+        return self._make_chunk(place[::-1])
 
     def __iter__(self) -> Iterator[TensorChunk]:
         for place in product(*map(range, self._counts)):
-            yield self._chunk(place)
+            yield self._make_chunk(place)
 
-    def _chunk(self, place: Sequence[int]) -> TensorChunk:
+    def _make_chunk(self, place: Sequence[int]) -> TensorChunk:
         offsets, shape, index = [], [], 0
         for dim, number in enumerate(place):
             row = bisect_right(self._numbers[dim], number) - 1
@@ -124,13 +124,13 @@ class ChunkGrid(Sequence[TensorChunk]):
         if not prod(shape) or not len(self):
             return
         ranges = [
-            range(self._number(dim, start), self._number(dim, start + size - 1) + 1)
+            range(self._find_number(dim, start), self._find_number(dim, start + size - 1) + 1)
             for dim, (start, size) in enumerate(zip(offsets, shape))
         ]
         for place in product(*ranges):
-            yield self._chunk(place)
+            yield self._make_chunk(place)
 
-    def _number(self, dim: int, offset: int) -> int:
+    def _find_number(self, dim: int, offset: int) -> int:
         row = bisect_right(self._offsets[dim], offset) - 1
         return self._numbers[dim][row] + (offset - self._offsets[dim][row]) // self.sizes[dim][row][0]
 

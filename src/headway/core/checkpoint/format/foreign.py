@@ -96,7 +96,7 @@ def find_foreign_checkpoint(parent: Path) -> Path | None:
     found = [
         parent / name for name in _list_names(parent) if not name.startswith(".") and identify_program(parent / name)[0]
     ]
-    return max(found, key=_order, default=None)
+    return max(found, key=_get_sort_key, default=None)
 
 
 def list_checkpoint_names(parent: Path) -> list[str]:
@@ -111,7 +111,7 @@ def list_checkpoint_names(parent: Path) -> list[str]:
     else:
         names = [name for name in _list_names(parent) if not name.startswith(".")]
         found = [parent / name for name in names if os.path.isfile(parent / name / MANIFEST)]
-    return [path.name for path in sorted(found, key=_order, reverse=True)]
+    return [path.name for path in sorted(found, key=_get_sort_key, reverse=True)]
 
 
 def _list_names(folder: Path) -> list[str]:
@@ -128,7 +128,7 @@ def parse_number(path: Path) -> int | None:
     return int(number[1]) if number else None
 
 
-def _order(path: Path) -> tuple[int, str]:
+def _get_sort_key(path: Path) -> tuple[int, str]:
     number = parse_number(path)
     return (-1 if number is None else number, path.name)
 

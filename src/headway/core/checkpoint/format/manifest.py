@@ -166,7 +166,7 @@ class Manifest:
     def _read(self) -> "Manifest":
         return Manifest.decode(self._data)
 
-    def _content(self) -> dict[str, Any]:
+    def _encode_content(self) -> dict[str, Any]:
         return {
             "tensors": {name: entry.encode() for name, entry in self.tensors.items()},
             "files": {name: written.encode() for name, written in self.files.items()},
@@ -178,9 +178,9 @@ class Manifest:
     @cached_property
     @pause_garbage_collection()
     def _data(self) -> bytes:
-        content = self._content()
+        content = self._encode_content()
         try:
-            sha256 = vars(self)["sha256"] = vars(self).get("sha256") or _digest(content)
+            sha256 = vars(self)["sha256"] = vars(self).get("sha256") or _compute_digest(content)
             whole = {"format": FORMAT, "version": VERSION, "sha256": sha256, "content": content}
             # `indent` would disable the C encoder of Python's json. With it, 10,000 parameters took seconds.
             data = (json.dumps(whole, separators=(",", ":"), allow_nan=False) + "\n").encode()
@@ -213,7 +213,7 @@ class Manifest:
             if version != VERSION:
                 raise CheckpointError(f"{where} is of version {version!r} of the format; this Headway reads {VERSION}")
             content = whole.get("content")
-            if _digest(content) != whole.get("sha256"):
+            if _compute_digest(content) != whole.get("sha256"):
                 raise CheckpointError(f"{where} is damaged: its content is not what was written (SHA-256 differs)")
             found = _read_content(content)
             vars(found)["sha256"] = whole["sha256"]
@@ -226,7 +226,7 @@ class Manifest:
     @cached_property
     def sha256(self) -> str:
         """SHA-256 of the content, in hexadecimal. Checkpoints with equal values have equal content."""
-        return _digest(self._content())
+        return _compute_digest(self._encode_content())
 
     def moved(self, folder: str) -> "Manifest":
         """Return a copy of the manifest in which all files are in a subfolder.
@@ -235,7 +235,7 @@ class Manifest:
             folder: Name of the subfolder.
         """
 
-        def entry(known: TensorEntry) -> TensorEntry:
+        def move_entry(known: TensorEntry) -> TensorEntry:
             chunks = known.chunks
             if isinstance(chunks, ChunkGrid):
                 chunks = ChunkGrid(chunks.key, chunks.sizes, f"{folder}/{chunks.file}", chunks.parts)
@@ -244,14 +244,14 @@ class Manifest:
             return replace(known, chunks=chunks)
 
         files = {f"{folder}/{name}": replace(each, name=f"{folder}/{name}") for name, each in self.files.items()}
-        return replace(self, tensors={name: entry(each) for name, each in self.tensors.items()}, files=files)
+        return replace(self, tensors={name: move_entry(each) for name, each in self.tensors.items()}, files=files)
 
     def num_bytes(self) -> int:
         """Return the total length in bytes of all files except the manifest."""
         return sum(written.num_bytes for written in self.files.values())
 
 
-def _digest(content: Any) -> str:
+def _compute_digest(content: Any) -> str:
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     ).hexdigest()

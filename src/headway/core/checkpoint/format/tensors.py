@@ -72,15 +72,15 @@ def explain_refusal(tensor: torch.Tensor) -> str | None:
     if any(getattr(tensor, "names", ())):
         return "a tensor with named dimensions, which would be lost: save tensor.rename(None)"
     if tensor.is_quantized:
-        scheme = _scheme(tensor)
+        scheme = _get_qscheme(tensor)
         is_held = scheme in _SCHEMES and tensor.dtype in (torch.qint8, torch.quint8, torch.qint32)
         return None if is_held else f"a quantized tensor of {tensor.dtype} with {scheme or 'no scale'}: save its parts"
-    if tensor.layout not in (torch.strided, torch.sparse_coo) and _layout(tensor) not in _COMPRESSED:
+    if tensor.layout not in (torch.strided, torch.sparse_coo) and _format_layout(tensor) not in _COMPRESSED:
         return f"a {tensor.layout} tensor: save tensor.to_dense()"
     return None
 
 
-def _scheme(tensor: torch.Tensor) -> Any:
+def _get_qscheme(tensor: torch.Tensor) -> Any:
     try:
         return tensor.qscheme()
     except RuntimeError:  # e.g. made by torch.empty
@@ -92,7 +92,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 
-def _layout(tensor: torch.Tensor) -> str:
+def _format_layout(tensor: torch.Tensor) -> str:
     return str(tensor.layout).removeprefix("torch.")
 
 
@@ -110,7 +110,7 @@ def split_into_dense(tensor: torch.Tensor) -> tuple[dict[str, Any], list[torch.T
         about = {"axis": tensor.q_per_channel_axis()}
         scales = [values, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
         return {"layout": "quantized", "dtype": dtype, **about}, scales
-    shape, layout = list(tensor.shape), _layout(tensor)
+    shape, layout = list(tensor.shape), _format_layout(tensor)
     if tensor.layout is torch.sparse_coo:
         parts = _torch.read_sparse_parts(tensor)
         return {"layout": layout, "shape": shape, "is_coalesced": tensor.is_coalesced()}, parts
@@ -352,13 +352,13 @@ class PieceHashes:
         """Hash the next bytes of the file."""
         while view:
             if self._length and self._length % self._piece == 0:
-                self._next()
+                self._finish_piece()
             part = view[: self._piece - self._length % self._piece]
             self._current.update(part)
             self._length += len(part)
             view = view[len(part) :]
 
-    def _next(self) -> None:
+    def _finish_piece(self) -> None:
         self._digests.append(self._current.hexdigest())
         self._current = xxhash.xxh3_128()
 
@@ -370,7 +370,7 @@ class PieceHashes:
         Args:
             name: File name, relative to the checkpoint's folder.
         """
-        self._next()
+        self._finish_piece()
         return WrittenFile(name, self._length, tuple(self._digests), self._piece)
 
 

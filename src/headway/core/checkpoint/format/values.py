@@ -139,7 +139,7 @@ def _encode_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor], dept
     if problem is not None:
         raise CheckpointError(f"{name} is {problem}")
     if isinstance(value, ShardPiece):
-        return {TAG: "tensor", "name": _keep(value, name, tensors)}
+        return {TAG: "tensor", "name": _add_tensor(value, name, tensors)}
     if kind not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
         raise CheckpointError(
             f"{name} is a {kind.__module__}.{kind.__qualname__}, which would be restored as a plain tensor: let state_dict() "
@@ -153,7 +153,7 @@ def _encode_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor], dept
         stride = get_saved_stride(plain)
         if stride is not None:
             flags["stride"] = stride
-        return {TAG: "tensor", "name": _keep(plain, name, tensors), **flags}
+        return {TAG: "tensor", "name": _add_tensor(plain, name, tensors), **flags}
     about, parts = split_into_dense(plain)
     packed = [_encode_tensor(part, f"{name}.{i}", tensors, depth) for i, part in enumerate(parts)]
     return {TAG: "parts", "about": encode_value(about, name, tensors, depth + 1), "parts": packed, **flags}
@@ -168,7 +168,7 @@ def _encode_array(value: numpy.ndarray[Any, Any], name: str, tensors: dict[str, 
     )
     is_by_columns = value.flags.f_contiguous and not value.flags.c_contiguous
     order = {"order": "F"} if is_by_columns else {}  # NumPy's own files keep C and Fortran order too
-    return {TAG: "array", "name": _keep(raw, name, tensors), "dtype": dtype, "shape": list(value.shape), **order}
+    return {TAG: "array", "name": _add_tensor(raw, name, tensors), "dtype": dtype, "shape": list(value.shape), **order}
 
 
 def _encode_container(tag: str, value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
@@ -190,7 +190,7 @@ def _encode_container(tag: str, value: Any, name: str, tensors: dict[str, torch.
     return {TAG: tag, "items": encoded, **limit}
 
 
-def _keep(tensor: Any, name: str, tensors: dict[str, torch.Tensor]) -> str:
+def _add_tensor(tensor: Any, name: str, tensors: dict[str, torch.Tensor]) -> str:
     name = to_logical_name(name)
     while name in tensors:
         name += "_"
@@ -209,7 +209,7 @@ def decode_value(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         CheckpointError: If the JSON value cannot be decoded, or refers to a tensor that `tensors` lacks.
     """
     try:
-        return _decode(value, tensors, 0)
+        return _decode_value(value, tensors, 0)
     except CheckpointError:
         raise
     except (*UNREADABLE, RuntimeError) as error:
@@ -345,17 +345,17 @@ _CONTAINERS: dict[str, type] = {
 }
 
 
-def _decode(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+def _decode_value(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
     if depth > 2 * _MAX_DEPTH + 2:
         raise CheckpointError("a value in the manifest is nested too deep")
     if isinstance(value, list):
         # Scalars stay as they are. Lists of numbers can be long.
-        return [_decode(item, tensors, depth + 1) if isinstance(item, dict | list) else item for item in value]
+        return [_decode_value(item, tensors, depth + 1) if isinstance(item, dict | list) else item for item in value]
     if not isinstance(value, dict):
         return value
     if TAG not in value:
         return {
-            key: _decode(item, tensors, depth + 1) if isinstance(item, dict | list) else item
+            key: _decode_value(item, tensors, depth + 1) if isinstance(item, dict | list) else item
             for key, item in value.items()
         }
     tag = value[TAG]
@@ -364,10 +364,11 @@ def _decode(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
     if tag in ("array", "scalar"):
         return _decode_array(value, tensors, depth)
     if tag in _UNPACKED:
-        return _UNPACKED[tag](_decode(value["value"], tensors, depth + 1))
+        return _UNPACKED[tag](_decode_value(value["value"], tensors, depth + 1))
     if tag in _CONTAINERS:
         items = [
-            _decode(item, tensors, depth + 1) if isinstance(item, dict | list) else item for item in value["items"]
+            _decode_value(item, tensors, depth + 1) if isinstance(item, dict | list) else item
+            for item in value["items"]
         ]
         if tag == "deque":
             return deque(items, value["maxlen"])
@@ -391,7 +392,7 @@ def _decode_tensor(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
         if "stride" in value:
             tensor = set_stride(tensor, value["stride"])
     else:
-        about = _decode(value["about"], tensors, depth + 1)
+        about = _decode_value(value["about"], tensors, depth + 1)
         tensor = join_from_dense(about, [_decode_tensor(part, tensors, depth) for part in value["parts"]])
     needs_grad = bool(value.get("requires_grad"))
     if value.get("is_parameter"):
@@ -400,11 +401,11 @@ def _decode_tensor(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 
 
 def _decode_array(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
-    dtype = build_dtype(_decode(value["dtype"], tensors, depth + 1))
+    dtype = build_dtype(_decode_value(value["dtype"], tensors, depth + 1))
     if value[TAG] == "scalar":
         return build_array(dtype, (), base64.b64decode(value["value"], validate=True))[()]
     raw = get_raw_bytes(_find_tensor(value, tensors)).numpy().tobytes()
-    array = build_array(dtype, _decode(value["shape"], tensors, depth + 1), raw)
+    array = build_array(dtype, _decode_value(value["shape"], tensors, depth + 1), raw)
     return numpy.asfortranarray(array) if value.get("order") == "F" else array
 
 

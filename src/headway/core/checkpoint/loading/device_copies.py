@@ -75,10 +75,10 @@ def move_state(state: dict[Any, Any], devices: dict[Any, torch.device]) -> None:
                 made = torch.empty(value.shape, dtype=value.dtype, device=device)
                 pairs.append((made, value))
                 values[key] = made
-    copy_pairs(pairs, _copy)
+    copy_pairs(pairs, _copy_values)
 
 
-def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
+def _copy_values(target: torch.Tensor, values: torch.Tensor) -> None:
     target.copy_(values)
 
 

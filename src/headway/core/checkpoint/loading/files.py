@@ -357,12 +357,12 @@ class TargetLayout:
             if name in self._weights:
                 found.setdefault(aliases.get(name, name), []).append(self._weights[name])
         for name, shape in shapes.items():
-            own = self._state.get(name, self._parameter(name))
+            own = self._state.get(name, self._find_parameter(name))
             if own is not None and tuple(own.shape) == shape:
                 found[name] = [own]
         return found
 
-    def _parameter(self, name: str) -> Any:
+    def _find_parameter(self, name: str) -> Any:
         if not name.startswith("optimizer/"):
             return None
         prefix = name

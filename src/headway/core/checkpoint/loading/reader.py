@@ -50,7 +50,7 @@ def copy_to_machines(
     is_source = collectives.rank == source
     failures: list[str] = []
 
-    def attempt(act: Callable[..., Any], *given: Any) -> Any:
+    def run_unless_failed(act: Callable[..., Any], *given: Any) -> Any:
         """Call a function unless an earlier step has failed, and return its result.
 
         Record an error that the function raises. Return None if this step or an earlier one has failed.
@@ -68,7 +68,7 @@ def copy_to_machines(
             raise CheckpointError(f"{folder} could not be handed on to a machine without it: " + "; ".join(failed))
 
     manifest: Manifest | None = collectives.broadcast_object(
-        attempt(read_manifest, folder) if is_source else None, source
+        run_unless_failed(read_manifest, folder) if is_source else None, source
     )
     if manifest is None:
         raise_together()
@@ -79,36 +79,38 @@ def copy_to_machines(
     own = held_files[collectives.rank]
     is_receiver = is_lead and not (holders[collectives.rank] and own >= manifest.files.keys())
     for name in own if is_receiver else ():
-        attempt(_link, folder / name, staging / name)
+        run_unless_failed(_link_file, folder / name, staging / name)
     for name, written in manifest.files.items():
         has = [name in each for each in held_files]
         if all(has):
             continue
         source = has.index(True)
         is_source = collectives.rank == source
-        pieces = _pieces(folder / name)
+        pieces = _iterate_pieces(folder / name)
         for start in range(0, max(1, written.num_bytes), _PIECE):
-            piece = collectives.broadcast_object(attempt(next, pieces, b"") or b"" if is_source else b"", source)
+            piece = collectives.broadcast_object(
+                run_unless_failed(next, pieces, b"") or b"" if is_source else b"", source
+            )
             if is_receiver and name not in own:
-                attempt(_append, staging / name, piece, start == 0)
+                run_unless_failed(_append_piece, staging / name, piece, start == 0)
     if is_receiver:
-        attempt(_commit_received, staging, folder, manifest)
+        run_unless_failed(_commit_received, staging, folder, manifest)
         shutil.rmtree(staging, ignore_errors=True)
     raise_together()
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
+def _iterate_pieces(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while piece := file.read(_PIECE):
             yield piece
 
 
-def _link(source: Path, target: Path) -> None:
+def _link_file(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     os.link(source, target)
 
 
-def _append(path: Path, piece: bytes, is_first: bool) -> None:
+def _append_piece(path: Path, piece: bytes, is_first: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_forced(path, piece, "wb" if is_first else "ab")
 

@@ -81,7 +81,7 @@ def verify_ranges(folder: Path, manifest: Manifest, ranges: Mapping[str, Sequenc
         CheckpointDamaged: If a file differs from its hashes. The message contains the first such file.
     """
     wanted = [
-        (manifest.files[file], [piece for piece in manifest.files[file].pieces() if _meets(piece, found)])
+        (manifest.files[file], [piece for piece in manifest.files[file].pieces() if _overlaps_any(piece, found)])
         for file, found in sorted(ranges.items())
     ]
     for written, _ in wanted:
@@ -116,7 +116,7 @@ def _read_pieces(
     run_in_order(tasks, max(1, min(_MAX_READERS, os.cpu_count() or 1)))
 
 
-def _meets(piece: tuple[int, int, str], ranges: Sequence[tuple[int, int]]) -> bool:
+def _overlaps_any(piece: tuple[int, int, str], ranges: Sequence[tuple[int, int]]) -> bool:
     start, length, _ = piece
     return any(begin < start + max(1, length) and end > start for begin, end in ranges)
 
@@ -192,7 +192,7 @@ def read_owned(
     for written in files:
         check_file(folder / written.name, written)
     try:
-        found, places = _allocate(folder, manifest, names)
+        found, places = _allocate_tensors(folder, manifest, names)
     except CheckpointError:
         if is_verified:  # the file is most likely damaged, and this call raises a clearer error
             read_files(folder, files)
@@ -202,7 +202,7 @@ def read_owned(
     return found
 
 
-def _allocate(
+def _allocate_tensors(
     folder: Path, manifest: Manifest, names: Sequence[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, list[ReadBuffer]]]:
     """Return a pair of (new tensors by name, lists of `ReadBuffer` objects by file name).

@@ -268,13 +268,13 @@ def _find_cast_problem(dtype: torch.dtype, saved: torch.Tensor) -> str | None:
     cast = saved.to(dtype)
     if dtype.is_floating_point or dtype.is_complex:
         # Compared in float32 or wider, because torch has no isfinite() for the smallest float dtypes.
-        is_lost = bool((_wide(saved).isfinite() & ~_wide(cast).isfinite()).any())
+        is_lost = bool((_widen_small_float(saved).isfinite() & ~_widen_small_float(cast).isfinite()).any())
     else:
         is_lost = not torch.equal(cast.to(saved.dtype), saved) or bool(((cast < 0) != (saved < 0)).any())
     return f"{message}, and holds values that are too large for it" if is_lost else None
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def _widen_small_float(tensor: torch.Tensor) -> torch.Tensor:
     is_small = tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4
     return tensor.float() if is_small else tensor
 
@@ -377,17 +377,17 @@ def _find_extra_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: C
     for name, tensor in mine.items():
         value = saved.get(name)
         if _find_holder(model, names[name]) is None:
-            problems.append(f"{prefix}{name} is a {_describe(tensor)} that the model keeps under another name")
+            problems.append(f"{prefix}{name} is a {_describe_tensor(tensor)} that the model keeps under another name")
         elif not isinstance(value, torch.Tensor):
             problems.append(f"{prefix}{name} is not in the checkpoint")
-        elif _describe(value) != _describe(tensor):
-            problems.append(f"{prefix}{name} is {_describe(tensor)}, the checkpoint's {_describe(value)}")
+        elif _describe_tensor(value) != _describe_tensor(tensor):
+            problems.append(f"{prefix}{name} is {_describe_tensor(tensor)}, the checkpoint's {_describe_tensor(value)}")
     extras = {_make_logical_name(name, prefix) for name in own if is_extra(name)}
     lost = saved.keys() - mine.keys() - extras
     return problems + [f"{prefix}{name} is in the checkpoint, the model has none" for name in lost]
 
 
-def _describe(tensor: torch.Tensor) -> str:
+def _describe_tensor(tensor: torch.Tensor) -> str:
     kind = "quantized" if tensor.is_quantized else str(tensor.layout)
     scheme = f", {tensor.qscheme()}" if tensor.is_quantized else ""
     return f"{kind} of {tensor.dtype} and {tuple(tensor.shape)}{scheme}"

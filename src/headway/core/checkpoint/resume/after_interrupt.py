@@ -54,11 +54,11 @@ def publish_checkpoint(run: SavedPlace, folder: str | Path) -> None:
 
 
 def _make_note(find: Callable[[], SavedPlace | None]) -> Callable[[BaseException], str]:
-    def note(error: BaseException) -> str:
+    def make_note(error: BaseException) -> str:
         run = find()
         return _format_advice(run, run.last_folder) if run is not None and isinstance(error, KeyboardInterrupt) else ""
 
-    return note
+    return make_note
 
 
 def _format_advice(run: SavedPlace, folder: str | Path | None) -> str:

@@ -150,7 +150,7 @@ class GlobalBatch:
             is_same_world and [saved.asked[index] for index in trained] != [asked[index] for index in trained]
         )
         if is_kept and wanted and wanted.keys() == set(trained) and all(asked[index] for index in trained):
-            found = self._find(wanted, [unit or 1 for unit in saved.units])
+            found = self._find_plan(wanted, [unit or 1 for unit in saved.units])
             if found is not None:
                 if found.num_steps != former_steps:
                     found.lines.insert(
@@ -160,7 +160,7 @@ class GlobalBatch:
         now = next((asked[index] for index in trained), None)
         return BatchPlan(steps, lines=[] if before == now else [f"global batch {before} -> {now}"], is_kept=False)
 
-    def _find(self, wanted: Mapping[int, int], units: Sequence[int]) -> BatchPlan | None:
+    def _find_plan(self, wanted: Mapping[int, int], units: Sequence[int]) -> BatchPlan | None:
         """Return the plan that keeps the global batch size with the fewest micro-batches per update.
 
         Return None if no plan keeps it.
@@ -197,20 +197,20 @@ class GlobalBatch:
             plan: Result of `plan`.
         """
         asked = self._requested_steps
-        self._apply(plan)
+        self._apply_plan(plan)
         self._kept = (plan, asked)
 
     def prepare_undo(self) -> Callable[[], None]:
         """Record the current settings, and return a function that restores them after another plan has been applied."""
         kept, plan = self._kept, self._plan or BatchPlan(self._accumulation.num_steps)
 
-        def back() -> None:
-            self._apply(plan)
+        def undo_plan() -> None:
+            self._apply_plan(plan)
             self._kept = kept
 
-        return back
+        return undo_plan
 
-    def _apply(self, plan: BatchPlan) -> None:
+    def _apply_plan(self, plan: BatchPlan) -> None:
         for index, loader in enumerate(self._loaders):
             size, unit = plan.windows.get(index, (0, 1))
             loader.keep_window(size, plan.num_steps, unit)

@@ -98,7 +98,7 @@ class StateCollector:
         collected, loaders = self._collect_own_objects(before, is_unfinished, is_alone)
         if not saves_frozen:
             self._frozen_weights.take_out(collected, objects.list_bare_models(), is_alone)
-        self._add("loaders", loaders, collected, is_alone)
+        self._add_of_all_ranks("loaders", loaders, collected, is_alone)
         run = self._describe_run()
         about = self._describe_checkpoint(is_unfinished)
         finished_passes = progress.passes.count_finished()
@@ -155,7 +155,7 @@ class StateCollector:
         rng_states = self._objects.read_rng_states() if marked is None else marked
         if before is not None and before.rng_states is not None and not is_unfinished:
             rng_states = before.rng_states
-        self._add("streams", rng_states, collected, is_alone)
+        self._add_of_all_ranks("streams", rng_states, collected, is_alone)
         self._progress.expect_saves()
 
     def leave_frozen_out(self, collected: CollectedState) -> None:
@@ -229,7 +229,7 @@ class StateCollector:
             parts += ["the RNG states"]
         return f", but for {' and '.join(parts)}, which are saved as they are now" if parts else ""
 
-    def _add(self, name: str, own: Any, collected: CollectedState, is_alone: bool) -> None:
+    def _add_of_all_ranks(self, name: str, own: Any, collected: CollectedState, is_alone: bool) -> None:
         """Gather the values of all ranks, and store them as a list under one key of the state.
 
         Args:

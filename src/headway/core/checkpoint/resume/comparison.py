@@ -44,7 +44,7 @@ _CALLS = "calls of step()"
 
 def list_schedule_units(preparation: Preparation) -> list[str]:
     """Return, for each prepared learning rate scheduler, the unit that its steps count, such as "updates"."""
-    return [_unit(each) for each in preparation.schedulers]
+    return [_get_tick_unit(each) for each in preparation.schedulers]
 
 
 def find_changed_schedules(
@@ -65,7 +65,7 @@ def find_changed_schedules(
     refused, reported = [], []
     for index, made in enumerate(preparation.schedulers):
         where = f"schedule {index} ({type(made.scheduler).__name__})"
-        unit, former, is_recounted = _unit(made), saved.units[index], _is_recounted(made, saved.units[index])
+        unit, former, is_recounted = _get_tick_unit(made), saved.units[index], _is_recounted(made, saved.units[index])
         if former != unit and not is_recounted:
             refused.append(
                 f"{where} counted ticks by the rule {former!r} when it was saved, and counts them by {unit!r} now"
@@ -109,7 +109,7 @@ def _is_recounted(made: SchedulerEntry, former: str) -> bool:
         made: Prepared scheduler.
         former: Unit that the scheduler counted in the saved run.
     """
-    return former != _unit(made) == StepsPerUpdate.name and type(made.scheduler) is LambdaLR
+    return former != _get_tick_unit(made) == StepsPerUpdate.name and type(made.scheduler) is LambdaLR
 
 
 def _num_updates(preparation: Preparation, made: SchedulerEntry, saved: SavedRun) -> int:
@@ -117,7 +117,7 @@ def _num_updates(preparation: Preparation, made: SchedulerEntry, saved: SavedRun
     return max(count for each, count in counts if any(each is one for one in made.optimizers))
 
 
-def _unit(made: SchedulerEntry) -> str:
+def _get_tick_unit(made: SchedulerEntry) -> str:
     return made.rule.name if made.follows_optimizer else _CALLS
 
 
@@ -191,10 +191,14 @@ def describe_layout_change(about: Mapping[str, Any], strategy: object) -> list[s
     tables = [each.read_table() for each in TypedReader(about, "about").find_given("layout")]
     before = {axis: size.read_integer(1) for table in tables for axis, size in table.items()}
     now = get_layout_sizes(strategy)
-    return [] if before == now else [f"layout {_words(before)} -> {_words(now)}; every rank has read its part"]
+    return (
+        []
+        if before == now
+        else [f"layout {_describe_sizes(before)} -> {_describe_sizes(now)}; every rank has read its part"]
+    )
 
 
-def _words(sizes: Mapping[str, int]) -> str:
+def _describe_sizes(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{escape_text(axis)} {size}" for axis, size in sizes.items()) or "whole models"
 
 
@@ -265,7 +269,9 @@ class RunComparison:
             )
         plan = self._plan_batch(saved)
         lines = describe_layout_change(restored.about, self.strategy)
-        restored.differences = lines + self._compare(saved, plan) + found.regrouped + reported + describe_casts(matches)
+        restored.differences = (
+            lines + self._list_differences(saved, plan) + found.regrouped + reported + describe_casts(matches)
+        )
         if is_strict and restored.differences:
             raise CheckpointError(
                 f"{restored.folder} differs from this run; nothing was changed:\n  " + "\n  ".join(restored.differences)
@@ -307,7 +313,7 @@ class RunComparison:
             log.warning_once(line)
         return problems, reported
 
-    def _compare(self, saved: SavedRun, plan: BatchPlan) -> list[str]:
+    def _list_differences(self, saved: SavedRun, plan: BatchPlan) -> list[str]:
         """Return one line per difference in world size, global batch, precision, versions and number of loaders.
 
         Args:

@@ -62,8 +62,8 @@ class FrozenParameters:
             for key, is_frozen in self._loaded.items()
             if (key.partition("/")[2] in was[int(key.partition("/")[0])]) != is_frozen
         }
-        if self._differing and self._check not in self._step_hooks.before_update:
-            self._step_hooks.before_update.append(self._check)
+        if self._differing and self._warn_of_changes not in self._step_hooks.before_update:
+            self._step_hooks.before_update.append(self._warn_of_changes)
 
     def _map_frozen(self) -> dict[str, bool]:
         return {
@@ -72,7 +72,7 @@ class FrozenParameters:
             for name, parameter in _list_parameters(model)
         }
 
-    def _check(self) -> None:
+    def _warn_of_changes(self) -> None:
         """Warn about parameters that are frozen only in this run or only in the saved run.
 
         Parameters that the script has frozen or unfrozen since the load are left out.

@@ -317,7 +317,7 @@ class TrainingPasses:
             self._windows[seed] = accumulation.num_windows
             if len(accumulation.active) == 1:
                 self._over = {
-                    each.seed: self._count(each, loader) for each in self._loaders if each.seed in self._trained
+                    each.seed: self._count_passes(each, loader) for each in self._loaders if each.seed in self._trained
                 }
         else:
             self._note_trained(loader)
@@ -326,23 +326,23 @@ class TrainingPasses:
         if self._accumulation.num_windows > self._windows.get(loader.seed, self._accumulation.num_windows):
             self._trained.add(loader.seed)
 
-    def _count(self, loader: PreparedLoader, begun: PreparedLoader) -> int:
+    def _count_passes(self, loader: PreparedLoader, begun: PreparedLoader) -> int:
         made = loader.num_passes - self._made_before.get(loader.seed, 0) - (loader.seed == begun.seed)
         return made + self._resumed.get(loader.seed, 0)
 
     def begin_epoch(self) -> None:
         """Record that an epoch of the training loop begins, or that it is entered again after a load."""
         if not self._is_entered_again:
-            self._forget()
+            self._reset_epoch()
         self._is_entered_again = False
         self._made_before = {each.seed: each.num_passes for each in self._loaders}
 
     def end_epoch(self) -> None:
         """Record that an epoch of the training loop is over."""
         self._is_entered_again = False
-        self._forget()
+        self._reset_epoch()
 
-    def _forget(self) -> None:
+    def _reset_epoch(self) -> None:
         self._over, self._resumed = {}, {}
         self._trained.clear()
 
@@ -388,7 +388,7 @@ class TrainingPasses:
         Args:
             counts: For each loader, the number of its finished passes, or None if it was not used for training.
         """
-        self._forget()
+        self._reset_epoch()
         self._resumed = {each.seed: count for each, count in zip(self._loaders, counts) if count is not None}
         for loader in self._loaders:
             loader.skip_passes(self._resumed.get(loader.seed, 0))

@@ -62,7 +62,7 @@ class PreemptionGuard:
         state = self._state
         if self._stopping.check(state.run.windows.num_windows, lambda: _describe_place(state, loader)):
             is_evaluation = loader is not None and state.progress.evaluations.is_evaluation(loader)
-            self._answer(state.progress.evaluations.get_start() if is_evaluation else None)
+            self._stop_or_continue(state.progress.evaluations.get_start() if is_evaluation else None)
 
     def start(self) -> None:
         """Listen again for requests to stop, and replace any other listener. The deadline is unchanged.
@@ -77,7 +77,7 @@ class PreemptionGuard:
         """Stop listening for signals and deadlines."""
         self._stopping.stop()
 
-    def _answer(self, before: EvaluationStart | None) -> None:
+    def _stop_or_continue(self, before: EvaluationStart | None) -> None:
         self.is_preempted = True
         reason, update = self._stopping.reason, self._state.run.clock.num_updates
         if not self._settings.exits:

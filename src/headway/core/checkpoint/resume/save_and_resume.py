@@ -197,9 +197,9 @@ class Checkpoints:
     def _hold_at_first(self) -> None:
         """Lock the checkpoints' folder before the first training step, to find a conflict with another run early."""
         if self._held is None:
-            self._hold()
+            self._lock_folder()
 
-    def _hold(self, is_alone: bool = False, output_dir: str | Path | None = None) -> None:
+    def _lock_folder(self, is_alone: bool = False, output_dir: str | Path | None = None) -> None:
         """Lock the folder into which this run saves. Runs that only read checkpoints never lock it.
 
         Automatically named checkpoints lock their parent folder. A folder that the caller names is locked only if its
@@ -263,10 +263,10 @@ class Checkpoints:
         if before is not None and self._state.progress.evaluations.is_within_epoch:
             log.warning(_WITHIN_EPOCH)
         if not attended.elsewhere:
-            return self._commit(output_dir, is_blocking, metric, before, also=also)
+            return self._commit_checkpoint(output_dir, is_blocking, metric, before, also=also)
         if attended.ranks[0] == runtime.rank:
             self._tell_alone(attended)
-            return self._commit(output_dir, is_blocking, metric, before, is_alone=True, also=also)
+            return self._commit_checkpoint(output_dir, is_blocking, metric, before, is_alone=True, also=also)
         # Only the first of the calling ranks writes. This rank may be the first process of another machine.
         folder = self.place.folder_for(output_dir)
         self.place.iteration += self.place.is_automatic
@@ -283,7 +283,7 @@ class Checkpoints:
                 main_process_only=False,
             )
 
-    def _commit(
+    def _commit_checkpoint(
         self,
         output_dir: str | Path | None,
         is_blocking: bool,
@@ -297,7 +297,7 @@ class Checkpoints:
         if metric is not None:  # NaN is never the best, and JSON cannot hold it
             metric = float(metric) if math.isfinite(metric) else None
         state.saver.wait(is_alone)
-        self._hold(is_alone, output_dir)
+        self._lock_folder(is_alone, output_dir)
         if not is_blocking:
             self._check_steps()
         if not is_alone:  # ranks that have saved alone have counted more checkpoints
@@ -460,7 +460,7 @@ class Checkpoints:
                 return folder
         except CheckpointError as error:
             log.warning("%s; another one is saved now", error)
-        return self._commit(None, True, None, before)
+        return self._commit_checkpoint(None, True, None, before)
 
     # ---------------------------------------------------------------- hooks and objects
 
@@ -562,7 +562,7 @@ class Checkpoints:
         self._state.saver.wait()
         if self._memory is not None:
             self._memory.settle()
-        restored = self._load(
+        restored = self._load_checkpoint(
             self.place.to_load(input_dir), is_strict, meant, newest or (None if input_dir else self.place.newest)
         )
         folder = restored.folder
@@ -577,7 +577,7 @@ class Checkpoints:
         log.info(str(restored))
         return restored
 
-    def _load(
+    def _load_checkpoint(
         self, folder: Path, is_strict: bool, changed: Collection[str] | None, newest: Callable[[], Path | None] | None
     ) -> Restored:
         """Load a checkpoint.
@@ -600,7 +600,7 @@ class Checkpoints:
             older = None if newest is None else newest()
             if older in (None, folder):
                 raise
-        return self._load(older, is_strict, changed, newest)
+        return self._load_checkpoint(older, is_strict, changed, newest)
 
     def resume(
         self, checkpoint: str | Path, is_strict: bool, run: str | None, changed: str | Collection[str] | None = ()
@@ -624,7 +624,7 @@ class Checkpoints:
                 `keep_best`.
             StateError: If other ranks continue without calling it.
         """
-        find = {"latest": self._newest, "best": self._find_best}.get(str(checkpoint))
+        find = {"latest": self._find_newest, "best": self._find_best}.get(str(checkpoint))
         folder = to_path(checkpoint).expanduser().absolute() if find is None else find(run)
         if folder is None:
             if find == self._find_best and self._state.run.clock.num_updates:
@@ -660,7 +660,7 @@ class Checkpoints:
         found: Path | None = self._best.find_best(self.place, self._state.reader, run, self._state.run.run_id)
         return found
 
-    def _newest(self, run: str | None) -> Path | None:
+    def _find_newest(self, run: str | None) -> Path | None:
         """Return the folder of the newest checkpoint, which can be in host memory or on the disk, or None.
 
         Args:
@@ -734,7 +734,7 @@ def check_save_arguments(given: Mapping[str, Any]) -> None:
         ConfigError: If no supported backend has an argument of this name.
     """
     for name in given:
-        _take("save_state", name)
+        _check_argument_name("save_state", name)
 
 
 def check_load_arguments(given: Mapping[str, Any]) -> None:
@@ -751,7 +751,7 @@ def check_load_arguments(given: Mapping[str, Any]) -> None:
     """
     for name, value in given.items():
         if name != "map_location":
-            _take("load_state", name)
+            _check_argument_name("load_state", name)
         elif value is not None and not _is_place(value if isinstance(value, str) else str(value)):
             raise ConfigError(
                 f"load_state(map_location={value!r}); allowed: None, 'cpu', 'on_device' or a device. With any of them, "
@@ -780,7 +780,7 @@ def _is_place(place: str) -> bool:
     return place in ("cpu", "on_device") or (is_kind(kind) and (not colon or number.isdigit()))
 
 
-def _take(method: str, name: str) -> None:
+def _check_argument_name(method: str, name: str) -> None:
     own, known, always = _ARGUMENTS[method]
     if name not in known.split():
         allowed = [*own.split(), *known.split()]

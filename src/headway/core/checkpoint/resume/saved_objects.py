@@ -71,14 +71,14 @@ def find_unfit(parts: StatefulObjects, found: CollectedState) -> list[str]:
             for parameter in (each for group in optimizer.param_groups for each in group["params"]):
                 name = names.get(id(parameter), "")
                 shape = tuple(parts.part_of(parameter).shape)
-                problems += _misshapen(name, shape, decode_value(entry["values"].get(name, {}), found.tensors))
+                problems += _find_wrong_shapes(name, shape, decode_value(entry["values"].get(name, {}), found.tensors))
     for index, (obj, value) in enumerate(zip(parts.others.get("scheduler", ()), found.state.get("scheduler", ()))):
         if type(obj).__module__ == torch.optim.lr_scheduler.__name__:
             problems += _find_unlike(obj.state_dict(), decode_value(value, found.tensors), f"schedule {index}'s state")
     return problems
 
 
-def _misshapen(name: str, shape: tuple[int, ...], values: Mapping[Any, Any]) -> list[str]:
+def _find_wrong_shapes(name: str, shape: tuple[int, ...], values: Mapping[Any, Any]) -> list[str]:
     problems = []
     for key, value in values.items():
         if not isinstance(value, torch.Tensor | float | int | None) and not is_spread(value):

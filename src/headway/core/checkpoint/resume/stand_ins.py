@@ -123,7 +123,7 @@ class LocalState:
         rows, self._rows = self._rows, {}
         for index in range(len(self._preparation.optimizers)):
             if any(name.startswith(f"optimizer/{index}/") for name in rows):
-                self._training.parted.update(self._owners(index))
+                self._training.parted.update(self._find_trained_models(index))
         for (index, model), count in zip(parts.list_chosen(), steps):
             if count is None:
                 continue
@@ -138,9 +138,9 @@ class LocalState:
         Args:
             index: Index of the optimizer.
         """
-        return [model for model in self._owners(index) if model in self._training.parted]
+        return [model for model in self._find_trained_models(index) if model in self._training.parted]
 
-    def _owners(self, index: int) -> list[torch.nn.Module]:
+    def _find_trained_models(self, index: int) -> list[torch.nn.Module]:
         groups = self._preparation.optimizers[index].optimizer.param_groups
         held = {id(parameter) for group in groups for parameter in group["params"]}
         return [model for model in self._preparation.models if any(id(each) in held for each in model.parameters())]
@@ -185,7 +185,7 @@ class FrozenWeights:
             if not parameter.requires_grad
         }
         # The name of a tensor that belongs to a quantized weight begins with the weight's name.
-        names = [name for name in collected.tensors if frozen & {name, *_around(name)}]
+        names = [name for name in collected.tensors if frozen & {name, *_list_enclosing(name)}]
         digests = self._compute_digests({name: collected.tensors.pop(name) for name in names}, is_alone)
         gone = {tied: name for tied, name in collected.aliases.items() if name in digests}
         collected.aliases = {tied: name for tied, name in collected.aliases.items() if tied not in gone}
@@ -224,11 +224,11 @@ class FrozenWeights:
             )
         numbers = {id(model): index for index, model in enumerate(parts.models)}
 
-        def rest(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+        def iterate_rest(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             prefix = f"model/{numbers[id(model)]}/"
             return ((name, value) for name, value in parts.export(model) if to_logical_name(prefix + name) not in named)
 
-        return replace(parts, export=rest)
+        return replace(parts, export=iterate_rest)
 
     def _compute_digests(self, tensors: dict[str, Any], is_alone: bool) -> dict[str, list[Any]]:
         """Return a list of [shape, dtype name, hexadecimal digest] for each tensor, by name.
@@ -258,7 +258,7 @@ class FrozenWeights:
         return {name: self._known[name][1] for name in tensors}
 
 
-def _around(name: str) -> tuple[str, str]:
+def _list_enclosing(name: str) -> tuple[str, str]:
     outer = name.rpartition(".")[0]
     return outer, outer.rpartition(".")[0]
 

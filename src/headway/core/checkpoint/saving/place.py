@@ -80,7 +80,7 @@ class CheckpointFolder:
             return place
         others = self._later_ones()
         if others:
-            raise CheckpointError(_used(others[0]))
+            raise CheckpointError(_explain_conflict(others[0]))
         return self.parent() / f"checkpoint_{self.iteration}"
 
     def _later_ones(self) -> list[Path]:
@@ -115,7 +115,7 @@ class CheckpointFolder:
             and (folder / MANIFEST).exists()
             and find_store(folder).identity() == identity
         ):
-            raise CheckpointError(_used(folder))
+            raise CheckpointError(_explain_conflict(folder))
 
     # ---------------------------------------------------------------- find
 
@@ -214,7 +214,7 @@ def _working_folder() -> Path:
         return Path()
 
 
-def _used(earlier: Path) -> str:
+def _explain_conflict(earlier: Path) -> str:
     if name := find_original_name(earlier):
         return f"{earlier} is a copy of {name}, but has the name that the next checkpoint gets. Rename the copy"
     return (

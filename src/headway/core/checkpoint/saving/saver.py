@@ -160,27 +160,29 @@ class Saver:
         _check_spread(collected, share, is_alone)
         job = replace(job, share=share)
         try:
-            self._save(job, fill, seal)
+            self._run_save(job, fill, seal)
         except BaseException:  # such as Ctrl-C while this rank waits for others
             writer.abandon(job)
             raise
 
-    def _save(self, job: writer.SaveJob, fill: Callable[[Path], None] | None, seal: Callable[[], None] | None) -> None:
-        self._together(partial(writer.begin, job), job)
+    def _run_save(
+        self, job: writer.SaveJob, fill: Callable[[Path], None] | None, seal: Callable[[], None] | None
+    ) -> None:
+        self._run_on_all(partial(writer.begin, job), job)
         if fill is not None:
-            self._together(partial(folders.call_save_hook, fill, job.staging), job)
+            self._run_on_all(partial(folders.call_save_hook, fill, job.staging), job)
 
-        def complete() -> CollectedState:
+        def complete_content() -> CollectedState:
             if seal is not None:
                 seal()
             return split_dtensors(job.content)
 
-        job = replace(job, content=self._together(complete, job))
-        self._together(partial(writer.announce, job), job)
+        job = replace(job, content=self._run_on_all(complete_content, job))
+        self._run_on_all(partial(writer.announce, job), job)
         if job.policy.is_blocking:
-            self._together(partial(writer.write, job), job)
+            self._run_on_all(partial(writer.write, job), job)
             if not job.policy.is_alone:
-                self._after(job)
+                self._compare_commits(job)
             return
         steady = job.policy.steady
         given = job.content.tensors, job.own_names
@@ -238,9 +240,9 @@ class Saver:
                 mark.parent.mkdir(parents=True, exist_ok=True)
                 mark.touch()
 
-        self._together(create_mark, job)  # no rank looks for the file before rank 0 has created it
+        self._run_on_all(create_mark, job)  # no rank looks for the file before rank 0 has created it
         try:
-            sees = self._together(mark.exists, job)
+            sees = self._run_on_all(mark.exists, job)
             rows = self._collectives.gather_numbers([float(sees), float(runtime.local_world_size)])
         finally:
             if runtime.rank == 0:
@@ -253,7 +255,7 @@ class Saver:
         part = runtime.local_rank if runtime.local_rank < num_parts else None
         return writer.DiskShare(part, num_parts, runtime.local_rank == 0, is_own_disk=True)
 
-    def _together(self, act: Callable[[], _T], job: writer.SaveJob) -> _T:
+    def _run_on_all(self, act: Callable[[], _T], job: writer.SaveJob) -> _T:
         """Run `act` on every rank, or only on this rank if it saves alone, and return its result.
 
         If it fails on any rank, remove the staging directory and raise `CheckpointError` on all ranks.
@@ -283,7 +285,7 @@ class Saver:
             ) from cause
         return cast(_T, result)
 
-    def _after(self, job: writer.SaveJob) -> None:
+    def _compare_commits(self, job: writer.SaveJob) -> None:
         """Raise `CheckpointError` if machines have committed different manifests. Every rank must call it.
 
         If the manifests are equal and each machine has its own disk, remove old checkpoints from the disks. Do nothing
@@ -291,7 +293,7 @@ class Saver:
         """
         if self._collectives.world_size == self._runtime.local_world_size:
             return
-        own = self._together(lambda: read_manifest(job.final).sha256 if job.share.leads else None, job)
+        own = self._run_on_all(lambda: read_manifest(job.final).sha256 if job.share.leads else None, job)
         hashes = {each for each in self._collectives.gather_objects(own) if each is not None}
         if len(hashes) > 1:
             raise CheckpointError(
@@ -346,8 +348,8 @@ class Saver:
         if self._pending is None or is_alone:
             return
         job, self._pending = self._pending, None
-        self._together(self._background.check, job)
-        self._after(job)
+        self._run_on_all(self._background.check, job)
+        self._compare_commits(job)
 
     @property
     def is_busy(self) -> bool:

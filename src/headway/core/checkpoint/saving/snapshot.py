@@ -185,7 +185,7 @@ class HostBuffers(Mapping[_Key, torch.Tensor]):
     def __getitem__(self, key: _Key) -> torch.Tensor:
         found = self._made.get(key)
         if found is None:
-            found = self._made[key] = self._make(key)
+            found = self._made[key] = self._allocate_buffer(key)
         return found
 
     def __iter__(self) -> Iterator[_Key]:
@@ -194,7 +194,7 @@ class HostBuffers(Mapping[_Key, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._kinds)
 
-    def _make(self, key: _Key) -> torch.Tensor:
+    def _allocate_buffer(self, key: _Key) -> torch.Tensor:
         shape, dtype = self._kinds[key]
         if key in self._places:
             number, start = self._places[key]
@@ -271,21 +271,27 @@ class HostCopies:
             steady: Names of tensors that change only in an optimizer step.
         """
         self.settle()
-        own = {key: tensor.detach() for key, tensor in _written(tensors, names)}
+        own = {key: tensor.detach() for key, tensor in _iterate_written(tensors, names)}
         later = {key: each for key, each in own.items() if key[0] in steady and not each.is_inference()}
         buffers = self._room_for(own)
         now = {key: each for key, each in own.items() if key not in later}
-        arrivals: list[SavePoint] = [*self._queue(now, buffers)]
+        arrivals: list[SavePoint] = [*self._queue_copies(now, buffers)]
         for device in dict.fromkeys(each.device for each in later.values()):
             here = {key: each for key, each in later.items() if each.device == device}
             pairs = [(buffers[key], each) for key, each in here.items()]
-            copy = OverlappedCopy(pairs, SteadyTensors(here)) if device.type == "cpu" else self._aside(device, pairs)
+            copy = (
+                OverlappedCopy(pairs, SteadyTensors(here))
+                if device.type == "cpu"
+                else self._copy_on_side_stream(device, pairs)
+            )
             arrivals.append(copy)
             self._under_way.append(copy)
         taken = {name: _replace_values(name, each, buffers) for name, each in tensors.items()}
         return StateSnapshot(taken, tuple(arrivals), SteadyTensors({}))
 
-    def _aside(self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> QueuedCopy:
+    def _copy_on_side_stream(
+        self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> QueuedCopy:
         stream = self._streams.setdefault(device, CopyStream(device))
         stream.begin_copies(stream.record_position())
         for target, source in pairs:
@@ -306,22 +312,24 @@ class HostCopies:
             steady: Names of tensors that do not change during the save. Those in host memory are not copied, except
                 inference tensors, whose changes cannot be detected. Default: (), none.
         """
-        written = {key: tensor.detach() for key, tensor in _written(tensors, names)}
+        written = {key: tensor.detach() for key, tensor in _iterate_written(tensors, names)}
         kept = {key: each for key, each in written.items() if key[0] in steady and _is_countable(each)}
         own = {key: each for key, each in written.items() if key not in kept}
         buffers = self._room_for(own)
-        arrivals = self._queue(own, buffers)
+        arrivals = self._queue_copies(own, buffers)
         found = {**buffers, **kept}
         taken = {name: _replace_values(name, each, found) for name, each in tensors.items()}
         return StateSnapshot(taken, arrivals, SteadyTensors(kept))
 
-    def _queue(self, own: Mapping[_Key, torch.Tensor], buffers: Mapping[_Key, torch.Tensor]) -> tuple[StreamPoint, ...]:
+    def _queue_copies(
+        self, own: Mapping[_Key, torch.Tensor], buffers: Mapping[_Key, torch.Tensor]
+    ) -> tuple[StreamPoint, ...]:
         for key, tensor in own.items():
             view_as_bits(buffers[key]).copy_(view_as_bits(tensor), non_blocking=True)
         devices = dict.fromkeys(tensor.device for tensor in own.values() if tensor.device.type != "cpu")
-        return tuple(point for device in devices if (point := self._arrival(device)) is not None)
+        return tuple(point for device in devices if (point := self._record_arrival(device)) is not None)
 
-    def _arrival(self, device: torch.device) -> StreamPoint | None:
+    def _record_arrival(self, device: torch.device) -> StreamPoint | None:
         try:
             return self._mark(device)
         except NotImplementedError:  # this backend has no events: wait here
@@ -344,7 +352,7 @@ def _is_countable(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and not tensor.is_inference()
 
 
-def _written(
+def _iterate_written(
     tensors: Mapping[str, torch.Tensor | ShardPiece], names: Container[str]
 ) -> Iterator[tuple[_Key, torch.Tensor]]:
     for name, each in tensors.items():
@@ -405,7 +413,7 @@ def own_part(tensors: Mapping[str, Any], part: int) -> tuple[dict[str, list[tupl
     """
     files: dict[str, list[tuple[str, torch.Tensor]]] = {}
     listed: dict[str, list[list[Any]]] = {}
-    for name, piece in _pieces(tensors).items():
+    for name, piece in _select_pieces(tensors).items():
         file = make_file_name(pattern_of(name), part)
         own = [box for box in piece.boxes if box.is_written and box.values.numel()]
         if piece.split is not None:
@@ -414,22 +422,22 @@ def own_part(tensors: Mapping[str, Any], part: int) -> tuple[dict[str, list[tupl
                 raise CheckpointError(f"{name} is laid out on this rank differently from its placements")
             values = [(keys[box.offsets], box.values) for box in own]
         else:
-            values = [(_key(name, number, tensors), box.values) for number, box in enumerate(own)]
+            values = [(_make_box_key(name, number, tensors), box.values) for number, box in enumerate(own)]
             listed[name] = [[box.offsets, tuple(box.values.shape), file, key] for box, (key, _) in zip(own, values)]
         if values:
             files.setdefault(file, []).extend(values)
-    return files, {"grids": _digest(tensors), "boxes": listed}
+    return files, {"grids": _compute_split_digest(tensors), "boxes": listed}
 
 
-def _pieces(tensors: Mapping[str, Any]) -> dict[str, ShardPiece]:
+def _select_pieces(tensors: Mapping[str, Any]) -> dict[str, ShardPiece]:
     return {name: each for name, each in tensors.items() if isinstance(each, ShardPiece)}
 
 
 def _own_chunks(name: str, split: TensorSplit, tensors: Mapping[str, Any], file: str, part: int) -> list[TensorChunk]:
     if _is_regular(split):
         number = split.numbers.get(part)
-        return [] if number is None else [_grid(name, split)[number]]
-    return [chunk for chunk in _chunks(name, split, tensors) if chunk.file == file]
+        return [] if number is None else [_make_grid(name, split)[number]]
+    return [chunk for chunk in _make_chunks(name, split, tensors) if chunk.file == file]
 
 
 def _is_regular(split: TensorSplit) -> bool:
@@ -441,11 +449,11 @@ def _is_regular(split: TensorSplit) -> bool:
     return len(split.numbers) == len(split.writers)
 
 
-def _grid(name: str, split: TensorSplit) -> ChunkGrid:
+def _make_grid(name: str, split: TensorSplit) -> ChunkGrid:
     return ChunkGrid(name, split.rows, pattern_of(name), split.steps)
 
 
-def _chunks(name: str, split: TensorSplit, tensors: Mapping[str, Any]) -> Iterator[TensorChunk]:
+def _make_chunks(name: str, split: TensorSplit, tensors: Mapping[str, Any]) -> Iterator[TensorChunk]:
     """Yield one chunk for each box (rectangular block) of a tensor of which some rank writes several boxes.
 
     A chunk describes the box, its file, and its key in the file.
@@ -456,10 +464,12 @@ def _chunks(name: str, split: TensorSplit, tensors: Mapping[str, Any]) -> Iterat
         tensors: The state to save, by name. Keys of boxes must differ from these names.
     """
     for number, (writer, offsets, shape) in enumerate(split.boxes()):
-        yield TensorChunk(offsets, shape, make_file_name(pattern_of(name), writer), _key(name, number, tensors))
+        yield TensorChunk(
+            offsets, shape, make_file_name(pattern_of(name), writer), _make_box_key(name, number, tensors)
+        )
 
 
-def _key(name: str, number: int, tensors: Mapping[str, Any]) -> str:
+def _make_box_key(name: str, number: int, tensors: Mapping[str, Any]) -> str:
     """Return the key under which a file stores a box (rectangular block) of a tensor.
 
     The key differs from the names of all tensors.
@@ -470,15 +480,15 @@ def _key(name: str, number: int, tensors: Mapping[str, Any]) -> str:
     return key
 
 
-def _entry(name: str, piece: ShardPiece, split: TensorSplit, tensors: Mapping[str, Any]) -> TensorEntry:
-    chunks = _grid(name, split) if _is_regular(split) else tuple(_chunks(name, split, tensors))
+def _make_entry(name: str, piece: ShardPiece, split: TensorSplit, tensors: Mapping[str, Any]) -> TensorEntry:
+    chunks = _make_grid(name, split) if _is_regular(split) else tuple(_make_chunks(name, split, tensors))
     return TensorEntry(piece.shape, get_dtype_name(piece.dtype), chunks)
 
 
-def _digest(tensors: Mapping[str, Any]) -> str:
+def _compute_split_digest(tensors: Mapping[str, Any]) -> str:
     found = {
-        name: _entry(name, each, each.split, tensors).encode()
-        for name, each in _pieces(tensors).items()
+        name: _make_entry(name, each, each.split, tensors).encode()
+        for name, each in _select_pieces(tensors).items()
         if each.split is not None
     }
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
@@ -506,8 +516,8 @@ def entries(tensors: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> di
             chunks = [TensorChunk(tuple(offsets), tuple(shape), file, key) for offsets, shape, file, key in boxes]
             listed.setdefault(name, []).extend(chunks)
     return {
-        name: _entry(name, piece, piece.split, tensors)
+        name: _make_entry(name, piece, piece.split, tensors)
         if piece.split is not None
         else TensorEntry(piece.shape, get_dtype_name(piece.dtype), tuple(listed.get(name, ())))
-        for name, piece in _pieces(tensors).items()
+        for name, piece in _select_pieces(tensors).items()
     }

@@ -244,13 +244,13 @@ class SaveWait:
         """
         is_main = threading.current_thread() is threading.main_thread()
         added = {*what, "joined"} if is_main else {*what}
-        self._update(added, set())
+        self._update_wait(added, set())
         try:
             yield
         finally:
-            self._update(set(), added)
+            self._update_wait(set(), added)
 
-    def _update(self, added: set[str], gone: set[str]) -> None:
+    def _update_wait(self, added: set[str], gone: set[str]) -> None:
         with self._lock:
             self._now = (self._now | added) - gone
             is_waiting, own = self._now == {"collecting", "joined"}, pulse.get_own_pulse()
@@ -284,9 +284,9 @@ def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
     if not job.share.leads:
         return None
     with (wait or SaveWait()).of("collecting"):
-        files, told = _collect(job)
+        files, told = _wait_for_parts(job)
     files |= _added_files(job.staging, files)
-    manifest = _assemble(job, plan, files, entries(job.content.tensors, told))
+    manifest = _assemble_manifest(job, plan, files, entries(job.content.tensors, told))
     # Decode it as a load will, before it replaces a checkpoint. States in memory replace nothing, and are checked at
     # the load.
     if job.policy.is_told and not manifest.does_round_trip():
@@ -326,7 +326,7 @@ def _write_part(job: SaveJob, files: Mapping[str, Sequence[str]]) -> None:
         raise
 
 
-def _collect(job: SaveJob) -> tuple[dict[str, WrittenFile], list[dict[str, Any]]]:
+def _wait_for_parts(job: SaveJob) -> tuple[dict[str, WrittenFile], list[dict[str, Any]]]:
     """Wait until all ranks of this disk have written their parts.
 
     Returns:
@@ -378,7 +378,7 @@ def _added_files(staging: Path, known: Mapping[str, WrittenFile]) -> dict[str, W
 
 
 @pause_garbage_collection()
-def _assemble(
+def _assemble_manifest(
     job: SaveJob,
     plan: Sequence[Mapping[str, Sequence[str]]],
     files: Mapping[str, WrittenFile],

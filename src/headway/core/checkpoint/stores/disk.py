@@ -134,7 +134,7 @@ class DiskStore:
         fence()
         is_exchange = (final / MANIFEST).exists()
         if is_exchange:
-            _exchange(staging, final)
+            _exchange_folders(staging, final)
         else:
             os.rename(staging, final)  # `final` does not exist, or is an empty folder
         try:
@@ -142,7 +142,7 @@ class DiskStore:
         except OSError:
             with contextlib.suppress(OSError):  # report the first error, not this one
                 if is_exchange:
-                    _exchange(staging, final)
+                    _exchange_folders(staging, final)
                 else:
                     os.rename(final, staging)
             raise
@@ -291,7 +291,7 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _exchange(new: Path, final: Path) -> None:
+def _exchange_folders(new: Path, final: Path) -> None:
     """Swap the names of two folders.
 
     On Linux this is one atomic step. If the system cannot do that, the old folder is renamed to another name first.

@@ -43,11 +43,11 @@ class FolderLock(lock.PlaceLock):
         """
         found = _read_content(self._path)
         if found is None:  # deleted by a user or a cleanup script
-            self._take()
+            self._create_lock()
         elif not self._is_own(found[0]):
             raise CheckpointError(self._describe_holder(found[0], lock.TAKEN))
 
-    def _remove(self) -> None:
+    def _remove_lock(self) -> None:
         found = _read_content(self._path)
         if found is not None and found[0] == self._text:
             self._path.unlink(missing_ok=True)
@@ -55,11 +55,11 @@ class FolderLock(lock.PlaceLock):
                 with contextlib.suppress(OSError):  # not empty: something was saved there
                     self._folder.parent.rmdir()
 
-    def _take(self) -> None:
+    def _create_lock(self) -> None:
         self._is_new = not self._folder.parent.exists()
         self._folder.parent.mkdir(parents=True, exist_ok=True)
         self._text = (json.dumps(asdict(lock.LockOwner.describe_this_process(self._run, self.start))) + "\n").encode()
-        while (handle := self._make()) is None:
+        while (handle := self._create_complete_file()) is None:
             found = _read_content(self._path)
             # Written by another machine of this run, on a shared folder.
             if found is not None and self._is_own(found[0]):
@@ -68,9 +68,9 @@ class FolderLock(lock.PlaceLock):
         self._remove_leftovers(os.fstat(handle).st_mtime)
         self._over.set()  # ends an earlier thread, whose lock file is gone
         self._over = threading.Event()
-        threading.Thread(target=_touch, args=(handle, self._over), name="headway-lock", daemon=True).start()
+        threading.Thread(target=_touch_until_over, args=(handle, self._over), name="headway-lock", daemon=True).start()
 
-    def _make(self) -> int | None:
+    def _create_complete_file(self) -> int | None:
         """Create the lock file with its full content. If this fails, no file is left.
 
         The content is written to a temporary file, to which the lock file is then a hard link.
@@ -81,10 +81,10 @@ class FolderLock(lock.PlaceLock):
             OSError: If the disk is full or not writable.
         """
         staged = _make_temporary_path(self._path)
-        handle = _create(staged)
+        handle = _open_new_file(staged)
         is_kept = False
         try:
-            _fill(handle, self._text)
+            _write_and_flush(handle, self._text)
             try:
                 os.link(staged, self._path)
                 is_kept = True
@@ -112,11 +112,11 @@ class FolderLock(lock.PlaceLock):
             OSError: If the disk is full or not writable. No file is left.
         """
         try:
-            handle = _create(self._path)
+            handle = _open_new_file(self._path)
         except FileExistsError:
             return None
         try:
-            _fill(handle, self._text)
+            _write_and_flush(handle, self._text)
         except BaseException:
             os.close(handle)
             self._path.unlink(missing_ok=True)
@@ -151,15 +151,15 @@ class FolderLock(lock.PlaceLock):
             if lives or found[1] != first[1]:
                 raise CheckpointError(self._describe_holder(found[0], lock.IN_USE))
             if lives is False or _read_disk_clock(self._path) - found[1] > (lock.SILENCE if found[0] else _EMPTY):
-                self._displace(found[0])
+                self._displace_dead(found[0])
                 return
             if not has_told and found[0]:
                 has_told = True
-                self._warn(found[0])
+                self._warn_of_wait(found[0])
             time.sleep(1)
             found = _read_content(self._path)
 
-    def _displace(self, judged: bytes) -> None:
+    def _displace_dead(self, judged: bytes) -> None:
         """Remove the lock file of a holder that counts as dead, unless another run has replaced it since.
 
         Args:
@@ -179,11 +179,11 @@ def _make_temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}-{secrets.token_hex(8)}")
 
 
-def _create(path: Path) -> int:
+def _open_new_file(path: Path) -> int:
     return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
 
 
-def _fill(handle: int, text: bytes) -> None:
+def _write_and_flush(handle: int, text: bytes) -> None:
     """Write all of `text` to a file descriptor and flush it to the disk.
 
     Some file systems report only at the flush that the disk is full.
@@ -194,7 +194,7 @@ def _fill(handle: int, text: bytes) -> None:
     os.fsync(handle)
 
 
-def _touch(handle: int, over: threading.Event) -> None:
+def _touch_until_over(handle: int, over: threading.Event) -> None:
     """Touch the lock file every `lock.BEAT` seconds until `over` is set, then close its file descriptor."""
     try:
         while not over.wait(lock.BEAT):

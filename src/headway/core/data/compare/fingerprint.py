@@ -72,7 +72,7 @@ def take_fingerprint(samples: Sequence[Any]) -> Fingerprint:
 
     It describes at most 64 leaves of each sample. A leaf is a single value in the sample, such as a tensor or a text.
     """
-    described = [dict(islice(_describe(sample, "", 0), _MAX_LEAVES)) for sample in samples]
+    described = [dict(islice(_describe_leaves(sample, "", 0), _MAX_LEAVES)) for sample in samples]
     found: Fingerprint = {}
     for path in dict.fromkeys(path for each in described for path in each):
         leaves = [each.get(path) for each in described]
@@ -126,10 +126,10 @@ def describe_difference(fingerprints: Sequence[Fingerprint], path: str) -> str:
     rank, other = next(
         (r, each.get(path)) for r, each in enumerate(fingerprints) if not _have_like_values(first, each.get(path))
     )
-    return f"{path or 'the sample'} is {_shorten(first)} on rank 0 and {_shorten(other)} on rank {rank}"
+    return f"{path or 'the sample'} is {_describe_column(first)} on rank 0 and {_describe_column(other)} on rank {rank}"
 
 
-def _shorten(column: Column | None) -> str:
+def _describe_column(column: Column | None) -> str:
     if column is None:
         return "missing"
     shown = column.values[:4]
@@ -165,7 +165,7 @@ def _are_numbers(value: Any) -> bool:
 # -------------------------------------------------------------------- leaves
 
 
-def _describe(node: Any, path: str, depth: int) -> Iterator[_Leaf]:
+def _describe_leaves(node: Any, path: str, depth: int) -> Iterator[_Leaf]:
     """Yield pairs of (path, description) for the leaves of a sample, down to 6 levels of nesting.
 
     A description is a pair of (whether to compare the value exactly, value).
@@ -193,7 +193,7 @@ def _describe(node: Any, path: str, depth: int) -> Iterator[_Leaf]:
         yield path, (False, _read_pixels(node))
     else:
         for name, value in islice(_list_members(node), _MAX_LEAVES):
-            yield from _describe(value, f"{path}{name}", depth + 1)
+            yield from _describe_leaves(value, f"{path}{name}", depth + 1)
 
 
 def _list_members(node: Any) -> Iterator[tuple[str, Any]]:
@@ -222,7 +222,7 @@ def _describe_sequence(node: Sequence[Any], path: str, depth: int) -> Iterator[_
         yield path, (True, (len(node), *(node[place] for place in _pick_even_indices(len(node)))))
         return
     for index, value in enumerate(node[:_MAX_LEAVES]):
-        yield from _describe(value, f"{path}[{index}]", depth + 1)
+        yield from _describe_leaves(value, f"{path}[{index}]", depth + 1)
     if len(node) > _MAX_LEAVES:
         yield f"len({path})", (True, len(node))
 

@@ -100,13 +100,13 @@ class DispatchFeed:
         """
         if self._collectives.rank != 0:
             self._feed.follow_pass(epoch)
-            return self._broadcast(None), self._receive_batches()
+            return self._broadcast_value(None), self._receive_batches()
         try:
             consumed, deliveries = self._feed.start_pass(epoch, consumed, num_skipped)
         except Exception as error:
             self._broadcast_failure(error)
             raise
-        return self._broadcast(consumed), self._send_batches(deliveries)
+        return self._broadcast_value(consumed), self._send_batches(deliveries)
 
     def _send_batches(self, deliveries: Iterator[Delivery]) -> Iterator[Delivery]:
         while True:
@@ -118,16 +118,16 @@ class DispatchFeed:
             except Exception as error:
                 self._broadcast_failure(error)
                 raise
-            self._broadcast(sent)
+            self._broadcast_value(sent)
             if not parts:
                 return
             yield parts[self._shard.index]
 
     def _receive_batches(self) -> Iterator[Delivery]:
-        while parts := self._broadcast(None):
+        while parts := self._broadcast_value(None):
             yield parts[self._shard.index]
 
-    def _broadcast(self, value: object) -> Any:
+    def _broadcast_value(self, value: object) -> Any:
         """Return the main process's `value` on every rank. The `value` of other ranks is ignored.
 
         Raises:

@@ -462,7 +462,7 @@ def make_row_exchange(collectives: Collectives) -> Recount:
     cannot be counted.
     """
 
-    def recount(batch: object, share: RankBatch) -> RankBatch:
+    def recount_rows(batch: object, share: RankBatch) -> RankBatch:
         rows = find_batch_size(batch)
         told = [int(numbers[0]) for numbers in collectives.gather_numbers([-1 if rows is None else rows])]
         if min(told) < 0:
@@ -471,4 +471,4 @@ def make_row_exchange(collectives: Collectives) -> Recount:
         counts = tuple(rows if is_real else 0 for rows, is_real in zip(told, share.valid_counts or ()))
         return share._replace(num_rows=rows, valid_counts=counts)
 
-    return recount
+    return recount_rows

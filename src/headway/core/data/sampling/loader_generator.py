@@ -60,9 +60,9 @@ class LoaderGenerator:
 
     def draw(self) -> int:
         """Draw and return a seed in [0, 2**63), as torch's loader and sampler do."""
-        drawn = _draw(self._generator)
+        drawn = _draw_seed(self._generator)
         if not self.is_global:
-            _draw(torch.default_generator)
+            _draw_seed(torch.default_generator)
             self._was_fresh = False
         return drawn
 
@@ -139,7 +139,7 @@ class BaseSeed:
             if self._generator is None:
                 self._stream.draw()
             else:
-                _draw(self._generator)
+                _draw_seed(self._generator)
         self._has_begun = True
         self._is_open = True
 
@@ -194,5 +194,5 @@ def _is_fresh() -> bool:
     return torch.equal(torch.Generator().manual_seed(torch.initial_seed()).get_state(), seed.read_torch())
 
 
-def _draw(generator: torch.Generator) -> int:
+def _draw_seed(generator: torch.Generator) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())

@@ -378,7 +378,7 @@ class SamplerOrder:
             with rng_states:
                 chunk = list(islice(iterator, wanted))
             if is_first:
-                is_first, self._mark = False, self._describe([*before, *chunk], begun)
+                is_first, self._mark = False, self._describe_state([*before, *chunk], begun)
             yield from chunk
             if len(chunk) < wanted:
                 return
@@ -404,7 +404,7 @@ class SamplerOrder:
         """Return the current states of the sampler's own generators, with which the next epoch continues."""
         return self._own.state(False)
 
-    def _describe(self, items: Sequence[Any], begun: Any) -> State:
+    def _describe_state(self, items: Sequence[Any], begun: Any) -> State:
         """Return the sampler's states and a digest of a pass's first items.
 
         A resumed pass must start with items that have the same digest. The result is empty if the items are neither

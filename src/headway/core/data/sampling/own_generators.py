@@ -51,7 +51,7 @@ class OwnGenerators:
 
     def rewind(self) -> None:
         """Reset the generators to their states at the start of the current epoch. The order can then be drawn again."""
-        self._write(self._begun)
+        self._write_states(self._begun)
 
     def start_epoch(self) -> None:
         """Start an epoch with the loaded states if there are any, or else with the generators' current states.
@@ -59,10 +59,10 @@ class OwnGenerators:
         If an `agree` function was given, all ranks use rank 0's states. The states are stored, so that `rewind` can
         return to them.
         """
-        texts = self._read() if self._loaded is None else self._loaded
+        texts = self._read_states() if self._loaded is None else self._loaded
         self._begun = texts if self._agree is None else self._agree(texts)
         self._loaded = None
-        self._write(self._begun)
+        self._write_states(self._begun)
 
     def state(self, is_running: bool) -> State:
         """Return the generators' states at the start of the current epoch.
@@ -77,7 +77,7 @@ class OwnGenerators:
             return {}
         if is_running or self._loaded is not None:
             return {"generators": self._begun if self._loaded is None else self._loaded}
-        return {"generators": self._read(), "is_idle": True}
+        return {"generators": self._read_states(), "is_idle": True}
 
     def load_state(self, state: State) -> None:
         """Load the states that `state` returned. The next epoch starts with them.
@@ -88,14 +88,14 @@ class OwnGenerators:
         if texts is None:
             self._loaded = None
         elif state.get("is_idle"):
-            self._write(texts)
+            self._write_states(texts)
         else:
             self._loaded = list(texts)
 
-    def _read(self) -> list[str]:
+    def _read_states(self) -> list[str]:
         return [_read_own(generator) for generator in self.generators]
 
-    def _write(self, texts: list[str]) -> None:
+    def _write_states(self, texts: list[str]) -> None:
         for generator, text in zip(self.generators, texts):
             _write_own(generator, text)
 

@@ -49,7 +49,7 @@ class GlobalGenerators:
     @classmethod
     def from_text(cls, text: str) -> "GlobalGenerators":
         """Return a context manager that starts with the states in a text that `read_text` returned."""
-        return cls(_unpack(text))
+        return cls(_unpack_states(text))
 
     @classmethod
     def from_current(cls) -> "GlobalGenerators":
@@ -67,7 +67,7 @@ class GlobalGenerators:
 
 def read_text() -> str:
     """Return this process's global RNG states as text that fits into JSON (about 14 kB). Takes 75 us."""
-    return _pack(_read_global())
+    return _pack_states(_read_global())
 
 
 def pack_seeded(state: torch.Tensor) -> str:
@@ -76,12 +76,12 @@ def pack_seeded(state: torch.Tensor) -> str:
     Args:
         state: State of a torch generator.
     """
-    return _pack(_complete_states(state))
+    return _pack_states(_complete_states(state))
 
 
 def write_text(text: str) -> None:
     """Set this process's global RNG states from a text that `read_text` returned."""
-    _write_global(_unpack(text))
+    _write_global(_unpack_states(text))
 
 
 def is_rng_states_text(text: str) -> bool:
@@ -90,7 +90,7 @@ def is_rng_states_text(text: str) -> bool:
     To check the states of torch and Python, they are loaded into new generators.
     """
     try:
-        state, python, (_, keys, position, has_gauss, _) = _unpack(text)
+        state, python, (_, keys, position, has_gauss, _) = _unpack_states(text)
         torch.Generator().set_state(state)
         random.Random().setstate(python)
     except (ValueError, TypeError, OverflowError, RuntimeError, struct.error):
@@ -108,7 +108,7 @@ def write_state_text(state: object, place: int) -> str:
     """
     states: list[Any] = list(GlobalGenerators.from_seed(0).states)
     states[place] = state
-    return _pack((states[0], states[1], states[2])).split(" ")[place]
+    return _pack_states((states[0], states[1], states[2])).split(" ")[place]
 
 
 def read_state_text(text: str, place: int) -> Any:
@@ -118,7 +118,7 @@ def read_state_text(text: str, place: int) -> Any:
         text: Text of the state.
         place: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
     """
-    return _unpack(complete_state_text(text, place))[place]
+    return _unpack_states(complete_state_text(text, place))[place]
 
 
 def complete_state_text(text: str, place: int) -> str:
@@ -130,7 +130,7 @@ def complete_state_text(text: str, place: int) -> str:
         text: Text that `write_state_text` returned.
         place: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
     """
-    parts = _pack(GlobalGenerators.from_seed(0).states).split(" ")
+    parts = _pack_states(GlobalGenerators.from_seed(0).states).split(" ")
     parts[place] = text
     return " ".join(parts)
 
@@ -145,7 +145,7 @@ def _complete_states(state: torch.Tensor) -> "_States":
     return state, random.Random(seed).getstate(), numpy.random.RandomState(seed).get_state()
 
 
-def _pack(states: "_States") -> str:
+def _pack_states(states: "_States") -> str:
     # Python's and NumPy's global generators are Mersenne twisters of 624 words.
     state, (_, words, gauss), (_, keys, position, has_gauss, cached) = states
     parts = [
@@ -156,7 +156,7 @@ def _pack(states: "_States") -> str:
     return " ".join(base64.b64encode(part).decode("ascii") for part in parts)
 
 
-def _unpack(text: str) -> "_States":
+def _unpack_states(text: str) -> "_States":
     first, second, third = (base64.b64decode(part) for part in text.split(" "))
     has_python_gauss, gauss = _PYTHON.unpack_from(second)
     words = tuple(numpy.frombuffer(second, "<u4", offset=_PYTHON.size).tolist())

@@ -123,7 +123,7 @@ class SampleSplit:
             end = len(order)
             if self.drop_last:
                 end -= (end - consumed) % size
-            rounds = _slices(order, consumed, end, size)
+            rounds = _iterate_slices(order, consumed, end, size)
         return EpochStart(consumed, opening, rounds)
 
     def get_share(self, samples: Sequence[T], rank: int, opening: list[T]) -> tuple[list[T], tuple[int, ...]]:
@@ -236,7 +236,7 @@ class BatchSplit:
             rank: Rank whose samples are returned.
             opening: First batches of the epoch, used as padding for an incomplete step.
         """
-        pieces = self._pieces(batches)
+        pieces = self._split_by_rank(batches)
         counts = tuple(map(len, pieces))
         own = pieces[rank]
         if not self.is_even:
@@ -254,9 +254,9 @@ class BatchSplit:
             batches: Batches of the step, as the batch sampler yields them.
             rank: Rank whose first sample is located.
         """
-        return sum(map(len, self._pieces(batches)[:rank]))
+        return sum(map(len, self._split_by_rank(batches)[:rank]))
 
-    def _pieces(self, batches: list[list[Any]]) -> list[list[Any]]:
+    def _split_by_rank(self, batches: list[list[Any]]) -> list[list[Any]]:
         if not self.is_split:
             return batches + [[]] * (self.count - len(batches))
         (batch,) = batches
@@ -285,7 +285,7 @@ def convert_to_list(samples: Sequence[T]) -> list[T]:
     return to_list() if to_list is not None else list(samples)
 
 
-def _slices(order: Sequence[T], begin: int, end: int, size: int) -> Iterator[Sequence[T]]:
+def _iterate_slices(order: Sequence[T], begin: int, end: int, size: int) -> Iterator[Sequence[T]]:
     """Return an iterator over consecutive slices of `order[begin:end]` with `size` items each.
 
     The last slice can be shorter.
@@ -369,13 +369,13 @@ class WindowSplit:
             consumed: Number of non-padding samples after which to start. Default: 0.
             num_skipped: Number of batches per rank after which to start. Default: 0.
         """
-        windows = self._windows(order, consumed if not num_skipped else 0)
-        rounds = (part for window in windows for part in self._rounds(window))
+        windows = self._iterate_windows(order, consumed if not num_skipped else 0)
+        rounds = (part for window in windows for part in self._iterate_rounds(window))
         if num_skipped:
             consumed = sum(map(len, islice(rounds, num_skipped)))
         return EpochStart(consumed, [], rounds)
 
-    def _windows(self, order: Sequence[object] | Iterator[object], consumed: int) -> Iterator[Sequence[Any]]:
+    def _iterate_windows(self, order: Sequence[object] | Iterator[object], consumed: int) -> Iterator[Sequence[Any]]:
         windows: Iterator[Sequence[Any]]
         if isinstance(order, Iterator):
             rest = islice(order, consumed, None)
@@ -389,7 +389,7 @@ class WindowSplit:
             if length:
                 yield window[:length]
 
-    def _rounds(self, window: Sequence[object]) -> Iterator[Sequence[Any]]:
+    def _iterate_rounds(self, window: Sequence[object]) -> Iterator[Sequence[Any]]:
         number = self._num_in(len(window))
         return (window[_slice_part(len(window), k, number)] for k in range(number))
 

@@ -171,7 +171,7 @@ class Collectives:
         """
         if self.world_size == 1:
             return [list(values)]
-        return self._agree(operation, "", values)
+        return self._exchange_numbers(operation, "", values)
 
     def start_sum(self, values: Sequence[float]) -> PendingHandshake | list[float]:
         """Start summing `values` over the ranks, element by element, without waiting for the sums.
@@ -186,13 +186,13 @@ class Collectives:
         """
         if self.world_size == 1:
             return list(values)
-        return self._start("numbers", "", values)
+        return self._start_handshake("numbers", "", values)
 
     def finish_sum(self, pending: PendingHandshake | list[float]) -> list[float]:
         """Wait for a sum that `start_sum` started, and return the sum of each element over the ranks."""
         if isinstance(pending, list):
             return pending
-        return [sum(column) for column in zip(*self._finish(pending))]
+        return [sum(column) for column in zip(*self._finish_handshake(pending))]
 
     def reduce_numbers(self, values: Sequence[float], op: str = "sum") -> list[float]:
         """Return the sum, minimum or maximum of `values` over the ranks, element by element.
@@ -206,7 +206,7 @@ class Collectives:
     def barrier(self) -> None:
         """Wait until every rank has called barrier()."""
         if self.world_size > 1:
-            self._agree("barrier", "", ())
+            self._exchange_numbers("barrier", "", ())
 
     # ---------------------------------------------------------------- tensors
 
@@ -228,7 +228,7 @@ class Collectives:
             joined = iter(rows)
             return map_tensors(lambda _: next(joined), tree)
         signature = describe_structure(tree) + "".join(f"|{t.dtype}{tuple(t.shape[1:])}" for t in rows)
-        sizes = self._agree("gather", signature, [t.shape[0] for t in rows])
+        sizes = self._exchange_numbers("gather", signature, [t.shape[0] for t in rows])
         # Check only after the handshake. If ranks pass different structures, the handshake has raised on all of them.
         # So no rank waits for one that raised an error here.
         require_tensors(tree, "gather")
@@ -267,7 +267,7 @@ class Collectives:
         found = list(list_tensors(tree))
         if self.world_size > 1:
             signature = f"{reduction}{describe_structure(tree)}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in found)
-            self._agree("reduce", signature, ())
+            self._exchange_numbers("reduce", signature, ())
         require_tensors(tree, "reduce")
         return map_tensors(lambda tensor: self._reduce_one(tensor, reduction, scale), tree)
 
@@ -299,16 +299,16 @@ class Collectives:
             return tree
         found = list(list_tensors(tree))
         signature = f"{src}{describe_structure(tree)}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in found)
-        self._agree("broadcast", signature, ())
+        self._exchange_numbers("broadcast", signature, ())
         require_tensors(tree, "broadcast")
 
-        def send(tensor: torch.Tensor) -> torch.Tensor:
+        def send_tensor(tensor: torch.Tensor) -> torch.Tensor:
             out = view_as_carried(tensor.detach()).clone(memory_format=torch.contiguous_format)
             if out.numel():
                 dist.broadcast(out, self._global_rank(src), group=self.get_group(out))
             return out.view(tensor.dtype) if out.dtype != tensor.dtype else out
 
-        return map_tensors(send, tree)
+        return map_tensors(send_tensor, tree)
 
     def broadcast_into(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
         """Copy rank `src`'s values into existing tensors of equal shapes and dtypes on all ranks.
@@ -324,7 +324,7 @@ class Collectives:
         """
         if self.world_size == 1:
             return
-        self._agree("broadcast", f"into {src}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in found), ())
+        self._exchange_numbers("broadcast", f"into {src}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in found), ())
         carried = [view_as_carried(tensor.detach()) for tensor in found]
         # A tensor's strides can differ between ranks, but all ranks must transfer its elements in the same order.
         scattered = [index for index, tensor in enumerate(carried) if not tensor.is_contiguous()]
@@ -412,7 +412,7 @@ class Collectives:
             return tree
         found = list(list_tensors(tree))
         signature = f"{dim}{describe_structure(tree)}" + "".join(f"|{t.dtype}{t.ndim}" for t in found)
-        sizes = self._agree("pad", signature, [t.shape[dim] if _has_dim(t, dim) else 0 for t in found])
+        sizes = self._exchange_numbers("pad", signature, [t.shape[dim] if _has_dim(t, dim) else 0 for t in found])
         require_tensors(tree, "pad_across_processes")
         longest = iter([int(max(column)) for column in zip(*sizes)])
         return map_tensors(lambda tensor: pad_dim(tensor, dim, next(longest), pad_index, pad_first), tree)
@@ -428,7 +428,7 @@ class Collectives:
         if self.world_size == 1:
             return [obj]
         payload, failure = _try_pickle(obj)
-        rows = self._agree("objects", "", (_UNPICKLABLE if failure else len(payload),))
+        rows = self._exchange_numbers("objects", "", (_UNPICKLABLE if failure else len(payload),))
         return self._gather_pickled(payload, failure, [int(row[0]) for row in rows])
 
     def _gather_pickled(self, payload: bytearray, failure: Exception | None, sizes: list[int]) -> list[Any]:
@@ -461,7 +461,7 @@ class Collectives:
         if self.world_size == 1:
             return obj
         payload, failure = _try_pickle(obj) if self.rank == src else (bytearray(), None)
-        rows = self._agree("object", str(src), (_UNPICKLABLE if failure else len(payload),))
+        rows = self._exchange_numbers("object", str(src), (_UNPICKLABLE if failure else len(payload),))
         size = int(rows[src][0])
         self._check_pickled([size if rank == src else 0 for rank in range(self.world_size)], failure)
         data = (
@@ -511,18 +511,18 @@ class Collectives:
 
     # ---------------------------------------------------------------- the handshake
 
-    def _agree(self, operation: str, signature: str, numbers: Sequence[float]) -> list[list[float]]:
+    def _exchange_numbers(self, operation: str, signature: str, numbers: Sequence[float]) -> list[list[float]]:
         if len(numbers) <= NUM_SLOTS:
-            return self._finish(self._start(operation, signature, numbers))
+            return self._finish_handshake(self._start_handshake(operation, signature, numbers))
         # More numbers than slots: agree on the first ones, then send the rest in further all-gathers that all ranks
         # expect.
-        rows = self._agree(operation, f"{signature}#{len(numbers)}", numbers[:NUM_SLOTS])
+        rows = self._exchange_numbers(operation, f"{signature}#{len(numbers)}", numbers[:NUM_SLOTS])
         for start in range(NUM_SLOTS, len(numbers), NUM_SLOTS):
-            more = self._agree(operation, signature, numbers[start : start + NUM_SLOTS])
+            more = self._exchange_numbers(operation, signature, numbers[start : start + NUM_SLOTS])
             rows = [row + extra for row, extra in zip(rows, more)]
         return rows
 
-    def _start(self, operation: str, signature: str, numbers: Sequence[float]) -> PendingHandshake:
+    def _start_handshake(self, operation: str, signature: str, numbers: Sequence[float]) -> PendingHandshake:
         self.ensure_connected(operation)
         if len(numbers) > NUM_SLOTS:
             raise CollectiveError(f"{len(numbers)} numbers in one handshake; it holds {NUM_SLOTS}")
@@ -540,7 +540,7 @@ class Collectives:
         self._last = (row, rows)
         return PendingHandshake(entry, signature, len(numbers), rows, work)
 
-    def _finish(self, pending: PendingHandshake) -> list[list[float]]:
+    def _finish_handshake(self, pending: PendingHandshake) -> list[list[float]]:
         try:
             if pending.work is not None:
                 pending.work.wait()
@@ -572,7 +572,9 @@ class Collectives:
         """
         if step.operation == "in place":
             is_sum, src, kinds = step.values
-            nothing = [torch.zeros(n, dtype=getattr(torch, dtype), device=self._device(on)) for n, dtype, on in kinds]
+            nothing = [
+                torch.zeros(n, dtype=getattr(torch, dtype), device=self._choose_device(on)) for n, dtype, on in kinds
+            ]
             if is_sum:
                 self.sum_in_place(nothing)
             else:
@@ -582,13 +584,13 @@ class Collectives:
         if operation not in ("numbers", "objects"):
             raise CollectiveError(f"{operation} was called by the script in the middle of a batch")
         if operation == "numbers":
-            self._finish(self._start(operation, signature, [0.0] * count))
+            self._finish_handshake(self._start_handshake(operation, signature, [0.0] * count))
             return
         payload, _ = _try_pickle(None)
-        rows = self._finish(self._start(operation, signature, [float(len(payload))]))
+        rows = self._finish_handshake(self._start_handshake(operation, signature, [float(len(payload))]))
         self._gather_pickled(payload, None, [int(row[0]) for row in rows])
 
-    def _device(self, kind: str) -> torch.device:
+    def _choose_device(self, kind: str) -> torch.device:
         own = self.runtime.device
         return own if own.type == kind else torch.device(kind)
 

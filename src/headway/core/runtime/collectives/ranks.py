@@ -93,14 +93,14 @@ class RankAware:
 
         Without `function`, return the decorator.
         """
-        return self._only(function, lambda rank, _: rank == 0)
+        return self._limit_to_ranks(function, lambda rank, _: rank == 0)
 
     def on_local_main_process(self, function: Function | None = None) -> Any:
         """Decorate a function so that it runs on local rank 0 of each machine only and returns None on other ranks.
 
         Without `function`, return the decorator.
         """
-        return self._only(function, lambda _, local: local == 0)
+        return self._limit_to_ranks(function, lambda _, local: local == 0)
 
     def on_last_process(self, function: Function | None = None) -> Any:
         """Decorate a function so that it runs on the highest rank only and returns None on the others.
@@ -108,7 +108,7 @@ class RankAware:
         Without `function`, return the decorator.
         """
         last = self.num_processes - 1
-        return self._only(function, lambda rank, _: rank == last)
+        return self._limit_to_ranks(function, lambda rank, _: rank == last)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Any:
         """Decorate a function so that it runs on one rank only and returns None on the others.
@@ -120,8 +120,8 @@ class RankAware:
         Raises:
             ConfigError: If `process_index` is missing or is not a rank of the run.
         """
-        wanted = self._index(process_index, self.num_processes, "process_index")
-        return self._only(function, lambda rank, _: rank == wanted)
+        wanted = self._check_index(process_index, self.num_processes, "process_index")
+        return self._limit_to_ranks(function, lambda rank, _: rank == wanted)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
         """Decorate a function so that it runs on one local rank of each machine only and returns None on the others.
@@ -133,18 +133,18 @@ class RankAware:
         Raises:
             ConfigError: If `local_process_index` is missing or is not a local rank of this machine.
         """
-        wanted = self._index(local_process_index, self.runtime.local_world_size, "local_process_index")
-        return self._only(function, lambda _, local: local == wanted)
+        wanted = self._check_index(local_process_index, self.runtime.local_world_size, "local_process_index")
+        return self._limit_to_ranks(function, lambda _, local: local == wanted)
 
     @staticmethod
-    def _index(index: int | None, count: int, name: str) -> int:
+    def _check_index(index: int | None, count: int, name: str) -> int:
         if index is None or not 0 <= index < count:
             raise ConfigError(f"{name}={index!r}; give a number from 0 to {count - 1}")
         return index
 
-    def _only(self, function: Function | None, passes: Callable[[int, int], bool]) -> Any:
+    def _limit_to_ranks(self, function: Function | None, passes: Callable[[int, int], bool]) -> Any:
         if function is None:  # used as @accelerator.on_...(options), which returns the decorator
-            return partial(self._only, passes=passes)
+            return partial(self._limit_to_ranks, passes=passes)
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -162,7 +162,7 @@ class RankAware:
 
         The other ranks enter the block after rank 0 has left it, even if rank 0 has left it with an error.
         """
-        yield from self._first(self.is_main_process)
+        yield from self._run_first(self.is_main_process)
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
@@ -170,9 +170,9 @@ class RankAware:
 
         The other ranks enter the block after every local rank 0 has left it, even if one has left it with an error.
         """
-        yield from self._first(self.is_local_main_process)
+        yield from self._run_first(self.is_local_main_process)
 
-    def _first(self, is_first: bool) -> Iterator[None]:
+    def _run_first(self, is_first: bool) -> Iterator[None]:
         if not is_first:
             self.wait_for_everyone()
         try:

@@ -58,11 +58,11 @@ def _map_special(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], 
     if isinstance(tree, tuple | list):
         return rebuild_sequence(tree, (map_leaves(fn, value, is_leaf) for value in tree))
     if is_record(tree):
-        return rebuild_dataclass(tree, {name: map_leaves(fn, value, is_leaf) for name, value in _fields(tree)})
+        return rebuild_dataclass(tree, {name: map_leaves(fn, value, is_leaf) for name, value in _iterate_fields(tree)})
     return fn(tree)
 
 
-def _fields(tree: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_fields(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) for each field of a dataclass that `__init__` accepts or that contains tensors."""
     for field in dataclasses.fields(tree):
         value = getattr(tree, field.name, None)
@@ -153,7 +153,7 @@ def list_leaves(tree: Tree) -> Iterator[Any]:
         for value in tree:
             yield from list_leaves(value)
     elif is_record(tree):
-        for _, value in _fields(tree):
+        for _, value in _iterate_fields(tree):
             yield from list_leaves(value)
     else:
         yield tree
@@ -184,7 +184,7 @@ def name_leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
         for index, value in enumerate(tree):
             yield from name_leaves(value, f"{prefix}.{names[index]}" if names else f"{prefix}[{index}]")
     elif is_record(tree):
-        for name, value in _fields(tree):
+        for name, value in _iterate_fields(tree):
             yield from name_leaves(value, f"{prefix}.{name}")
     else:
         yield prefix, tree
@@ -250,7 +250,7 @@ def describe_structure(tree: Tree) -> str:
     if isinstance(tree, list | tuple):
         return "[" + ",".join(describe_structure(value) for value in tree) + "]"
     if is_record(tree):
-        inner = ",".join(f"{name}:{describe_structure(value)}" for name, value in _fields(tree))
+        inner = ",".join(f"{name}:{describe_structure(value)}" for name, value in _iterate_fields(tree))
         return f"{type(tree).__name__}({inner})"
     return "-" if tree is None else "."
 
@@ -290,12 +290,12 @@ def to_device(tree: Tree, device: torch.device, non_blocking: bool = False) -> T
         DataError: If the `to` method of an object fails.
     """
 
-    def move(leaf: Any) -> Any:
+    def move_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.to(device, non_blocking=non_blocking)
         return move_object(leaf, device, non_blocking) if can_move_itself(leaf) else leaf
 
-    return map_leaves(move, tree, can_move_itself)
+    return map_leaves(move_leaf, tree, can_move_itself)
 
 
 def move_object(item: Any, device: torch.device, non_blocking: bool = False) -> Any:
@@ -421,10 +421,10 @@ def split_inputs(inputs: Any, num_parts: int, index: int, apply_padding: bool = 
     start, stop = compute_slice_bounds(num_items, num_parts, index)
     longest = -(-num_items // num_parts)
     num_missing = longest - (stop - start) if apply_padding else 0
-    return _take(inputs, start, stop, num_missing)
+    return _take_rows(inputs, start, stop, num_missing)
 
 
-def _take(inputs: Any, start: int, stop: int, num_missing: int) -> Any:
+def _take_rows(inputs: Any, start: int, stop: int, num_missing: int) -> Any:
     last = len(inputs) - 1
     if isinstance(inputs, torch.Tensor):
         return torch.cat([inputs[start:stop], *[inputs[-1:]] * num_missing]) if num_missing else inputs[start:stop]

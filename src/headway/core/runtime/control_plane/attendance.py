@@ -172,7 +172,7 @@ class Attendance:
             self._select_excluded += _count_collectives() - self._paired_since
             self._paired_since = -1
 
-    def _collectives(self) -> int:
+    def _count_collectives(self) -> int:
         """Return the number of collectives entered in torch's default group since the last call of `count_exchange`.
 
         Messages between two ranks are not counted.
@@ -222,23 +222,23 @@ class Attendance:
         own = pulse.get_own_pulse()
         own.set_transfer(self._place[-1])
         try:
-            return self._ask(control, site)
+            return self._ask_who_joins(control, site)
         finally:
             own.set_transfer("")
 
-    def _ask(self, control: Control, site: str) -> CallParticipants:
-        key = self._key(str(self._place))
-        self._forget(control, key)
+    def _ask_who_joins(self, control: Control, site: str) -> CallParticipants:
+        key = self._make_key(str(self._place))
+        self._delete_old_key(control, key)
         control.set(f"{key}/{control.rank}", b"")
         arrived = control.count(f"{key}/count")
         if arrived == control.world_size:
             control.set_once(f"{key}/gone", b"{}")
         elif arrived == 1 and not self._is_decided(control, key, _TOGETHER):
-            control.count(self._key("waiting"))
+            control.count(self._make_key("waiting"))
             try:
                 control.set_once(f"{key}/gone", json.dumps(self._find_absent(control, key)).encode())
             finally:
-                control.count(self._key("waiting"), -1)
+                control.count(self._make_key("waiting"), -1)
         self._is_decided(control, key, math.inf)
         gone = {int(rank): where for rank, where in json.loads(control.get(f"{key}/gone", _READ)).items()}
         ranks = tuple(rank for rank in range(control.world_size) if rank not in gone)
@@ -264,7 +264,7 @@ class Attendance:
             time.sleep(min(self._soon, waited / 20))
         return False
 
-    def _forget(self, control: Control, key: str) -> None:
+    def _delete_old_key(self, control: Control, key: str) -> None:
         """Delete this rank's key of the call that it announced 16 calls ago, so that the store stays small.
 
         Rank 0 also deletes the keys of that call that all ranks share. No rank reads them any more.
@@ -292,12 +292,12 @@ class Attendance:
             For each such rank, a phrase that says where its script is now.
         """
         gone: dict[int, str] = {}
-        sequence = self._collectives()
+        sequence = self._count_collectives()
         exchanges, batches, calls, _ = self._place
         undecided = [rank for rank in range(control.world_size) if rank != control.rank]
         while undecided and not control.has(f"{key}/gone"):
             for rank in list(undecided):
-                place, number, where, made, is_replaying = self._answer(control, rank)
+                place, number, where, made, is_replaying = self._read_state_of(control, rank)
                 # Check arrival after reading the place, because a rank that had arrived might have moved on with the
                 # others by then. A rank that lists this place among its calls made the call without asking.
                 if is_replaying or place == self._place or self._place in made or control.has(f"{key}/{rank}"):
@@ -311,14 +311,14 @@ class Attendance:
             time.sleep(self._soon)
         return gone
 
-    def _answer(self, control: Control, rank: int) -> tuple[Place, int, str, list[Place], bool]:
+    def _read_state_of(self, control: Control, rank: int) -> tuple[Place, int, str, list[Place], bool]:
         """Return the state that a rank has published most recently.
 
         Returns:
             Tuple of (progress of the rank, number of collectives entered since the last one that its progress counts,
                 phrase that says where its script is, its latest calls, whether it joins every call of other ranks).
         """
-        key = self._key(f"at/{rank}")
+        key = self._make_key(f"at/{rank}")
         if not control.has(key):
             return (0, 0, 0, ""), 0, "", [], False
         place, number, is_replaying, site, made = json.loads(control.get(key, _READ))
@@ -345,25 +345,25 @@ class Attendance:
         is_asked = False
         try:
             while not self._over.wait(self._soon if is_asked else self._look):
-                is_asked = self._control.count(self._key("waiting"), 0) > 0
+                is_asked = self._control.count(self._make_key("waiting"), 0) > 0
                 if is_asked:
-                    self._tell(self._control, self._place)
-            self._tell(self._control, _ENDED)
+                    self._publish_state(self._control, self._place)
+            self._publish_state(self._control, _ENDED)
         except (ControlPlaneError, RuntimeError) as error:  # includes torch's DistError: the store's host is gone
             log.debug("this rank answers no more: %s", get_first_line(error))
 
-    def _tell(self, control: Control, place: Place) -> None:
+    def _publish_state(self, control: Control, place: Place) -> None:
         """Publish this rank's progress, its number of collectives, and whether it joins every call of other ranks.
 
         Do nothing if all three are unchanged since they were last published.
         """
-        published = [place, self._collectives(), self._is_replaying]
+        published = [place, self._count_collectives(), self._is_replaying]
         if published != self._told:
             self._told = published
             site = _find_users_line(sys._current_frames().get(threading.main_thread().ident or 0))
-            control.set(self._key(f"at/{control.rank}"), json.dumps([*published, site, [*self._made]]).encode())
+            control.set(self._make_key(f"at/{control.rank}"), json.dumps([*published, site, [*self._made]]).encode())
 
-    def _key(self, name: str) -> str:
+    def _make_key(self, name: str) -> str:
         return f"calls/{self._name}/{name}"
 
 

@@ -112,11 +112,11 @@ class Control:
         try:
             if self._channel is None:
                 self._channel = self._link.store
-            result = self._vote(self._channel, values, op, timeout or self._limit + self._extension)
+            result = self._cast_vote(self._channel, values, op, timeout or self._limit + self._extension)
             own.leave_collective(entered)
             return result
         except DistError as error:
-            self._broken = self._loss(error)
+            self._broken = self._explain_loss(error)
             raise ControlPlaneError(self._broken) from error
         except (ControlPlaneError, CollectiveError) as error:
             self._broken = str(error)
@@ -132,7 +132,7 @@ class Control:
         """
         self._extension = timedelta(seconds=seconds)
 
-    def _vote(self, store: SealedStore, values: Sequence[float], op: Op, timeout: timedelta) -> list[float]:
+    def _cast_vote(self, store: SealedStore, values: Sequence[float], op: Op, timeout: timedelta) -> list[float]:
         number = self._num_votes
         head = _HEAD.pack(number, _CODES[op], len(values))
         store.set(f"vote/{self.rank}", head + struct.pack(f"<{len(values)}d", *values))
@@ -149,7 +149,7 @@ class Control:
             if not wait_for_keys(store, [f"result/{number}"], timeout):
                 raise ControlPlaneError(self._describe_absence(store, number, timeout))
             result = store.get(f"result/{number}")
-        return self._read(result, head, values)
+        return self._read_tally(result, head, values)
 
     def _combine_values(self, store: SealedStore, head: bytes, values: Sequence[float], op: Op) -> bytes:
         """Combine the values that all ranks have written for a vote, and return the result as bytes to publish.
@@ -169,7 +169,7 @@ class Control:
         rows = [struct.unpack_from(f"<{len(values)}d", vote, _HEAD.size) for vote in votes]
         return head + struct.pack(f"<{len(values)}d", *(_FOLDS[op](column) for column in zip(*rows)))
 
-    def _read(self, result: bytes, head: bytes, values: Sequence[float]) -> list[float]:
+    def _read_tally(self, result: bytes, head: bytes, values: Sequence[float]) -> list[float]:
         if result[: _HEAD.size] != head:
             description = f"rank {self.rank}: {_parse_vote(head)}; others: {_parse_vote(result)}"
             if _HEAD.unpack_from(result)[0] == _MISMATCH:
@@ -206,7 +206,7 @@ class Control:
             f"({'; '.join(hosts) or 'nothing is known of where'}), or give more time with --timeout"
         )
 
-    def _loss(self, error: DistError) -> str:
+    def _explain_loss(self, error: DistError) -> str:
         assert self._link is not None
         by = self._link.address.hosted_by
         reason = f"{by}, which hosted the control plane, is gone"
@@ -298,7 +298,7 @@ def _describe_progress() -> str:
     return f"update {reading.update}" if reading.update else ""
 
 
-def _joined() -> Control:
+def _connect_control() -> Control:
     runtime = process.current()
     return Control(runtime.rank, runtime.world_size, process.get_control_link(), runtime.timeout)
 
@@ -310,7 +310,7 @@ def current() -> Control:
         LaunchError: If the host of the store cannot be reached.
         ControlPlaneError: If there is no launcher, and rank 0 does not publish the store's address before the timeout.
     """
-    return process.current().scope.own(_joined)
+    return process.current().scope.own(_connect_control)
 
 
 def note_progress(update: int, micro_step: int) -> None:

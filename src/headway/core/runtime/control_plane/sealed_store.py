@@ -29,7 +29,7 @@ class SealedStore:
 
     def find(self, key: str) -> bytes | None:
         """Return the value of `key`, or None if the key does not exist or its value was not written by this run."""
-        return self._open(key, self._store.get(key)) if self._store.check([key]) else None
+        return self._open_value(key, self._store.get(key)) if self._store.check([key]) else None
 
     def get(self, key: str) -> bytes:
         """Wait until `key` exists, as torch's store does, and return its value.
@@ -37,7 +37,7 @@ class SealedStore:
         Raises:
             ControlPlaneError: If the value was not written by this run.
         """
-        return self._proven(key, self._store.get(key))
+        return self._open_or_raise(key, self._store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait until all the given keys exist, as torch's store does, and return their values in one request.
@@ -45,7 +45,7 @@ class SealedStore:
         Raises:
             ControlPlaneError: If a value was not written by this run.
         """
-        return [self._proven(key, value) for key, value in zip(keys, self._store.multi_get(list(keys)))]
+        return [self._open_or_raise(key, value) for key, value in zip(keys, self._store.multi_get(list(keys)))]
 
     def set_once(self, key: str, value: bytes) -> bytes:
         """Write a value unless the key already has one. Return the value that the key has afterwards.
@@ -54,7 +54,7 @@ class SealedStore:
             ControlPlaneError: If the key already has a value that was not written by this run.
         """
         sealed = self._seal.seal_message(f"{self._name}/{key}", value)
-        return self._proven(key, self._store.compare_set(key, "", sealed))  # type: ignore[arg-type, unused-ignore]
+        return self._open_or_raise(key, self._store.compare_set(key, "", sealed))  # type: ignore[arg-type, unused-ignore]
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all the given keys exist. Their values are not read or checked."""
@@ -72,7 +72,7 @@ class SealedStore:
         """Delete a key, and return whether it existed."""
         return self._store.delete_key(key)
 
-    def _open(self, key: str, sealed: bytes) -> bytes | None:
+    def _open_value(self, key: str, sealed: bytes) -> bytes | None:
         value = self._seal.open_message(f"{self._name}/{key}", sealed)
         if value is None:
             description = (
@@ -81,8 +81,8 @@ class SealedStore:
             self._seal.strangers.count_message(description)
         return value
 
-    def _proven(self, key: str, sealed: bytes) -> bytes:
-        value = self._open(key, sealed)
+    def _open_or_raise(self, key: str, sealed: bytes) -> bytes:
+        value = self._open_value(key, sealed)
         if value is None:
             raise ControlPlaneError(
                 f"the value of {key!r} in the {self._name} store was not written by this run: another program reaches its port, or "

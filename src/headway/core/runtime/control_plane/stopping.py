@@ -155,9 +155,9 @@ class StopAgreement:
         self._position = position = (window, was[1] + 1 if was[0] == window else 0)
         if not self.reason or self.is_agreed:
             return False
-        return self._decide(position, *where())
+        return self._decide_to_stop(position, *where())
 
-    def _decide(self, position: Position, where: str, is_open: bool) -> bool:
+    def _decide_to_stop(self, position: Position, where: str, is_open: bool) -> bool:
         if self._target is None:
             self._target, pace = self._agree_on_target("post")
             self._is_in_a_hurry = pace > SOON
@@ -202,7 +202,7 @@ class StopAgreement:
         Raises:
             ControlPlaneError: If a rank does not post its position in time.
         """
-        keys = [self._key(f"{name}/{rank}") for rank in range(self._control.world_size)]
+        keys = [self._make_key(f"{name}/{rank}") for rank in range(self._control.world_size)]
         deadline = time.monotonic() + POSTING
         while missing := [rank for rank, key in enumerate(keys) if not self._control.has(key)]:
             if time.monotonic() > deadline:
@@ -224,12 +224,12 @@ class StopAgreement:
         Args:
             where: Description of this rank's place in the script, which must be equal on all ranks.
         """
-        control, verdict = self._control, self._key(f"{self._round}/verdict")
+        control, verdict = self._control, self._make_key(f"{self._round}/verdict")
         # Another rank might be waiting for this one in a save that only the other rank makes.
         process.current().scope.own(Attendance).count_call("stopping")
-        control.set(self._key(f"{self._round}/{control.rank}"), where.encode())
-        if control.count(self._key(f"{self._round}/count")) == control.world_size:
-            keys = [self._key(f"{self._round}/{rank}") for rank in range(control.world_size)]
+        control.set(self._make_key(f"{self._round}/{control.rank}"), where.encode())
+        if control.count(self._make_key(f"{self._round}/count")) == control.world_size:
+            keys = [self._make_key(f"{self._round}/{rank}") for rank in range(control.world_size)]
             places = {control.get(key, timedelta(seconds=POSTING)) for key in keys}
             return control.set_once(verdict, b"here" if len(places) == 1 else b"on") == b"here"
         deadline = time.monotonic() + LATE * 2**self._round
@@ -244,14 +244,14 @@ class StopAgreement:
 
         Rank 0's process might host the store, which would otherwise end before the other ranks have read from it.
         """
-        control, known = self._control, self._key("known")
-        if control.count(self._key("read")) == control.world_size:
+        control, known = self._control, self._make_key("known")
+        if control.count(self._make_key("read")) == control.world_size:
             control.set(known, b"1")
         deadline = time.monotonic() + POSTING
         while control.rank == 0 and not control.has(known) and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    def _key(self, name: str) -> str:
+    def _make_key(self, name: str) -> str:
         return f"stopping/{self._name}/{name}"
 
     # ---------------------------------------------------------------- the thread
@@ -264,12 +264,12 @@ class StopAgreement:
                 if self.reason:
                     self._look_again()
                 else:
-                    self._look()
+                    self._look_for_request()
         except (ControlPlaneError, RuntimeError) as error:  # includes torch's DistError: the store's host is gone
             if not self._over.is_set():
                 log.info("signals are heard no more, as the control plane is gone: %s", get_first_line(error))
 
-    def _look(self) -> None:
+    def _look_for_request(self) -> None:
         """Check once for a stop request.
 
         If this rank has received a request, publish it; otherwise read the request of another rank. If there is one,
@@ -280,7 +280,7 @@ class StopAgreement:
         if own_request and pulse.get_own_pulse().is_run_over and not self._flags.has_previous_handler:
             # Apply the default action of SIGTERM: another rank has failed, and the failure was reported.
             os._exit(128 + signal.SIGTERM)
-        asked = self._key("asked")
+        asked = self._make_key("asked")
         if own_request:
             reason = self._control.set_once(asked, own_request.encode())
         elif self._control.world_size > 1 and self._control.has(asked):
@@ -289,13 +289,13 @@ class StopAgreement:
             return
         self._asked_at = time.monotonic()
         self.reason = reason.decode()
-        self._post("post")
+        self._post_position("post")
 
-    def _post(self, name: str, *, is_at_check: bool = False) -> None:
+    def _post_position(self, name: str, *, is_at_check: bool = False) -> None:
         window, checks = self._position
         # Post the shorter of the last two durations, because one of them might include an evaluation.
         post = f"{window} {checks if is_at_check else checks + 1} {min(self._paces)}"
-        self._control.set(self._key(f"{name}/{self._control.rank}"), post.encode())
+        self._control.set(self._make_key(f"{name}/{self._control.rank}"), post.encode())
 
     def _look_again(self) -> None:
         """After a stop request, handle a long accumulation window and repeated signals.
@@ -304,10 +304,10 @@ class StopAgreement:
         because it might never reach another check.
         """
         is_late = time.monotonic() - self._asked_at > SOON
-        if not (self._has_posted_again or self.is_agreed) and (is_late or self._control.has(self._key("hurry"))):
-            self._control.set_once(self._key("hurry"), b"1")
+        if not (self._has_posted_again or self.is_agreed) and (is_late or self._control.has(self._make_key("hurry"))):
+            self._control.set_once(self._make_key("hurry"), b"1")
             self._has_posted_again = True
-            self._post("again", is_at_check=self._is_arriving)
+            self._post_position("again", is_at_check=self._is_arriving)
         first, last = self._flags.times or (0.0, 0.0)
         if last - first > AGAIN and not self.is_agreed and not self._flags.has_previous_handler:
             os._exit(128 + (self._flags.first or signal.SIGTERM))

@@ -123,7 +123,7 @@ class StoreLink:
         self._connections = threading.local()
         self._is_over = threading.Event()
         self._presence: socket.socket | None = None
-        self._thread = threading.Thread(target=self._listen, name="headway-control", daemon=True)
+        self._thread = threading.Thread(target=self._watch_for_abort, name="headway-control", daemon=True)
         if not self.is_launched:
             self._thread.start()
 
@@ -145,11 +145,11 @@ class StoreLink:
         if found is None:
             name = self.address.attempt
             found = self._connections.store = SealedStore(
-                PrefixStore(name, self._connect()), f"control {name}", self.seal
+                PrefixStore(name, self._connect_client()), f"control {name}", self.seal
             )
         return found
 
-    def _connect(self) -> TCPStore:
+    def _connect_client(self) -> TCPStore:
         host, port = self.address.host, self.address.port
         try:
             return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._timeout)
@@ -159,7 +159,7 @@ class StoreLink:
                 f"{get_first_line(error)}. Let this port through, or see whether {self.address.hosted_by} still runs"
             ) from error
 
-    def _listen(self) -> None:
+    def _watch_for_abort(self) -> None:
         """In a background thread, watch for an abort of the run, even while the main thread waits in C code.
 
         The background thread waits on a plain socket, which closes when the process that hosts the store exits. If the

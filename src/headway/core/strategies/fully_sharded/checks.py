@@ -61,7 +61,7 @@ def check_hooks(model: torch.nn.Module) -> None:
     hooked = [name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if hooked:
         raise PrepareError(
-            f"{_several(hooked)} of {type(model).__name__} have hooks on their gradients, made before prepare(). Sharding "
+            f"{_count_names(hooked)} of {type(model).__name__} have hooks on their gradients, made before prepare(). Sharding "
             f"replaces these parameters, and the hooks would never run. Use {_AFTERWARDS}"
         )
 
@@ -104,20 +104,20 @@ class LostWrites:
         records = list(fsdp_state.iterate_records(self._model))
         names = {id(part): name for name, part, _, _ in self._parts}
         hooked = [record for record in records if record.sharded_param._backward_hooks]
-        self._refuse(
+        self._raise_if_any(
             [names.get(id(record.sharded_param), "?") for record in hooked],
             "have hooks made by Tensor.register_hook, which never run, because autograd uses gathered copies of the parameters. "
             f"Use {_AFTERWARDS}",
         )
         written = [record for record in records if getattr(fsdp_state.get_gathered_parameter(record), "_version", 0)]
         written = [record for record in written if id(record.sharded_param) not in self._parametrized]
-        self._refuse(
+        self._raise_if_any(
             [names.get(id(record.sharded_param), "?") for record in written],
             "were changed in place while they were gathered (in a forward, or after one under torch.no_grad()), which changes "
             "only the gathered copies. Change them after a backward or before the first forward",
         )
         changed = [name for name, old, state in self._old if (p := old()) is not None and _get_write_state(p) != state]
-        self._refuse(
+        self._raise_if_any(
             changed,
             "were used or changed through tensors from before prepare(), which prepare() has replaced. Take the parameters from "
             "the prepared model: model.parameters(), model.layer.weight",
@@ -134,15 +134,15 @@ class LostWrites:
             for name, part, memory, held in self._parts
             if _get_storage_id(part) != memory and id(dtensors.get_local_shard(part)) == held
         ]
-        self._refuse(
+        self._raise_if_any(
             assigned,
             "were given other values by `parameter.data = tensor` after prepare(), which changes nothing in a sharded "
             "parameter. Change them in place (parameter.data.copy_(tensor), torch.nn.init ...), or assign before prepare()",
         )
 
-    def _refuse(self, names: list[str], what: str) -> None:
+    def _raise_if_any(self, names: list[str], what: str) -> None:
         if names:
-            raise StateError(f"{_several(names)} of {self._name}, which is sharded, {what}")
+            raise StateError(f"{_count_names(names)} of {self._name}, which is sharded, {what}")
 
 
 def _get_storage_id(tensor: torch.Tensor) -> int:
@@ -159,7 +159,7 @@ def _get_write_state(tensor: torch.Tensor) -> tuple[int, int, bool]:
     return _get_storage_id(tensor), tensor._version, tensor.grad is None
 
 
-def _several(names: list[str]) -> str:
+def _count_names(names: list[str]) -> str:
     count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
     return f"{count} ({join_names(names)})"
 
@@ -252,9 +252,9 @@ class SecondOrder:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._has_graph = False
-        self._hook = model.register_forward_hook(self._note)
+        self._hook = model.register_forward_hook(self._watch_outputs)
 
-    def _note(self, module: Any, args: Any, output: Any) -> None:
+    def _watch_outputs(self, module: Any, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             for each in tree_leaves(output):
                 if isinstance(each, torch.Tensor) and each.requires_grad:
@@ -365,7 +365,7 @@ class ParameterUsage:
         self._is_settled = True
         found = [record for record in self._records if record.sharded_param.requires_grad]
         if self._asks or not self._is_known:
-            self._agree(found)
+            self._agree_on_usage(found)
             return
         unused = [record for record in found if id(record) not in self._used]
         # All ranks raise, because the others would wait for a failed rank in the next collective.
@@ -383,7 +383,7 @@ class ParameterUsage:
             "change, pass kwargs_handlers=[ShardingOptions(find_unused_parameters=True)]"
         )
 
-    def _agree(self, found: list[Any]) -> None:
+    def _agree_on_usage(self, found: list[Any]) -> None:
         """Exchange which parameters each rank used, and remove the gradients of those that no rank used.
 
         Args:

@@ -409,14 +409,14 @@ class MeshStrategy(Strategy):
                 "shared parameters with the root",
                 ", ".join(found.split),
             )
-        inner = self._shard(model, found, elsewhere, distributed)
+        inner = self._shard_units(model, found, elsewhere, distributed)
         if num_wrapped:
             # Compute all scales in one collective when a forward of the sharded model begins.
             model.register_forward_pre_hook(lambda model, args: units.compute_scales([model]), prepend=True)
         if missing is not None:
             missing.fill(model, inner)
 
-    def _shard(
+    def _shard_units(
         self, model: torch.nn.Module, found: units.ShardingUnits, elsewhere: Container[int], distributed: Sequence[Any]
     ) -> list[torch.nn.Module]:
         """Shard each unit and the root, and return the units, innermost first.

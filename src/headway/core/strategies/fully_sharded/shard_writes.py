@@ -36,7 +36,7 @@ class ShardWrites:
 
         This is needed after a load, which changes the counters by different amounts on each rank.
         """
-        self._last = self._versions()
+        self._last = self._read_versions()
         self._num_steps = 0
 
     def look(self) -> tuple[list[str], list[int]]:
@@ -47,12 +47,12 @@ class ShardWrites:
                 version counter.
         """
         self._has_looked = True
-        rows = zip(self._names, self._versions(), self._last, self._per_step)
+        rows = zip(self._names, self._read_versions(), self._last, self._per_step)
         return [name for name, now, last, each in rows if now != last + self._num_steps * each], self._per_step
 
     def begin_step(self) -> None:
         """Record the version counters before an optimizer step. Only the first step after a call to `look` counts."""
-        self._before = self._versions() if self._has_looked else None
+        self._before = self._read_versions() if self._has_looked else None
         self._has_looked = False
 
     def end_step(self, was_made: bool) -> None:
@@ -64,13 +64,13 @@ class ShardWrites:
         if self._before is None:
             self._num_steps += was_made
             return
-        now = self._versions()
+        now = self._read_versions()
         if was_made:
             self._per_step = [after - before for after, before in zip(now, self._before)]
         self._last = now
         self._num_steps = 0
 
-    def _versions(self) -> list[int]:
+    def _read_versions(self) -> list[int]:
         return [parameter._version + dtensors.get_local_shard(parameter)._version for parameter in self._parameters]
 
 

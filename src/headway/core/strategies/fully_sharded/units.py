@@ -77,9 +77,13 @@ def find_units(model: torch.nn.Module, options: ShardingOptions) -> ShardingUnit
     _check_wrapped(model)
     if sys.modules.keys() & {"peft", "bitsandbytes"}:  # otherwise the model has neither adapters nor 4-bit weights
         extensions.load("feature", "adapted_models")(model)
-    ignored = _ignored(model, options.ignored)
+    ignored = _find_ignored(model, options.ignored)
     names = {id(module): name for name, module in model.named_modules()}
-    chosen = list(_iterate_by_size(model, options.min_num_params)) if options.min_num_params else _named(model, options)
+    chosen = (
+        list(_iterate_by_size(model, options.min_num_params))
+        if options.min_num_params
+        else _find_named_units(model, options)
+    )
     tied = _find_ties(model)
     split: list[str] = []
     units: list[torch.nn.Module] = []
@@ -97,7 +101,7 @@ def find_units(model: torch.nn.Module, options: ShardingOptions) -> ShardingUnit
 # ---------------------------------------------------------------- choice of units
 
 
-def _named(model: torch.nn.Module, options: ShardingOptions) -> list[torch.nn.Module]:
+def _find_named_units(model: torch.nn.Module, options: ShardingOptions) -> list[torch.nn.Module]:
     """Return the modules that the options name as units. If they name none, return the model's repeated blocks.
 
     Raises:
@@ -174,7 +178,7 @@ def _iterate_untied(module: torch.nn.Module, tied: dict[int, list[torch.nn.Modul
         yield from _iterate_untied(child, tied)
 
 
-def _ignored(model: torch.nn.Module, wanted: tuple[object, ...]) -> set[torch.nn.Parameter]:
+def _find_ignored(model: torch.nn.Module, wanted: tuple[object, ...]) -> set[torch.nn.Parameter]:
     """Return the parameters that stay unsharded: the requested ones, and frozen quantized ones that sharding breaks.
 
     Args:
@@ -382,8 +386,8 @@ def choose_formats(options: ShardingOptions, number_format: str, device_type: st
         number_format: Mixed precision of the run, such as "bf16".
         device_type: Type of the device that computes, such as "cuda".
     """
-    reduce, output = _dtype(options.reduce_dtype), _dtype(options.output_dtype)
-    given = _dtype(options.param_dtype)
+    reduce, output = _parse_dtype(options.reduce_dtype), _parse_dtype(options.output_dtype)
+    given = _parse_dtype(options.param_dtype)
     half = _HALF.get(number_format)
     if half is None:
         # Without autocast, a unit's inputs must have the type of its parameters.
@@ -448,7 +452,7 @@ def check_formats(model: torch.nn.Module, expected: dict[int, torch.dtype]) -> N
                 )
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
+def _parse_dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 

@@ -102,7 +102,7 @@ def fill_model(
         _allocate_part(record)
     for place in map_locations(model).values():
         if id(place.tensor) not in elsewhere:
-            _allocate(place.tensor, device)
+            _allocate_unsharded(place.tensor, device)
     with torch.no_grad():
         for unit in (*units, model):
             own = [module for module in _iterate_children_first(unit) if id(module) not in taken]
@@ -123,7 +123,7 @@ def _allocate_part(record: Any) -> None:
     record.reset_sharded_param()
 
 
-def _allocate(tensor: torch.Tensor, device: torch.device) -> None:
+def _allocate_unsharded(tensor: torch.Tensor, device: torch.device) -> None:
     """Allocate memory for a meta tensor that FSDP does not shard.
 
     The tensor is a plain tensor, or a DTensor of tensor parallelism.
@@ -281,10 +281,10 @@ def _allocate_marked(tensor: torch.Tensor, device: torch.device) -> torch.Tensor
 
     Tensors of one-byte dtypes are filled with zeros, because any of their values may be valid.
     """
-    return wrap_like(tensor, torch.full(tensor.shape, _unwritten(tensor.dtype), dtype=tensor.dtype, device=device))
+    return wrap_like(tensor, torch.full(tensor.shape, _get_fill_value(tensor.dtype), dtype=tensor.dtype, device=device))
 
 
-def _unwritten(dtype: torch.dtype) -> float:
+def _get_fill_value(dtype: torch.dtype) -> float:
     if dtype.itemsize == 1:
         return 0  # any value of a one-byte type may be valid
     return math.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
@@ -293,7 +293,7 @@ def _unwritten(dtype: torch.dtype) -> float:
 def _check_filled(model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> None:
     """Raise `PrepareError` if a tensor from `_allocate_marked` still contains its marker value."""
     for tensor in tensors:
-        value = _unwritten(tensor.dtype)
+        value = _get_fill_value(tensor.dtype)
         if value and bool((tensor.isnan() if math.isnan(value) else tensor == value).any()):
             raise PrepareError(
                 f"{type(model).__name__} was built on the meta device, and its own initialization leaves a tensor of shape "
@@ -357,11 +357,11 @@ def _iterate_children_first(module: torch.nn.Module) -> Iterator[torch.nn.Module
     """Yield all submodules and then the module itself, each once."""
     seen: set[int] = set()
 
-    def walk(one: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    def walk_children_first(one: torch.nn.Module) -> Iterator[torch.nn.Module]:
         seen.add(id(one))
         for child in one.children():
             if id(child) not in seen:
-                yield from walk(child)
+                yield from walk_children_first(child)
         yield one
 
-    yield from walk(module)
+    yield from walk_children_first(module)

@@ -65,10 +65,12 @@ def _draw_chart(axes: Any, panel: Panel, runs: Sequence[RunData], ends: tuple[fl
     for line in panel.lines:
         series, shade = line.series, looks.LINES[looks.choose_color(line.color)]
         if series.lows:
-            axes.fill_between(series.steps, _floats(series.lows), _floats(series.highs), color=shade, alpha=0.18, lw=0)
+            axes.fill_between(
+                series.steps, _to_floats(series.lows), _to_floats(series.highs), color=shade, alpha=0.18, lw=0
+            )
         label = " · ".join(part for part in (runs[line.run].label if len(runs) > 1 else "", line.label) if part)
         style, marker = "--" if line.is_dashed else "-", "o" if line.is_dotted else None
-        means = _floats(series.means)
+        means = _to_floats(series.means)
         axes.plot(
             series.steps, means, style, color=shade, label=_escape_label(label) or None, lw=1.5, marker=marker, ms=4
         )
@@ -98,7 +100,7 @@ def _draw_chart(axes: Any, panel: Panel, runs: Sequence[RunData], ends: tuple[fl
         axes.legend(fontsize=8, frameon=False)
 
 
-def _floats(values: Sequence[float | None]) -> list[float]:
+def _to_floats(values: Sequence[float | None]) -> list[float]:
     return [float("nan") if value is None else value for value in values]
 
 

@@ -54,7 +54,7 @@ _CONNECTED = "A tracker has opened its run. By the identity, a resumed training 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
-def _exponent(value: float) -> str:
+def _format_exponent(value: float) -> str:
     mantissa, _, power = f"{value:.2e}".partition("e")
     mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
     return f"{mantissa}e{int(power)}"
@@ -65,7 +65,7 @@ def format_short(value: float) -> str:
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= 0.9995 * size:  # includes values that would round to 1000 of the smaller unit
             scaled = value / size
-            return f"{scaled:.3g}{letter}" if abs(scaled) < 999 else _exponent(value)
+            return f"{scaled:.3g}{letter}" if abs(scaled) < 999 else _format_exponent(value)
     return f"{value:.4g}"
 
 
@@ -92,7 +92,7 @@ def format_value(value: float | None, unit: str = "number") -> str:
     if unit == "rate" and abs(value) >= 10_000:
         return format_short(value)
     if value != 0 and not 1e-3 <= abs(value) < 1e9:
-        return _exponent(value)
+        return _format_exponent(value)
     if value == int(value):
         return f"{int(value):,}"
     if abs(value) >= 1000:
@@ -190,11 +190,11 @@ def select_drawn_events(run: RunData) -> list[PlacedEvent]:
     by_kind: dict[str, list[PlacedEvent]] = {}
     for event in run.events:
         by_kind.setdefault(event.kind, []).append(event)
-    found = [event for events in by_kind.values() for event in _thin(events)]
+    found = [event for events in by_kind.values() for event in _thin_out(events)]
     return sorted(found, key=lambda event: event.seconds)
 
 
-def _thin(events: list[PlacedEvent]) -> list[PlacedEvent]:
+def _thin_out(events: list[PlacedEvent]) -> list[PlacedEvent]:
     if len(events) <= MAX_SIGNS:
         return events
     last = len(events) - 1

@@ -199,7 +199,7 @@ def _encode_data(drawn: Sequence[Panel], runs: Sequence[RunData], ends: tuple[fl
 
 def _list_signs(run: RunData) -> Iterator[list[Any]]:
     for event in looks.select_drawn_events(run):
-        yield [event.kind, _round(event.step), _round(event.seconds), looks.describe_event(event)]
+        yield [event.kind, _round_value(event.step), _round_value(event.seconds), looks.describe_event(event)]
 
 
 def _encode_panel(panel: Panel) -> dict[str, Any]:
@@ -217,16 +217,17 @@ def _encode_line(line: ChartLine) -> dict[str, Any]:
         found |= {"lo": _round_all(series.lows, 4), "hi": _round_all(series.highs, 4)}
     if series.marks:
         found["m"] = [
-            [mark.kind, *map(_round, mark.steps), *map(_round, mark.times), mark.count] for mark in series.marks
+            [mark.kind, *map(_round_value, mark.steps), *map(_round_value, mark.times), mark.count]
+            for mark in series.marks
         ]
     return found
 
 
 def _round_all(values: Sequence[float | None], digits: int) -> list[float | None]:
-    return [None if value is None else _round(value, digits) for value in values]
+    return [None if value is None else _round_value(value, digits) for value in values]
 
 
-def _round(value: float, digits: int = 12) -> float:
+def _round_value(value: float, digits: int = 12) -> float:
     """Round a value to `digits` significant digits, as many as a chart can show. Whole numbers become integers."""
     rounded = float(f"{value:.{digits}g}")
     return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded

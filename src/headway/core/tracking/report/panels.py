@@ -254,7 +254,7 @@ def find_value_range(panel: Panel) -> tuple[float, float]:
     # The edge is the most extreme value kept, not the limit itself.
     high = max(value for value in tops if value <= highest)
     low = min(value for value in lows if value >= lowest)
-    return _widen(low, high, panel.from_zero)
+    return _widen_range(low, high, panel.from_zero)
 
 
 def find_spike_limits(lows: Sequence[float | None], highs: Sequence[float | None]) -> tuple[float, float]:
@@ -270,16 +270,16 @@ def find_spike_limits(lows: Sequence[float | None], highs: Sequence[float | None
     bottom, top = (sorted(value for value in values if value is not None) for values in (lows, highs))
     if len(bottom) < 20:
         return -math.inf, math.inf
-    first, last = _quantile(bottom, 0.1), _quantile(top, 0.9)
+    first, last = _find_quantile(bottom, 0.1), _find_quantile(top, 0.9)
     spread = max(last - first, 1e-12 * max(abs(first), abs(last)))
     return first - 6 * spread, last + 6 * spread
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
+def _find_quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[round(share * (len(ordered) - 1))]
 
 
-def _widen(low: float, high: float, from_zero: bool) -> tuple[float, float]:
+def _widen_range(low: float, high: float, from_zero: bool) -> tuple[float, float]:
     """Return the range of an axis, extended by a small margin below and above.
 
     The result is neither so narrow nor so wide that calculations with floats fail.

@@ -75,7 +75,7 @@ def downsample(points: Sequence[Point], limit: int) -> DownsampledSeries:
         finite = [value for value in values[start:end] if math.isfinite(value)] if marks else values[start:end]
         found.steps.append(steps[place])
         found.times.append(times[place])
-        found.means.append(_average(finite))
+        found.means.append(_compute_average(finite))
         found.lows.append(min(finite, default=None))
         found.highs.append(max(finite, default=None))
     return found
@@ -85,7 +85,7 @@ def _split_evenly(count: int, limit: int) -> Iterator[tuple[int, int]]:
     return ((index * count // limit, (index + 1) * count // limit) for index in range(limit))
 
 
-def _average(values: Sequence[float]) -> float | None:
+def _compute_average(values: Sequence[float]) -> float | None:
     if not values:
         return None
     total = sum(values)

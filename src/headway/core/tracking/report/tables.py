@@ -297,7 +297,7 @@ def render_values(panel: Panel, runs: Sequence[RunData]) -> str:
     rows = []
     for line in panel.lines:
         name = " · ".join(part for part in (runs[line.run].label if len(runs) > 1 else "", line.label) if part)
-        cells = "".join(f"<td>{format_value(value, panel.unit)}</td>" for value in _summarize(line.series))
+        cells = "".join(f"<td>{format_value(value, panel.unit)}</td>" for value in _summarize_series(line.series))
         not_finite = sum(mark.count for mark in line.series.marks)
         rows.append(
             f"<th>{render_swatch(line.run) if len(runs) > 1 else ''}{escape(name or panel.title)}</th>{cells}"
@@ -307,7 +307,7 @@ def render_values(panel: Panel, runs: Sequence[RunData]) -> str:
     return f'<div class="scroll">{_render_table("".join(f"<th>{name}</th>" for name in columns), rows)}</div>'
 
 
-def _summarize(series: DownsampledSeries) -> tuple[float | None, ...]:
+def _summarize_series(series: DownsampledSeries) -> tuple[float | None, ...]:
     known = [value for value in series.means if value is not None]
     low, high = series.find_bounds() or (None, None)
     return (known[0], low, high, known[-1]) if known else (None, None, None, None)

@@ -57,7 +57,7 @@ class BypassDetector:
     def __init__(self) -> None:
         self._neighbors = process.current().scope.own(AcceleratorRegistry)
         self._num_looks = 0
-        self._watch = StepWatch(self._neighbors, self._judge)
+        self._watch = StepWatch(self._neighbors, self._judge_step)
 
     def join(self, step: TrainingStep) -> AcceleratorRegistration:
         """Register the Accelerator to which a training step belongs.
@@ -69,7 +69,7 @@ class BypassDetector:
 
     # ---------------------------------------------------------------- optimizers
 
-    def _judge(self, optimizer: torch.optim.Optimizer) -> None:
+    def _judge_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise an error or warn if the first step of an optimizer bypasses the prepared objects.
 
         Raises:

@@ -213,7 +213,7 @@ class FiniteGuard(StepGuard):
             NonFiniteError: If the update may not be made, and the policy demands an error.
         """
         if self._owes_error or (self._replay is not None and self._replay.tracer is not None):
-            return self._explain()
+            return self._explain_origin()
         if self._has_scaler:
             return True
         window = self._windows.current
@@ -222,7 +222,7 @@ class FiniteGuard(StepGuard):
             chosen = list(self._prepared.list_parameters_of(window))
             self._verdict = key, self._is_good(chosen)
             if not self._verdict[1]:
-                self._refuse(self._gather_bad_losses(), chosen)
+                self._refuse_update(self._gather_bad_losses(), chosen)
             elif self._replay is not None:
                 self._replay.forget_window()
             self._seen.is_judged = True
@@ -241,11 +241,11 @@ class FiniteGuard(StepGuard):
         totals: dict[torch.device, list[torch.Tensor]] = {}
         for _, norms in found:
             totals.setdefault(norms.device, []).append(torch.linalg.vector_norm(norms))
-        if math.isfinite(self._read(totals)):
+        if math.isfinite(self._read_norm(totals)):
             return True
         return all(_is_finite(parameter.grad) for parameter in parameters if parameter.grad is not None)
 
-    def _read(self, totals: dict[torch.device, list[torch.Tensor]]) -> float:
+    def _read_norm(self, totals: dict[torch.device, list[torch.Tensor]]) -> float:
         """Return the 2-norm of all gradients as a number. One value is read from each device.
 
         Args:
@@ -270,9 +270,9 @@ class FiniteGuard(StepGuard):
         )
         # A non-finite norm may only have overflowed, so the shards are checked then. A vote of 0 means "finite". A rank
         # that only replays its window votes 0, too.
-        return self._vote(not (is_known or self._are_finite_here(parameters)), parameters)
+        return self._agree_on_update(not (is_known or self._are_finite_here(parameters)), parameters)
 
-    def _vote(self, is_bad: bool, parameters: Sequence[torch.Tensor]) -> bool:
+    def _agree_on_update(self, is_bad: bool, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether all ranks report finite gradients. This is a collective.
 
         Args:
@@ -310,7 +310,7 @@ class FiniteGuard(StepGuard):
             self._skips.note()
             ranks = self._gather_bad_losses()
             if ranks:
-                self._refuse(ranks, [])
+                self._refuse_update(ranks, [])
         self._seen.is_judged = True
 
     def _gather_bad_losses(self) -> dict[int, list[float]]:
@@ -328,7 +328,7 @@ class FiniteGuard(StepGuard):
     def _is_good_loss(self, loss: float) -> bool:
         return math.isfinite(loss)
 
-    def _refuse(self, ranks: dict[int, list[float]], parameters: Sequence[torch.Tensor]) -> None:
+    def _refuse_update(self, ranks: dict[int, list[float]], parameters: Sequence[torch.Tensor]) -> None:
         """Count and report a refused update, and apply the policy's action to it.
 
         Args:
@@ -349,7 +349,7 @@ class FiniteGuard(StepGuard):
         runs_again = self._replay is not None and self._replay.arm()
         if action == "explain":
             action = "explain" if runs_again else "raise"
-        self.report = self._words(update, ranks, culprits, len(parameters), action)
+        self.report = self._describe_refusal(update, ranks, culprits, len(parameters), action)
         notify_listeners(
             "non_finite",
             source=self._clock,
@@ -367,7 +367,7 @@ class FiniteGuard(StepGuard):
             for loader in self._windows.trained_on:
                 loader.stop()
 
-    def _explain(self) -> bool:
+    def _explain_origin(self) -> bool:
         """Report the origin of the non-finite value, after the accumulation window was run a second time to trace it.
 
         Return False, because the window makes no update.
@@ -415,7 +415,9 @@ class FiniteGuard(StepGuard):
             bad = {id(p) for p in parameters if p.grad is not None and not _is_finite(p.grad)}
         return [names[key] for key in names if key in bad]
 
-    def _words(self, update: int, ranks: dict[int, list[float]], culprits: list[str], total: int, action: str) -> str:
+    def _describe_refusal(
+        self, update: int, ranks: dict[int, list[float]], culprits: list[str], total: int, action: str
+    ) -> str:
         told = [
             f"the loss of micro-batch {row[1]:.0f} was {row[2]} on rank {rank}"
             + (f" (and {row[0] - 1:.0f} more there)" if row[0] > 1 else "")
@@ -454,7 +456,7 @@ def has_scaler(run: Run) -> bool:
 # ---------------------------------------------------------------- finiteness
 
 
-def _values(tensor: torch.Tensor) -> torch.Tensor:
+def _get_values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
@@ -470,7 +472,7 @@ def _compute_norms(parameters: Iterable[torch.Tensor]) -> list[tuple[list[torch.
     found = []
     for (_, dtype), chosen in kinds.items():
         working = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
-        grads = [_values(parameter.grad.detach()) for parameter in chosen]  # type: ignore[union-attr]
+        grads = [_get_values(parameter.grad.detach()) for parameter in chosen]  # type: ignore[union-attr]
         found.append((chosen, torch.stack(foreach_norm(grads, 2.0, dtype=working))))
     return found
 
@@ -488,5 +490,5 @@ def _compute_total(found: list[tuple[list[torch.Tensor], torch.Tensor]]) -> torc
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    values = _values(tensor.detach())
+    values = _get_values(tensor.detach())
     return not (values.is_floating_point() or values.is_complex()) or bool(torch.isfinite(values).all())

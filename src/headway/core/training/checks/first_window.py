@@ -67,7 +67,7 @@ class FirstWindow:
         if not self._windows.is_cut and window.has_gradient and self._had_gradients and not self._has_gradients():
             raise StateError(_CLEARED)
         if window.micro_weight is None:
-            self._tell()
+            self._warn_of_scaled()
             self._scaled = self._find_scale_warning(loss) if is_weighed else ()
         else:
             self._scaled = ()
@@ -77,9 +77,9 @@ class FirstWindow:
         is_closed = self._windows.current.is_closed
         self._had_gradients = not is_closed and self._has_gradients()
         if is_closed:
-            self._tell()
+            self._warn_of_scaled()
 
-    def _tell(self) -> None:
+    def _warn_of_scaled(self) -> None:
         if self._scaled:
             log.warning_once(_SCALED, *self._scaled)
 

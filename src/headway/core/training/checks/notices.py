@@ -72,14 +72,14 @@ class NonFiniteNotice:
         if not self._is_told:
             micro_batch, plain = self._windows.current.num_done, get_local_shard(loss.detach())
             if plain.device.type == "cpu":
-                self._tell(self._clock.num_updates + 1, micro_batch, plain.item())
+                self._warn_of_loss(self._clock.num_updates + 1, micro_batch, plain.item())
             else:
                 self._losses.append((micro_batch, plain))
 
     def look(self) -> None:
         """Check earlier updates' losses that have arrived on the host, and start to copy those of this update."""
         while self._asked and self._asked[0][-1].is_ready:
-            self._read()
+            self._read_losses()
         if self._losses:
             numbers, losses = zip(*self._losses)
             self._losses.clear()
@@ -88,15 +88,15 @@ class NonFiniteNotice:
 
     def _read_all(self) -> None:
         while self._asked:
-            self._read()
+            self._read_losses()
 
-    def _read(self) -> None:
+    def _read_losses(self) -> None:
         update, numbers, asked = self._asked.popleft()
         for micro_batch, loss in zip(numbers, asked.read().tolist()):
             if not math.isfinite(loss) and not self._is_told:
-                self._tell(update, micro_batch, loss)
+                self._warn_of_loss(update, micro_batch, loss)
 
-    def _tell(self, update: int, micro_batch: int, loss: float) -> None:
+    def _warn_of_loss(self, update: int, micro_batch: int, loss: float) -> None:
         """Warn about a loss that is not finite, on the first rank that finds one.
 
         Other ranks log nothing, because their losses follow from the first one: a non-finite gradient makes the
@@ -139,8 +139,8 @@ class SkippedUpdates:
         if not clock.count_skip(self._windows.current.number):
             return
         events.notify_listeners("skipped_update", source=clock, num_skipped=clock.num_skipped)
-        if self._fact not in events.collect_facts():
-            events.collect_facts().append(self._fact)
+        if self._format_skipped not in events.collect_facts():
+            events.collect_facts().append(self._format_skipped)
             process.release_at_end(self._leave_bars)
         if clock.num_skipped == _NUM_HOPELESS and not clock.num_updates:
             log.warning(
@@ -150,12 +150,12 @@ class SkippedUpdates:
                 clock.num_skipped,
             )
 
-    def _fact(self) -> str:
+    def _format_skipped(self) -> str:
         return f"{self._clock.num_skipped} updates skipped"
 
     def _leave_bars(self) -> None:
-        if self._fact in events.collect_facts():
-            events.collect_facts().remove(self._fact)
+        if self._format_skipped in events.collect_facts():
+            events.collect_facts().remove(self._format_skipped)
 
 
 def _count_notices() -> "count[int]":

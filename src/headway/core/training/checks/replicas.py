@@ -156,7 +156,7 @@ class ReplicaCheck:
             return
         self._next = 2 * self._num_reduced
         replicas = [(name, p) for name, p in self._strategy.list_replicas() if _has_bits(p)]
-        bits, settings = _try_checksums([p for _, p in replicas]), self._settings()
+        bits, settings = _try_checksums([p for _, p in replicas]), self._collect_settings()
         look = math.nan if bits is None else digest_text(repr(bits))
         changed = self._strategy.find_changed_shards()
         own = [
@@ -171,7 +171,7 @@ class ReplicaCheck:
             self._rows.warn_of_differences([int(count) for count in rows])
         if len(set(places)) > 1:
             told = ", ".join(f"{int(place)} on rank {rank}" for rank, place in zip(group.members(), places))
-            self._warn("places", _PLACES % told)
+            self._warn_once("places", _PLACES % told)
         if len(set(hyperparameters)) > 1:
             self._compare_settings(group, settings)
         if len(set(shards)) > 1:
@@ -183,7 +183,7 @@ class ReplicaCheck:
 
     # ---------------------------------------------------------------- hyperparameters
 
-    def _settings(self) -> Settings:
+    def _collect_settings(self) -> Settings:
         groups = [group for each in self._prepared.optimizers for group in each.optimizer.param_groups]
         return [{key: value for key in group if (value := _to_comparable(group[key])) is not None} for group in groups]
 
@@ -194,7 +194,7 @@ class ReplicaCheck:
                 values = [settings[number].get(key) if number < len(settings) else None for settings in every]
                 if any(not _are_close(value, other) for other in values):
                     told = ", ".join(f"{other} on rank {rank}" for rank, other in zip(group.members(), values))
-                    self._report(
+                    self._report_drift(
                         f"the optimizers of the ranks are not alike: {key!r} of parameter group {number} is {told}"
                     )
 
@@ -220,7 +220,9 @@ class ReplicaCheck:
             if len(ranks) < len(every):
                 told.append(f"{name} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
         if told:
-            self._report(f"parts of sharded parameters were changed in place on some ranks alone: {_several(told)}")
+            self._report_drift(
+                f"parts of sharded parameters were changed in place on some ranks alone: {_join_shortened(told)}"
+            )
 
     def _compare_parameters(
         self, group: Collectives, replicas: Sequence[tuple[str, torch.Tensor]], bits: list[int]
@@ -254,22 +256,24 @@ class ReplicaCheck:
                 told = f"{name} on {where} differs from rank {source}'s by up to {max(distances):.3g}"
                 (drifted if parameter.requires_grad else frozen).append(told)
         if drifted:
-            told = f"the replicas of the model are not alike on all ranks: {_several(drifted)}"
-            self._report(told + (_SEVERAL_MODELS if len(self._prepared.models) > 1 else ""))
+            told = f"the replicas of the model are not alike on all ranks: {_join_shortened(drifted)}"
+            self._report_drift(told + (_SEVERAL_MODELS if len(self._prepared.models) > 1 else ""))
         if frozen:
-            self._warn("frozen", f"frozen parameters are not alike on all ranks: {_several(frozen)}. {_REMEDY}")
+            self._warn_once(
+                "frozen", f"frozen parameters are not alike on all ranks: {_join_shortened(frozen)}. {_REMEDY}"
+            )
         if num_rounded:
             what = (
                 "ranks compute on different kinds of devices, or an optimizer draws random numbers of each rank's own"
             )
-            self._warn("bits", f"{num_rounded} parameters differ between ranks in their last bits: {what}")
+            self._warn_once("bits", f"{num_rounded} parameters differ between ranks in their last bits: {what}")
 
-    def _report(self, text: str) -> None:
+    def _report_drift(self, text: str) -> None:
         if self._is_strict:
             raise StateError(f"{text}. {_REMEDY}")
-        self._warn("drift", f"{text}. {_REMEDY}")
+        self._warn_once("drift", f"{text}. {_REMEDY}")
 
-    def _warn(self, kind: str, text: str) -> None:
+    def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._told:
             log.warning("%s", text)
             self._told.add(kind)
@@ -360,7 +364,7 @@ def _are_close(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _several(told: list[str]) -> str:
+def _join_shortened(told: list[str]) -> str:
     more = f", and {len(told) - _NUM_NAMES} more" if len(told) > _NUM_NAMES else ""
     return "; ".join(told[:_NUM_NAMES]) + more
 

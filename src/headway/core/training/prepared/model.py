@@ -167,7 +167,7 @@ class PreparedPart(PreparedModel):
                 would be missing.
         """
         name = self.__dict__[_KEY].bare_class.__name__
-        self._look(
+        self._check_rank_condition(
             f"the state_dict() of {name} is asked for",
             "putting whole weights together (accelerator.get_state_dict(model))",
         )
@@ -182,7 +182,9 @@ class PreparedPart(PreparedModel):
         Raises:
             UnsupportedError: If only some ranks make the call, for example under a condition.
         """
-        self._look(f"the load_state_dict() of {self.__dict__[_KEY].bare_class.__name__} is called", "loading weights")
+        self._check_rank_condition(
+            f"the load_state_dict() of {self.__dict__[_KEY].bare_class.__name__} is called", "loading weights"
+        )
         own = super().state_dict()  # type: ignore[misc]
         # Names with and without the prefixes of compiled submodules are accepted.
         parts = own | dict(rename_bare_items(own.items()))
@@ -192,7 +194,7 @@ class PreparedPart(PreparedModel):
         }
         return super().load_state_dict(fits, *args, **kwargs)  # type: ignore[misc]
 
-    def _look(self, call: str, action: str) -> None:
+    def _check_rank_condition(self, call: str, action: str) -> None:
         lone: RankConditionalCallCheck | None = self.__dict__[_KEY].lone
         if lone is not None:
             lone.check(call, action)
@@ -218,13 +220,13 @@ def reduce_to_bare(model: Any, reduced: Any, bare: type, keys: tuple[str, ...]) 
     made = list(reduced)
     made[1] = tuple(bare if argument is type(model) else argument for argument in made[1])
     # copyreg's own constructor requires the object's current class.
-    made[0] = bare if made[0] is type(model) else _new if made[0] is copyreg.__newobj__ else made[0]  # type: ignore[attr-defined]
+    made[0] = bare if made[0] is type(model) else _create_uninitialized if made[0] is copyreg.__newobj__ else made[0]  # type: ignore[attr-defined]
     if len(made) > 2 and isinstance(made[2], dict):
         made[2] = {key: value for key, value in made[2].items() if key not in keys}
     return tuple(made)
 
 
-def _new(kind: type, *args: Any) -> Any:
+def _create_uninitialized(kind: type, *args: Any) -> Any:
     return kind.__new__(kind, *args)
 
 

@@ -145,7 +145,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Make pickle and deepcopy create a plain optimizer, because a copy is not part of the run."""
-        return _itself, (self.optimizer,)
+        return _return_unchanged, (self.optimizer,)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer. Parameters that sharding has replaced are exchanged in it."""
@@ -426,7 +426,7 @@ def _check_apart(optimizer: torch.optim.Optimizer, step: TrainingStep) -> None:
         )
 
 
-def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _return_unchanged(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 

@@ -227,7 +227,7 @@ class Preparation:
             return model
         self._share_rng_states()
         if not is_evaluation:  # each rank may evaluate a different model
-            self._compare(model)
+            self._compare_models(model)
         is_moved = self._is_moved(model, place, is_evaluation)
         if any(parameter.is_meta for parameter in model.parameters()):
             if is_evaluation:
@@ -255,7 +255,7 @@ class Preparation:
         self._prepared.add_model(model)
         return model
 
-    def _compare(self, model: torch.nn.Module) -> None:
+    def _compare_models(self, model: torch.nn.Module) -> None:
         """Raise `PrepareError` if ranks built different models, or if they cannot share a tensor of the model.
 
         Otherwise pass the strategy the names of the tensors that will be filled from files or from rank 0.
@@ -490,7 +490,7 @@ class Preparation:
         )
         self.schedulers.append(made)
         if self.follows_optimizer and rule is self.rule:
-            self._explain(made)
+            self._explain_ticks(made)
             num_parts = self.tick_base[0]
             if warn_if_prepared_length_is_doubtful(
                 made.scheduler, rule, num_parts, self._windows.num_steps, self.loaders
@@ -500,7 +500,7 @@ class Preparation:
 
     # ---------------------------------------------------------------- scheduler steps
 
-    def _explain(self, scheduler: PreparedScheduler) -> None:
+    def _explain_ticks(self, scheduler: PreparedScheduler) -> None:
         name, rule = type(scheduler.scheduler).__name__, self.rule
         length, end = get_schedule_length(scheduler.scheduler), ""
         if length is not None:

@@ -31,7 +31,7 @@ def test_folder_without_init_is_not_a_package(tmp_path, monkeypatch):
     """Trackers create folders with their own names beside the script, such as `wandb/`."""
     (tmp_path / "tracker_of_nobody").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    probe = available._probe("is_tracker_available", "tracker_of_nobody")
+    probe = available._make_probe("is_tracker_available", "tracker_of_nobody")
     assert not probe()
     (tmp_path / "tracker_of_nobody" / "__init__.py").write_text("")
     assert probe()
@@ -49,14 +49,14 @@ def test_versions_are_compared():
 
 
 def test_package_version_is_in_a_range():
-    assert available._has("numpy", "1.0")
-    assert not available._has("numpy", "99.0")
-    assert not available._has("numpy", below="1.0")
-    assert not available._has("no_such.package")
+    assert available._has_package("numpy", "1.0")
+    assert not available._has_package("numpy", "99.0")
+    assert not available._has_package("numpy", below="1.0")
+    assert not available._has_package("no_such.package")
 
 
 def test_fp8_capability(monkeypatch):
-    monkeypatch.setattr(available, "_ask", lambda field: ["8.9"])
+    monkeypatch.setattr(available, "_ask_driver", lambda field: ["8.9"])
     assert available.check_cuda_fp8_capability() is True
-    monkeypatch.setattr(available, "_ask", lambda field: ["8.6", "9.0"])
+    monkeypatch.setattr(available, "_ask_driver", lambda field: ["8.6", "9.0"])
     assert available.check_cuda_fp8_capability() is False

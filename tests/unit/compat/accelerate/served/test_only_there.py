@@ -155,7 +155,9 @@ def test_port_device_type_and_gpu_info(monkeypatch):
     )
     assert available.get_gpu_info() == (["GeForce RTX 4090"] * 2, 2)
     assert available.check_cuda_p2p_ib_support() is False
-    monkeypatch.setattr(available, "_ask", lambda field: {"name": ["H100"] * 2, "driver_version": ["535.1.2"]}[field])
+    monkeypatch.setattr(
+        available, "_ask_driver", lambda field: {"name": ["H100"] * 2, "driver_version": ["535.1.2"]}[field]
+    )
     assert available.check_cuda_p2p_ib_support() is True
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 
 from headway.core.checkpoint.format.chunks import ChunkGrid, TensorChunk, intersect_box, iterate_overlapping
-from headway.core.checkpoint.format.manifest import Manifest, TensorEntry, WrittenFile, _digest
+from headway.core.checkpoint.format.manifest import Manifest, TensorEntry, WrittenFile, _compute_digest
 from headway.core.checkpoint.loading.files import (
     CheckpointFiles,
     ChunkedTensor,
@@ -135,7 +135,7 @@ def test_invalid_grid_is_refused(key, value, told):
 def seal_content(content):
     """Return the bytes of a manifest with this content and a matching SHA-256."""
     return json.dumps(
-        {"format": "headway checkpoint", "version": 3, "sha256": _digest(content), "content": content}
+        {"format": "headway checkpoint", "version": 3, "sha256": _compute_digest(content), "content": content}
     ).encode()
 
 

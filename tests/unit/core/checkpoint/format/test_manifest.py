@@ -21,7 +21,7 @@ from headway.core.checkpoint.format.manifest import (
     Manifest,
     TensorEntry,
     WrittenFile,
-    _digest,
+    _compute_digest,
     read_manifest,
 )
 from headway.errors import CheckpointError
@@ -54,7 +54,7 @@ def encode_content(content, **header):
         content: Content of the manifest, as JSON values.
         header: Values that replace or extend those beside the content.
     """
-    whole = {"format": FORMAT, "version": VERSION, "sha256": _digest(content), "content": content} | header
+    whole = {"format": FORMAT, "version": VERSION, "sha256": _compute_digest(content), "content": content} | header
     return json.dumps(whole).encode()
 
 
@@ -79,7 +79,7 @@ def test_encoded_manifest_has_the_documented_layout():
     whole = json.loads(data)
     content = whole.pop("content")
     assert data.endswith(b"}\n")
-    assert whole == {"format": "headway checkpoint", "version": 3, "sha256": _digest(content)}
+    assert whole == {"format": "headway checkpoint", "version": 3, "sha256": _compute_digest(content)}
     assert content["tensors"]["model/0/scale"] == {
         "shape": [],
         "dtype": "bfloat16",
@@ -315,7 +315,7 @@ SMALL = Manifest({"a": TensorEntry((4, 2), "float32", (Chunk((0, 0), (2, 2), "f"
 def test_contradictory_manifest_is_refused(change):
     whole = json.loads(SMALL.encode())
     change(whole["content"])
-    whole["sha256"] = _digest(whole["content"])
+    whole["sha256"] = _compute_digest(whole["content"])
     with pytest.raises(CheckpointError):
         Manifest.decode(json.dumps(whole).encode())
 

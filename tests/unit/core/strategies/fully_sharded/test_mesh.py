@@ -39,12 +39,12 @@ def test_each_rank_must_get_a_part(size: int, fits: bool) -> None:
 
 def test_digest_is_equal_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     grad = torch.randn(3, 5)
-    whole = agreement._digest(grad)
+    whole = agreement._make_gradient_digest(grad)
     monkeypatch.setattr(agreement, "_BLOCK", 4)
-    torch.testing.assert_close(agreement._digest(grad), whole)
+    torch.testing.assert_close(agreement._make_gradient_digest(grad), whole)
     flat = grad.double().flatten()
     torch.testing.assert_close(whole, torch.stack([flat.norm(), flat @ torch.arange(15.0).double().cos()]))
-    assert agreement._digest(torch.empty(0)).tolist() == [0.0, 0.0]
+    assert agreement._make_gradient_digest(torch.empty(0)).tolist() == [0.0, 0.0]
 
 
 def test_sequence_parallelism_and_context_parallelism_exclude_each_other() -> None:
