@@ -291,7 +291,7 @@ def test_full_disk_is_reported_once(caplog, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("headway.core.tracking.runlog.RunLog._write", raise_disk_full)
+        patch.setattr("headway.core.tracking.runlog.RunLog._write_entry", raise_disk_full)
         accelerator.log({"loss": 1.0})
         accelerator.log({"loss": 1.0})
     accelerator.log({"loss": 2.0}, step=1)
