@@ -78,10 +78,10 @@ def _replay(entries: Iterable[Mapping[str, Any]], model: Allocator) -> Compariso
             live[address] = round_to_block(size)
             allocated += live[address]
             peak_allocated = max(peak_allocated, allocated)
-            model.allocate(address, size, entry.get("stream", 0))
+            model.allocate_memory(address, size, entry.get("stream", 0))
         elif action == "free_completed":
             count += 1
             unknown += address not in live
             allocated -= live.pop(address, 0)
-            model.free(address)
+            model.free_memory(address)
     return Comparison(peak_allocated, peak_reserved, model.peak_allocated, model.peak_reserved, count, unknown)

@@ -191,7 +191,7 @@ class Accelerator(RankAware):
         strategy: str | None = None,
         on_spike: str | SpikePolicy | None = None,
     ) -> None:
-        scope.own(tracebacks.ExceptionHook).install(lambda: not is_debugging())
+        scope.get_or_create(tracebacks.ExceptionHook).install(lambda: not is_debugging())
         settings = resolve_settings(
             device_placement=device_placement,
             split_batches=split_batches,
@@ -243,7 +243,7 @@ class Accelerator(RankAware):
         recorder = None if verify is None else verify.record_run(run)
         self._build_parts(settings)
         if recorder is not None:
-            recorder.attach(self, self._training_step, self._checkpoints)
+            recorder.attach_to(self, self._training_step, self._checkpoints)
 
     def _build_parts(self, settings: Settings) -> None:
         """Create the components to which the public methods delegate, such as the training step and checkpoints."""
@@ -261,7 +261,7 @@ class Accelerator(RankAware):
             repeats_evaluations=self._behavior.repeats_evaluations,
             resume_method=self._behavior.resume_method,
         )
-        self._checkpoints.watch(settings.preemption, is_asked_for=settings.is_preemption_requested)
+        self._checkpoints.start_listening(settings.preemption, is_asked_for=settings.is_preemption_requested)
         place = self._checkpoints.place
         self._recorder = Recorder(
             runtime=run.runtime,
@@ -274,7 +274,7 @@ class Accelerator(RankAware):
         )
         self._whole_weights = WholeWeights(run.strategy, run.runtime)
         self._facts = publish_facts(run)
-        self._bypasses = run.runtime.scope.own(BypassDetector)
+        self._bypasses = run.runtime.scope.get_or_create(BypassDetector)
         self._registration = join_process(run, self._training_step, self._preparation)
 
     @property
@@ -652,7 +652,7 @@ class Accelerator(RankAware):
 
         Prepared optimizers use the scaler automatically, so a loop does not need to call it.
         """
-        self.precision.settle(len(self._preparation.optimizers))
+        self.precision.finish_scale_update(len(self._preparation.optimizers))
         return self.precision.scaler
 
     @property

@@ -60,7 +60,7 @@ class RankLogger(_Adapter):
             return
         if once:
             text = str(msg) % args if args else str(msg)
-            said = scope.own(OnceFilter)
+            said = scope.get_or_create(OnceFilter)
             if (self.logger.name, text) in said:
                 return
             said.add((self.logger.name, text))

@@ -35,8 +35,8 @@ def vote_often():
     plane.set(f"from {rank}", bytes(range(256)) + bytes([rank]))
     results["given"] = [plane.get(f"from {other}", timedelta(seconds=60))[-1] for other in range(world_size)]
     assert plane.vote([1.0]) == [1.0]
-    assert plane.has("from 0")
-    assert not plane.has("from 9")
+    assert plane.has_key("from 0")
+    assert not plane.has_key("from 9")
 
     server = process.get_control_link()._server
     before = server.num_keys() if server else None
@@ -48,7 +48,7 @@ def vote_often():
 
     process.reset()  # a second runtime of the same processes sees no keys of the first
     plane = control.current()
-    assert not plane.has("from 0")
+    assert not plane.has_key("from 0")
     assert plane.vote([rank], "sum") == [3.0]
     if rank != 1:
         results["missing"] = _error(lambda: plane.vote([1.0], timeout=timedelta(seconds=1)))

@@ -110,7 +110,7 @@ def test_metrics_of_one_process_and_error_for_a_taken_port(tmp_path):
         assert done.returncode == 1
         assert f"headway: --metrics_port {server.port}: Address already in use; give a free port" in done.stderr
     finally:
-        server.end()
+        server.stop_server()
     done = subprocess.run([*command, str(server.port), str(script)], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 

@@ -427,14 +427,14 @@ def test_ranks_with_different_folders_write_to_that_of_rank_0(tmp_path):
 
 def call_forty_times():
     accelerator = Accelerator(cpu=True)
-    attendance = process.current().scope.own(Attendance)
+    attendance = process.current().scope.get_or_create(Attendance)
     found = []
     for _ in range(40):
         assert attendance.find_participants("a call").ranks == (0, 1)
         found.append(attendance._make_key(str(attendance._place)))
     accelerator.wait_for_everyone()
     names = (str(accelerator.process_index), "count", "gone")
-    return [any(current().has(f"{key}/{name}") for name in names) for key in found]
+    return [any(current().has_key(f"{key}/{name}") for name in names) for key in found]
 
 
 def test_old_calls_leave_no_keys_in_the_store():

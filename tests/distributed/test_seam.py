@@ -222,7 +222,7 @@ def test_infinite_loss_on_one_rank_is_skipped_by_all_ranks(package: Path) -> Non
         assert "skipped on all ranks" in report
 
 
-has = Control.has
+has = Control.has_key
 
 
 def has_slowly(control: Control, key: str) -> bool:
@@ -233,7 +233,7 @@ def has_slowly(control: Control, key: str) -> bool:
 
 def stop_at_signal(folder: Path, project: Path) -> tuple[int, bool]:
     if os.environ["RANK"] != "0":
-        Control.has = has_slowly  # type: ignore[method-assign]
+        Control.has_key = has_slowly  # type: ignore[method-assign]
     accelerator = make_mirrored_accelerator(
         folder, preemption=Preemption(exits=False), project_dir=str(project), gradient_accumulation_steps=2
     )

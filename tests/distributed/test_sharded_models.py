@@ -139,7 +139,7 @@ def overflow_with_fp16_on_one_rank() -> None:
         optimizer.zero_grad()
         skipped.append(optimizer.step_was_skipped)
     assert skipped == [False, True, False]
-    accelerator.precision.adjust()
+    accelerator.precision.update_scale()
     assert accelerator.precision.get_gradient_scale() == 32768.0
     assert all(bool(torch.isfinite(tensor).all()) for tensor in gather_weights(model).values())
     accelerator.free_memory()

@@ -27,7 +27,7 @@ def compare_attention(rotation: str) -> list[float]:
     mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
     rank = mesh.get_local_rank()
     torch.cuda.set_device(rank)
-    axis = SplitAxis.of(mesh)
+    axis = SplitAxis.from_mesh(mesh)
     found = attention.find_ring_attention(mesh, rotation, attention.RingDispatcher())
     assert found is not None, "Headway does not support ring attention of this torch version"
     generator = torch.Generator().manual_seed(0)

@@ -124,7 +124,7 @@ def test_host_memory_of_offloaded_activations_is_hardly_rounded_up() -> None:
 
     with offload_saved_tensors():
         loss = total()
-    parked = sum(copy._host.nbytes for copy in scope.own(_Copies).values())
+    parked = sum(copy._host.nbytes for copy in scope.get_or_create(_Copies).values())
     assert parked >= 12 * MIB
     assert torch.cuda.host_memory_stats()["allocated_bytes.current"] - held <= parked * 9 // 8
     assert torch.equal(*torch.autograd.grad(loss, inputs), *torch.autograd.grad(total(), inputs))
@@ -140,12 +140,12 @@ def test_offloading_under_autocast_parks_each_activation_once_and_no_weights() -
             out = model(inputs)
         if grads:
             # A block's input, GELU's input and GELU's result, in bf16: 16, 64 and 64 MiB.
-            parked = [copy._host.nbytes // MIB for copy in scope.own(_Copies).values()]
+            parked = [copy._host.nbytes // MIB for copy in scope.get_or_create(_Copies).values()]
             assert sorted(parked) == [16, 16, 64, 64, 64, 64]
         out.square().mean().backward()
         grads.append([parameter.grad.clone() for parameter in model.parameters()])
     assert all(map(torch.equal, *grads))
-    assert len(scope.own(_Copies)) == 0
+    assert len(scope.get_or_create(_Copies)) == 0
 
 
 def test_offloading_holds_little_however_far_ahead_the_host_is() -> None:

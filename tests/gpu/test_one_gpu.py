@@ -105,7 +105,7 @@ def test_the_first_use_of_the_device_is_named(tmp_path: Path) -> None:
     script = tmp_path / "first.py"
     script.write_text(
         "import torch\nfrom headway.common import scope\nfrom headway.core.runtime import device, first_use\n"
-        "torch.ones(1, device='cuda')\nprint(scope.own(first_use.FirstUse).place)\n"
+        "torch.ones(1, device='cuda')\nprint(scope.get_or_create(first_use.FirstUse).place)\n"
     )
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     assert ran.stdout.startswith(f"{script}:4:")

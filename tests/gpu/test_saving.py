@@ -25,12 +25,12 @@ def test_a_snapshot_is_of_the_moment_and_nobody_waits_for_it() -> None:
     devices = [torch.device("cuda", n) for n in range(min(2, torch.cuda.device_count()))]
     tensors = {str(device): torch.full((1 << 20,), 3.0, device=device) for device in devices}
     snapshot = HostCopies()
-    snapshot.take(tensors, tensors)  # allocates the pinned memory
+    snapshot.copy_tensors(tensors, tensors)  # allocates the pinned memory
     for device in devices:
         keep_busy(device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        taken = snapshot.take(tensors, tensors)
+        taken = snapshot.copy_tensors(tensors, tensors)
         for tensor in tensors.values():
             tensor.add_(1)
     finally:
@@ -68,7 +68,7 @@ def test_large_copies_are_in_registered_memory() -> None:
     tensors = {str(number): torch.full((1 << 25,), float(number), device="cuda") for number in range(4)}
     snapshot = HostCopies()
     for _ in range(2):
-        taken = snapshot.take(tensors, tensors)
+        taken = snapshot.copy_tensors(tensors, tensors)
         for arrival in taken.arrivals:
             arrival.wait()
         for number, tensor in enumerate(taken.tensors.values()):

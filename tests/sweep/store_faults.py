@@ -56,7 +56,7 @@ def save(root: str, value: int, is_blocking: bool, is_same_name: bool = False) -
     saver = Saver(runtime, Collectives(runtime))
     parent = to_path(root)
     try:
-        saver.hold(parent, "run")
+        saver.lock_folder(parent, "run")
         final = parent / ("checkpoint_1" if is_same_name else f"checkpoint_{value}")
         saver.save(
             final,
@@ -208,7 +208,7 @@ def sweep_kills(port: int, count: int, seed: int, results: Results) -> None:
 
 def release_locks() -> None:
     """Release this process's locks, so that the next process can save."""
-    scope.own(Locks).release()
+    scope.get_or_create(Locks).release()
 
 
 # ---------------------------------------------------------------- errors

@@ -85,7 +85,7 @@ def make_mistake(name: str, layout: str, folder: str) -> Outcome:
         try:
             result = row.make(script)
         except Exception as error:
-            trace = f"{format_short_traceback(error)[0]}{scope.own(ExceptionHook).format_notes(error)}"
+            trace = f"{format_short_traceback(error)[0]}{scope.get_or_create(ExceptionHook).format_notes(error)}"
             outcome.error = ExceptionRecord(
                 type(error).__name__, str(error), find_users_line(error.__traceback__), trace, time.time()
             )

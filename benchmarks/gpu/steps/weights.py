@@ -55,7 +55,12 @@ def run(bench: Bench) -> None:
         bench.add_row(Row("headway, cpu_offload: weights", speed * num_bytes / 1e9, "GB/s", bandwidth / 1e9, link))
         report = offload_pace(model)
         bench.add_row(
-            Row("headway, cpu_offload: one token per forward", speed, "tokens/s", note=report.words() if report else "")
+            Row(
+                "headway, cpu_offload: one token per forward",
+                speed,
+                "tokens/s",
+                note=report.format_line() if report else "",
+            )
         )
         del model
     measure_accelerate(bench)

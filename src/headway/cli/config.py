@@ -252,7 +252,7 @@ def _show_settings(config_file: str | None, as_json: bool) -> None:
     names = [setting.name for setting in SETTINGS.values() if setting.is_for_files]
     if as_json:
         shown: dict[str, Any] = {
-            name: {"value": resolved.get(name), "origin": resolved.origin(name)}
+            name: {"value": resolved.get(name), "origin": resolved.get_origin(name)}
             for name in names
             if resolved.config.is_set(name)
         }
@@ -263,7 +263,7 @@ def _show_settings(config_file: str | None, as_json: bool) -> None:
     for name, value in values.items():
         is_set = resolved.config.is_set(name)
         click.echo(
-            f"{name:<{width}}  {value:<{wide}}  {resolved.origin(name) if is_set else _describe_default(SETTINGS[name])}"
+            f"{name:<{width}}  {value:<{wide}}  {resolved.get_origin(name) if is_set else _describe_default(SETTINGS[name])}"
         )
 
 

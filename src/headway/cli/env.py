@@ -61,7 +61,7 @@ def _describe_layout(environment: dict[str, str]) -> str:
         resolved = resolve([read_environment_layer(environment), read_file_layer(None, environment, explain_file_key)])
     except HeadwayError as error:  # an error here must not hide the other entries
         return f"unknown: {error}"
-    return f"{resolved.get('strategy', 'ddp')} ({resolved.origin('strategy')})"
+    return f"{resolved.get('strategy', 'ddp')} ({resolved.get_origin('strategy')})"
 
 
 def _find_version(package: str) -> str | None:

@@ -267,7 +267,7 @@ class _ObjectClients(dict[tuple[str, int], ObjectClient]):
 
 def get_client(root: str) -> ObjectClient:
     """Return this process's client for a bucket such as "s3://bucket"."""
-    known, key = scope.own(_ObjectClients), (root, os.getpid())
+    known, key = scope.get_or_create(_ObjectClients), (root, os.getpid())
     if key not in known:
         known[key] = ObjectClient(root)
     return known[key]

@@ -1,6 +1,6 @@
 """Registry of per-process singletons, so that modules hold no global state.
 
-`scope.own(Listeners)` creates the object on first use and returns the same one afterwards. Objects that must end
+`scope.get_or_create(Listeners)` creates the object on first use and returns the same one afterwards. Objects that must end
 with the process runtime are registered in the runtime's own scope instead (`process.current().scope`). Tests start
 with `clear()`.
 """
@@ -17,10 +17,10 @@ class Scope:
     def __init__(self) -> None:
         self._owned: dict[Callable[[], Any], Any] = {}
 
-    def own(self, make: Callable[[], T]) -> T:
+    def get_or_create(self, make: Callable[[], T]) -> T:
         """Return the object that `make` creates.
 
-        `make` is called on first use. Later calls of `own` return the object that it created. There is no lock,
+        `make` is called on first use. Later calls of `get_or_create` return the object that it created. There is no lock,
         because a fork could copy the lock while it is held. If two threads call `make` at the same time, one of the
         two objects is kept and returned to both.
         """
@@ -41,4 +41,4 @@ class Scope:
 
 
 _process = Scope()
-own, has, drop, clear = _process.own, _process.has, _process.drop, _process.clear
+get_or_create, has, drop, clear = _process.get_or_create, _process.has, _process.drop, _process.clear

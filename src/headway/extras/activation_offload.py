@@ -203,7 +203,7 @@ class _CopyLanes(dict[torch.device, CopyLane]):
 @contextmanager
 def replace_settings(settings: OffloadSettings) -> Iterator[None]:
     """Return a context in which offloading uses the given functions and classes, for a trace on fake tensors."""
-    lanes = scope.own(_CopyLanes)
+    lanes = scope.get_or_create(_CopyLanes)
     lanes.clear()
     lanes.settings = settings
     try:
@@ -221,7 +221,7 @@ class ActivationCopy:
     """
 
     def __init__(self, values: torch.Tensor) -> None:
-        lanes = scope.own(_CopyLanes)
+        lanes = scope.get_or_create(_CopyLanes)
         self._lane = lanes[values.device]
         # Holding the storage keeps its address from being reused while this copy can be found by it.
         self._source = lanes.settings.names.hold_storage(values.untyped_storage())
@@ -283,7 +283,7 @@ class _OwnTensors:
         # have a weight's shape and another dtype is then not offloaded either.
         self._frozen = {(tensor.shape, tensor.dtype) for tensor in frozen}
 
-    def contains(self, tensor: torch.Tensor) -> bool:
+    def contains_memory(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of the block's buffers, or is probably a frozen weight cast to another dtype.
 
         A cast weight is recognized by its shape.
@@ -314,13 +314,15 @@ def offload_saved_tensors(
     own = _OwnTensors(block)
 
     def pack_tensor(tensor: torch.Tensor) -> torch.Tensor | OffloadedActivation:
-        return _offload_tensor(tensor) if _is_worth_it(tensor, min_bytes) and not own.contains(tensor) else tensor
+        return (
+            _offload_tensor(tensor) if _is_worth_it(tensor, min_bytes) and not own.contains_memory(tensor) else tensor
+        )
 
     return torch.autograd.graph.saved_tensors_hooks(pack_tensor, _fetch_saved)
 
 
 def _is_worth_it(tensor: torch.Tensor, min_bytes: int) -> bool:
-    lanes = scope.own(_CopyLanes)
+    lanes = scope.get_or_create(_CopyLanes)
     if _is_on_host(tensor) and not lanes.settings.from_host:
         return False
     if tensor.layout is not torch.strided or type(tensor) is not lanes.settings.kind:
@@ -357,8 +359,13 @@ def _offload_tensor(tensor: torch.Tensor) -> OffloadedActivation:
     is_whole = 2 * tensor.nbytes > storage.nbytes() and not (tensor.is_conj() or tensor.is_neg())
     view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
     mark = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
-    key = (scope.own(_CopyLanes).settings.names.get_number(storage), tensor._version, *mark, None if is_whole else view)
-    copies = scope.own(_Copies)
+    key = (
+        scope.get_or_create(_CopyLanes).settings.names.get_number(storage),
+        tensor._version,
+        *mark,
+        None if is_whole else view,
+    )
+    copies = scope.get_or_create(_Copies)
     copy = copies.get(key)
     if copy is None:
         copy = copies[key] = ActivationCopy(_flatten_storage(tensor) if is_whole else tensor)

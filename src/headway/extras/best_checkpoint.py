@@ -89,7 +89,7 @@ def find_best(place: CheckpointFolder, reader: CheckpointReader, run: str | None
         raise CheckpointError(
             f"all checkpoints with a metric in {place.parent()} are damaged:\n  " + "\n  ".join(passed_over)
         )
-    if folder is None and reader.largest(len(list_originals(place.parent()))):  # on any machine's disk
+    if folder is None and reader.find_largest(len(list_originals(place.parent()))):  # on any machine's disk
         raise CheckpointError(
             f"no checkpoint in {place.parent()} was saved with a metric, so none is the best; give each save one: "
             "accelerator.save_state(metric=value)"

@@ -91,7 +91,7 @@ class LocalSGD:
 
     def __enter__(self) -> "LocalSGD":
         if self.enabled:
-            if scope.own(ModelAverages).has_any(self.model):
+            if scope.get_or_create(ModelAverages).has_any(self.model):
                 raise UnsupportedError(
                     "LocalSGD cannot be combined with ExponentialMovingAverage: in its block the ranks have different weights, so "
                     "their averages would differ. Leave one of them out"

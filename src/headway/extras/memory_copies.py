@@ -186,8 +186,8 @@ class MemoryTier:
         self._failure: str | None = None
         state.progress.before_batches.append(self._before_batch)
         step_hooks.before_micro_batch.append(self._before_micro_batch)
-        step_hooks.before_update.append(self.settle)
-        step_hooks.before_swap.append(self.settle)
+        step_hooks.before_update.append(self.wait_until_complete)
+        step_hooks.before_swap.append(self.wait_until_complete)
 
     # ---------------------------------------------------------------- after an update
 
@@ -207,11 +207,11 @@ class MemoryTier:
         update = state.run.clock.num_updates
         if self._is_off or update == self._last or update % self._place.project.keep_in_memory:
             return
-        if state.run.windows.is_unfinished or state.local.has_diverged or any(state.local.steps()):
+        if state.run.windows.is_unfinished or state.local.has_diverged or any(state.local.list_steps()):
             return  # local SGD exchanges state only at the end of its blocks
         if holds_averages(state.run):  # an evaluation: the next batch of the training saves the trained weights
             return
-        self.settle()
+        self.wait_until_complete()
         self._last = update
         if not self._can_save():
             return
@@ -247,7 +247,7 @@ class MemoryTier:
         job.staging.mkdir(exist_ok=True)
         if self._neighbors is not None:
             self._neighbors.announce(job.staging)
-        writer.announce(job)
+        writer.mark_as_writing(job)
         self._number += 1
         return job, (states, tensors, about)
 
@@ -264,7 +264,7 @@ class MemoryTier:
         try:
             content = split_dtensors(content)
             job = replace(job, content=content, about=answers[0][2])
-            taken = self._copies.take(content.tensors, job.own_names, steady)
+            taken = self._copies.copy_tensors(content.tensors, job.own_names, steady)
         except (CheckpointError, RuntimeError) as error:  # reported at the next update
             self._failure = f"{type(error).__name__}: {error}"
             (job.staging / f".writing-{job.share.part}").unlink(missing_ok=True)
@@ -273,12 +273,12 @@ class MemoryTier:
             job,
             content=replace(content, tensors=taken.tensors),
             arrivals=taken.arrivals,
-            confirm=taken.steady.confirm,
+            confirm=taken.steady.ensure_unchanged,
             spread=partial(self._neighbors.exchange, job.staging) if self._neighbors is not None else lambda: None,
         )
         self._background.start(self._job)
 
-    def settle(self) -> None:
+    def wait_until_complete(self) -> None:
         """Wait until the in-memory checkpoint in progress, if there is one, is complete on this machine.
 
         Must be called before parameters or other saved state are changed. A failure of the save is not raised. When the
@@ -305,7 +305,7 @@ class MemoryTier:
         """
         self._is_off = True
         if job is not None:
-            writer.abandon(job)
+            writer.remove_staging(job)
         if self._share is not None and self._share.leads:
             shutil.rmtree(self._folder, ignore_errors=True)
         log.warning(
@@ -347,7 +347,7 @@ class MemoryTier:
             self._share = writer.DiskShare(self._collectives.rank, len(groups), place == 0)
             self._neighbors = NeighborCopies(self._state.run.runtime, groups)
         if place == 0:
-            folders.find_store(self._folder).sweep()
+            folders.find_store(self._folder).remove_leftovers()
         self._collectives.barrier()
         return True
 
@@ -357,7 +357,7 @@ class MemoryTier:
 
     # ---------------------------------------------------------------- after a restart
 
-    def newest(self) -> Path | None:
+    def find_newest(self) -> Path | None:
         """Copy the newest valid in-memory checkpoint to every machine. Return its folder, or None if there is none.
 
         Every rank must call it.
@@ -414,6 +414,6 @@ class MemoryTier:
         """
         return on_disk is None or (parse_number(on_disk) or 0) < int(read_manifest(kept).about["iteration"])
 
-    def holds(self, folder: Path) -> bool:
+    def is_in_memory(self, folder: Path) -> bool:
         """Whether this folder is one of this run's in-memory checkpoints."""
         return bool(self._folder.name) and folder.parent == self._folder

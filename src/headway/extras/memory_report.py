@@ -96,7 +96,7 @@ def memory_report(error: BaseException | None = None, num_largest: int = 8) -> M
         error: Out-of-memory error whose frames still exist. Default: report the current use.
         num_largest: Number of largest tensors to list.
     """
-    scope.own(EmergencyReserve).release()
+    scope.get_or_create(EmergencyReserve).release()
     device = _find_device(error)
     frames = list_frames(error) if error is not None else _list_caller_frames()
     use = memory_use(device)

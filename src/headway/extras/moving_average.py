@@ -65,7 +65,7 @@ class ModelAverages:
 
     def __init__(self) -> None:
         self._by_model: WeakKeyDictionary[torch.nn.Module, WeakSet[ExponentialMovingAverage]] = WeakKeyDictionary()
-        scope.own(PreparationListeners).append(self.attach_averages)
+        scope.get_or_create(PreparationListeners).append(self.attach_averages)
 
     def add(self, average: "ExponentialMovingAverage") -> None:
         """Register an average."""
@@ -206,7 +206,7 @@ class ExponentialMovingAverage:
         self._window = -1
         self._is_due = False
         self._swapped: tuple[list[list[Pair]], list[list[torch.Tensor] | None]] | None = None
-        scope.own(ModelAverages).add(self)
+        scope.get_or_create(ModelAverages).add(self)
         step = self._find_step()
         if step is not None:
             self.attach(step)
@@ -258,7 +258,7 @@ class ExponentialMovingAverage:
         """Return the newest training step whose Accelerator has prepared the model, or None."""
         if not process.is_started():
             return None
-        steps = process.current().scope.own(AcceleratorRegistry).list_newest_first()
+        steps = process.current().scope.get_or_create(AcceleratorRegistry).list_newest_first()
         return next((step for step in steps if any(self.model is _unwrap_model(m) for m in step.prepared.models)), None)
 
     def _trains_model(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -558,7 +558,7 @@ class ExponentialMovingAverage:
             _swap_out(buckets, stash)
             raise
         self._swapped = buckets, stash
-        scope.own(SwappedModels).averages[self.model] = self
+        scope.get_or_create(SwappedModels).averages[self.model] = self
         self._finish_swap()
 
     def _swap_weights_out(self) -> None:
@@ -567,7 +567,7 @@ class ExponentialMovingAverage:
             self._free_gathered()
             _swap_out(*self._swapped)
         self._swapped = None
-        scope.own(SwappedModels).averages.pop(self.model, None)
+        scope.get_or_create(SwappedModels).averages.pop(self.model, None)
         self._finish_swap()
 
     def _iterate_started_pairs(self) -> Iterator[list[Pair]]:
@@ -608,7 +608,7 @@ class ExponentialMovingAverage:
         Raises:
             StateError: If the model contains averaged weights.
         """
-        holder = scope.own(SwappedModels).averages.get(self.model)
+        holder = scope.get_or_create(SwappedModels).averages.get(self.model)
         if holder is not None:
             raise StateError(
                 f"cannot {action}: {type(self.model).__name__} holds the averaged weights of {holder.name!r}. Leave the "
@@ -744,7 +744,7 @@ class ExponentialMovingAverage:
 
 def holds_averages(run: Run) -> bool:
     """Whether a model of the run currently contains averaged weights in place of its trained weights."""
-    swapped = scope.own(SwappedModels).averages.values() if scope.has(SwappedModels) else ()
+    swapped = scope.get_or_create(SwappedModels).averages.values() if scope.has(SwappedModels) else ()
     return any(each.run is run for each in swapped)
 
 

@@ -292,7 +292,7 @@ class WindowReplay(OriginSearch):
                 try:
                     yield from self._replay_batches(again)
                 finally:
-                    self.end()
+                    self.end_replay()
 
     def _replay_batches(self, batches: list[tuple[Any, Any]]) -> Iterator[Any]:
         self._snapshot.restore()
@@ -307,7 +307,7 @@ class WindowReplay(OriginSearch):
         """Drop the recorded batches, because the update of their accumulation window was made."""
         self._kept.clear()
 
-    def arm(self) -> bool:
+    def arm_replay(self) -> bool:
         """Prepare to run an accumulation window again, after its update was refused because of a non-finite value.
 
         The loader then returns the window's batches once more.
@@ -323,7 +323,7 @@ class WindowReplay(OriginSearch):
         self._is_armed_for, self.is_spent = loader, True
         return True
 
-    def end(self) -> NanOrigin | None:
+    def end_replay(self) -> NanOrigin | None:
         """Stop checking operations, and restore the state from the beginning of the accumulation window.
 
         Returns:

@@ -56,7 +56,7 @@ class LateAdapters:
     def __init__(self) -> None:
         self._hook: Any = None
 
-    def enter(self) -> None:
+    def register_hook(self) -> None:
         """Register the hook with torch. Later calls do nothing."""
         if self._hook is None:
             self._hook = register_module_module_registration_hook(_refuse_tuner)
@@ -98,7 +98,7 @@ def adapt_methods(model: torch.nn.Module, strategy: Strategy, runtime: ProcessRu
         strategy: Strategy that has sharded the model.
         runtime: Runtime of this process.
     """
-    runtime.scope.own(LateAdapters).enter()
+    runtime.scope.get_or_create(LateAdapters).register_hook()
     made: dict[str, Any] = {"save_pretrained": _wrap_save(type(model).save_pretrained, strategy, runtime)}  # type: ignore[attr-defined]
     if _is_peft_model(model):
         made |= {method: _make_refusal(method, text, strategy.name) for method, text in _REFUSED.items()}

@@ -173,12 +173,12 @@ class SpikeGuard(FiniteGuard):
         run.hooks.before_learning.append(rewind.before_learning)
         return rewind
 
-    def forget(self) -> None:
+    def reset_state(self) -> None:
         """Reset the guard's state because the run continues from another point, such as a loaded checkpoint.
 
         Recent losses and norms are kept until the values of a checkpoint replace them.
         """
-        super().forget()
+        super().reset_state()
         self._new_losses, self._added, self._spikes_in_row, self._num_since = [], -1, 0, 0
         if self._rewind is not None:
             self._rewind.drop_copies()

@@ -110,7 +110,7 @@ class RankPaces:
         found = []
         plane = control.current()
         for rank in range(self._runtime.world_size):
-            if plane.has(f"pace/{rank}"):
+            if plane.has_key(f"pace/{rank}"):
                 number, forward, wait = _PACE.unpack(plane.get(f"pace/{rank}", timedelta(seconds=10)))
                 found.append(RankPace(rank, number, forward, wait))
         return found

@@ -86,7 +86,7 @@ def check_agreement(resolved: Resolved, cluster: Cluster) -> None:
         ConfigError: If a config file contradicts the cluster; the message names both sources.
     """
     for name, value in cluster.layer.items():
-        origin = resolved.origin(name)
+        origin = resolved.get_origin(name)
         if origin.startswith("file") and resolved.get(name) != value.value and not resolved.force:
             raise ConfigError(
                 f"{name}={resolved.get(name)!r} ({origin}) against {value.value!r} ({value.origin}): take it out of the "

@@ -27,7 +27,7 @@ def resolve_layout(resolved: Resolved, num_machines: int, num_local: int) -> Lay
     try:
         found = asked.resolve(num_machines * num_local, num_local)
     except (ConfigError, UnsupportedError) as error:
-        raise ConfigError(f"{error} ({resolved.origin('strategy')})") from None
+        raise ConfigError(f"{error} ({resolved.get_origin('strategy')})") from None
     return found
 
 
@@ -50,7 +50,7 @@ def check_options(resolved: Resolved, found: Layout | None) -> tuple[str, ...]:
     strategy, notes = resolved.get("strategy"), []
     for name, what, remedy in layout_choice.list_inapplicable_options(strategy, found):
         if resolved.config.is_set(name):
-            origin = resolved.origin(name)
+            origin = resolved.get_origin(name)
             text = f"{name} ({origin}) needs {what}, but the layout is {strategy}: {found.describe()}"
             if origin.startswith(COMMAND_LINE):
                 raise ConfigError(f"{text}; remove it, or add {remedy}")
@@ -89,7 +89,7 @@ def describe_layout(resolved: Resolved, found: Layout | None) -> list[str]:
     """
     if found is None or found.num_ranks == 1:
         return []
-    return [f"layout {resolved.get('strategy')} ({resolved.origin('strategy')}): {found.describe()}"]
+    return [f"layout {resolved.get('strategy')} ({resolved.get_origin('strategy')}): {found.describe()}"]
 
 
 def count_data_shards(num_processes: int, found: Layout | None) -> str:

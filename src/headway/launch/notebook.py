@@ -245,7 +245,7 @@ def _report_used_memory() -> None:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
-    place = None if first_use is None else first_use.scope.own(first_use.FirstUse).place
+    place = None if first_use is None else first_use.scope.get_or_create(first_use.FirstUse).place
     place = place or "before Headway was imported"
     reserved = torch.cuda.memory_reserved()
     print(

@@ -246,22 +246,22 @@ def _select_devices(resolved: Resolved, machine: Machine) -> Machine:
     if resolved.get("multi_gpu", False):
         if on_cpu:
             raise ConfigError(
-                f"multi_gpu ({resolved.origin('multi_gpu')}) against cpu ({resolved.origin('cpu')}): take one out"
+                f"multi_gpu ({resolved.get_origin('multi_gpu')}) against cpu ({resolved.get_origin('cpu')}): take one out"
             )
         if machine.accelerator is None:
             raise ConfigError(
-                f"multi_gpu ({resolved.origin('multi_gpu')}), but {_NO_ACCELERATOR.format(machine.hostname)}, or take --multi_gpu "
-                "out to run on the CPU"
+                f"multi_gpu ({resolved.get_origin('multi_gpu')}), but {_NO_ACCELERATOR.format(machine.hostname)}, or take "
+                "--multi_gpu out to run on the CPU"
             )
     if resolved.get("enable_cpu_affinity", False) and (on_cpu or machine.torch_device != "cuda"):
         raise ConfigError(
-            f"enable_cpu_affinity ({resolved.origin('enable_cpu_affinity')}) binds processes to the cores near their "
+            f"enable_cpu_affinity ({resolved.get_origin('enable_cpu_affinity')}) binds processes to the cores near their "
             "NVIDIA GPUs, and this run uses none; take it out"
         )
     ids = machine.device_ids
     text = resolved.get("gpu_ids", "all")
     if text != "all" and not on_cpu:
-        origin = resolved.origin("gpu_ids")
+        origin = resolved.get_origin("gpu_ids")
         if not ids:
             raise ConfigError(
                 f"gpu_ids={text!r} ({origin}), but {_NO_ACCELERATOR.format(machine.hostname)}, or take gpu_ids out to run on the CPU"
@@ -282,7 +282,7 @@ def _choose_visible_variable(resolved: Resolved, machine: Machine) -> str:
     variables = VISIBLE.get(machine.accelerator or "")
     if not variables:
         raise ConfigError(
-            f"gpu_ids ({resolved.origin('gpu_ids')}): Headway does not know which variable hides {machine.accelerator} devices "
+            f"gpu_ids ({resolved.get_origin('gpu_ids')}): Headway does not know which variable hides {machine.accelerator} devices "
             "from a process; remove it and set the vendor's own variable, or start fewer processes with -n"
         )
     return variables[0]
@@ -298,11 +298,11 @@ def _count_processes(resolved: Resolved, machine: Machine, task: ClusterTask | N
     num_machines = resolved.get("num_machines", 1)
     per_machine = len(machine.device_ids) or 1
     total = resolved.get("num_processes", num_machines * per_machine)
-    origin = resolved.origin("num_processes")
+    origin = resolved.get_origin("num_processes")
     if total % num_machines:
         raise ConfigError(
             f"{total} processes ({origin}) cannot be spread evenly over {num_machines} machines "
-            f"({resolved.origin('num_machines')}); --num_processes counts the processes of all machines together"
+            f"({resolved.get_origin('num_machines')}); --num_processes counts the processes of all machines together"
         )
     num_local = total // num_machines
     has_own = task is not None and task.has_own_devices(len(machine.device_ids))
@@ -313,8 +313,8 @@ def _count_processes(resolved: Resolved, machine: Machine, task: ClusterTask | N
         )
     if resolved.get("machine_rank", 0) >= num_machines:
         raise ConfigError(
-            f"machine_rank={resolved.get('machine_rank')} ({resolved.origin('machine_rank')}) must be below "
-            f"num_machines={num_machines} ({resolved.origin('num_machines')})"
+            f"machine_rank={resolved.get('machine_rank')} ({resolved.get_origin('machine_rank')}) must be below "
+            f"num_machines={num_machines} ({resolved.get_origin('num_machines')})"
         )
     return num_machines, num_local
 
@@ -342,14 +342,14 @@ def _build_order(resolved: Resolved, program: Program, num_machines: int, num_lo
         backend = resolved.get("rdzv_backend", "c10d" if max_restarts else "static")
         if backend == "static" and max_restarts:
             raise ConfigError(
-                f"rdzv_backend=static ({resolved.origin('rdzv_backend')}) cannot start several machines again "
+                f"rdzv_backend=static ({resolved.get_origin('rdzv_backend')}) cannot start several machines again "
                 f"(max_restarts={max_restarts}); use --rdzv_backend c10d"
             )
         endpoint = _build_endpoint(resolved, num_machines)
     log_dir = resolved.get("log_dir")
     tee = resolved.get("tee", "3" if log_dir else "0")
     if tee != "0" and log_dir is None:
-        raise ConfigError(f"tee={tee} ({resolved.origin('tee')}) writes log files: say where with --log_dir")
+        raise ConfigError(f"tee={tee} ({resolved.get_origin('tee')}) writes log files: say where with --log_dir")
     of_one_name = ("machine_rank", "max_restarts", "monitor_interval", "log_dir", "role", "machine_timeout", "grace")
     return AgentOrder(
         program,
@@ -375,7 +375,7 @@ def _choose_min_machines(resolved: Resolved, num_machines: int, backend: str) ->
         ConfigError: If the number exceeds `num_machines`, or if the run cannot be restarted with fewer machines.
     """
     fewest: int = resolved.get("min_machines", num_machines)
-    origin = resolved.origin("min_machines")
+    origin = resolved.get_origin("min_machines")
     if fewest > num_machines:
         raise ConfigError(f"min_machines={fewest} ({origin}) must be at most num_machines={num_machines}")
     if fewest < num_machines and (backend != "c10d" or not resolved.get("max_restarts", 0)):
@@ -396,18 +396,18 @@ def _build_task_order(resolved: Resolved, order: AgentOrder, task: ClusterTask, 
     num_asked = order.num_machines * order.num_local
     if (num_asked, order.num_local) != (task.world_size, task.local_world_size):
         raise ConfigError(
-            f"{num_asked} processes ({resolved.origin('num_processes')}), but the cluster has started "
+            f"{num_asked} processes ({resolved.get_origin('num_processes')}), but the cluster has started "
             f"{task.world_size} tasks, {task.local_world_size} on each machine; start one task a machine to choose here"
         )
     endpoint = order.endpoint
     if order.num_machines == 1:
         port = resolved.get("main_process_port")
         if not port:
-            raise ConfigError(_WHERE.format(num_machines="the tasks of 1", origin=resolved.origin("num_processes")))
+            raise ConfigError(_WHERE.format(num_machines="the tasks of 1", origin=resolved.get_origin("num_processes")))
         endpoint = f"127.0.0.1:{port}"
     if resolved.config.is_set("min_machines"):
         raise ConfigError(
-            f"min_machines ({resolved.origin('min_machines')}) needs one launcher a machine, and the cluster has started "
+            f"min_machines ({resolved.get_origin('min_machines')}) needs one launcher a machine, and the cluster has started "
             f"{task.local_world_size} tasks on each; start one task a machine"
         )
     # If a task sees only its own accelerators, their indices start at 0, and so must the local rank that selects one.
@@ -434,7 +434,7 @@ _WHERE = (
 def _list_ignored(resolved: Resolved, argv: tuple[str, ...]) -> tuple[str, ...]:
     is_kept_by_agent = "headway.launch" in argv
     ignored = ["enable_cpu_affinity", "max_restarts", "log_dir"] if not is_kept_by_agent else []
-    named = [f"{name} ({resolved.origin(name)})" for name in ignored if resolved.get(name, False)]
+    named = [f"{name} ({resolved.get_origin(name)})" for name in ignored if resolved.get(name, False)]
     if not named:
         return ()
     return (f"without effect here, as no agent keeps the process: {', '.join(named)}",)
@@ -443,9 +443,9 @@ def _list_ignored(resolved: Resolved, argv: tuple[str, ...]) -> tuple[str, ...]:
 def _build_endpoint(resolved: Resolved, num_machines: int) -> str:
     address, port = resolved.get("main_process_ip"), resolved.get("main_process_port")
     if address is None or not port:
-        raise ConfigError(_WHERE.format(num_machines=num_machines, origin=resolved.origin("num_machines")))
+        raise ConfigError(_WHERE.format(num_machines=num_machines, origin=resolved.get_origin("num_machines")))
     if port > 65535:
-        raise ConfigError(f"main_process_port={port} ({resolved.origin('main_process_port')}) must be 1 to 65535")
+        raise ConfigError(f"main_process_port={port} ({resolved.get_origin('main_process_port')}) must be 1 to 65535")
     return f"[{address}]:{port}" if ":" in address and not address.startswith("[") else f"{address}:{port}"
 
 
@@ -456,7 +456,7 @@ def _parse_conf(resolved: Resolved) -> dict[str, str]:
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     if any(not name.strip() or not equals or not value.strip() for name, equals, value in pairs):
         raise ConfigError(
-            f"rdzv_conf={text!r} ({resolved.origin('rdzv_conf')}) must be key=value,key=value, such as timeout=300"
+            f"rdzv_conf={text!r} ({resolved.get_origin('rdzv_conf')}) must be key=value,key=value, such as timeout=300"
         )
     return {name.strip(): value.strip() for name, _, value in pairs}
 
@@ -498,7 +498,7 @@ def _format_banner(
     parts = [processes, *layouts.describe_layout(resolved, layout)]
     precision, steps = resolved.get("mixed_precision"), resolved.get("gradient_accumulation_steps")
     if precision is not None:
-        parts.append(f"precision {precision} ({resolved.origin('mixed_precision')})")
+        parts.append(f"precision {precision} ({resolved.get_origin('mixed_precision')})")
     if world_size > 1 or steps is not None:
         factors = ["micro-batch", layouts.count_data_shards(world_size, layout)]
         factors.append(f"{steps} accumulated" if steps is not None else "the script's accumulation")

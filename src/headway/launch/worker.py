@@ -114,7 +114,7 @@ def _report_error(error: Exception, record: str | None) -> None:
     from headway.launch.agent.records import write_record
 
     # An Accelerator might have registered a note for this error, such as a list of the largest users of memory.
-    note = scope.own(tracebacks.ExceptionHook).format_notes(error)
+    note = scope.get_or_create(tracebacks.ExceptionHook).format_notes(error)
     is_kept = bool(record) and write_record(Path(str(record)), error, note)
     # The agent prints the first failure's trace for all ranks. A user's excepthook still runs, but its output is dropped.
     with contextlib.redirect_stderr(io.StringIO()) if is_kept else contextlib.nullcontext():

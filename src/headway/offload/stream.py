@@ -144,7 +144,7 @@ class DeviceStream(UnitReader):
             saving.__enter__()
         uses.append(WeightUse(homes, saving))
         for place, copy in zip(places, copies):
-            place.put(copy)
+            place.put_tensor(copy)
         self._prefetch_next(unit)
 
     def leave_unit(self, unit: int) -> None:
@@ -164,7 +164,7 @@ class DeviceStream(UnitReader):
         if use.saving is not None:
             use.saving.__exit__(None, None, None)
         for place, home in zip(self._units[unit], use.homes):
-            place.put(home)
+            place.put_tensor(home)
         self._drop_unexpected()
 
     def _is_copied_by_autograd(self, home: torch.Tensor) -> bool:

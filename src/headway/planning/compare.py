@@ -304,7 +304,7 @@ def _share_as_dict(share: RankShare) -> dict[str, Any]:
 
 
 def _exchange_as_dict(exchange: MeteredCollective, volume: Volume) -> dict[str, Any]:
-    return asdict(exchange) | asdict(volume) | {"sent": exchange.sent(volume.num_bytes)}
+    return asdict(exchange) | asdict(volume) | {"sent": exchange.count_sent_bytes(volume.num_bytes)}
 
 
 def tabulate(comparison: PlanComparison) -> list[str]:

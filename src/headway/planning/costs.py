@@ -186,7 +186,7 @@ def compute_cost(plan: Plan, cluster: ClusterRates) -> Cost | None:
     links = {True: 0.0, False: 0.0}
     waiting = compute
     for exchange, volume in plan.exchanges.items():
-        seconds = exchange.sent(volume.num_bytes) / cluster.get_rate(exchange.axis, plan.layout)
+        seconds = exchange.count_sent_bytes(volume.num_bytes) / cluster.get_rate(exchange.axis, plan.layout)
         by_axis[exchange.axis] = by_axis.get(exchange.axis, 0.0) + seconds
         if _BLOCKING_AXES & set(exchange.axis.split("x")):
             waiting += seconds

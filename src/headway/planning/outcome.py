@@ -177,7 +177,7 @@ class Stage:
 
 def count_bytes_sent(exchanges: dict[MeteredCollective, Volume]) -> float:
     """Return the bytes that one rank sends in all of the given collectives."""
-    return sum(exchange.sent(volume.num_bytes) for exchange, volume in exchanges.items())
+    return sum(exchange.count_sent_bytes(volume.num_bytes) for exchange, volume in exchanges.items())
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class Plan:
         """
         found: Counter[tuple[str, str]] = Counter()
         for exchange, volume in (self.exchanges or {}).items():
-            found[exchange.axis, exchange.kind] += round(exchange.sent(volume.num_bytes))
+            found[exchange.axis, exchange.kind] += round(exchange.count_sent_bytes(volume.num_bytes))
         return dict(found)
 
     def __str__(self) -> str:
@@ -454,7 +454,7 @@ def _format_gaps(plan: Plan) -> Iterable[str]:
 
 def _format_exchanges(plan: Plan) -> Iterable[list[str]]:
     for exchange, volume in (plan.exchanges or {}).items():
-        sizes = format_bytes(volume.num_bytes), format_bytes(exchange.sent(volume.num_bytes))
+        sizes = format_bytes(volume.num_bytes), format_bytes(exchange.count_sent_bytes(volume.num_bytes))
         yield [exchange.phase, exchange.kind, exchange.axis, f"{exchange.num_ranks:,}", f"{volume.calls:,}", *sizes]
 
 

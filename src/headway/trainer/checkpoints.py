@@ -227,7 +227,7 @@ class PreemptionMarker:
 def count_training(output_dir: str | Path) -> int:
     """Count a new training run of this process with an output folder, and return the number of such runs so far."""
     place = str(to_path(output_dir).resolve())
-    begun = scope.own(TrainingCounts)
+    begun = scope.get_or_create(TrainingCounts)
     begun[place] += 1
     return begun[place]
 

@@ -99,7 +99,7 @@ class CallTrace:
 
     # ---------------------------------------------------------------- phases
 
-    def begin(self, num_rows: int | None) -> None:
+    def begin_batch(self, num_rows: int | None) -> None:
         """Start to record the calls of a new batch, and discard recorded calls that no loss has used.
 
         Args:
@@ -108,7 +108,7 @@ class CallTrace:
         self._calls, self._known, self._rows = [], {}, num_rows
         self.is_on = self._is_enabled
 
-    def pause(self) -> None:
+    def pause_recording(self) -> None:
         """Stop recording calls until `begin` or `resume` is called."""
         self.is_on = False
 
@@ -141,7 +141,7 @@ class CallTrace:
             file.write(json.dumps(entry) + "\n")
         self._calls, self._known, self._inputs, self._input_calls = [], {}, [], []
 
-    def void(self) -> None:
+    def void_last_loss(self) -> None:
         """Mark the last recorded loss as void, because its backward pass failed. It is then not part of the update."""
         with self._path.open("a") as file:
             file.write(json.dumps({"update": self.update, "is_void": True}) + "\n")
@@ -179,7 +179,7 @@ class CallTrace:
                 return index
         return -1
 
-    def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def record_call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Record one torch call while recording is on.
 
         In-place changes of parameters, buffers and gradients are recorded even if recording is off.

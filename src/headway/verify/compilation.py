@@ -74,4 +74,4 @@ def _is_import_of_library() -> bool:
 
 def run_eagerly() -> EagerCalls:
     """Return this process's `EagerCalls`."""
-    return scope.own(EagerCalls)
+    return scope.get_or_create(EagerCalls)

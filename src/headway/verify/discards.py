@@ -22,7 +22,7 @@ class DiscardWatch:
         self._batches: set[int] = set()
         self._cleared: tuple[str, set[int]] | None = None
 
-    def watch(self, optimizers: Sequence[Any]) -> None:
+    def watch_optimizer(self, optimizers: Sequence[Any]) -> None:
         """Watch `zero_grad` of the prepared optimizer, if there is only one.
 
         Args:
@@ -50,7 +50,7 @@ class DiscardWatch:
             self._batches.add(batch)
         return found
 
-    def forget(self) -> None:
+    def forget_backwards(self) -> None:
         """Forget all backward passes, because an optimizer step uses their gradients."""
         self._batches, self._cleared = set(), None
 

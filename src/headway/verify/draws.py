@@ -70,7 +70,7 @@ class SharedDraws(TorchFunctionMode):
         kwargs = kwargs or {}
         result = self._call_draw(func, args, kwargs)
         if not torch.compiler.is_compiling():
-            self._trace.note(func, args, kwargs, result)
+            self._trace.record_call(func, args, kwargs, result)
         return result
 
     def _call_draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -27,7 +27,7 @@ class ReversedListings:
     def __init__(self) -> None:
         self.lines: dict[str, None] = {}
 
-    def install(self) -> None:
+    def reverse_listings(self) -> None:
         """Replace `os.listdir` and `os.scandir` in this process by versions that reverse the order of the entries.
 
         Only calls from the user's code are affected. A script whose result depends on the order then differs.
@@ -96,9 +96,9 @@ def reverse_listings_if_asked() -> None:
     """Reverse folder listings in this process if its `RunRequest` asks for it."""
     request = read_request()
     if request is not None and request.reverses_listings:
-        scope.own(ReversedListings).install()
+        scope.get_or_create(ReversedListings).reverse_listings()
 
 
 def list_reversed() -> list[str]:
     """Return the lines of the user's code that got the files of a folder in reverse order."""
-    return list(scope.own(ReversedListings).lines)
+    return list(scope.get_or_create(ReversedListings).lines)

@@ -70,7 +70,7 @@ def redirect_settings(settings: Settings) -> Settings:
     """
     request = read_request()
     assert request is not None
-    watch_sources().install()  # a forked run has done this before the script began
+    watch_sources().install_watches()  # a forked run has done this before the script began
     run_eagerly().install_for(request)
     project = settings.project
     changes: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def record_run(run: Run) -> "RunRecorder | None":
     request = read_request()
     if request is None or not request.is_recorded or scope.has(_FirstRun):
         return None
-    scope.own(_FirstRun)
+    scope.get_or_create(_FirstRun)
     return RunRecorder(run, request)
 
 
@@ -216,7 +216,7 @@ class RunRecorder:
         hooks.before_backward.append(self._before_backward)
         hooks.before_update.append(self._before_update)
 
-    def attach(self, accelerator: Any, step: Any, checkpoints: Any) -> None:
+    def attach_to(self, accelerator: Any, step: Any, checkpoints: Any) -> None:
         """Start to observe the parts of an Accelerator that do not exist yet when the recorder is created.
 
         Args:
@@ -354,7 +354,7 @@ class RunRecorder:
         position = 0
         while True:
             before = self._hash_generators()
-            self._trace.pause()
+            self._trace.pause_recording()
             start, busy = time.perf_counter(), time.thread_time()
             try:
                 with self._slow:
@@ -394,7 +394,7 @@ class RunRecorder:
             if self._request.probes_leaks:
                 self._last_batch = batch
             self._pending.append((loader, entry))
-            self._trace.begin(rows)
+            self._trace.begin_batch(rows)
             yield batch, share
 
     def _note_loader(self, loader: PreparedLoader) -> None:
@@ -465,7 +465,7 @@ class RunRecorder:
     def _probe_model(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Test the model for leaks with its first batch, and store two cross entropies for a test of the first loss."""
         self._facts["leaks"] = []
-        self._trace.pause()
+        self._trace.pause_recording()
         probe = LeakProbe(model, args, kwargs, self._last_batch)
         try:
             probe.run()
@@ -488,7 +488,7 @@ class RunRecorder:
             return
         self._note_start()
         if not self._run.events.active and not self._trace.is_on:
-            self._trace.begin(None)
+            self._trace.begin_batch(None)
         self._trace.note_inputs(args, kwargs)
         if self._request.probes_leaks and "leaks" not in self._facts:
             self._probe_model(model, args, kwargs)
@@ -514,8 +514,8 @@ class RunRecorder:
         self._num_backwards += 1
         if self._num_backwards == self._request.fails_in:
             self._facts["failed"] = self._num_backwards
-            self._trace.void()
-            self._trace.begin(None)
+            self._trace.void_last_loss()
+            self._trace.begin_batch(None)
             raise torch.OutOfMemoryError("CUDA out of memory. Injected by headway verify.")
 
     def _note_start(self) -> None:
@@ -550,12 +550,12 @@ class RunRecorder:
         self._facts["in_optimizer"] = self._list_optimized()
         self._facts["optimizers"] = self._describe_optimizers()
         self._trace.learn_names()
-        self._others.find(self._run.prepared.models)
+        self._others.find_models(self._run.prepared.models)
         self._trace.places.outside = self._others.list_addresses()
-        self._rates.watch(self._run.prepared.optimizers)
+        self._rates.watch_optimizers(self._run.prepared.optimizers)
         self._watch_metrics()
         if self._run.runtime.world_size == 1 and self._run.mixed_precision != "fp16":
-            self._discards.watch(self._run.prepared.optimizers)
+            self._discards.watch_optimizer(self._run.prepared.optimizers)
         self._turn_dropout_off()
         self._save_arrays("start", arrays)
         self._write_facts()
@@ -660,7 +660,7 @@ class RunRecorder:
         if self._num_restored > 0:
             self._facts["state_emptied"] = self._count_states() < self._num_restored
         self._num_restored = -1
-        self._rates.watch(self._run.prepared.optimizers)
+        self._rates.watch_optimizers(self._run.prepared.optimizers)
         self._update["rates"] = [
             float(group["lr"]) for each in self._run.prepared.optimizers for group in each.optimizer.param_groups
         ]
@@ -670,7 +670,7 @@ class RunRecorder:
             name for name, p in self._list_tensors("named_parameters") if p.grad is not None and not p.requires_grad
         ]
         self._update["stale"] = [name for name in stale if name in self._update.get("stale", stale)]
-        self._discards.forget()
+        self._discards.forget_backwards()
         for name, parameter in self._list_tensors("named_parameters"):
             if parameter.grad is None or id(parameter) not in trained:
                 continue

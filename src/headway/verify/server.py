@@ -196,7 +196,7 @@ def _become_rank(order: StartOrder, rank: int, port: int) -> None:
     torch.seed()
     reverse_listings_if_asked()
     _watch_start(rank)
-    watch_sources().install()
+    watch_sources().install_watches()
     run_eagerly().install_for(read_request())
     kind, target, *args = order["program"]
     worker.main([str(parent), kind, "merge", target, *args])

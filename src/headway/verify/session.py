@@ -53,7 +53,7 @@ class Options:
     notes: tuple[str, ...] = ()
     resume_args: tuple[str, ...] = ()
 
-    def needs(self, *words: str) -> bool:
+    def needs_any(self, *words: str) -> bool:
         """Whether at least one of the proofs with these keys was requested."""
         return any(word in self.proofs for word in words)
 
@@ -126,7 +126,7 @@ class VerifySession:
                 process. Also if a server that forks runs has ended.
         """
         options = self._options
-        needs_repeat = options.needs("repeat", "resume")
+        needs_repeat = options.needs_any("repeat", "resume")
         first_run = self._start_run(self._make_request("first"), 1)
         if needs_repeat:
             time.sleep(_CLOCK_STEP)
@@ -160,8 +160,8 @@ class VerifySession:
         sizes = {number: about["batch_size"] for number, about in first.fact.get("loaders", {}).items()}
         split = replace(base, splits_batches=True, batch_sizes=sizes)
         waiting: dict[str, Future[RunRecord]] = {}
-        compares = options.needs("processes", "layout", "samples", "learning")
-        needs_order = compares or options.needs("resume", "out_of_memory")
+        compares = options.needs_any("processes", "layout", "samples", "learning")
+        needs_order = compares or options.needs_any("resume", "out_of_memory")
         n = options.num_processes
         if compares:
             waiting["several"] = self._start_run(replace(split, name="several"), n)
@@ -174,7 +174,7 @@ class VerifySession:
             runs.reference = first
         if needs_order:
             waiting["reordered"] = self._start_run(replace(base, name="reordered", reverses_rows=True), 1)
-        if options.needs("resume") and repeat is not None and repeat.fact.get("saved"):
+        if options.needs_any("resume") and repeat is not None and repeat.fact.get("saved"):
             waiting["resumed"] = self._start_run(
                 self._request_continuation("resumed", repeat), 1, args=options.resume_args
             )
@@ -182,13 +182,13 @@ class VerifySession:
                 waiting["resumed_on_several"] = self._start_run(
                     self._request_continuation("resumed_on_several", repeat), n, args=options.resume_args
                 )
-        if options.needs("out_of_memory") and first.fact.get("microbatching"):
+        if options.needs_any("out_of_memory") and first.fact.get("microbatching"):
             waiting["replayed"] = self._start_run(
                 replace(self._make_request("replayed"), fails_in=self._find_backward(first)), 1
             )
-        if options.needs("memory"):
+        if options.needs_any("memory"):
             waiting |= self._measure_memory()
-        if options.needs("leaks", "learning"):
+        if options.needs_any("leaks", "learning"):
             waiting["probed"] = self._start_run(
                 replace(base, name="probed", shares_draws=True, num_updates=1, probes_leaks=True), 1
             )

@@ -60,7 +60,7 @@ class SourceWatch:
         self._births: dict[int, tuple[Any, str]] = {}
         self._is_installed = False
 
-    def install(self) -> None:
+    def install_watches(self) -> None:
         """Replace the watched functions in this process, once."""
         if self._is_installed:
             return
@@ -202,4 +202,4 @@ def _record_line(lines: dict[str, str], title: str) -> None:
 
 def watch_sources() -> SourceWatch:
     """Return this process's `SourceWatch`."""
-    return scope.own(SourceWatch)
+    return scope.get_or_create(SourceWatch)

@@ -54,7 +54,7 @@ class RateWatch:
     def __init__(self) -> None:
         self._lines: list[str] = []
 
-    def watch(self, optimizers: Sequence[Any]) -> None:
+    def watch_optimizers(self, optimizers: Sequence[Any]) -> None:
         """Watch the parameter groups of prepared optimizers.
 
         Call it before each update, because loading a checkpoint creates new groups.
@@ -83,7 +83,7 @@ class OtherModules:
     def __init__(self) -> None:
         self._models: list[tuple[str, Any]] = []
 
-    def find(self, prepared: Sequence[torch.nn.Module]) -> None:
+    def find_models(self, prepared: Sequence[torch.nn.Module]) -> None:
         """Search this process for models that were not prepared, and remember them without keeping them alive.
 
         Submodules, very large models, and models that share parameters with prepared ones are left out.

@@ -13,20 +13,20 @@ class Thing:
 def test_each_scope_has_one_object_of_each_class():
     one, other = Scope(), Scope()
     assert not one.has(Thing)
-    assert one.own(Thing) is one.own(Thing)
+    assert one.get_or_create(Thing) is one.get_or_create(Thing)
     assert one.has(Thing)
-    assert one.own(Thing) is not other.own(Thing)
-    former = one.own(Thing)
+    assert one.get_or_create(Thing) is not other.get_or_create(Thing)
+    former = one.get_or_create(Thing)
     one.drop(Thing)
     one.drop(Thing)
-    assert one.own(Thing) is not former
+    assert one.get_or_create(Thing) is not former
 
 
 def test_falsy_object_is_kept():
     kept = Scope()
-    kept.own(list).append(1)
-    assert kept.own(list) == [1]
-    assert kept.own(set) is kept.own(set)
+    kept.get_or_create(list).append(1)
+    assert kept.get_or_create(list) == [1]
+    assert kept.get_or_create(set) is kept.get_or_create(set)
 
 
 def test_threads_that_create_an_object_at_once_get_the_same_one():
@@ -36,7 +36,7 @@ def test_threads_that_create_an_object_at_once_get_the_same_one():
         gate.wait(10)  # both threads found no object yet
         return Thing()
 
-    threads = [threading.Thread(target=lambda: found.append(shared.own(make))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: found.append(shared.get_or_create(make))) for _ in range(2)]
     for each in threads:
         each.start()
     for each in threads:
@@ -46,6 +46,6 @@ def test_threads_that_create_an_object_at_once_get_the_same_one():
 
 def test_process_has_one_default_scope():
     scope.drop(Thing)
-    assert scope.own(Thing) is scope.own(Thing)
+    assert scope.get_or_create(Thing) is scope.get_or_create(Thing)
     scope.drop(Thing)
     assert not scope.has(Thing)

@@ -32,8 +32,8 @@ def test_axes_of_ranks():
 
 
 def test_bytes_sent_in_a_ring():
-    assert MeteredCollective("forward", "all_gather", "shard", 4).sent(400) == 300
-    assert MeteredCollective("backward", "all_reduce", "replicate", 4).sent(400) == 600
+    assert MeteredCollective("forward", "all_gather", "shard", 4).count_sent_bytes(400) == 300
+    assert MeteredCollective("backward", "all_reduce", "replicate", 4).count_sent_bytes(400) == 600
 
 
 @pytest.mark.parametrize(

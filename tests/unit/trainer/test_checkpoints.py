@@ -40,7 +40,7 @@ class First(TrainerCallback):
 def is_stop_requested():
     from headway.core.runtime.control_plane import stopping
 
-    return bool(scope.own(stopping._Agreements).current.reason)
+    return bool(scope.get_or_create(stopping._Agreements).current.reason)
 
 
 SAVES = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}

@@ -33,7 +33,7 @@ def record(folder: Path, loss: Loss, parts: list[slice], weight: float | None = 
         trace = CallTrace(path, lambda: ({id(p): name for name, p in MODEL.named_parameters()}, {}))
         with SharedDraws(False, False, lambda: None, trace):
             rows, labels = ROWS[part], LABELS[part]
-            trace.begin(len(rows))
+            trace.begin_batch(len(rows))
             value = loss(rows, labels, number)
             trace.close(value, None if weight is None else float((labels != 2).sum()), "mean")
         records.append([json.loads(line) for line in path.read_text().splitlines()])

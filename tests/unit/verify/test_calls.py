@@ -66,7 +66,7 @@ def test_line_that_changes_gradients_is_recorded(tmp_path: Path, change: Any, co
     model = nn.Linear(3, 2)
     trace = make_trace(tmp_path, model)
     with SharedDraws(False, False, lambda: None, trace):
-        trace.begin(4)
+        trace.begin_batch(4)
         loss = model(torch.ones(4, 3)).mean()
         trace.close(loss, None, "mean")
         loss.backward()
@@ -85,6 +85,6 @@ def test_parameter_replaced_in_forward_keeps_its_name(tmp_path: Path) -> None:
     trace.learn_names()
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())  # like FSDP during forward
     with SharedDraws(False, False, lambda: None, trace):
-        trace.begin(4)
+        trace.begin_batch(4)
         trace.close(model(torch.ones(4, 3)).mean(), None, "mean")
     assert '"own": "0.weight"' in (tmp_path / "trace.jsonl").read_text()

@@ -17,7 +17,7 @@ def make_watched() -> tuple[DiscardWatch, Any, nn.Module]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared = SimpleNamespace(zero_grad=optimizer.zero_grad, param_groups=optimizer.param_groups)
     watch = DiscardWatch()
-    watch.watch([prepared])
+    watch.watch_optimizer([prepared])
     return watch, prepared, model
 
 
@@ -37,7 +37,7 @@ def test_gradients_used_by_no_step_are_found(
     model(torch.ones(4, 3)).mean().backward()
     assert watch.note_backward(batches[0], loss) == []
     if steps:
-        watch.forget()
+        watch.forget_backwards()
     optimizer.zero_grad()
     found = watch.note_backward(batches[1], 1.0)
     assert bool(found) == is_found
@@ -47,7 +47,7 @@ def test_gradients_used_by_no_step_are_found(
 def test_several_optimizers_are_not_watched() -> None:
     _, one, model = make_watched()
     watch = DiscardWatch()
-    watch.watch([one, one])
+    watch.watch_optimizer([one, one])
     model(torch.ones(4, 3)).mean().backward()
     watch.note_backward(1, 1.0)
     one.zero_grad()

@@ -123,7 +123,7 @@ def test_lines_that_set_a_learning_rate_are_recorded() -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     watch = RateWatch()
     entry = type("Entry", (), {"optimizer": optimizer})
-    watch.watch([entry])
+    watch.watch_optimizers([entry])
     optimizer.step()
     schedule.step()
     (line,) = watch.take_lines()
@@ -135,7 +135,7 @@ def test_lines_that_set_a_learning_rate_are_recorded() -> None:
     state = optimizer.state_dict()
     assert type(state["param_groups"][0]) is dict
     optimizer.load_state_dict(state)
-    watch.watch([entry])
+    watch.watch_optimizers([entry])
     assert optimizer.param_groups[0]["lr"] == 7.0
 
 
@@ -145,7 +145,7 @@ def test_tensors_that_stay_alive_are_measured_with_their_graphs(tmp_path: Path) 
     with SharedDraws(False, False, lambda: None, trace):
         for update in range(1, 5):
             trace.update = update
-            trace.begin(50)
+            trace.begin_batch(50)
             kept.append(model(rows).square().mean())  # kept
             model(rows).mean()
             outputs = model(rows)  # its graph is freed
@@ -164,7 +164,7 @@ def test_model_that_was_not_prepared_is_found() -> None:
     prepared = nn.Sequential(nn.Linear(2, 2))
     average = torch.optim.swa_utils.AveragedModel(prepared)
     others = OtherModules()
-    others.find([prepared])
+    others.find_models([prepared])
     before = others.hash_all()
     assert any("AveragedModel" in name for name in before)
     with torch.no_grad():

@@ -58,7 +58,7 @@ def commit_checkpoint(staging: Path, final: Path, manifest: Manifest) -> None:
     Raises:
         OSError, CheckpointError: If the commit fails. An existing checkpoint at `final` is then unchanged.
     """
-    find_store(final).commit(staging, manifest, partial(scope.own(Locks).ensure_held, final))
+    find_store(final).commit(staging, manifest, partial(scope.get_or_create(Locks).ensure_held, final))
 
 
 def list_committed(parent: Path) -> list[Path]:
@@ -148,7 +148,7 @@ class Locks:
         known = self._held.get(folder)
         return "" if known is None else known.start
 
-    def hold(self, folder: Path, run: str, start: str) -> None:
+    def lock_folder(self, folder: Path, run: str, start: str) -> None:
         """Lock a folder. If this process has locked the folder already, check that it still holds the lock.
 
         If the lock file cannot be created or read (`OSError`), only log a warning.

@@ -70,7 +70,7 @@ class Resolved:
         value = getattr(self.config, name)
         return default if isinstance(value, Unset) else value
 
-    def origin(self, name: str) -> str:
+    def get_origin(self, name: str) -> str:
         """Return the origin of a setting, such as "environment: HEADWAY_NUM_PROCESSES".
 
         Return "default" if the setting is not set.
@@ -150,7 +150,7 @@ def encode_payload(
             there is only one machine.
     """
     settings = {
-        name: {"value": resolved.get(name), "origin": resolved.origin(name)}
+        name: {"value": resolved.get(name), "origin": resolved.get_origin(name)}
         for name, setting in SETTINGS.items()
         if setting.is_for_workers and resolved.config.is_set(name)
     }

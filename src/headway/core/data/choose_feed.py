@@ -228,7 +228,7 @@ class FeedRecipe:
         assert self.everyone is not None
         text = "" if is_resumed else self.stream.pack_sampler_states()
         if self.stream.is_global and not is_resumed:
-            self.stream.draw()  # advance the generator, so that the next pass gets another state
+            self.stream.draw_seed()  # advance the generator, so that the next pass gets another state
         return str(self.everyone.broadcast_object(text or read_text()))
 
     def _build_sharded_feed(self, kind: type[DataLoader[Any]], collectives: Collectives) -> StreamFeed:

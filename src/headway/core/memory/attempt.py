@@ -96,7 +96,7 @@ class GroupAborter:
             while not self._over.wait(_LOOK):
                 # The script's Accelerator starts the runtime, with its own settings. Until then there is no group.
                 is_joined = process.has_control_link() and process.does_exit_wait()
-                if is_joined and control.current().has(self._key):
+                if is_joined and control.current().has_key(self._key):
                     self._is_heard.set()
                     self._wait_for_peers(control.current())
                     process.abort_group()
@@ -147,7 +147,7 @@ def register_owner(holder: ObjectOwner) -> None:
 
     Only a weak reference is kept.
     """
-    scope.own(_ObjectOwners).add(holder)
+    scope.get_or_create(_ObjectOwners).add(holder)
 
 
 def is_in_progress() -> bool:
@@ -197,10 +197,10 @@ class Attempt:
     def __init__(self, size: int) -> None:
         self.size = size
         self.outside = list_prepared_objects()
-        self._key = f"out_of_memory/{next(scope.own(_count_attempts))}"
+        self._key = f"out_of_memory/{next(scope.get_or_create(_count_attempts))}"
         self._alarm = GroupAborter(self._key)
         self._rng_states = read_rng_states(_get_hardware())
-        self._progress = [(holder, holder.read_progress()) for holder in list(scope.own(_ObjectOwners))]
+        self._progress = [(holder, holder.read_progress()) for holder in list(scope.get_or_create(_ObjectOwners))]
         self._is_over = False
         self._lost: tuple[int, ...] = ()
 
@@ -312,7 +312,7 @@ class Attempt:
 
         The other rank announces its failure before it leaves the group.
         """
-        return has_peers() and control.current().has(self._key)
+        return has_peers() and control.current().has_key(self._key)
 
     def _peer_error(self) -> PeerOutOfMemory:
         ranks = ", ".join(map(str, self._lost))
@@ -385,14 +385,16 @@ class Attempt:
             only_new: Whether to release only objects that were prepared inside the attempt. False: release all.
                 Default: True.
         """
-        for holder in list(scope.own(_ObjectOwners)):
+        for holder in list(scope.get_or_create(_ObjectOwners)):
             holder.release(self.outside if only_new else ())
 
 
 def list_prepared_objects() -> dict[int, str]:
     """Return a dict from the `id` of each prepared object of this process to its name for messages."""
     return {
-        each: name for holder in list(scope.own(_ObjectOwners)) for each, name in holder.list_prepared_objects().items()
+        each: name
+        for holder in list(scope.get_or_create(_ObjectOwners))
+        for each, name in holder.list_prepared_objects().items()
     }
 
 

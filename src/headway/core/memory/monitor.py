@@ -35,7 +35,7 @@ class PeakMeter(Protocol):
 
     source: str
 
-    def peak(self) -> int:
+    def read_peak(self) -> int:
         """Return the highest memory use in bytes since the last reset."""
 
     def reset(self) -> None:
@@ -72,15 +72,15 @@ class PeakReader(PeakMeter):
             device = torch.device(device.type, current())
         self._device = device
         self._noted = 0
-        scope.own(_Readers).add(self)
+        scope.get_or_create(_Readers).add(self)
 
-    def peak(self) -> int:
+    def read_peak(self) -> int:
         """Return the highest number of bytes that tensors used since the last reset."""
         return max(self._noted, 0 if self._tell is None else int(self._tell(self._device)))
 
     def reset(self) -> None:
         """Start a new measurement, after recording the peak for the other readers of this device."""
-        others = [each for each in scope.own(_Readers) if each is not self and each._device == self._device]
+        others = [each for each in scope.get_or_create(_Readers) if each is not self and each._device == self._device]
         if others and self._tell is not None:
             highest = int(self._tell(self._device))
             for other in others:
@@ -95,7 +95,7 @@ class KernelMeter(PeakMeter):
 
     source = "the kernel's count of resident memory"
 
-    def peak(self) -> int:
+    def read_peak(self) -> int:
         """Return the process's peak resident memory in bytes."""
         return read_host_peak()
 
@@ -138,7 +138,7 @@ class SampledMeter(PeakMeter):
         while not self._is_over.wait(interval):
             self._highest = max(self._highest, self._read_resident())
 
-    def peak(self) -> int:
+    def read_peak(self) -> int:
         """Return the highest resident memory that was sampled since the last reset, in bytes."""
         return max(self._highest, self._read_resident())
 
@@ -211,14 +211,14 @@ class MemoryMonitor:
         if self._meter is not None:
             raise StateError("this MemoryMonitor measures already; make another one for an inner block")
         self.device = check_device(self._wanted)
-        for other in scope.own(_Running):
+        for other in scope.get_or_create(_Running):
             other._read_peak()
         self._meter = meter = choose_meter(self.device)
         meter.reset()
         self.source = meter.source
         self._phase = "forward"
         self.peaks = {}
-        scope.own(_Running).append(self)
+        scope.get_or_create(_Running).append(self)
         self._stack.callback(self._end_measuring, meter)
         if self._by_phase:
             self._stack.enter_context(events.listen_to_phases(self._begin_phase))
@@ -234,7 +234,7 @@ class MemoryMonitor:
 
     def _end_measuring(self, meter: PeakMeter) -> None:
         self._read_peak()
-        scope.own(_Running).remove(self)
+        scope.get_or_create(_Running).remove(self)
         self._meter = None
         meter.close()
 
@@ -242,8 +242,8 @@ class MemoryMonitor:
         """Record the current peak in every active monitor of this device, unless this monitor has ended."""
         if self._meter is None:
             return
-        peak = self._meter.peak()
-        for monitor in scope.own(_Running):
+        peak = self._meter.read_peak()
+        for monitor in scope.get_or_create(_Running):
             if monitor.device == self.device:
                 monitor.peaks[monitor._phase] = max(monitor.peaks.get(monitor._phase, 0), peak)
 

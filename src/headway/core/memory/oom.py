@@ -79,7 +79,7 @@ class _Counted(dict[torch.device, int]):
 
 def note_freed_memory() -> None:
     """Record that memory has been freed, so that earlier out-of-memory errors no longer indicate a shortage."""
-    counted = scope.own(_Counted)
+    counted = scope.get_or_create(_Counted)
     for hardware, device in _list_devices_in_use():
         counted[device] = _count_device_ooms(hardware, device)
 
@@ -87,7 +87,7 @@ def note_freed_memory() -> None:
 def _is_short(hardware: Hardware, device: torch.device) -> bool:
     """Whether the allocator has run out since memory was last freed, or the driver has almost no memory left."""
     try:
-        now, before = _count_device_ooms(hardware, device), scope.own(_Counted).get(device, 0)
+        now, before = _count_device_ooms(hardware, device), scope.get_or_create(_Counted).get(device, 0)
         if now > before or 0 < now < before:  # fewer: a script has reset the allocator's counters
             return True
         return read_free_and_total(hardware, device)[0] < _SHORT_BYTES
@@ -122,7 +122,7 @@ class EmergencyReserve:
     def __init__(self) -> None:
         self._pages: bytearray | None = None
 
-    def fill(self) -> None:
+    def allocate_reserve(self) -> None:
         """Allocate the reserve."""
         self._pages = self._pages or bytearray(_RESERVE_BYTES)
 

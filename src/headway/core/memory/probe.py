@@ -63,7 +63,7 @@ class _DeviceMeter:
         Args:
             rows: Number of rows with which the probe ran.
         """
-        allocated = self.peak.peak() - self.base
+        allocated = self.peak.read_peak() - self.base
         return RowPeak(rows, allocated, max(allocated, self._read_reserved() - self.base))
 
     def read_available(self) -> int:
@@ -95,7 +95,7 @@ class _HostMeter:
         with rows.
         """
         resident, mapped = read_host_memory()
-        allocated = max(0, self._peak.peak() - self._resident)
+        allocated = max(0, self._peak.read_peak() - self._resident)
         unused = max(0, (mapped - self._mapped) - (resident - self._resident))
         return RowPeak(rows, allocated + unused, allocated + unused)
 

@@ -106,7 +106,7 @@ class Fp16Precision(Bf16Precision):
         scale = self.scaler._scale
         return norm if scale is None else norm / scale.to(norm.device, non_blocking=True)
 
-    def adjust(self) -> None:
+    def update_scale(self) -> None:
         """Grow or shrink the loss scale once for all steps since the last change.
 
         Do nothing if no optimizer has stepped or discarded gradients since then. Also do nothing while an optimizer's
@@ -118,14 +118,14 @@ class Fp16Precision(Bf16Precision):
             self._stepped.clear()
             self._dropped.clear()
 
-    def settle(self, num_optimizers: int) -> None:
+    def finish_scale_update(self, num_optimizers: int) -> None:
         """Update the loss scale if all optimizers have stepped, so that no gradients of the old scale remain.
 
         Args:
             num_optimizers: Number of optimizers that step in each accumulation window.
         """
         if len(self._stepped) >= num_optimizers:
-            self.adjust()
+            self.update_scale()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the loss scale, once per accumulation window.
@@ -164,7 +164,7 @@ class Fp16Precision(Bf16Precision):
         device = next(iter(found), torch.device(self._kind))
         found[device] = torch.full((), total, dtype=torch.float32, device=device)
 
-    def discard(self, optimizer: torch.optim.Optimizer) -> None:
+    def discard_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that the optimizer's gradients are discarded without a step.
 
         The next gradients are then unscaled again. Do nothing if the gradients have not been unscaled since the last
@@ -242,7 +242,7 @@ class Fp16Precision(Bf16Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state, after updating the loss scale for completed steps."""
-        self.adjust()
+        self.update_scale()
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

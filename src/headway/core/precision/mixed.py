@@ -73,13 +73,13 @@ class Precision:
         """Convert the norm of scaled gradients to the norm of unscaled gradients, without a host synchronization."""
         return norm
 
-    def adjust(self) -> None:
+    def update_scale(self) -> None:
         """Update the loss scale for completed steps.
 
         Does nothing while an optimizer's gradients are unscaled: between its `unscale` and its `step` or `discard`.
         """
 
-    def settle(self, num_optimizers: int) -> None:
+    def finish_scale_update(self, num_optimizers: int) -> None:
         """Update the loss scale if all optimizers have stepped, so that a later read returns the new value.
 
         Args:
@@ -89,7 +89,7 @@ class Precision:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the loss scale. A second call in one accumulation window does nothing."""
 
-    def discard(self, optimizer: torch.optim.Optimizer) -> None:
+    def discard_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that the optimizer's gradients are discarded without a step.
 
         The next gradients are then unscaled again.

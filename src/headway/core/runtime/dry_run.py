@@ -12,7 +12,7 @@ class DryRunMode:
 
 def begin_forecast() -> None:
     """Mark this process as a dry run for the rest of its life."""
-    scope.own(DryRunMode)
+    scope.get_or_create(DryRunMode)
 
 
 def is_forecast() -> bool:

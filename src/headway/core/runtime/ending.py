@@ -73,12 +73,12 @@ class AfterException:
 
 def has_failed() -> bool:
     """Whether this process is exiting because of an error. A planned exit, as after a preemption, does not count."""
-    return scope.own(ProcessExit).is_failure
+    return scope.get_or_create(ProcessExit).is_failure
 
 
 def note_failure(code: int) -> None:
     """Record that Python itself will end this process with the exit code `code`, because of an error."""
-    scope.own(ProcessExit).code = code
+    scope.get_or_create(ProcessExit).code = code
 
 
 def is_uncaught(error: BaseException) -> bool:
@@ -100,7 +100,7 @@ def end_process(code: int) -> NoReturn:
     Args:
         code: Exit code of the process.
     """
-    scope.own(ProcessExit).code = code
+    scope.get_or_create(ProcessExit).code = code
     for tidy in (threading._shutdown, atexit._run_exitfuncs, _flush_files):  # type: ignore[attr-defined]
         try:
             tidy()

@@ -64,7 +64,7 @@ def subscribe(listener: Callable[[RunEvent], None]) -> None:
     Args:
         listener: Method that receives the event. Only a weak reference is kept.
     """
-    listeners, method = scope.own(Listeners).to_happenings, weakref.WeakMethod(listener)
+    listeners, method = scope.get_or_create(Listeners).to_happenings, weakref.WeakMethod(listener)
     if method not in listeners:
         listeners.append(method)
 
@@ -80,7 +80,7 @@ def notify_listeners(name: str, *, step: int | None = None, source: object = Non
         details: Details of the event, as JSON values.
     """
     happening = RunEvent(name, step, source, details)
-    listeners = scope.own(Listeners).to_happenings
+    listeners = scope.get_or_create(Listeners).to_happenings
     for method in list(listeners):
         listener = method()
         if listener is None:
@@ -98,7 +98,7 @@ def mark_phase(phase: str) -> None:
     Args:
         phase: "forward", "backward" or "step".
     """
-    for listener in scope.own(Listeners).to_phases:
+    for listener in scope.get_or_create(Listeners).to_phases:
         listener(phase)
 
 
@@ -109,7 +109,7 @@ def listen_to_phases(listener: Callable[[str], None]) -> Iterator[None]:
     Args:
         listener: Function that receives the name of the phase.
     """
-    listeners = scope.own(Listeners).to_phases
+    listeners = scope.get_or_create(Listeners).to_phases
     listeners.append(listener)
     try:
         yield
@@ -122,4 +122,4 @@ def collect_facts() -> list[Callable[[], str]]:
 
     The list itself is returned, not a copy, so that callers can add and remove functions.
     """
-    return scope.own(Listeners).facts
+    return scope.get_or_create(Listeners).facts

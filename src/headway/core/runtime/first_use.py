@@ -46,7 +46,7 @@ def describe_frame(frame: FrameType | None) -> str:
 
 def note_first_use() -> None:
     """Record the current line of user code as the first use of CUDA."""
-    scope.own(FirstUse).place = describe_frame(callsite.find_users_frame())
+    scope.get_or_create(FirstUse).place = describe_frame(callsite.find_users_frame())
 
 
 def watch_first_use() -> None:
@@ -55,7 +55,7 @@ def watch_first_use() -> None:
     If CUDA is already initialized, record that the line of its first use is unknown.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        scope.own(FirstUse).place = _UNKNOWN
+        scope.get_or_create(FirstUse).place = _UNKNOWN
         return
     # torch calls the queued functions while it initializes CUDA, so the line that caused this is still on the stack.
     queue = getattr(torch.cuda, "_lazy_call", None)

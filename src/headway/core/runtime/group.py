@@ -151,7 +151,7 @@ def extend_timeouts(seconds: float) -> None:
         seconds: Seconds to add to each group's own timeout.
     """
     if dist.is_initialized():
-        known = scope.own(_ExtendedTimeouts)
+        known = scope.get_or_create(_ExtendedTimeouts)
         for group in _torch.list_groups():
             _torch.extend_timeout(group, timedelta(seconds=seconds), known)
 

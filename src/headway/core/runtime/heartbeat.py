@@ -141,4 +141,4 @@ def start_heartbeat() -> None:
         # torch's default of 2,000 entries takes a third of a second to read; some versions of torch record none.
         if env.get("TORCH_NCCL_TRACE_BUFFER_SIZE") is None:  # the older name of the variable
             env.set_default("TORCH_FR_BUFFER_SIZE", NUM_RECORDED)
-        scope.own(_of_this_process).start()
+        scope.get_or_create(_of_this_process).start()

@@ -226,7 +226,7 @@ class _Process:
         self.runtime = None
         self.link = None
         self.after = None
-        scope.own(ExceptionHook).uninstall()
+        scope.get_or_create(ExceptionHook).uninstall()
 
     def install_exception_hook(self) -> None:
         """Install the exception hook as the outermost one, if ending the process group would wait for peers.
@@ -290,7 +290,7 @@ def start(
             launcher found or HEADWAY_DEVICE names.
         UnsupportedError: If `backend` is None and torch has no default backend for the device.
     """
-    here = scope.own(_Process)
+    here = scope.get_or_create(_Process)
     if here.runtime is not None:
         if cpu and here.runtime.hardware is not CPU:
             raise ConfigError(
@@ -338,13 +338,13 @@ def start(
 
 def current() -> ProcessRuntime:
     """Return the runtime of this process. If it has none, start one with default settings (see `start`)."""
-    runtime = scope.own(_Process).runtime
+    runtime = scope.get_or_create(_Process).runtime
     return runtime if runtime is not None else start()
 
 
 def is_started() -> bool:
     """Whether this process has a runtime. This function does not start one."""
-    return scope.own(_Process).runtime is not None
+    return scope.get_or_create(_Process).runtime is not None
 
 
 def release_at_end(release: Callable[[], None], *, is_engine: bool = False) -> None:
@@ -355,7 +355,7 @@ def release_at_end(release: Callable[[], None], *, is_engine: bool = False) -> N
         is_engine: Whether to also call the method when only the process group ends (`leave_group`), because the
             resource belongs to the group.
     """
-    here, method = scope.own(_Process), weakref.WeakMethod(release)
+    here, method = scope.get_or_create(_Process), weakref.WeakMethod(release)
     for registered in (here.endings, here.engines) if is_engine else (here.endings,):
         if method not in registered:
             registered.append(method)
@@ -370,7 +370,7 @@ def leave_group() -> None:
     Raises:
         UnsupportedError: If other code started the group, because Headway could then not create a new one.
     """
-    here = scope.own(_Process)
+    here = scope.get_or_create(_Process)
     if here.runtime is None or not here.runtime.owns_group:
         raise UnsupportedError(
             "the process group has to be renewed, but was started outside Headway, by init_process_group or another library; leave "
@@ -394,12 +394,12 @@ def abort_group() -> None:
 
 def does_exit_wait() -> bool:
     """Whether the other ranks would wait forever in the backend of Headway's process group if only this rank exited."""
-    return scope.own(_Process).has_blocking_end()
+    return scope.get_or_create(_Process).has_blocking_end()
 
 
 def join_group() -> None:
     """Create the next process group with the settings of the first one. All ranks call this after `leave_group`."""
-    here = scope.own(_Process)
+    here = scope.get_or_create(_Process)
     assert here.runtime is not None
     here.join_group(None, here.runtime.rank, here.runtime.world_size, here.runtime.timeout)
     here.install_exception_hook()
@@ -410,16 +410,16 @@ def read_group_timeout() -> timedelta:
 
     It is torch's default timeout if Headway has created no group.
     """
-    return scope.own(_Process).asked[1]
+    return scope.get_or_create(_Process).asked[1]
 
 
 def reset() -> None:
     """End the runtime, and the process group if Headway started it. At process exit, this happens automatically."""
-    scope.own(_Process).end()
+    scope.get_or_create(_Process).end()
 
 
 def _end_at_exit() -> None:
-    scope.own(_Process).end(is_exit=True)
+    scope.get_or_create(_Process).end(is_exit=True)
 
 
 def _end_after(error: BaseException, is_said: bool) -> None:
@@ -433,7 +433,7 @@ def _end_after(error: BaseException, is_said: bool) -> None:
         error: The uncaught exception.
         is_said: Whether the error's traceback has been printed.
     """
-    if not is_uncaught(error) or not scope.own(_Process).has_blocking_end():
+    if not is_uncaught(error) or not scope.get_or_create(_Process).has_blocking_end():
         return
     is_interrupt = not isinstance(error, Exception)
     if is_said and not is_interrupt:
@@ -467,7 +467,7 @@ def get_control_link() -> StoreLink | None:
         ControlPlaneError: If rank 0 does not publish the control plane's address before the timeout.
         LaunchError: If the control plane cannot be reached.
     """
-    runtime, here = current(), scope.own(_Process)
+    runtime, here = current(), scope.get_or_create(_Process)
     if runtime.world_size > 1 and here.link is None:
         here.link = host_control_plane(here.get_group_store(), here.seal, runtime.rank, False, runtime.timeout)
     return here.link
@@ -475,7 +475,7 @@ def get_control_link() -> StoreLink | None:
 
 def has_control_link() -> bool:
     """Whether there is a connection to the control plane. This function does not open one."""
-    here = scope.own(_Process)
+    here = scope.get_or_create(_Process)
     return here.runtime is not None and here.link is not None
 
 

@@ -340,7 +340,7 @@ def _of_this_process() -> HeartbeatFile:
 
 def get_own_pulse() -> HeartbeatFile:
     """Return this process's pulse (state record): the file that the agent created, else anonymous memory."""
-    return scope.own(_of_this_process)
+    return scope.get_or_create(_of_this_process)
 
 
 def is_watched() -> bool:

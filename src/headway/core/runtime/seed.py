@@ -88,7 +88,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         raise ConfigError(f"set_seed got {seed!r}; give a whole number, 0 or more")
     if device_specific:
         runtime = current()
-        index = runtime.scope.own(RNGReader).index
+        index = runtime.scope.get_or_create(RNGReader).index
         seed += runtime.rank if index is None else index
     random.seed(seed)
     _seed_numpy(seed)

@@ -67,7 +67,7 @@ class SignalFlags:
             target=self._receive_signals, args=(receiver,), name="headway-signals", daemon=True
         )
         self._thread.start()
-        scope.own(_ActiveFlags).add(self)
+        scope.get_or_create(_ActiveFlags).add(self)
 
     def stop(self, *, then_ignore: bool = False) -> None:
         """Restore the previous handlers. Call this in the main thread.
@@ -80,7 +80,7 @@ class SignalFlags:
         """
         if self._pipe is None:
             return
-        scope.own(_ActiveFlags).discard(self)
+        scope.get_or_create(_ActiveFlags).discard(self)
         self._restore_handlers(signal.SIG_IGN if then_ignore else signal.SIG_DFL)
         receiver, sender = self._pipe
         sender.close()
@@ -148,7 +148,7 @@ class _ActiveFlags(weakref.WeakSet[SignalFlags]):
 
 def list_handled_signals() -> tuple[int, ...]:
     """Return the sorted numbers of the signals that this process handles with `SignalFlags`."""
-    return tuple(sorted({number for flags in scope.own(_ActiveFlags) for number in flags._signals}))
+    return tuple(sorted({number for flags in scope.get_or_create(_ActiveFlags) for number in flags._signals}))
 
 
 def add_listener(hear: Callable[[], None]) -> None:
@@ -159,7 +159,7 @@ def add_listener(hear: Callable[[], None]) -> None:
     Args:
         hear: Function without arguments.
     """
-    for flags in scope.own(_ActiveFlags):
+    for flags in scope.get_or_create(_ActiveFlags):
         flags.listeners.append(hear)
 
 
@@ -169,7 +169,7 @@ def _restore_in_child() -> None:
     A child process is not a rank. SIGTERM must end it as usual. Its signals must not be written into the pipe that it
     has inherited, because the parent process reads that pipe.
     """
-    for flags in list(scope.own(_ActiveFlags)):
+    for flags in list(scope.get_or_create(_ActiveFlags)):
         flags._restore_handlers(signal.SIG_DFL)
     scope.drop(_ActiveFlags)
 

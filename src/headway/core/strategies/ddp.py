@@ -129,7 +129,7 @@ class DDPStrategy(Strategy):
         self._options = options
         self._replicas: dict[int, Replica] = {}
         self._reduced: dict[int, str] = {}
-        scope.own(tracebacks.ExceptionHook).add_note(explain_error)
+        scope.get_or_create(tracebacks.ExceptionHook).add_note(explain_error)
 
     def setup_model(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
         """Apply the transforms, and wrap the model in DDP. All ranks get rank 0's values.

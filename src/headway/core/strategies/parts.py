@@ -110,7 +110,7 @@ class ReplacedParameters:
         self._before = {key: pair for key, pair in self._before.items() if id(pair[1]) in held}
         self.forget_gathered()
 
-    def current(self, parameter: torch.Tensor) -> torch.Tensor:
+    def get_current(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the parameter that has replaced `parameter`, or `parameter` itself if it was not replaced.
 
         For a gathered parameter, return the shard that it was gathered from.
@@ -168,7 +168,7 @@ class ShardedModels:
         """
         self._known[model] = how, kept
 
-    def find(self, model: torch.nn.Module, how: tuple[object, ...]) -> Any:
+    def find_record(self, model: torch.nn.Module, how: tuple[object, ...]) -> Any:
         """Return the value that `record_model` recorded for a model, or None if the model was not sharded.
 
         Args:

@@ -158,7 +158,7 @@ class TerminalOutput:
 
     def __init__(self, bar: ShownBar, console: Console) -> None:
         self._room = console.width - len(bar.description) - _BAR - 3
-        self._live = scope.own(_Live)
+        self._live = scope.get_or_create(_Live)
         self._is_outermost = not self._live
         if self._is_outermost:
             self._live.append(_new_bars(console))
@@ -187,7 +187,7 @@ class CellOutput:
     interval = 0.2
 
     def __init__(self) -> None:
-        self._cells = scope.own(_Cells)
+        self._cells = scope.get_or_create(_Cells)
         self._is_outermost = not self._cells
         if self._is_outermost:
             self._cells.append(NotebookBar())

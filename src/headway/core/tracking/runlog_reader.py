@@ -152,7 +152,7 @@ def read_run(path: str | Path) -> LoggedRun:
             continue
         reader = reader or _LogReader(run)
         try:
-            reader.take(entry)
+            reader.take_line(entry)
         except TrackingError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -193,7 +193,7 @@ class _LogReader:
         # For each part (era): the number of the process start, and the step to which the run returned at its beginning.
         self.eras: list[tuple[int, float]] = [(0, math.inf)]
 
-    def take(self, entry: Mapping[str, Any]) -> None:
+    def take_line(self, entry: Mapping[str, Any]) -> None:
         moment, kind = float(entry["time"]), entry["kind"]
         if kind == "run":
             self._start_attempt(moment, entry)

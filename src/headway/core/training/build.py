@@ -110,12 +110,12 @@ def build_run(
             loader_events,
             accumulation.sync_with_dataloader,
             accumulation.sync_each_batch,
-            partial(runtime.scope.own(AcceleratorRegistry).find_other_loader, prepared),
+            partial(runtime.scope.get_or_create(AcceleratorRegistry).find_other_loader, prepared),
             clips_partial_gradients=behavior.clips_partial_gradients,
         ),
         hooks=StepHooks(
             micro_batch_begun=[note_progress] if is_watched else [],
-            phases=scope.own(events.Listeners).to_phases,
+            phases=scope.get_or_create(events.Listeners).to_phases,
         ),
     )
 
@@ -138,7 +138,7 @@ def build_step(run: Run, settings: Settings, behavior: Behavior) -> TrainingStep
     guard = _choose_guard(run, settings)
     policy = behavior.loss_policy
     if run.runtime.world_size > 1:
-        run.hooks.micro_batch_begun.append(run.runtime.scope.own(Attendance).count_micro_batch)
+        run.hooks.micro_batch_begun.append(run.runtime.scope.get_or_create(Attendance).count_micro_batch)
         _compare_ranks(run, is_weighed=policy.weighs_losses, refuses_drift=behavior.refuses_drift)
     make_step = extensions.load("feature", "microbatching") if run.replays_batches else WholeStep
     step: TrainingStep = make_step(run, policy, guard)
@@ -172,7 +172,7 @@ def _compare_ranks(run: Run, *, is_weighed: bool, refuses_drift: bool) -> None:
     hooks = run.hooks
     rows = RowCountCheck(run.windows)
     replicas = ReplicaCheck(run.prepared, run.strategy, rows, refuses_drift)
-    hooks.gradients_final.append(replicas.note)
+    hooks.gradients_final.append(replicas.count_reduction)
     # With automatic micro-batching, one update can be attempted several times. All ranks are at the same position right
     # after the reduction of gradients, so the replicas are compared there.
     checks = hooks.gradients_final if run.replays_batches else hooks.before_update
@@ -201,7 +201,7 @@ def build_preparation(run: Run, settings: Settings, step: TrainingStep, behavior
     counts_micro_batches = settings.schedules_count_micro_batches or run.accumulation.adjust_scheduler
     return Preparation(
         step=step,
-        neighbors=run.runtime.scope.own(AcceleratorRegistry),
+        neighbors=run.runtime.scope.get_or_create(AcceleratorRegistry),
         loading=settings.loading,
         places=settings.places_objects,
         rule=choose_rule(settings.scheduler_ticks, counts_micro_batches, more_updates),
@@ -267,17 +267,17 @@ def join_process(run: Run, step: TrainingStep, preparation: Preparation) -> Acce
         The registration. The run stays registered until this object is freed.
     """
     runtime = run.runtime
-    runtime.scope.own(Attendance).start(runtime)
+    runtime.scope.get_or_create(Attendance).start(runtime)
     process.release_at_end(preparation.release)
-    runtime.scope.own(RNGReader).index = run.strategy.data_shard.index
-    scope.own(EmergencyReserve).fill()
-    scope.own(tracebacks.ExceptionHook).add_note(_explain_memory_error)
-    return runtime.scope.own(BypassDetector).join(step)
+    runtime.scope.get_or_create(RNGReader).index = run.strategy.data_shard.index
+    scope.get_or_create(EmergencyReserve).allocate_reserve()
+    scope.get_or_create(tracebacks.ExceptionHook).add_note(_explain_memory_error)
+    return runtime.scope.get_or_create(BypassDetector).join(step)
 
 
 def _explain_memory_error(error: BaseException) -> str:
     """Return a report of memory use for an uncaught out-of-memory error, or "" for any other error."""
     if not is_out_of_memory(error):
         return ""
-    scope.own(EmergencyReserve).release()
+    scope.get_or_create(EmergencyReserve).release()
     return str(extensions.load("feature", "memory_report").explain_once(error))

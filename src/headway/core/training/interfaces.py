@@ -74,7 +74,7 @@ class OriginSearch(Protocol):
     def forget_window(self) -> None:
         """Drop the recorded batches of the accumulation window, because its gradients are finite."""
 
-    def arm(self) -> bool:
+    def arm_replay(self) -> bool:
         """Prepare to replay the accumulation window whose update the guard has refused, to find the origin of the NaN.
 
         Returns:
@@ -82,7 +82,7 @@ class OriginSearch(Protocol):
                 from a prepared loader.
         """
 
-    def end(self) -> NanOrigin | None:
+    def end_replay(self) -> NanOrigin | None:
         """Stop tracing, and return the origin of the NaN that was found on this rank, or None."""
 
 
@@ -190,7 +190,7 @@ class ThroughputMeter(Protocol):
     def show_in_bars(self) -> None:
         """Show the recent throughput in all progress bars of `headway.track` in this process."""
 
-    def fact(self) -> str:
+    def format_fact(self) -> str:
         """Return one line of text with samples and tokens per second and the share of time spent waiting for data."""
 
     def count_flops(self) -> None:

@@ -87,7 +87,7 @@ class StepGuard:
         """
         if self._notice is not None and (not loss.is_cpu or not math.isfinite(loss.item())):
             self._is_read_late = True
-            self._notice.note(loss)
+            self._notice.check_loss(loss)
 
     def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         """Examine final gradients before they are clipped. This base class does nothing and returns None.
@@ -111,13 +111,13 @@ class StepGuard:
         arrived on the host, for the warning about non-finite losses.
         """
         if self._notice is not None and self._is_read_late:
-            self._notice.look()
+            self._notice.check_arrived_losses()
         return True
 
     def after_step(self, did_step: bool) -> None:
         """Record the update as skipped if the optimizer did not step."""
         if not did_step:
-            self._skips.note()
+            self._skips.record_skip()
 
 
 class MicroBatch:
@@ -147,7 +147,7 @@ class MicroBatch:
         opened_with_none_unfinished = windows.begin_micro_batch(self._models)
         window = windows.current
         if opened_with_none_unfinished and step.precision.scaler is not None:
-            step.precision.adjust()
+            step.precision.update_scale()
         if windows.are_several:
             step.turns.put_in_place(window)
         for listener in hooks.micro_batch_begun:
@@ -246,7 +246,7 @@ class TrainingStep(ABC):
         self.windows.leave_block()
         window = self.windows.current
         if not window.is_closed or window.is_waiting:
-            window.fail()
+            window.close_after_error()
             self.strategy.drop_gradients(self.prepared.list_parameters_of(window))
         return False
 
@@ -431,12 +431,12 @@ class TrainingStep(ABC):
             weight = 1.0 if weight else 0.0
         piece = windows.piece
         if piece is WHOLE:
-            return self._policy.factor(weight, nominal, divisor, windows.num_steps)
+            return self._policy.get_loss_factor(weight, nominal, divisor, windows.num_steps)
         # A policy that counts micro-batches instead of weights must count a piece as a fraction of one.
         share = 1.0 if reduction == "sum" and piece.num_rows else piece.share
         if not share:  # a filler piece, which contains only padding
             return 0.0
-        return self._policy.factor(weight / share, nominal, divisor, windows.num_steps) * share
+        return self._policy.get_loss_factor(weight / share, nominal, divisor, windows.num_steps) * share
 
     def close_window(
         self,
@@ -458,7 +458,7 @@ class TrainingStep(ABC):
         """
         window.close(total)
         if window.nominal is not None and total > 0:
-            correction = self._policy.correction(window.nominal, total)
+            correction = self._policy.get_gradient_correction(window.nominal, total)
             if abs(correction - 1.0) > 1e-12:
                 self.strategy.scale_gradients(self.prepared.list_parameters_of(window), correction)
                 window.nominal = total
@@ -597,7 +597,7 @@ class TrainingStep(ABC):
             set_to_none: Whether to set gradients to None instead of zero. Sharded gradients are always set to None.
         """
         if self.precision.scaler is not None:
-            self.precision.discard(optimizer)
+            self.precision.discard_gradients(optimizer)
         set_to_none = set_to_none or not self.strategy.capabilities.whole_gradients
         if set_to_none and self._keeps_gradients:
             self.strategy.discard_update([optimizer])
@@ -721,7 +721,7 @@ class WholeStep(TrainingStep):
         for listener in hooks.micro_batch_begun:
             listener(window.number, window.num_done)
         if windows.are_closed and self.precision.scaler is not None:
-            self.precision.adjust()
+            self.precision.update_scale()
         # If the script defines windows itself, batches may have been read ahead, so that the loader's counts belong to
         # another batch. All processes therefore get the same weight.
         ranks = self.strategy.data_shard.count

@@ -136,7 +136,7 @@ class GatheredTensor:
             for rank, boxes in enumerate(self._collectives.gather_objects(own)):
                 yield from ((rank, *box) for box in boxes)
             return
-        yield from split.boxes()
+        yield from split.iterate_boxes()
 
     def _send_blocks(self, flat: torch.Tensor) -> None:
         for start in range(0, len(flat), _BLOCK):
@@ -348,7 +348,7 @@ class WholeWeights:
         """
         everyone = self._strategy.everyone
         tensors = self.export(model, "save_model", is_safe)
-        attended = self._runtime.scope.own(Attendance).find_participants("save_model")
+        attended = self._runtime.scope.get_or_create(Attendance).find_participants("save_model")
         if is_safe and any(map(is_spread, tensors.values())):
             save_gathered(tensors.items(), folder, max_shard_size, everyone)
         else:

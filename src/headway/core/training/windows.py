@@ -177,7 +177,7 @@ class AccumulationWindow:
         self.is_closed = True
         self.is_empty = total == 0
 
-    def fail(self) -> None:
+    def close_after_error(self) -> None:
         """Close the accumulation window after an error, so that its gradients are not used.
 
         The next micro-batch starts a new window.
@@ -640,7 +640,7 @@ class LossPolicy:
         """
         return type(self) is LossPolicy
 
-    def factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
+    def get_loss_factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
         """Return the factor by which a backward multiplies its mean loss.
 
         Args:
@@ -651,7 +651,7 @@ class LossPolicy:
         """
         return weight * divisor / nominal
 
-    def correction(self, nominal: float, actual: float) -> float:
+    def get_gradient_correction(self, nominal: float, actual: float) -> float:
         """Return the factor by which gradients are multiplied when an accumulation window closes.
 
         Args:
@@ -667,10 +667,10 @@ class ConstantDivision(LossPolicy):
     The number of items that a loss covers has no effect.
     """
 
-    def factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
+    def get_loss_factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
         """Return 1 / `num_steps`."""
         return 1 / num_steps
 
-    def correction(self, nominal: float, actual: float) -> float:
+    def get_gradient_correction(self, nominal: float, actual: float) -> float:
         """Return 1, because gradients need no correction."""
         return 1.0

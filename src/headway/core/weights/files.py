@@ -209,7 +209,7 @@ def _open_sharded(index: Path, source: str) -> WeightFiles:
             f"{index}: {len(absent)} of {len(files)} shards are missing: {escape_text(', '.join(absent[:5]))}; copy them there"
         )
     shards = {name: _open_file(index.parent / name) for name in files}
-    lost = [escape_text(f"{name} (in {file})") for name, file in weights.items() if not shards[file].holds(name)]
+    lost = [escape_text(f"{name} (in {file})") for name, file in weights.items() if not shards[file].has_entry(name)]
     if lost:
         raise CheckpointError(
             f"{index}: the index does not fit its shards; {len(lost)} tensors are not where it says: {', '.join(lost[:5])}"
@@ -230,7 +230,7 @@ class _OpenedFile:
     metadata: dict[str, Any] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
 
-    def holds(self, name: str) -> bool:
+    def has_entry(self, name: str) -> bool:
         return name in self.tensors or name in self.objects
 
 

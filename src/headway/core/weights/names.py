@@ -46,7 +46,7 @@ class TensorLocation:
         assert found is not None
         return found
 
-    def put(self, tensor: torch.Tensor) -> None:
+    def put_tensor(self, tensor: torch.Tensor) -> None:
         """Replace the tensor at this location, without the checks of `register_parameter` and `register_buffer`."""
         if self.is_parameter:
             self.module._parameters[self.leaf] = tensor  # type: ignore[assignment]
@@ -116,7 +116,7 @@ def assign_value(places: Mapping[str, TensorLocation], names: list[str], value: 
         mark_mapped(new)
     for name in names:
         if places[name].tensor is not new:
-            places[name].put(new)
+            places[name].put_tensor(new)
 
 
 def mark_mapped(tensor: torch.Tensor) -> None:

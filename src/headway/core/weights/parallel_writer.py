@@ -95,7 +95,7 @@ class _HostCopies:
         self._changed = threading.Condition()
         self._num_bytes = 0
 
-    def reserve(self, num_bytes: int, num_held: int) -> None:
+    def reserve_memory(self, num_bytes: int, num_held: int) -> None:
         """Wait until a copy of the given size fits into the limit, or until all other copies have been written.
 
         Args:
@@ -452,7 +452,7 @@ class ParallelWriter:
                 if spec.num_bytes:
                     yield _Segment(view_bytes(value), None)
                 continue
-            self._copies.reserve(spec.num_bytes, self._num_held)
+            self._copies.reserve_memory(spec.num_bytes, self._num_held)
             copy = value if isinstance(value, torch.Tensor) else value.assemble()
             del value
             yield _Segment(get_raw_bytes(copy), self._copies)

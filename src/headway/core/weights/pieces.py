@@ -65,7 +65,7 @@ class TensorSplit:
             for sizes in self.sizes
         ]
 
-    def boxes(self) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    def iterate_boxes(self) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """Yield (writer, offsets, shape) for every box, in row-major order."""
         along = [list(zip(starts, sizes)) for starts, sizes in zip(self.starts, self.sizes)]
         for place, writer in zip(product(*along), self.writers):

@@ -293,7 +293,7 @@ class AllocatorPressure:
         if self._peak is None or self._statistics is None:
             return
         if num_rows:
-            self._piece_peaks[num_rows] = max(self._piece_peaks.get(num_rows, 0), self._peak.peak())
+            self._piece_peaks[num_rows] = max(self._piece_peaks.get(num_rows, 0), self._peak.read_peak())
             self._reserved = max(self._reserved, self._statistics(self._device).get("reserved_bytes.all.current", 0))
         self._peak.reset()
 
@@ -310,7 +310,7 @@ class AllocatorPressure:
         statistics = self._statistics(self._device)
         # Gradients and optimizer state exist at this point; activations do not.
         base, held = statistics.get("allocated_bytes.all.current", 0), statistics.get("reserved_bytes.all.current", 0)
-        peaks = self._piece_peaks or {num_rows: self._peak.peak()}
+        peaks = self._piece_peaks or {num_rows: self._peak.read_peak()}
         # Outside of a calibration, the cache also holds blocks of other work, such as an evaluation.
         unused = max(self._reserved, held) - max(peaks.values()) if self._piece_peaks else self._curve.unused
         for rows, peak in peaks.items():

@@ -60,7 +60,7 @@ class CollectiveReplayer:
 
     def __init__(self) -> None:
         runtime = process.current()
-        self.collective_log = runtime.scope.own(CollectiveLog)
+        self.collective_log = runtime.scope.get_or_create(CollectiveLog)
         self.rank, self.world_size = runtime.rank, runtime.world_size
         self._channel = control.current()
         self._own: list[str] = []
@@ -88,7 +88,7 @@ class CollectiveReplayer:
             try:
                 if calls.has_listener:
                     self._abort_if_lost(calls.number)
-                elif is_still and self._channel.has(f"replay/{now[0]}/failed"):
+                elif is_still and self._channel.has_key(f"replay/{now[0]}/failed"):
                     calls.add_listener(now[0], self.publish)
             except (DistError, HeadwayError) as error:
                 log.debug("the control plane is lost: %s", error)
@@ -105,7 +105,7 @@ class CollectiveReplayer:
             number: Number of the round. A round is the interval between two votes of all ranks on the batch's success.
         """
         key = f"replay/{number}/lost"
-        if not self.collective_log.lost and self._channel.has(key):
+        if not self.collective_log.lost and self._channel.has_key(key):
             self.collective_log.lost = self._channel.get(key, _ANSWER).decode()
         return self.collective_log.lost
 
@@ -141,7 +141,7 @@ class CollectiveReplayer:
 
         A round is the interval between two votes, in which ranks report whether their batch has succeeded.
         """
-        return self._channel.has(f"replay/{self.collective_log.number}/failed/{rank}")
+        return self._channel.has_key(f"replay/{self.collective_log.number}/failed/{rank}")
 
     def read_step(self, rank: int, index: int) -> Step | None:
         """Return the collective with this index that a rank has entered, or None if the rank has not published it.
@@ -151,7 +151,7 @@ class CollectiveReplayer:
             index: Index of the collective in the current round, which is the interval between two votes.
         """
         key = f"replay/{self.collective_log.number}/{rank}/{index}"
-        return parse_exchange(self._channel.get(key, _ANSWER)) if self._channel.has(key) else None
+        return parse_exchange(self._channel.get(key, _ANSWER)) if self._channel.has_key(key) else None
 
     def end_round(self) -> None:
         """Delete this rank's log of collectives from the control plane, and start a new log.
@@ -186,13 +186,13 @@ class Rounds:
     def __init__(self, strategy: ReplayStrategy, runtime: ProcessRuntime) -> None:
         self._strategy = strategy
         self._runtime = runtime
-        self._collective_log = runtime.scope.own(CollectiveLog)
+        self._collective_log = runtime.scope.get_or_create(CollectiveLog)
         self._rank = runtime.rank
         self._timeout = runtime.timeout.total_seconds()
 
     @property
     def _replayer(self) -> CollectiveReplayer:
-        return self._runtime.scope.own(CollectiveReplayer)
+        return self._runtime.scope.get_or_create(CollectiveReplayer)
 
     # ---------------------------------------------------------------- begin and end
 
@@ -228,7 +228,7 @@ class Rounds:
             self._strategy.clean_up_failure()
             self._replayer.publish_failure()
             before = calls.position
-            with self._runtime.scope.own(Attendance).answer_every_call():
+            with self._runtime.scope.get_or_create(Attendance).answer_every_call():
                 while (step := self._find_next_step()) is not None and not is_vote(step):
                     self._join_or_skip(step)
         except Exception as error:

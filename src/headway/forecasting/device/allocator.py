@@ -207,7 +207,7 @@ class Allocator:
         self._live: dict[Hashable, _Block] = {}
         self._next_address = ROUND_LARGE
 
-    def allocate(self, key: Hashable, num_bytes: int, stream: Hashable = 0) -> None:
+    def allocate_memory(self, key: Hashable, num_bytes: int, stream: Hashable = 0) -> None:
         """Allocate memory that is identified by `key` until it is freed. A request of 0 bytes does nothing.
 
         Args:
@@ -236,7 +236,7 @@ class Allocator:
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
-    def free(self, key: Hashable) -> None:
+    def free_memory(self, key: Hashable) -> None:
         """Free the memory with this key. Do nothing if the key is unknown or its request was for 0 bytes."""
         block = self._live.pop(key, None)
         if block is None:
@@ -340,9 +340,9 @@ def replay_events(events: Iterable[MemoryEvent], expandable: bool = False) -> Al
     peak, most = 0, 0
     for index, event in enumerate(events):
         if event.num_bytes < 0:
-            allocator.free(event.key)
+            allocator.free_memory(event.key)
             continue
-        allocator.allocate(event.key, event.num_bytes, event.stream)
+        allocator.allocate_memory(event.key, event.num_bytes, event.stream)
         if allocator.allocated > most:
             most, peak = allocator.allocated, index
     return AllocationReplay(allocator.peak_allocated, allocator.peak_reserved, peak)

@@ -87,7 +87,7 @@ def make_local_folder(place: ObjectPath) -> Path:
     Args:
         place: Folder in the object store.
     """
-    known = scope.own(_Mirrors)
+    known = scope.get_or_create(_Mirrors)
     if place not in known:
         known[place] = MirroredFolder(place)
     return known[place].folder
@@ -95,7 +95,7 @@ def make_local_folder(place: ObjectPath) -> Path:
 
 def send_all() -> None:
     """Upload the changed files of all local folders that have a copy in an object store."""
-    for mirror in scope.own(_Mirrors).values():
+    for mirror in scope.get_or_create(_Mirrors).values():
         mirror.send()
 
 

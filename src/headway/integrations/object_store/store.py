@@ -61,20 +61,20 @@ class FetchedCheckpoint:
         weakref.finalize(self, shutil.rmtree, self.folder, True)
         self._held: dict[str, set[int]] = {}
 
-    def header(self, file: str) -> Path:
+    def download_header(self, file: str) -> Path:
         """Download the safetensors header of a file, and return the path of the local file.
 
         Raises:
             CheckpointError: If a block of the file is damaged or cannot be downloaded, or the local disk is full.
         """
         path, written = self.folder / file, self._manifest.files[file]
-        self.fetch({file: [(0, min(8, written.num_bytes))]})
+        self.download_ranges({file: [(0, min(8, written.num_bytes))]})
         with open(path, "rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-        self.fetch({file: [(0, min(8 + length, written.num_bytes))]})
+        self.download_ranges({file: [(0, min(8 + length, written.num_bytes))]})
         return path
 
-    def fetch(self, ranges: Mapping[str, Iterable[tuple[int, int]]]) -> None:
+    def download_ranges(self, ranges: Mapping[str, Iterable[tuple[int, int]]]) -> None:
         """Download the blocks of the files that contain the given byte ranges, and compare each block with its hash.
 
         Args:
@@ -241,7 +241,7 @@ class ObjectStore:
 
     # ---------------------------------------------------------------- save
 
-    def staging(self, nonce: str) -> Path:
+    def get_staging(self, nonce: str) -> Path:
         """Return the URL prefix to which one save uploads its files.
 
         Args:
@@ -250,7 +250,7 @@ class ObjectStore:
         place: Path = self.folder / f"data-{nonce}"
         return place
 
-    def abandon(self) -> None:
+    def remove_staging(self) -> None:
         """Delete the files of a failed save unless the manifest lists them.
 
         Call it on the store of the save's own prefix, which `staging` returns. The manifest lists the files if the
@@ -277,7 +277,7 @@ class ObjectStore:
                 has taken the lock. If that run takes it during the commit, the error is raised only if it has also
                 removed the files. The previous checkpoint is then unchanged.
         """
-        placed = manifest.moved(staging.name)
+        placed = manifest.with_files_in(staging.name)
         data = placed.encode()
         placed.read_back()  # an unreadable manifest must not replace a readable one
         if problem := self.find_absent(placed):
@@ -344,7 +344,7 @@ class ObjectStore:
 
     # ---------------------------------------------------------------- find
 
-    def locate(self) -> Path:
+    def find_folder(self) -> Path:
         """Return the URL of the checkpoint, which never changes.
 
         A checkpoint on a disk, in contrast, can have another name during a save.
@@ -356,7 +356,7 @@ class ObjectStore:
         place: Path = self.folder / next(iter(read_manifest(self.folder).files), "").partition("/")[0]
         return place
 
-    def identity(self) -> tuple[int, int]:
+    def read_identity(self) -> tuple[int, int]:
         """Return two numbers that identify the manifest object within this process: its length and a hash of its ETag.
 
         Return (0, 0) if the manifest does not exist.
@@ -383,7 +383,7 @@ class ObjectStore:
                     return f"{path.client.root}/{key} {what}, {wanted} were written"
         return None
 
-    def fetched(self, manifest: Manifest) -> FetchedCheckpoint:
+    def prepare_download(self, manifest: Manifest) -> FetchedCheckpoint:
         """Return an empty local copy of the checkpoint, into which the required byte ranges can be downloaded."""
         return FetchedCheckpoint(self.folder, manifest)
 
@@ -394,7 +394,7 @@ class ObjectStore:
         (self.folder / MANIFEST).unlink()
         self.folder.client.delete([each.key for name, each in self.folder.list_objects() if _is_data(name)])
 
-    def sweep(self, name: str | None = None) -> list[Path]:
+    def remove_leftovers(self, name: str | None = None) -> list[Path]:
         """Delete the files of interrupted saves, and return their prefixes.
 
         Checkpoints whose manifest is damaged keep all their files. Do not call this method while any checkpoint that

@@ -412,9 +412,9 @@ class Agent(LocalElasticAgent):
     def stop_threads(self) -> None:
         """Stop the agent's threads before Python shuts down."""
         self._watch.end_attempt()
-        self._exchange.end()
+        self._exchange.stop_listening()
         if self._metrics is not None:
-            self._metrics.end()
+            self._metrics.stop_server()
 
     def announce_end(self, why: str = "", exit_code: int = 0) -> None:
         """Announce to the other machines that this machine ends. Do nothing in a run on one machine.

@@ -103,7 +103,7 @@ class AgentChannel:
         Raises:
             ControlPlaneError: If the entry in the store was not written by machine 0 of this run.
         """
-        self.end()  # otherwise the previous attempt's thread might report that attempt's failures
+        self.stop_listening()  # otherwise the previous attempt's thread might report that attempt's failures
         self._num_here = self._num_machines if num_here is None else num_here
         key = f"{_KEY}/{attempt}"
         if self._machine == 0:
@@ -134,7 +134,7 @@ class AgentChannel:
         """Record the ranks of this machine that have ended without an error."""
         self._left = tuple(ranks)
 
-    def end(self) -> None:
+    def stop_listening(self) -> None:
         """Stop the listening thread.
 
         Call this before Python shuts down. A thread that returned from C++ during the shutdown would abort this

@@ -210,7 +210,7 @@ class MetricsServer:
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, name="headway-metrics", daemon=True).start()
 
-    def end(self) -> None:
+    def stop_server(self) -> None:
         """Stop the server and close its port."""
         self._server.shutdown()
         self._server.server_close()

@@ -437,7 +437,7 @@ class PeerWatch:
 
     def _check_ranks(self) -> None:
         me = self._read_view()
-        if self._control.has(f"{_ASKED}/{self._round}"):
+        if self._control.has_key(f"{_ASKED}/{self._round}"):
             self._post_view(me)
         elif me.wait is not None and (me.wait.age or 0.0) > self._timeout:
             asked = self._round
@@ -454,9 +454,9 @@ class PeerWatch:
         deadline = time.monotonic() + _WAIT_FOR_ANSWERS
         for rank in range(self._control.world_size):
             key = f"hang/{asked}/{rank}"
-            while not self._control.has(key) and time.monotonic() < deadline:
+            while not self._control.has_key(key) and time.monotonic() < deadline:
                 time.sleep(0.1)
-            is_there = self._control.has(key)
+            is_there = self._control.has_key(key)
             content = self._control.get(key, timedelta(seconds=5)) if is_there else b""
             views.append(decode_view(json.loads(content)) if is_there else RankView(rank, state="?"))
         verdict = judge.diagnose_hang(views, self._timeout)
@@ -484,6 +484,6 @@ def _of_this_process() -> PeerWatch:
 def start(runtime: process.ProcessRuntime) -> None:
     """Start the hang watch of this process, unless it is already running. It ends with the process runtime."""
     if not runtime.scope.has(_of_this_process):
-        watch = runtime.scope.own(_of_this_process)
+        watch = runtime.scope.get_or_create(_of_this_process)
         watch.start()
         process.release_at_end(watch.stop)

@@ -157,7 +157,7 @@ class ContextParallel(SplitModel):
         self._everyone = everyone
         self._options = options
         self._is_exact = is_exact
-        self._axis = SplitAxis.of(mesh)
+        self._axis = SplitAxis.from_mesh(mesh)
         check_added_keys(
             model, "Context parallelism splits queries and keys alike, but no rank has queries for these keys"
         )
@@ -167,7 +167,9 @@ class ContextParallel(SplitModel):
         self._parameters = inspect.signature(model.forward).parameters
         self._labels = SplitLabels(model, _list_positional(self._parameters), options, self._axis, everyone)
         self._ring = attention.find_ring_attention(
-            mesh, options.cp_comm_strategy or "allgather", everyone.runtime.scope.own(attention.RingDispatcher)
+            mesh,
+            options.cp_comm_strategy or "allgather",
+            everyone.runtime.scope.get_or_create(attention.RingDispatcher),
         )
         ring = None if self._ring is None else self._ring.attend
         self._attention = WholeSequenceAttention(self._axis, ring, options.cp_style)

@@ -35,7 +35,14 @@ from headway.core.runtime.collectives import tree
 from headway.core.runtime.collectives.checked import Collectives
 from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.layouts.context._torch import is_fake
-from headway.layouts.tensor.crossings import SplitAxis, all_gather, cross, exchange, reduce_scatter, view_unchanged
+from headway.layouts.tensor.crossings import (
+    SplitAxis,
+    all_gather,
+    apply_with_backward,
+    exchange_rows,
+    reduce_scatter,
+    view_unchanged,
+)
 
 
 def pad_length(length: int, axis: SplitAxis) -> int:
@@ -90,7 +97,7 @@ def gather_sequence(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tens
         dim: Dimension of the sequence.
     """
     dim = dim % part.dim()
-    return cross(
+    return apply_with_backward(
         part, partial(_gather_sequence, axis=axis, dim=dim), partial(reduce_scatter_sequence, axis=axis, dim=dim)
     )
 
@@ -120,7 +127,7 @@ def exchange_for_parts(heads: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
 
 def _exchange_rows(by_rank: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     rows, even = by_rank.reshape(axis.size, -1), [1] * axis.size
-    return exchange(rows, axis, even, even, 1.0, nullcontext).view_as(by_rank)
+    return exchange_rows(rows, axis, even, even, 1.0, nullcontext).view_as(by_rank)
 
 
 def reduce_scatter_sequence(terms: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
@@ -153,7 +160,7 @@ def join_sequence(part: torch.Tensor, axis: SplitAxis, dim: int, length: int, ti
         mine = split_sequence(grad, axis, dim)
         return mine if times == 1 else mine * times
 
-    whole = cross(part, partial(_gather_sequence, axis=axis, dim=dim), split_gradient)
+    whole = apply_with_backward(part, partial(_gather_sequence, axis=axis, dim=dim), split_gradient)
     return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length).clone()
 
 
@@ -162,7 +169,7 @@ def divide_gradient(whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
 
     The division is needed because all ranks compute this gradient identically, and their gradients are summed later.
     """
-    return cross(whole, view_unchanged, lambda grad: grad / axis.size) if whole.requires_grad else whole
+    return apply_with_backward(whole, view_unchanged, lambda grad: grad / axis.size) if whole.requires_grad else whole
 
 
 def _gather_sequence(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:

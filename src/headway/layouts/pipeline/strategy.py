@@ -85,7 +85,7 @@ class PipelineStrategy(Strategy):
                 f"schedule={options.schedule!r} splits backward in two, but with ep={layout.ep} ranks exchange tokens' gradients in "
                 "the middle of a backward; use 'gpipe', '1f1b' or 'interleaved', or leave ep out"
             )
-        scope.own(tracebacks.ExceptionHook).add_note(dtensors.explain_error)
+        scope.get_or_create(tracebacks.ExceptionHook).add_note(dtensors.explain_error)
         self.layout = layout
         self.name = format_sizes(dict.fromkeys(layout.sizes))
         self._spread = spread
@@ -127,7 +127,7 @@ class PipelineStrategy(Strategy):
             PrepareError: If a module on the meta device cannot initialize its values. Also if an earlier run has split
                 the model into stages, so that this process holds only some of them.
         """
-        if model in self.everyone.runtime.scope.own(ShardedModels):
+        if model in self.everyone.runtime.scope.get_or_create(ShardedModels):
             return
         if is_routed(model):
             raise PrepareError(
@@ -159,9 +159,9 @@ class PipelineStrategy(Strategy):
         """
         if self._has_ended and self.layout.num_ranks > self.layout.pp:
             raise StateError(explain_ended_groups(self.layout))
-        known = self.everyone.runtime.scope.own(ShardedModels)
+        known = self.everyone.runtime.scope.get_or_create(ShardedModels)
         how = (self.layout, self._options)
-        parts = known.find(model, how)
+        parts = known.find_record(model, how)
         missing = None
         context: ContextParallel | None = None if self._spread is None else self._spread.split_sequences(model)
         try:
@@ -329,7 +329,7 @@ class PipelineStrategy(Strategy):
         The replacement is the full parameter on this rank's device, a shard, or a meta tensor if only other pipeline
         ranks hold the parameter.
         """
-        now = self._replaced.current(parameter)
+        now = self._replaced.get_current(parameter)
         return now if self._spread is None else self._spread.find_current(now)
 
     def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

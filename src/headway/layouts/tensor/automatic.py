@@ -193,7 +193,7 @@ class ModuleTrial:
                     style = styles.make_style(style_name, module)
                     for key in keys:
                         whole = module._parameters[key]
-                        if whole is not None and (dim := style.dim(key, whole)) is not None:
+                        if whole is not None and (dim := style.find_shard_dim(key, whole)) is not None:
                             put_value(module._parameters, key, take_packed_chunks(whole, axis, dim, style.factor))
                         elif whole is not None and key == "bias":
                             put_value(module._parameters, key, style.get_call_bias(whole, axis))

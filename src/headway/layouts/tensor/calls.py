@@ -63,9 +63,9 @@ class LocalParameters:
         self._keeps_parameters = keeps_parameters
         self._lent: list[tuple[torch.nn.Module, str, Any, torch.Tensor]] = []
 
-    def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Replace DTensor parameters with local tensors. Keep them if the forward gets DTensor arguments."""
-        self.after()
+        self.after_forward()
         if any(isinstance(value, tensor.DTensor) for value in (*args, *kwargs.values())):
             return
         for holder in self._modules:
@@ -80,13 +80,13 @@ class LocalParameters:
         # Not inlined: within a loop over the dict that changes, TorchDynamo would trace into `to_local` and break the graph.
         local = value.to_local()
         if is_whole and self._is_partial:
-            local = crossings.spread(local, self._axis)
+            local = crossings.copy_to_split_region(local, self._axis)
         elif self._keeps_parameters and not value.requires_grad:
             local = torch.nn.Parameter(local, requires_grad=False)
         self._lent.append((holder, key, value, local))
         holder._parameters[key] = local
 
-    def after(self, *_: Any) -> None:
+    def after_forward(self, *_: Any) -> None:
         """Restore the DTensor parameters after a forward.
 
         The hook also runs if the forward raised an error. A parameter that the forward itself has assigned is kept.
@@ -118,7 +118,7 @@ class SplitCall:
         self._rng_states = rng_states
         self._keeps_cut = keeps_cut
 
-    def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments with which the module's forward computes on local tensors.
 
         Before a module whose output is replicated again, also switch to the common RNG state.
@@ -131,7 +131,7 @@ class SplitCall:
         """Restore the attributes that the module's style replaced. This also happens if the forward raised an error."""
         self._site.style.restore_module(self._site)
 
-    def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return the output in the layout that the caller of the split module expects: sharded or full.
 
         After a module whose output is sharded, also switch to this rank's RNG state in training.
@@ -154,7 +154,7 @@ class GatheredInput:
     def __init__(self, axis: SplitAxis) -> None:
         self._axis = axis
 
-    def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of the forward, with the activations all-gathered along the sequence dimension."""
         return change_activations(args, kwargs, lambda x: crossings.join_for_terms(x, self._axis, SEQUENCE_DIM))
 
@@ -177,7 +177,7 @@ class SequenceBlock:
         self._is_first = is_first
         self._is_last = is_last
 
-    def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the block's arguments with this rank's sequence shard.
 
         In training, also switch to this rank's RNG state.
@@ -203,13 +203,13 @@ class SequenceBlock:
         encoder's output is replicated, but each rank's attention heads yield only one term of its gradient.
         """
         is_states = isinstance(given, torch.Tensor) and given.dim() == 3 and given.requires_grad
-        return crossings.spread(given, self._axis) if is_states else given
+        return crossings.copy_to_split_region(given, self._axis) if is_states else given
 
     def after_any(self, *_: Any) -> None:
         """Switch back to the common RNG state of all ranks. The hook also runs if the forward raised an error."""
         self._rng_states.join()
 
-    def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return the block's output, gathered along the sequence if this is the last block."""
         if not self._is_last:
             return output

@@ -46,7 +46,7 @@ class SplitAxis:
     size: int
 
     @classmethod
-    def of(cls, mesh: Any) -> "SplitAxis":
+    def from_mesh(cls, mesh: Any) -> "SplitAxis":
         """Return the `SplitAxis` of a one-dimensional DeviceMesh."""
         return cls(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
@@ -62,7 +62,7 @@ class _Crossing(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
-def cross(given: torch.Tensor, there: Way, back: Way) -> torch.Tensor:
+def apply_with_backward(given: torch.Tensor, there: Way, back: Way) -> torch.Tensor:
     """Return `there(given)`, with `back` as its backward. Autograd does not record the operations within `there`.
 
     Args:
@@ -78,17 +78,21 @@ def view_unchanged(given: torch.Tensor) -> torch.Tensor:
     return given.view_as(given)
 
 
-def spread(whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
+def copy_to_split_region(whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """Return a replicated tensor unchanged, for a computation that differs between ranks.
 
     Backward sums the tensor's gradients over the ranks.
     """
-    return whole if axis.size == 1 else cross(whole, view_unchanged, partial(sum_terms, axis=axis))
+    return whole if axis.size == 1 else apply_with_backward(whole, view_unchanged, partial(sum_terms, axis=axis))
 
 
 def sum_terms(term: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """Return the sum of the ranks' tensors on all ranks (all-reduce). Backward returns the sum's gradient unchanged."""
-    return term if axis.size == 1 else cross(term, partial(_sum_over_axis, axis=axis), partial(spread, axis=axis))
+    return (
+        term
+        if axis.size == 1
+        else apply_with_backward(term, partial(_sum_over_axis, axis=axis), partial(copy_to_split_region, axis=axis))
+    )
 
 
 def join(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None = None) -> torch.Tensor:
@@ -102,7 +106,9 @@ def join(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None = None)
     """
     if axis.size == 1:
         return part
-    return cross(part, partial(_gather_parts, axis=axis, dim=dim, size=size), partial(take_part, axis=axis, dim=dim))
+    return apply_with_backward(
+        part, partial(_gather_parts, axis=axis, dim=dim, size=size), partial(take_part, axis=axis, dim=dim)
+    )
 
 
 def join_for_terms(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
@@ -115,14 +121,16 @@ def join_for_terms(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tenso
     """
     if axis.size == 1:
         return part
-    return cross(part, partial(_gather_parts, axis=axis, dim=dim), partial(reduce_scatter_terms, axis=axis, dim=dim))
+    return apply_with_backward(
+        part, partial(_gather_parts, axis=axis, dim=dim), partial(reduce_scatter_terms, axis=axis, dim=dim)
+    )
 
 
 def take_part(whole: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """Return this rank's shard of a replicated tensor. Backward all-gathers the shards' gradients."""
     if axis.size == 1:
         return whole
-    return cross(
+    return apply_with_backward(
         whole, partial(_own_part, axis=axis, dim=dim), partial(join, axis=axis, dim=dim, size=whole.shape[dim])
     )
 
@@ -141,7 +149,9 @@ def reduce_scatter_terms(term: torch.Tensor, axis: SplitAxis, dim: int) -> torch
     if axis.size == 1:
         return term
     check_divides(term, axis, dim)
-    return cross(term, partial(_sum_part, axis=axis, dim=dim), partial(join_for_terms, axis=axis, dim=dim))
+    return apply_with_backward(
+        term, partial(_sum_part, axis=axis, dim=dim), partial(join_for_terms, axis=axis, dim=dim)
+    )
 
 
 def check_divides(whole: torch.Tensor, axis: SplitAxis, dim: int) -> None:
@@ -200,7 +210,7 @@ def reduce_scatter(terms: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     return functional_collectives.wait_tensor(found)  # type: ignore[no-any-return]
 
 
-def exchange(
+def exchange_rows(
     rows: torch.Tensor, axis: SplitAxis, sent: list[int], received: list[int], grad_factor: float, noted: Noted
 ) -> torch.Tensor:
     """Send rows to other ranks, and return the rows received from them (all-to-all). Differentiable.
@@ -219,9 +229,9 @@ def exchange(
             return _all_to_all(rows, axis, sent, received)
 
     def return_gradients(grad: torch.Tensor) -> torch.Tensor:
-        return exchange(grad * grad_factor, axis, received, sent, 1.0, noted)
+        return exchange_rows(grad * grad_factor, axis, received, sent, 1.0, noted)
 
-    return cross(rows, send_rows, return_gradients)
+    return apply_with_backward(rows, send_rows, return_gradients)
 
 
 def exchange_counts(counts: torch.Tensor, axis: SplitAxis) -> torch.Tensor:

@@ -30,7 +30,7 @@ from headway.core.strategies.parts import find_holders
 from headway.errors import PrepareError
 from headway.layouts.tensor._torch import is_fake
 from headway.layouts.tensor.calls import LocalParameters
-from headway.layouts.tensor.crossings import SplitAxis, exchange, exchange_counts, take_chunk
+from headway.layouts.tensor.crossings import SplitAxis, exchange_counts, exchange_rows, take_chunk
 from headway.layouts.tensor.plans import is_adapted
 from headway.layouts.tensor.tensor_parallel import place_parameter
 
@@ -109,7 +109,7 @@ def distribute_experts(
         PrepareError: If the model has no experts with stacked parameters, or if their number cannot be divided evenly. Also
             if experts share parameters with other modules, or if their adapters cannot be distributed.
     """
-    axis = SplitAxis.of(mesh["ep"])
+    axis = SplitAxis.from_mesh(mesh["ep"])
     both = mesh["ep", "tp"] if "tp" in mesh.mesh_dim_names else None
     found = {name: module for name, module in model.named_modules() if _holds_experts(module)}
     _check_experts(model, found, axis.size)
@@ -127,10 +127,10 @@ def distribute_experts(
         outer = adapters[0] if adapters else module
         local = LocalParameters([*outer.modules()], axis, keeps_parameters=bool(adapters))
         call = ExpertCall(axis, ledger, name_operation("all-to-all", name))
-        outer.register_forward_pre_hook(local.before, with_kwargs=True)
-        module.register_forward_pre_hook(call.before, with_kwargs=True)
-        module.register_forward_hook(call.after, prepend=True)  # before tensor parallelism sums its terms
-        outer.register_forward_hook(local.after, always_call=True)
+        outer.register_forward_pre_hook(local.before_forward, with_kwargs=True)
+        module.register_forward_pre_hook(call.before_forward, with_kwargs=True)
+        module.register_forward_hook(call.after_forward, prepend=True)  # before tensor parallelism sums its terms
+        outer.register_forward_hook(local.after_forward, always_call=True)
         distributed.append(outer)
         calls.append(call)
     return SplitExperts(distributed, calls)
@@ -290,7 +290,7 @@ class ExpertCall:
         self._ledger.record_exit(entry)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Send each (token, expert) pair to the expert's rank.
 
         Returns:
@@ -315,7 +315,7 @@ class ExpertCall:
         # FSDP divides experts' gradients only by the number of ranks that share the experts. So `after` divides gradients by the
         # size of "ep". Gradients of the tokens must not be divided, so this exchange multiplies them by that size again.
         rows = hidden.index_select(0, order // index.shape[-1])
-        rows = exchange(rows, axis, sent, received, axis.size, self._record_exchange)
+        rows = exchange_rows(rows, axis, sent, received, axis.size, self._record_exchange)
         is_idle = not rows.shape[0]
         if is_idle:  # a row of zeros, so that this rank runs the same forward and backward as the others
             rows, owners = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), owners.new_zeros(1)
@@ -347,7 +347,7 @@ class ExpertCall:
         return local.repeat_interleave(coming.flatten()), sent, received
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    def after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         """Send the experts' results back to the ranks that sent the tokens.
 
         Return the sum of the results for each of this rank's tokens, weighted by the routing weights.
@@ -356,7 +356,7 @@ class ExpertCall:
         assert call is not None
         self._call = None  # it would keep the call's tensors alive
         output = output[:0] if call.is_idle else output
-        rows = exchange(output, self._axis, call.received, call.sent, 1 / self._axis.size, self._record_exchange)
+        rows = exchange_rows(output, self._axis, call.received, call.sent, 1 / self._axis.size, self._record_exchange)
         if rows.requires_grad:
             rows.register_hook(self._silence_gradient)  # type: ignore[no-untyped-call]
         home = rows.index_select(0, call.order.argsort()).view(*call.weights.shape, -1)

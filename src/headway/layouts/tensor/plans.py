@@ -105,7 +105,7 @@ class AdaptedCall:
         self._style = style
         self._rng_states = rng_states
 
-    def before(self, *_: Any) -> None:
+    def before_forward(self, *_: Any) -> None:
         """Switch to the common RNG state of all ranks if the layer's input is replicated."""
         if self._style.opens:
             self._rng_states.join()
@@ -415,7 +415,9 @@ def _check_nesting(cuts: ModelSplit) -> None:
     for name in cuts.parameters:
         owner, _, key = name.rpartition(".")
         site = cuts.sites.get(owner)
-        if owner in cuts.foreign or (site is not None and site.style.dim(key, torch.empty(0, 0)) is not None):
+        if owner in cuts.foreign or (
+            site is not None and site.style.find_shard_dim(key, torch.empty(0, 0)) is not None
+        ):
             raise ConfigError(
                 f"the tensor-parallel plan splits {name!r} twice: by its own name and by that of {owner!r}"
             )

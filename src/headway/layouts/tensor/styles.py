@@ -82,7 +82,7 @@ class SplitStyle:
         """Return the reason why this style cannot split the module across `size` ranks, or None if it can."""
         return None
 
-    def dim(self, key: str, parameter: torch.Tensor) -> int | None:
+    def find_shard_dim(self, key: str, parameter: torch.Tensor) -> int | None:
         """Return the dimension along which a parameter is sharded, or None if it is replicated.
 
         Args:
@@ -175,7 +175,7 @@ class Colwise(SplitStyle):
             return "it is a Conv1D, whose outputs cannot be gathered"
         return _linear_misfit(module, "out_features")
 
-    def dim(self, key: str, parameter: torch.Tensor) -> int | None:
+    def find_shard_dim(self, key: str, parameter: torch.Tensor) -> int | None:
         """Return the output dimension of a parameter, along which it is sharded."""
         is_last = self.is_transposed or parameter.dim() == 1 or key.endswith("bias")
         return parameter.dim() - (1 if is_last else 2)
@@ -191,7 +191,7 @@ class Colwise(SplitStyle):
             return args, kwargs
         if site.crossing is BoundaryLayout.SEQUENCE:
             return change_activations(args, kwargs, lambda x: crossings.join_for_terms(x, site.axis, SEQUENCE_DIM))
-        return change_activations(args, kwargs, lambda x: crossings.spread(x, site.axis))
+        return change_activations(args, kwargs, lambda x: crossings.copy_to_split_region(x, site.axis))
 
     def convert_output(self, site: SplitModule, output: Any) -> Any:
         """Return this rank's output features or, if `is_gathered`, all output features."""
@@ -219,12 +219,12 @@ class PackedColwise(Colwise):
             return found
         return f"its {num_outputs(module)} outputs cannot be divided by {self.factor} x {size}"
 
-    def dim(self, key: str, parameter: torch.Tensor) -> int | None:
+    def find_shard_dim(self, key: str, parameter: torch.Tensor) -> int | None:
         """Return the output dimension of a parameter, along which it is sharded. None: the parameter is replicated.
 
         The bias of a transposed layer is replicated, because FSDP might shard it along its only dimension.
         """
-        return None if self.is_transposed and key == "bias" else super().dim(key, parameter)
+        return None if self.is_transposed and key == "bias" else super().find_shard_dim(key, parameter)
 
     def convert_inputs(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return the arguments with replicated activations.
@@ -257,7 +257,7 @@ class Rowwise(SplitStyle):
         """Return the reason why the module cannot be split by input features, or None if it can."""
         return _linear_misfit(module, "in_features")
 
-    def dim(self, key: str, parameter: torch.Tensor) -> int | None:
+    def find_shard_dim(self, key: str, parameter: torch.Tensor) -> int | None:
         """Return the input dimension of a weight, along which it is sharded. None for a bias, which is replicated."""
         return None if key.endswith("bias") else parameter.dim() - (2 if self.is_transposed else 1)
 
@@ -292,7 +292,7 @@ class Rowwise(SplitStyle):
             return output
         local = _get_local_bias(bias)
         if site.crossing is not BoundaryLayout.PLAIN:
-            local = crossings.spread(local, site.axis)
+            local = crossings.copy_to_split_region(local, site.axis)
         return output + local.to(output.dtype)
 
 
@@ -326,7 +326,7 @@ class EmbeddingRowwise(SplitStyle):
             return f"its {num_rows} rows are too few for {size} ranks"
         return found
 
-    def dim(self, key: str, parameter: torch.Tensor) -> int | None:
+    def find_shard_dim(self, key: str, parameter: torch.Tensor) -> int | None:
         """Return 0, the row dimension of the embedding's weight, along which it is sharded."""
         return 0
 
@@ -373,7 +373,7 @@ class EmbeddingColwise(SplitStyle):
         """Return the reason why the module cannot be split, or None if it is a plain embedding."""
         return _embedding_misfit(module)
 
-    def dim(self, key: str, parameter: torch.Tensor) -> int | None:
+    def find_shard_dim(self, key: str, parameter: torch.Tensor) -> int | None:
         """Return 1, the column dimension of the embedding's weight, along which it is sharded."""
         return 1
 
@@ -407,7 +407,7 @@ class Experts(SplitStyle):
 
         def spread_inputs(x: Any) -> Any:
             is_float = isinstance(x, torch.Tensor) and x.is_floating_point()
-            return crossings.spread(x, site.axis) if is_float else x
+            return crossings.copy_to_split_region(x, site.axis) if is_float else x
 
         return tuple(spread_inputs(x) for x in args), {name: spread_inputs(x) for name, x in kwargs.items()}
 
@@ -440,7 +440,7 @@ class LatentKeys(SplitStyle):
         """
         rotary = site.facts["qk_rope_head_dim"]
         latent, keys = output.split([output.shape[-1] - rotary, rotary], dim=-1)
-        return torch.cat([latent, crossings.spread(keys, site.axis)], dim=-1)
+        return torch.cat([latent, crossings.copy_to_split_region(keys, site.axis)], dim=-1)
 
 
 def is_transposed(module: torch.nn.Module) -> bool:

@@ -171,7 +171,7 @@ class TensorParallel(SplitModel):
         convert: "Convert | None" = None,
         elsewhere: Container[int] = (),
     ) -> None:
-        self.axis = SplitAxis.of(mesh)
+        self.axis = SplitAxis.from_mesh(mesh)
         self._rng_states = SplitRNG(self.axis)
         self._ends = ExitStack()
         self._model = model
@@ -225,7 +225,7 @@ class TensorParallel(SplitModel):
     def end_forward(self) -> None:
         """Restore the DTensor parameters of all modules after a forward that ended early."""
         for each in reversed(self._lent):
-            each.after()
+            each.after_forward()
 
     def release(self) -> None:
         """Disable torch's loss parallelism, if it is enabled."""
@@ -295,7 +295,7 @@ class TensorParallel(SplitModel):
         module.register_forward_pre_hook(call.before, with_kwargs=True)
         if hasattr(call, "after_any"):
             module.register_forward_hook(call.after_any, always_call=True)
-        if hasattr(call, "after"):
+        if hasattr(call, "after_forward"):
             module.register_forward_hook(call.after, always_call=isinstance(call, LocalParameters))
 
     def _keep_cut(self, module: torch.nn.Module, output: torch.Tensor) -> Any:
@@ -431,7 +431,7 @@ def _find_split(cuts: ModelSplit, name: str, key: str, parameter: torch.Tensor) 
     style = cuts.parameters.get(f"{name}.{key}" if name else key)
     if style is None and name in cuts.sites:
         style = cuts.sites[name].style
-    if style is None or (dim := style.dim(key, parameter)) is None:
+    if style is None or (dim := style.find_shard_dim(key, parameter)) is None:
         return None
     return dim, style.factor
 

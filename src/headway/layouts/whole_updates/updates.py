@@ -195,9 +195,9 @@ class WholeUpdates:
             return None
         if closure is not None and not found.calls_closure_first:
             raise UnsupportedError(_CLOSURE.format(name=type(optimizer).__name__))
-        return partial(self.call, optimizer, "step")
+        return partial(self.call_optimizer, optimizer, "step")
 
-    def call(self, optimizer: torch.optim.Optimizer, method: str) -> None:
+    def call_optimizer(self, optimizer: torch.optim.Optimizer, method: str) -> None:
         """Call a method of an optimizer with plain tensors in place of its sharded parameters.
 
         Args:
@@ -326,7 +326,7 @@ class WholeUpdates:
             pending, scattering = following, finish
         if scattering is not None:
             scattering()
-        run.end()
+        run.raise_first_error()
         if found.has_gaps and chosen and method == "step":
             self._copy_counters(optimizer, found, set(chosen))
 
@@ -541,7 +541,7 @@ class _Run:
                 if made in optimizer.state:
                     optimizer.state[parameter] = optimizer.state.pop(made)
 
-    def end(self) -> None:
+    def raise_first_error(self) -> None:
         """Raise the first error of this rank's updates, if any. Must be called after all transfers have ended.
 
         If this rank has updated nothing, its optimizer is marked as stepped, so that torch's schedulers do not warn.

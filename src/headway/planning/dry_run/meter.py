@@ -59,7 +59,7 @@ class MeteredCollective:
     axis: str
     num_ranks: int
 
-    def sent(self, num_bytes: int) -> float:
+    def count_sent_bytes(self, num_bytes: int) -> float:
         """Return the bytes that each rank sends in a collective over a ring of ranks.
 
         Args:
@@ -181,7 +181,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = max((sum(tensor.nbytes for tensor in _list_tensors(value)) for value in (*args, *results)), default=0)
         exchange = MeteredCollective(self.phase, kind, axis, len(ranks))
         if self._layout.pp > 1:
-            self._record_event(kind, exchange.sent(size), args)
+            self._record_event(kind, exchange.count_sent_bytes(size), args)
         volume = self.volumes.setdefault(exchange, Volume())
         volume.calls += 1
         volume.num_bytes += size

@@ -196,7 +196,7 @@ class ScriptDryRun:
         self.tracker.enter_phase("set-up")
         for model in self._models:
             mark_model(model, self.tracker)
-            for average in scope.own(ModelAverages).list_averages(model):
+            for average in scope.get_or_create(ModelAverages).list_averages(model):
                 tensors = [each for each in average.list_tensors() if not each.is_meta]
                 self.tracker.mark_tensors(tensors, "averages")
 

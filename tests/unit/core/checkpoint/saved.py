@@ -25,6 +25,6 @@ def make_job(folder, nonce="0" * 16, **more):
 def save(folder, **more):
     """Save a checkpoint in one process and return its manifest. Keyword arguments are those of `make_job`."""
     made = make_job(folder, **more)
-    writer.begin(made)
-    writer.announce(made)
+    writer.create_staging(made)
+    writer.mark_as_writing(made)
     return writer.write(made)

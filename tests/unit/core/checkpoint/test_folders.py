@@ -18,11 +18,11 @@ def test_run_id_is_read_from_a_checkpoint(tmp_path, about, run):
 def test_checkpoint_renamed_during_a_killed_commit_is_found_and_kept(tmp_path):
     save(tmp_path)
     (tmp_path / "checkpoint_1").rename(tmp_path / ".replaced-checkpoint_1")
-    assert folders.find_store(tmp_path / "checkpoint_1").locate().name == ".replaced-checkpoint_1"
-    folders.find_store(tmp_path).sweep()
-    assert folders.find_store(tmp_path / "checkpoint_1").locate().name == ".replaced-checkpoint_1"
+    assert folders.find_store(tmp_path / "checkpoint_1").find_folder().name == ".replaced-checkpoint_1"
+    folders.find_store(tmp_path).remove_leftovers()
+    assert folders.find_store(tmp_path / "checkpoint_1").find_folder().name == ".replaced-checkpoint_1"
     save(tmp_path, nonce="1" * 16)
-    folders.find_store(tmp_path).sweep()
+    folders.find_store(tmp_path).remove_leftovers()
     assert not (tmp_path / ".replaced-checkpoint_1").exists()
 
 
@@ -59,10 +59,10 @@ def test_sweep_removes_only_leftovers(tmp_path):
     ):
         (tmp_path / name).mkdir()
     (tmp_path / ".hidden").mkdir()
-    assert [path.name for path in folders.find_store(tmp_path).sweep("checkpoint_1")] == [
+    assert [path.name for path in folders.find_store(tmp_path).remove_leftovers("checkpoint_1")] == [
         ".staging-checkpoint_1-0123456789abcdef"
     ]
-    folders.find_store(tmp_path).sweep()
+    folders.find_store(tmp_path).remove_leftovers()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "checkpoint_1", "latest"]
 
 
@@ -71,4 +71,4 @@ def test_folder_without_a_manifest_is_not_a_checkpoint(tmp_path):
     (tmp_path / "checkpoint_1" / MANIFEST).unlink()
     assert folders.list_committed(tmp_path) == []
     with pytest.raises(CheckpointError, match="not a committed checkpoint"):
-        folders.find_store(tmp_path / "checkpoint_1").locate()
+        folders.find_store(tmp_path / "checkpoint_1").find_folder()

@@ -204,7 +204,7 @@ def test_path_that_is_too_long_is_reported_as_missing(tmp_path):
     assert explain_path(long).startswith(f"{long} does not exist")
     assert list_checkpoint_names(long) == []
     assert find_foreign_checkpoint(long) is None
-    for look in (read_manifest, lambda path: folders.find_store(path).locate()):
+    for look in (read_manifest, lambda path: folders.find_store(path).find_folder()):
         with pytest.raises(CheckpointError, match="does not exist"):
             look(long)
 

@@ -115,14 +115,14 @@ def test_deleted_lock_file_is_recreated(tmp_path):
 
 def test_objects_of_one_process_share_a_lock(tmp_path):
     locks = Locks()
-    locks.hold(tmp_path / "a", "one", "start")
+    locks.lock_folder(tmp_path / "a", "one", "start")
     assert locks.get_start_id(tmp_path / "a") == "start"
-    locks.hold(tmp_path / "a", "two", "start")
+    locks.lock_folder(tmp_path / "a", "two", "start")
     locks.release()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_disk_without_locks_causes_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    Locks().hold(tmp_path / "file" / "checkpoints", "one", "start")
+    Locks().lock_folder(tmp_path / "file" / "checkpoints", "one", "start")
     assert "cannot be locked" in caplog.text

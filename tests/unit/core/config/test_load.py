@@ -31,10 +31,10 @@ def test_strongest_layer_wins_with_its_origin():
     }
     resolved = resolve([told, variables, file])
     assert resolved.config == LaunchConfig(num_processes=2, cpu=True, mixed_precision="bf16")
-    assert resolved.origin("num_processes") == "command line: --num_processes"
-    assert resolved.origin("cpu") == "environment: HEADWAY_CPU"
-    assert resolved.origin("mixed_precision") == "file: f key mixed_precision"
-    assert resolved.origin("machine_rank") == "default"
+    assert resolved.get_origin("num_processes") == "command line: --num_processes"
+    assert resolved.get_origin("cpu") == "environment: HEADWAY_CPU"
+    assert resolved.get_origin("mixed_precision") == "file: f key mixed_precision"
+    assert resolved.get_origin("machine_rank") == "default"
     assert resolved.config.machine_rank is UNSET
     assert resolved.get("machine_rank", 0) == 0
 

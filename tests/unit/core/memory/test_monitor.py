@@ -97,13 +97,13 @@ def test_prepared_objects_mark_forward_backward_and_step():
     }
     assert summary["memory/peak"] == summary["memory/peak_backward"]
     assert "backward" in str(monitor)
-    assert not scope.own(events.Listeners).to_phases
+    assert not scope.get_or_create(events.Listeners).to_phases
 
 
 def test_marks_without_a_monitor_have_no_effect():
     events.mark_phase("forward")
-    assert not scope.own(events.Listeners).to_phases
-    assert not scope.own(monitor_file._Running)
+    assert not scope.get_or_create(events.Listeners).to_phases
+    assert not scope.get_or_create(monitor_file._Running)
 
 
 @LINUX
@@ -117,7 +117,7 @@ def test_inner_monitor_does_not_change_the_outer_one():
             del block
     assert outer.peak - start > 150 * MIB
     assert inner.peak - start < 120 * MIB
-    assert not scope.own(monitor_file._Running)
+    assert not scope.get_or_create(monitor_file._Running)
 
 
 def test_monitor_can_be_reused_but_not_nested_in_itself():
@@ -154,7 +154,7 @@ def test_device_counts_its_own_peak(monkeypatch):
     meter = choose_meter(torch.device("cuda", 1))
     assert isinstance(meter, PeakReader)
     meter.reset()
-    assert (meter.peak(), calls) == (42, [torch.device("cuda", 1)])
+    assert (meter.read_peak(), calls) == (42, [torch.device("cuda", 1)])
     assert HARDWARE["cuda"].module is Module
 
 

@@ -17,7 +17,7 @@ CELL = "import torch\n\nmodel = start()\n"
 def first_use():
     """Singleton that records the first use, created anew for the test."""
     scope.drop(FirstUse)
-    yield scope.own(FirstUse)
+    yield scope.get_or_create(FirstUse)
     scope.drop(FirstUse)
 
 
@@ -40,7 +40,7 @@ def test_torch_calls_the_function_at_its_first_use():
     # Check torch's own queue, which torch runs when it initializes CUDA.
     code = (
         "import torch, headway.core.runtime.device\nimport headway.core.runtime.first_use as d\nfrom headway.common import scope\n"
-        "assert scope.own(d.FirstUse).place is None\n"
+        "assert scope.get_or_create(d.FirstUse).place is None\n"
         "queued = [call for call, _ in torch.cuda._queued_calls]\nassert d.note_first_use in queued\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -126,7 +126,7 @@ def test_errors_and_breaks_leave_the_loop(capsys):
                          [(0, 0, True, True), (2, 0, True, False), (2, 0, False, True), (1, 1, False, False)])  # fmt: skip
 def test_ranks_that_show_progress(monkeypatch, rank, local_rank, main_only, is_heard):
     here = process.ProcessRuntime(rank, 4, local_rank, 2, process.CPU, torch.device("cpu"), owns_group=False)
-    monkeypatch.setattr(scope.own(process._Process), "runtime", here)
+    monkeypatch.setattr(scope.get_or_create(process._Process), "runtime", here)
     out = io.StringIO()
     assert list(track(range(2), main_process_only=main_only, file=out)) == [0, 1]
     assert bool(out.getvalue()) is is_heard

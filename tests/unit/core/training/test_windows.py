@@ -48,7 +48,7 @@ def test_windows_are_restored_and_new_ones_are_forgotten() -> None:
     for _ in range(2):  # a snapshot can be restored twice
         state.begin_micro_batch([first])
         state.current.micro_weight, state.current.local_weight = LossWeight(3.0, None), 5.0
-        state.current.fail()
+        state.current.close_after_error()
         state.begin_micro_batch([second])
         assert state.num_windows == 2
         state.restore(snapshot)

@@ -170,7 +170,7 @@ def test_monitor_does_not_reset_the_peak_that_pieces_use(simulate) -> None:
     allocator.use(30)  # forward and backward of a piece, before the phase "step" begins
     meter.reset()
     allocator.use(1)
-    assert meter.peak() == 1
+    assert meter.read_peak() == 1
     assert pressure.predict_rows(3) == 5, "3 rows use 30 of 50 bytes"
 
 
@@ -180,13 +180,15 @@ def test_pieces_do_not_reset_the_peak_of_a_monitor(simulate) -> None:
     pressure = AllocatorPressure(CUDA, DEVICE)
     allocator.use(30)
     pressure.reset_statistics()
-    assert meter.peak() == 30
+    assert meter.read_peak() == 30
     pressure.record_piece(0)
     allocator.use(20)
     pressure.record_piece(2)
     allocator.use(10)
     pressure.record_piece(1)
-    assert (pressure.predict_rows(2), meter.peak()) == (2, 30), "each row uses 10 of 40 bytes, and 10 are fragmented"
+    assert (pressure.predict_rows(2), meter.read_peak()) == (2, 30), (
+        "each row uses 10 of 40 bytes, and 10 are fragmented"
+    )
 
 
 def test_unreferenced_reader_is_not_updated(simulate) -> None:
@@ -196,7 +198,7 @@ def test_unreferenced_reader_is_not_updated(simulate) -> None:
     other = PeakReader(CUDA, torch.device("cuda", 1))  # readers of another device are not updated
     allocator.use(7)
     first.reset()
-    assert (first.peak(), other._noted) == (0, 0)
+    assert (first.read_peak(), other._noted) == (0, 0)
 
 
 class ThrashingOnce(AllocatorPressure):

@@ -94,7 +94,7 @@ def test_conditional_writes(bucket):
 def write_checkpoint(url, value=1.0, nonce="0123456789abcdef"):
     """Commit a checkpoint with one tensor in two files and another one in a single file. Return its folder."""
     final = to_path(url)
-    staging = folders.find_store(final).staging(nonce)
+    staging = folders.find_store(final).get_staging(nonce)
     content = {
         f"model-{part:05d}.safetensors": [("model/0/w", torch.full((300, 4), value + part))] for part in range(2)
     }
@@ -133,7 +133,7 @@ def test_commit_needs_all_parts(bucket):
         spoil()
         assert key in (ObjectStore(final).find_absent(manifest) or "")
     staging = to_path("s3://bucket/checkpoint_2/data-0123456789abcdef")
-    bare = Manifest({}, {"x": PieceHashes().written("x")}, {}, {}, {})
+    bare = Manifest({}, {"x": PieceHashes().make_entry("x")}, {}, {}, {})
     with pytest.raises(CheckpointError, match="is not there"):
         folders.commit_checkpoint(staging, staging.parent, bare)
     assert not (staging.parent / "manifest.json").exists()
@@ -162,15 +162,15 @@ def test_ranges_are_fetched_once_and_compared(bucket, monkeypatch):
         lambda self, key, start, end: asked.append(end - start) or plain(self, key, start, end),
     )
     some = FetchedCheckpoint(final, manifest)
-    some.fetch({name: [(0, 10)]})
+    some.download_ranges({name: [(0, 10)]})
     total = sum(asked)
-    some.fetch({name: [(3, 9)]})
+    some.download_ranges({name: [(3, 9)]})
     assert sum(asked) == total <= 16384
     local = some.folder / name
     assert local.stat().st_size == manifest.files[name].num_bytes
     bucket.put((final / name).make_part_key(2), bytes(1000))
     with pytest.raises(CheckpointError, match="is damaged: its bytes"):
-        FetchedCheckpoint(final, manifest).fetch({name: [(0, manifest.files[name].num_bytes)]})
+        FetchedCheckpoint(final, manifest).download_ranges({name: [(0, manifest.files[name].num_bytes)]})
     folder = some.folder
     del some
     assert not folder.exists()
@@ -244,7 +244,7 @@ def test_unanswered_commit_keeps_its_files(bucket, monkeypatch, has_come_through
         write_checkpoint("s3://bucket/checkpoint_2")
     monkeypatch.setattr(ObjectClient, "put", plain)
     final = to_path("s3://bucket/checkpoint_2")
-    folders.find_store(final / "data-0123456789abcdef").abandon()
+    folders.find_store(final / "data-0123456789abcdef").remove_staging()
     if has_come_through:
         verify_checkpoint(final)
     else:
@@ -356,7 +356,10 @@ def test_four_parts_are_sent_and_received_at_once(bucket, monkeypatch):
     meet_in("get_range", lambda: verify_checkpoint(staging.parent))
     manifest = read_manifest(staging.parent)
     name, written = next(iter(manifest.files.items()))
-    meet_in("get_range", lambda: FetchedCheckpoint(staging.parent, manifest).fetch({name: [(0, written.num_bytes)]}))
+    meet_in(
+        "get_range",
+        lambda: FetchedCheckpoint(staging.parent, manifest).download_ranges({name: [(0, written.num_bytes)]}),
+    )
     # save_model() writes a temporary file, and sends its parts.
     meet_in("put", lambda: save_weights(tensors, "s3://bucket/weights", "1GB"))
     with to_path("s3://bucket/weights/model.safetensors").open() as file:

@@ -38,7 +38,7 @@ def merge_reports(unit: str, machines: tuple[int, ...], *, is_over: bool = False
     for thread in threads:
         thread.join()
     for exchange in reversed(exchanges):
-        exchange.end()
+        exchange.stop_listening()
     return found
 
 

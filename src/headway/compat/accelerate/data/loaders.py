@@ -324,13 +324,13 @@ class SeededShuffle:
         self._sampler = sampler
         self._seed = seed
 
-    def reseed(self, seed: int) -> None:
+    def set_seed(self, seed: int) -> None:
         """Do nothing, because the seed of this order is fixed. In a resumed run, `load_state` restores it."""
 
     def draw_ahead(self) -> None:
         """Do nothing, because no random numbers are drawn in advance."""
 
-    def draw(self, epoch: int) -> Sequence[int] | Iterator[int]:
+    def draw_order(self, epoch: int) -> Sequence[int] | Iterator[int]:
         """Return the sample indices of an epoch in order, as a sequence or an iterator.
 
         The result is a sequence if every sample occurs exactly once.

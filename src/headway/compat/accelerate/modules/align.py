@@ -105,7 +105,7 @@ def _place_copies(
         if place.tensor is not copy:
             uses.append(PlacedCopy(place, name, place.tensor, copy))
     for use in uses:
-        use.place.put(use.copy)
+        use.place.put_tensor(use.copy)
     return uses
 
 
@@ -192,7 +192,7 @@ class AlignDevicesHook(ModelHook):
                     self._offload_tensor(name, old) if is_offloaded else self._move_to_execution_device(old)
                 )
             if moved[id(old)] is not old:
-                place.put(moved[id(old)])
+                place.put_tensor(moved[id(old)])
         return module
 
     def note_devices(self, module: nn.Module) -> dict[str, TensorLocation]:
@@ -261,7 +261,7 @@ class AlignDevicesHook(ModelHook):
         for use in self._uses.pop() if self._uses else []:
             write_home(use.home, use)
             if use.place.tensor is not use.home:
-                use.place.put(use.home)
+                use.place.put_tensor(use.home)
             if self.tied_params_map is not None:
                 self.tied_params_map.get(use.home.data_ptr(), {}).pop(use.copy.device, None)
         if self.io_same_device and self.input_device is not None and output is not None:
@@ -283,7 +283,7 @@ class AlignDevicesHook(ModelHook):
                 if device.type != "meta" and value.device != device:
                     value = _wrap_like(value, value.detach().to(device))
                 if value is not place.tensor:
-                    place.put(value)
+                    place.put_tensor(value)
         return module
 
 
@@ -330,7 +330,7 @@ def align_module_device(module: nn.Module, execution_device: Where | None = None
         for use in uses:
             write_home(homes[use.name], use)
             if use.place.tensor is not use.home:
-                use.place.put(use.home)
+                use.place.put_tensor(use.home)
 
 
 # -------------------------------------------------------------------- attaching hooks to trees of modules

@@ -46,7 +46,7 @@ class LayerwiseCastingHook(ModelHook):
             home = place.tensor
             if home.is_floating_point() and home.dtype != self.compute_dtype:
                 uses.append(PlacedCopy(place, name, home, self._cast_tensor(home)))
-                place.put(uses[-1].copy)
+                place.put_tensor(uses[-1].copy)
         self._uses.append(uses)
         return args, kwargs
 
@@ -60,7 +60,7 @@ class LayerwiseCastingHook(ModelHook):
         """Restore the module's stored weights, and return the output unchanged."""
         for use in self._uses.pop() if self._uses else []:
             write_home(use.home, use)
-            use.place.put(use.home)
+            use.place.put_tensor(use.home)
         return output
 
 

@@ -228,7 +228,7 @@ class Manifest:
         """SHA-256 of the content, in hexadecimal. Checkpoints with equal values have equal content."""
         return _compute_digest(self._encode_content())
 
-    def moved(self, folder: str) -> "Manifest":
+    def with_files_in(self, folder: str) -> "Manifest":
         """Return a copy of the manifest in which all files are in a subfolder.
 
         Args:

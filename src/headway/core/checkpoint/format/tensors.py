@@ -362,7 +362,7 @@ class PieceHashes:
         self._digests.append(self._current.hexdigest())
         self._current = xxhash.xxh3_128()
 
-    def written(self, name: str) -> WrittenFile:
+    def make_entry(self, name: str) -> WrittenFile:
         """Return the manifest's entry for the file, with its length and hashes.
 
         Call it after the last byte has been hashed.
@@ -392,7 +392,7 @@ def hash_file(path: Path, name: str) -> WrittenFile:
             os.fsync(file.fileno())
         while count := file.readinto(view):  # type: ignore[attr-defined]
             digests.update(view[:count])
-    return digests.written(name)
+    return digests.make_entry(name)
 
 
 def check_header(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

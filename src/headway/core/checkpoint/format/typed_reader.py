@@ -27,7 +27,7 @@ class TypedReader:
     value: Any
     where: str
 
-    def refuse(self, wanted: str) -> NoReturn:
+    def raise_error(self, wanted: str) -> NoReturn:
         """Raise `CheckpointError` because the value is not what is expected.
 
         Args:
@@ -48,7 +48,7 @@ class TypedReader:
         """
         value = self.value
         if type(value) is not int or not least <= value <= most:
-            self.refuse(f"a whole number from {least} to {most}")
+            self.raise_error(f"a whole number from {least} to {most}")
         return value
 
     def read_number(self, least: float = -math.inf, most: float = math.inf) -> float:
@@ -61,7 +61,7 @@ class TypedReader:
         # An integer above the largest float cannot be converted.
         is_sound = type(value) in (int, float) and -1e308 <= value <= 1e308
         if not is_sound or not least <= value <= most:
-            self.refuse(
+            self.raise_error(
                 "a finite number" + (f" from {least} to {most}" if (least, most) != (-math.inf, math.inf) else "")
             )
         return float(value)
@@ -74,7 +74,7 @@ class TypedReader:
         """
         value = self.value
         if not isinstance(value, str):
-            self.refuse("text")
+            self.raise_error("text")
         return value
 
     def read_flag(self) -> bool:
@@ -85,7 +85,7 @@ class TypedReader:
         """
         value = self.value
         if not isinstance(value, bool):
-            self.refuse("true or false")
+            self.raise_error("true or false")
         return value
 
     @property
@@ -170,9 +170,9 @@ class TypedReader:
     def _read_sequence(self, count: int | None) -> Sequence[Any]:
         value = self.value
         if not isinstance(value, list | tuple):
-            self.refuse("a list")
+            self.raise_error("a list")
         if count is not None and len(value) != count:
-            self.refuse(f"a list of {count}")
+            self.raise_error(f"a list of {count}")
         return value
 
     def read_table(self) -> "dict[str, TypedReader]":
@@ -183,7 +183,7 @@ class TypedReader:
         """
         value = self.value
         if not isinstance(value, dict) or not set(map(type, value)) <= {str}:
-            self.refuse("a table of names")
+            self.raise_error("a table of names")
         return {name: TypedReader(item, f"{self.where}.{name}") for name, item in value.items()}
 
     def read_mapping(self) -> dict[Any, Any]:
@@ -194,7 +194,7 @@ class TypedReader:
         """
         value = self.value
         if not isinstance(value, dict):
-            self.refuse("a dict")
+            self.raise_error("a dict")
         return value
 
     def __getitem__(self, name: str) -> "TypedReader":
@@ -205,7 +205,7 @@ class TypedReader:
         """
         value = self.value
         if not isinstance(value, dict):
-            self.refuse("a table of names")
+            self.raise_error("a table of names")
         if name not in value:
             raise CheckpointError(f"the manifest's {self.where} lacks {name!r}")
         return TypedReader(value[name], f"{self.where}.{name}")
@@ -220,7 +220,7 @@ class TypedReader:
         """
         value = self.value
         if not isinstance(value, dict):
-            self.refuse("a table of names")
+            self.raise_error("a table of names")
         given = []
         for name in names:
             if value.get(name) is not None:

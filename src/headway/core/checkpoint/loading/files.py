@@ -81,7 +81,7 @@ class CheckpointFiles:
         self._open[file] = found  # moved to the end: evicted last
         return found
 
-    def view(self, chunk: TensorChunk, dtype: torch.dtype) -> torch.Tensor:
+    def view_chunk(self, chunk: TensorChunk, dtype: torch.dtype) -> torch.Tensor:
         """Return a chunk's values as a view of the mapped file.
 
         Args:
@@ -132,7 +132,7 @@ class ChunkedTensor:
         """
         for chunk in iterate_overlapping(self._chunks, offsets, shape):
             begins, sizes = intersect_box(chunk, offsets, shape)
-            view = self._files.view(chunk, self.dtype)
+            view = self._files.view_chunk(chunk, self.dtype)
             yield make_slices(begins, sizes, offsets), view[make_slices(begins, sizes, chunk.offsets)]
 
     def fill(self, box: torch.Tensor, offsets: Sequence[int]) -> None:
@@ -287,7 +287,7 @@ class UsedRanges:
             path = self._folder / file
             if file not in self._headers:
                 header = self._headers[file] = read_file_header(
-                    path if self._fetched is None else self._fetched.header(file)
+                    path if self._fetched is None else self._fetched.download_header(file)
                 )
                 values = min((start for _, start in header.values()), default=1)
                 self.ranges.setdefault(file, []).append((0, values))
@@ -388,7 +388,7 @@ def verify_checkpoint(folder: Path, manifest: Manifest | None = None) -> Manifes
             such file.
     """
     found = read_manifest(folder) if manifest is None else manifest
-    fetched = find_store(folder).fetched(found)
+    fetched = find_store(folder).prepare_download(found)
     if fetched is None:
         read_files(folder, list(found.files.values()))
     else:
@@ -420,7 +420,7 @@ def read_state(
     """
     shapes = {name: tuple(entry.shape) for name, entry in manifest.tensors.items()}
     like = {} if placing is None else placing.map_sharded(manifest.aliases, shapes)
-    fetched = find_store(folder).fetched(manifest)
+    fetched = find_store(folder).prepare_download(manifest)
     if fetched is not None:
         folder, is_verified = fetched.folder, False
     if like or fetched is not None:
@@ -428,7 +428,7 @@ def read_state(
         used.add_own(like)
         if fetched is not None:
             used.add_rest([*like, *(name for name in shapes if name.startswith(ROWS) and name not in like)])
-            fetched.fetch(used.ranges)
+            fetched.download_ranges(used.ranges)
         else:
             if is_verified:
                 used.add_rest(like)
@@ -447,7 +447,7 @@ def read_state(
                 is_alike = mosaic.shape == like[name][0].shape
                 read[name] = mosaic if is_weight or not is_alike else read_sharded_like(like[name][0], mosaic)
             elif len(entry.chunks) == 1:
-                read[name] = files.view(entry.chunks[0], mosaic.dtype)
+                read[name] = files.view_chunk(entry.chunks[0], mosaic.dtype)
             else:
                 read[name] = mosaic if is_weight and placing is not None else mosaic.assemble()
     return {name: read[name] for name in manifest.tensors if name in read}, {
@@ -470,14 +470,17 @@ def open_tensors(
     Raises:
         CheckpointError: If a file lacks what the manifest lists.
     """
-    fetched = find_store(folder).fetched(manifest)
+    fetched = find_store(folder).prepare_download(manifest)
     if fetched is not None:
         wanted = {name: entry for name, entry in manifest.tensors.items() if name.startswith(prefix)}
         needed = {chunk.file for entry in wanted.values() for chunk in entry.chunks}
-        fetched.fetch({file: [(0, manifest.files[file].num_bytes)] for file in needed})
+        fetched.download_ranges({file: [(0, manifest.files[file].num_bytes)] for file in needed})
         folder = fetched.folder
     files = CheckpointFiles(folder, manifest, fetched)
     for name, entry in manifest.tensors.items():
         if name.startswith(prefix):
             is_one = len(entry.chunks) == 1
-            yield name, files.view(entry.chunks[0], find_dtype(entry.dtype)) if is_one else ChunkedTensor(entry, files)
+            yield (
+                name,
+                files.view_chunk(entry.chunks[0], find_dtype(entry.dtype)) if is_one else ChunkedTensor(entry, files),
+            )

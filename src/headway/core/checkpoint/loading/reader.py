@@ -74,7 +74,7 @@ def copy_to_machines(
         raise_together()
     assert manifest is not None
     nonce = collectives.broadcast_object(secrets.token_hex(8), source)
-    staging = folders.find_store(folder).staging(nonce)
+    staging = folders.find_store(folder).get_staging(nonce)
     held_files = [set(files[rank] if files else manifest.files) if has else set() for rank, has in enumerate(holders)]
     own = held_files[collectives.rank]
     is_receiver = is_lead and not (holders[collectives.rank] and own >= manifest.files.keys())
@@ -139,7 +139,7 @@ class CheckpointReader:
         self._verified: tuple[Path, str] | None = None
         self._damaged: dict[str, str] = {}
 
-    def largest(self, number: int) -> int:
+    def find_largest(self, number: int) -> int:
         """Return the largest of the numbers that the ranks pass. Every rank must call it.
 
         Ranks pass different checkpoint numbers if their machines hold different checkpoints.
@@ -243,7 +243,7 @@ class CheckpointReader:
         failure: tuple[str, bool] | None = None
         folder, sha256 = path, ""
         try:
-            folder = folders.find_store(path).locate()
+            folder = folders.find_store(path).find_folder()
             manifest = read_manifest(folder)
             sha256 = manifest.sha256
             manifest = rename_compiled(manifest)

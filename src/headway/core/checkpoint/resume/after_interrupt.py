@@ -37,7 +37,7 @@ def explain_interrupts(run: SavedPlace) -> None:
     Args:
         run: Run whose last checkpoint is named in the message.
     """
-    scope.own(ExceptionHook).add_note(_make_note(weakref.ref(run)))
+    scope.get_or_create(ExceptionHook).add_note(_make_note(weakref.ref(run)))
     own = pulse.get_own_pulse()
     if not own.read().resume_advice:  # another Accelerator of this process may have saved
         own.set_resume_advice(_format_advice(run, None))

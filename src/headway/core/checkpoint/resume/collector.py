@@ -104,7 +104,7 @@ class StateCollector:
         finished_passes = progress.passes.count_finished()
         mark = progress.window_start if is_unfinished else None
         start = mark if is_unfinished else before
-        steps = self._local.steps() if mark is None else mark.local_steps
+        steps = self._local.list_steps() if mark is None else mark.local_steps
         run["pieces"] = objects.read_piece_size() if mark is None else mark.pieces
         run["local_steps"] = steps
         if not is_alone:
@@ -135,10 +135,12 @@ class StateCollector:
         """
         collected, about = self.collect(None, is_alone=True)
         collected.state["run"]["exchange_orders"] = self._list_reduction_orders()
-        self.seal(collected, None, is_alone=True)
+        self.add_rng_states(collected, None, is_alone=True)
         return collected, {key: value for key, value in about.items() if key != "saved_by"}
 
-    def seal(self, collected: CollectedState, before: EvaluationStart | None = None, is_alone: bool = False) -> None:
+    def add_rng_states(
+        self, collected: CollectedState, before: EvaluationStart | None = None, is_alone: bool = False
+    ) -> None:
         """Add the RNG states to a collected state. All ranks that have called `collect` must call it.
 
         It is called last, because user code in a save might draw random numbers.
@@ -167,7 +169,7 @@ class StateCollector:
 
         Return an empty set under local SGD, because averaging changes these tensors too.
         """
-        if self._local.has_diverged or any(self._local.steps()):
+        if self._local.has_diverged or any(self._local.list_steps()):
             return set()  # local SGD's averaging changes them too
         parameters = {f"model/{name}" for name in map_parameter_names(self._objects.list_bare_models()).values()}
         return {
@@ -207,7 +209,9 @@ class StateCollector:
         except Exception as error:
             failure = error
         failures = (
-            [] if is_alone else objects.agree(None if failure is None else f"{type(failure).__name__}: {failure}")
+            []
+            if is_alone
+            else objects.exchange_errors(None if failure is None else f"{type(failure).__name__}: {failure}")
         )
         if failure is not None:
             raise failure

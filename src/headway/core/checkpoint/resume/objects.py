@@ -98,7 +98,7 @@ class CheckpointedObjects:
         write_rng_states(own, self.run.runtime.hardware)
         self.preparation.loader_rng.load_state(loader_rng)
 
-    def agree(self, failure: str | None) -> list[str]:
+    def exchange_errors(self, failure: str | None) -> list[str]:
         """Send this rank's error message, or None, to all ranks. Return the error messages of all ranks.
 
         Every rank must call it. All ranks get an identical list, so that either all of them continue or none does. In a

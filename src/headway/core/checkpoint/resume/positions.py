@@ -82,7 +82,7 @@ class Changed:
         self._buffers: dict[str, torch.Tensor] = {}
         self._extra: list[dict[str, Any]] = []
 
-    def note(self, models: Sequence[torch.nn.Module]) -> None:
+    def record_state(self, models: Sequence[torch.nn.Module]) -> None:
         """Copy the current persistent buffers and extra states of the models.
 
         Args:
@@ -310,7 +310,7 @@ class TrainingPasses:
         self._resumed: dict[int, int] = {}
         self._is_entered_again = False
 
-    def note(self, loader: PreparedLoader) -> None:
+    def record_request(self, loader: PreparedLoader) -> None:
         """Record that the loop is about to request a batch from a loader."""
         accumulation, seed = self._accumulation, loader.seed
         if loader.is_fresh:
@@ -444,7 +444,7 @@ class EvaluationStarts:
     _begun: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict, init=False)
     _beginning: EvaluationStart | None = field(default=None, init=False)
 
-    def note(self, loader: PreparedLoader) -> None:
+    def record_request(self, loader: PreparedLoader) -> None:
         """Record that the loop is about to request a batch from a loader."""
         accumulation = self.accumulation
         if loader.is_fresh:
@@ -495,7 +495,7 @@ class EvaluationStarts:
             return known
         return self._make_start()
 
-    def forget(self) -> None:
+    def discard_positions(self) -> None:
         """Discard the recorded positions. Called after a state has been loaded."""
         self._begun.clear()
         self._beginning = None

@@ -190,13 +190,13 @@ class LoopProgress:
         # Usually each batch is trained on before the next one is requested.
         is_free = not self._events.in_hand or self._has_used(loader)
         if self._epoch_starts is not None:
-            self.passes.note(loader)
+            self.passes.record_request(loader)
             self._check_saved_epoch()
         if is_free and self._windows.num_steps > 1:
             self._note_window()
         share = loader.pass_position.share
         if share is NOTHING or share.is_last:  # a pass begins, or ends
-            self.evaluations.note(loader)
+            self.evaluations.record_request(loader)
         if self._ask is not None and is_free:
             self._ask(loader)
         if self.before_batches and is_free and self._is_trained_on(loader):
@@ -232,7 +232,7 @@ class LoopProgress:
         if self._is_saving:
             rng_states = objects.read_rng_states()  # about 90 us
             changed = Changed() if before is None or before.changed is None else before.changed
-            changed.note(objects.list_bare_models())
+            changed.record_state(objects.list_bare_models())
         epoch = self.next_epoch()
         self.window_start = WindowSnapshot(
             rng_states=rng_states,
@@ -240,7 +240,7 @@ class LoopProgress:
             epoch=epoch,
             over=self.passes.count_finished() if self.counts_epochs and epoch == self.epoch else {},
             num_calls=[each.num_calls for each in objects.preparation.schedulers],
-            local_steps=self._local.steps(),
+            local_steps=self._local.list_steps(),
             pieces=objects.read_piece_size(),
             changed=changed,
         )
@@ -262,7 +262,7 @@ class LoopProgress:
         if saved.counts_epochs:
             self._note_epoch_starts()
         self.passes.load([] if is_new else saved.passes_over)
-        self.evaluations.forget()
+        self.evaluations.discard_positions()
         self._later = LaterLoaders(saved, is_new) if len(saved.loaders) > len(loaders) else None
 
     def _restore_later_loader(self, loader: PreparedLoader) -> None:

@@ -89,7 +89,7 @@ class StateRestorer:
         parts = objects.list_stateful()
         manifest, found = self._reader.read(path, TargetLayout(parts, run.runtime.rank, run.runtime.world_size))
         parts = self._frozen_weights.put_back(found, parts)
-        self._local.take(found)
+        self._local.replace_means(found)
         saved = read_run(manifest.about, found, run.runtime, run.precision, run.strategy.data_shard.count)
         restored = Restored(path, manifest.about)
         if hooks:  # hooks may load models themselves, so everything that does not depend on them is checked first
@@ -102,7 +102,10 @@ class StateRestorer:
         plan = self._comparison.check(restored, parts, found, saved, is_strict, changed)
         is_new = "data" in (changed or ())
         restore_objects(
-            parts, found, lambda rollback: self._restore_position(saved, plan, is_new, rollback), objects.agree
+            parts,
+            found,
+            lambda rollback: self._restore_position(saved, plan, is_new, rollback),
+            objects.exchange_errors,
         )
         # Listeners are notified before the RNG states are set, because they might draw random numbers.
         notify_listeners(

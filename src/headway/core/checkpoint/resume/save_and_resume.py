@@ -88,10 +88,10 @@ class MemoryCopies(Protocol):
     It is implemented by `headway.extras.memory_copies`.
     """
 
-    def settle(self) -> None:
+    def wait_until_committed(self) -> None:
         """Wait until the state that is being copied has been committed."""
 
-    def newest(self) -> Path | None:
+    def find_newest(self) -> Path | None:
         """Return the folder of the newest state in memory, or None if there is none. Every rank must call it."""
 
     def is_newer(self, kept: Path, on_disk: Path | None) -> bool:
@@ -102,7 +102,7 @@ class MemoryCopies(Protocol):
             on_disk: Folder of the checkpoint on the disk, or None.
         """
 
-    def holds(self, folder: Path) -> bool:
+    def is_in_memory(self, folder: Path) -> bool:
         """Whether a folder is a checkpoint in host memory, not on a disk.
 
         Args:
@@ -163,8 +163,8 @@ class Checkpoints:
         if project.keep_in_memory:
             self._memory = extensions.load("feature", "keep_in_memory")(state, collectives, self.place, step_hooks)
         if project.overlap_saves:
-            step_hooks.before_update.append(state.saver.settle)
-            step_hooks.before_swap.append(state.saver.settle)
+            step_hooks.before_update.append(state.saver.wait_for_copies)
+            step_hooks.before_swap.append(state.saver.wait_for_copies)
             self.expect_background_saves()
         if project.automatic_checkpoint_naming:
             state.progress.expect_saves()
@@ -223,7 +223,7 @@ class Checkpoints:
             self._held = folder
         else:
             return
-        state.run.run_id = state.saver.hold(self._held, state.run.run_id, is_alone)
+        state.run.run_id = state.saver.lock_folder(self._held, state.run.run_id, is_alone)
 
     def release_lock(self) -> None:
         """Release the lock of the checkpoints' folder if this run holds it."""
@@ -258,7 +258,7 @@ class Checkpoints:
             ConfigError: If `output_dir` is None, and checkpoints are not named automatically.
         """
         runtime = self._state.run.runtime
-        attended = runtime.scope.own(Attendance).find_participants(SAVE)
+        attended = runtime.scope.get_or_create(Attendance).find_participants(SAVE)
         before = self._state.progress.find_evaluation_start() if self._repeats_evaluations else None
         if before is not None and self._state.progress.evaluations.is_within_epoch:
             log.warning(_WITHIN_EPOCH)
@@ -301,7 +301,7 @@ class Checkpoints:
         if not is_blocking:
             self._check_steps()
         if not is_alone:  # ranks that have saved alone have counted more checkpoints
-            place.iteration = state.reader.largest(place.iteration)
+            place.iteration = state.reader.find_largest(place.iteration)
         folder = place.folder_for(output_dir)
         if not is_alone and not place.is_automatic:
             folder = state.saver.agree_on(folder)
@@ -328,7 +328,12 @@ class Checkpoints:
             fill = (lambda staging: self._call_save_hooks(hooks, collected, staging)) if hooks else None
             where = state.progress.get_position(before)  # runs user code, so it comes before the RNG states are read
             state.saver.save(
-                folder, collected, about, policy, fill, lambda: state.collector.seal(collected, before, is_alone)
+                folder,
+                collected,
+                about,
+                policy,
+                fill,
+                lambda: state.collector.add_rng_states(collected, before, is_alone),
             )
         self.last_folder = folder
         place.iteration += place.is_automatic
@@ -385,7 +390,7 @@ class Checkpoints:
             self.guard.check()
         return self.is_preempted
 
-    def watch(self, settings: Preemption | None, is_asked_for: bool) -> None:
+    def start_listening(self, settings: Preemption | None, is_asked_for: bool) -> None:
         """Start listening for requests to stop the run.
 
         Args:
@@ -409,7 +414,7 @@ class Checkpoints:
         The next training step or save locks the folder again.
         """
         if self._memory is not None:
-            self._memory.settle()
+            self._memory.wait_until_committed()
         if self.guard is not None:
             self.guard.stop()
             self._state.progress.ask_before_batches(None)
@@ -432,7 +437,7 @@ class Checkpoints:
 
     def _check_place(self) -> None:
         """Raise the error of a failed background save. In loops without prepared loaders, also check for preemption."""
-        self._state.saver.poll()
+        self._state.saver.raise_background_error()
         if self.guard is not None and self._state.progress.is_without_loader:
             self.guard.check()
 
@@ -553,7 +558,7 @@ class Checkpoints:
                 automatically.
         """
         meant = check_changed(changed)
-        attended = self._state.run.runtime.scope.own(Attendance).find_participants("load_state")
+        attended = self._state.run.runtime.scope.get_or_create(Attendance).find_participants("load_state")
         if attended.elsewhere:
             raise StateError(
                 f"load_state is called {attended}. Each rank loads its own part of the state, and all ranks check that it fits. "
@@ -561,14 +566,14 @@ class Checkpoints:
             )
         self._state.saver.wait()
         if self._memory is not None:
-            self._memory.settle()
+            self._memory.wait_until_committed()
         restored = self._load_checkpoint(
-            self.place.to_load(input_dir), is_strict, meant, newest or (None if input_dir else self.place.newest)
+            self.place.to_load(input_dir), is_strict, meant, newest or (None if input_dir else self.place.find_newest)
         )
         folder = restored.folder
         iteration = restored.about.get("iteration")
         # A state in memory was copied before the checkpoint with that number was saved.
-        if self._memory is not None and self._memory.holds(folder):
+        if self._memory is not None and self._memory.is_in_memory(folder):
             folder, iteration = self.place.parent() / folder.name, int(iteration or 0) - 1
         else:
             publish_checkpoint(self, folder)
@@ -666,9 +671,9 @@ class Checkpoints:
         Args:
             run: ID of the run whose checkpoints count. None: the checkpoints of all runs.
         """
-        kept = None if self._memory is None else self._memory.newest()
+        kept = None if self._memory is None else self._memory.find_newest()
         try:
-            folder = self.place.newest(run)
+            folder = self.place.find_newest(run)
         except CheckpointError:
             if kept is None:
                 raise

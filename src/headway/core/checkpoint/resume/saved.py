@@ -203,7 +203,7 @@ def _read_ranks(about: TypedReader) -> tuple[int, list[int]]:
     for each in about.find_given("saved_by"):
         ranks = each.read_integers(0, world_size - 1)
         if len(set(ranks)) != len(ranks):
-            each.refuse("a list of ranks, each of them once,")
+            each.raise_error("a list of ranks, each of them once,")
         if ranks:
             return world_size, ranks
     return world_size, list(range(world_size))
@@ -261,7 +261,7 @@ def _read_batch(batch: TypedReader, num_loaders: int) -> BatchState:
     units = batch["units"].read_optional_integers(1, count=num_loaders)
     for row in zip(asked, sizes, units):
         if None in row and row != (None, None, None):
-            batch.refuse("sizes that are known together")
+            batch.raise_error("sizes that are known together")
     return BatchState(asked, sizes, units, batch["trained"].read_integers())
 
 
@@ -295,6 +295,6 @@ def _read_pieces(run: TypedReader) -> dict[str, int | None]:
     if not told:
         return {}
     if told.keys() != {*_LIMITS, *_COUNTS}:
-        run["pieces"].refuse("the size of pieces")
+        run["pieces"].raise_error("the size of pieces")
     limits = {name: None if told[name].is_none else told[name].read_integer(1) for name in _LIMITS}
     return limits | {name: told[name].read_integer(least) for name, least in _COUNTS.items()}

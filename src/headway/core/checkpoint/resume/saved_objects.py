@@ -135,10 +135,10 @@ def _check_optimizer(saved: TypedReader, found: CollectedState) -> None:
         _check_options(decode_reader(group, found), num_betas)
     every = {name for group in names for name in group}
     if len(every) != sum(map(len, names)):
-        saved["params"].refuse("the parameters' names, each of them once,")
+        saved["params"].raise_error("the parameters' names, each of them once,")
     for name, entry in saved["values"].read_table().items():
         if name not in every:
-            entry.refuse("no state: it belongs to none of the parameters")
+            entry.raise_error("no state: it belongs to none of the parameters")
         decode_reader(entry, found).read_mapping()
     for each in saved.find_given("whole"):
         decode_reader(each, found)
@@ -157,10 +157,10 @@ def _check_options(group: TypedReader, num_betas: int | None) -> None:
     """
     group.read_mapping()
     for each in group.find_given("params"):
-        each.refuse("no list of parameters")
+        each.raise_error("no list of parameters")
     for each in group.find_given("lr", "weight_decay", "momentum", "eps", "initial_lr", "dampening", "alpha", "rho"):
         if isinstance(each.value, str | bytes | dict | bool):
-            each.refuse("a number")
+            each.raise_error("a number")
     for each in group.find_given("betas"):
         for beta in each.read_items(num_betas):
             if not isinstance(beta.value, torch.Tensor):

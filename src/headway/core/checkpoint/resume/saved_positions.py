@@ -57,19 +57,19 @@ def _check_states(source: TypedReader, hardware: Hardware) -> None:
     generators += [text for each in source.find_given("generators") for text in each.read_items()]
     for text in generators:
         if not is_generator_text(text.read_text(), is_on_cpu=hardware.kind == "cpu"):
-            text.refuse("the state of a generator")
+            text.raise_error("the state of a generator")
     rng_states = [*source.find_given("global")]
     rng_states += [
         text for each in source.find_given("workers") for text in each["streams"].read_items() if not text.is_none
     ]
     for text in rng_states:
         if not is_rng_states_text(text.read_text()):
-            text.refuse("the states of generators")
+            text.raise_error("the states of generators")
     for line in (line for each in source.find_given("lines") for line in each.read_items()):
         place, number, text = line.read_items(3)
         number.read_integer(-1, LARGEST)
         if not is_rng_states_text(complete_state_text(text.read_text(), place.read_integer(0, 2))):
-            text.refuse("the state of a generator")
+            text.raise_error("the state of a generator")
 
 
 def check_rng_states(rng_states: TypedReader, hardware: Hardware) -> None:
@@ -89,13 +89,13 @@ def check_rng_states(rng_states: TypedReader, hardware: Hardware) -> None:
         is_state = isinstance(each.value, torch.Tensor) and each.value.dtype == torch.uint8
         read = None if hardware.kind == "cpu" else hardware.find_function("get_rng_state")
         if read is not None and (not is_state or each.value.shape != read().shape):
-            each.refuse("the state of the device's generator")
+            each.raise_error("the state of the device's generator")
     python = rng_states["python"]
     gauss = python.read_items(3)[2]
     try:
         random.Random().setstate(python.value)
     except (TypeError, ValueError, OverflowError):
-        python.refuse("the state of Python's generator")
+        python.raise_error("the state of Python's generator")
     if not gauss.is_none:
         gauss.read_number()
     for each in rng_states.find_given("numpy"):
@@ -106,19 +106,19 @@ def _check_state(saved: TypedReader) -> None:
     try:
         torch.Generator().set_state(saved.value)
     except (TypeError, RuntimeError):
-        saved.refuse("the state of torch's generator")
+        saved.raise_error("the state of torch's generator")
 
 
 def _check_numpy(saved: TypedReader) -> None:
     if isinstance(saved.value, dict):  # a bit generator other than MT19937
         own = numpy.random.get_state(legacy=False)
         if own["bit_generator"] == "MT19937" or saved.value.keys() != own.keys():
-            saved.refuse("the state of NumPy's generator")
+            saved.raise_error("the state of NumPy's generator")
         return
     name, keys, position, has_gauss, cached = saved.read_items(5)
     is_sound = isinstance(keys.value, numpy.ndarray) and keys.value.shape == (624,) and keys.value.dtype == numpy.uint32
     if name.value != "MT19937" or not is_sound:
-        saved.refuse("the state of NumPy's generator")
+        saved.raise_error("the state of NumPy's generator")
     position.read_integer(0, 624)
     has_gauss.read_integer(0, 1)
     cached.read_number()

@@ -56,7 +56,7 @@ class LocalState:
         self._collectives = collectives
         self._rows: dict[str, torch.Tensor] = {}
 
-    def steps(self) -> list[int | None]:
+    def list_steps(self) -> list[int | None]:
         """Return, for each model, the number of steps made in its local SGD block. None if it is in no such block."""
         blocks = self._training.blocks
         return [blocks[each].num_steps if each in blocks else None for each in self._preparation.models]
@@ -88,7 +88,7 @@ class LocalState:
         rank, count = self._collectives.rank, self._collectives.world_size
         tensors.update((ROWS + name, make_row(each, rank, count)) for name, each in own.items())
 
-    def take(self, found: CollectedState) -> None:
+    def replace_means(self, found: CollectedState) -> None:
         """Replace the means of optimizer states in a loaded state with this rank's own values.
 
         This rank's values of weights are kept for `resume_blocks`. In the loaded state, weights remain means.

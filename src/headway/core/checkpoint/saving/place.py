@@ -96,7 +96,7 @@ class CheckpointFolder:
         if not self.is_automatic or self.project.project_dir is None:
             return None
         found = self._later_ones()
-        return (found[0], find_store(found[0]).identity()) if found else None
+        return (found[0], find_store(found[0]).read_identity()) if found else None
 
     def check_resumed(self) -> None:
         """Raise `CheckpointError` if an earlier run's checkpoints have the names that this run will use.
@@ -113,7 +113,7 @@ class CheckpointFolder:
         if (
             folder.parent == self.parent()
             and (folder / MANIFEST).exists()
-            and find_store(folder).identity() == identity
+            and find_store(folder).read_identity() == identity
         ):
             raise CheckpointError(_explain_conflict(folder))
 
@@ -138,12 +138,12 @@ class CheckpointFolder:
             raise ConfigError(
                 "load_state() needs a folder; give one, or set ProjectConfiguration(automatic_checkpoint_naming=True)"
             )
-        folder = self.newest()
+        folder = self.find_newest()
         if folder is None:
             raise CheckpointError(f"{self.parent()} contains no checkpoint; save_state() writes the first one")
         return folder
 
-    def newest(self, run: str | None = None) -> Path | None:
+    def find_newest(self, run: str | None = None) -> Path | None:
         """Return the newest complete checkpoint, or None if there is none. Every rank must call it.
 
         The existence and lengths of the files are checked. Their hashes are checked only when the checkpoint is loaded,
@@ -199,7 +199,7 @@ class CheckpointFolder:
         newest = max(
             (each for each, path in numbers if each > iteration and not find_original_name(path)), default=iteration
         )
-        self.iteration = self._reader.largest(max(iteration, newest)) + 1
+        self.iteration = self._reader.find_largest(max(iteration, newest)) + 1
 
 
 def _working_folder() -> Path:

@@ -57,7 +57,7 @@ class Saver:
 
     # ---------------------------------------------------------------- save
 
-    def hold(self, parent: Path, run: str | None, is_alone: bool = False) -> str:
+    def lock_folder(self, parent: Path, run: str | None, is_alone: bool = False) -> str:
         """Lock a folder against saves of other runs. Every rank must call it unless `is_alone` is True.
 
         Rank 0 takes the lock, then the first rank of each other machine, whose disk might be a different one.
@@ -73,14 +73,14 @@ class Saver:
         Raises:
             CheckpointError: On every rank that calls this method, if another run holds the lock.
         """
-        locks, runtime = scope.own(folders.Locks), self._runtime
+        locks, runtime = scope.get_or_create(folders.Locks), self._runtime
         process.release_at_end(locks.release)
         with self._lock_guard:
             self._unwanted.discard(parent)
         start = secrets.token_hex(8)
         own = run or start, locks.get_start_id(parent) or start
         if is_alone:
-            locks.hold(parent, *own)
+            locks.lock_folder(parent, *own)
             return own[0]
         name = self._collectives.broadcast_object(own)
         leaders = [runtime.rank == 0]
@@ -91,7 +91,7 @@ class Saver:
             failure: str | None = None
             try:
                 if is_next:
-                    locks.hold(parent, *name)
+                    locks.lock_folder(parent, *name)
             except CheckpointError as error:
                 failure = str(error)
             failures = {text for text in self._collectives.gather_objects(failure) if text is not None}
@@ -102,9 +102,9 @@ class Saver:
     def release_lock(self, parent: Path) -> None:
         """Release the lock of a folder. If a background save is running, the lock is released when the save ends.
 
-        The lock is kept if `hold` is called for the folder before the save ends.
+        The lock is kept if `lock_folder` is called for the folder before the save ends.
         """
-        locks = scope.own(folders.Locks)
+        locks = scope.get_or_create(folders.Locks)
         with self._lock_guard:
             self._unwanted.add(parent)
 
@@ -162,13 +162,13 @@ class Saver:
         try:
             self._run_save(job, fill, seal)
         except BaseException:  # such as Ctrl-C while this rank waits for others
-            writer.abandon(job)
+            writer.remove_staging(job)
             raise
 
     def _run_save(
         self, job: writer.SaveJob, fill: Callable[[Path], None] | None, seal: Callable[[], None] | None
     ) -> None:
-        self._run_on_all(partial(writer.begin, job), job)
+        self._run_on_all(partial(writer.create_staging, job), job)
         if fill is not None:
             self._run_on_all(partial(folders.call_save_hook, fill, job.staging), job)
 
@@ -178,7 +178,7 @@ class Saver:
             return split_dtensors(job.content)
 
         job = replace(job, content=self._run_on_all(complete_content, job))
-        self._run_on_all(partial(writer.announce, job), job)
+        self._run_on_all(partial(writer.mark_as_writing, job), job)
         if job.policy.is_blocking:
             self._run_on_all(partial(writer.write, job), job)
             if not job.policy.is_alone:
@@ -186,7 +186,7 @@ class Saver:
             return
         steady = job.policy.steady
         given = job.content.tensors, job.own_names
-        taken = self._snapshot.overlap(*given, steady) if steady else self._snapshot.take(*given)
+        taken = self._snapshot.copy_overlapped(*given, steady) if steady else self._snapshot.copy_tensors(*given)
         job = replace(job, content=replace(job.content, tensors=taken.tensors), arrivals=taken.arrivals)
         if job.policy.is_alone:
             self._alone.start(job)
@@ -279,7 +279,7 @@ class Saver:
         told = {self._runtime.rank: failure} if is_alone else dict(enumerate(self._collectives.gather_objects(failure)))
         failed = [f"rank {rank}: {text}" for rank, text in told.items() if text is not None]
         if failed:
-            writer.abandon(job)
+            writer.remove_staging(job)
             raise CheckpointError(
                 f"{job.final} was not saved; earlier checkpoints are as they were.\n  " + "\n  ".join(failed)
             ) from cause
@@ -311,18 +311,18 @@ class Saver:
             list_objects: Function that returns the objects whose state the save will contain.
         """
         hook: Callable[[], None] = extensions.load("feature", "overlap_saves")(
-            list_objects, self._collectives.world_size, self._snapshot.reserve
+            list_objects, self._collectives.world_size, self._snapshot.start_pinning
         )
         return hook
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until a background save has copied the tensors that an optimizer step changes.
 
         It is called before each optimizer step.
         """
-        self._snapshot.settle()
+        self._snapshot.protect_copies()
 
-    def poll(self) -> None:
+    def raise_background_error(self) -> None:
         """Raise the error of a background save that has failed on this rank. Each error is raised only once.
 
         Raises:

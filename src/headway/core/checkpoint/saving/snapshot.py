@@ -47,7 +47,7 @@ class SteadyTensors:
     def __init__(self, tensors: Mapping[_Key, torch.Tensor]) -> None:
         self._tensors = [(name, tensor, _torch.read_version(tensor)) for (name, _), tensor in tensors.items()]
 
-    def confirm(self) -> None:
+    def ensure_unchanged(self) -> None:
         """Raise `CheckpointError` if any of the tensors has been changed since this object was created.
 
         Raises:
@@ -76,7 +76,7 @@ class OverlappedCopy:
         self._lock = threading.Lock()
         self._failure: CheckpointError | None = None
 
-    def settle(self) -> None:
+    def protect_copies(self) -> None:
         """Make the copies now if they have not been made yet. They are complete when this method returns.
 
         If a source was changed before this call, `wait` raises an error.
@@ -88,7 +88,7 @@ class OverlappedCopy:
                 view_as_bits(target).copy_(view_as_bits(source))
             self._pairs.clear()
             try:
-                self._steady.confirm()
+                self._steady.ensure_unchanged()
             except CheckpointError as error:
                 self._failure = error
 
@@ -98,7 +98,7 @@ class OverlappedCopy:
         Raises:
             CheckpointError: If a tensor was changed before it was copied.
         """
-        self.settle()
+        self.protect_copies()
         if self._failure is not None:
             raise self._failure
 
@@ -121,7 +121,7 @@ class QueuedCopy:
         """Block the calling thread until the copies are complete."""
         self.done.wait()
 
-    def settle(self) -> None:
+    def protect_copies(self) -> None:
         """Make later work on the device's current stream wait for the copies, without blocking the host."""
         torch.accelerator.current_stream(self.device).wait_event(self.done.event)
 
@@ -178,7 +178,7 @@ class HostBuffers(Mapping[_Key, torch.Tensor]):
         }
         self._made: dict[_Key, torch.Tensor] = {}
 
-    def fits(self, own: Mapping[_Key, torch.Tensor]) -> bool:
+    def has_layout_of(self, own: Mapping[_Key, torch.Tensor]) -> bool:
         """Whether the buffers have exactly the names, shapes and dtypes of the given tensors."""
         return self._kinds == {key: (tensor.shape, tensor.dtype) for key, tensor in own.items()}
 
@@ -233,7 +233,7 @@ class HostCopies:
         self._under_way: list[OverlappedCopy | QueuedCopy] = []
         self._streams: dict[torch.device, CopyStream] = {}
 
-    def reserve(self, num_bytes: int) -> None:
+    def start_pinning(self, num_bytes: int) -> None:
         """Start to pin memory for the first copies, in the background. Later copies reuse it.
 
         Do nothing if memory has already been reserved, or copies have been made.
@@ -247,16 +247,16 @@ class HostCopies:
             # Training continues meanwhile, so only a few threads are used.
             self._reserved = pinned_memory.start_in_threads(sizes, self._allocate, max_threads=2)
 
-    def settle(self) -> None:
+    def protect_copies(self) -> None:
         """Ensure that later changes of the source tensors cannot affect the copies that `overlap` has started.
 
         Copies between host tensors are completed. The current stream of each device waits for copies from that device.
         This method must be called before the sources change.
         """
         while self._under_way:
-            self._under_way.pop().settle()
+            self._under_way.pop().protect_copies()
 
-    def overlap(
+    def copy_overlapped(
         self, tensors: Mapping[str, torch.Tensor | ShardPiece], names: Container[str], steady: Container[str]
     ) -> StateSnapshot:
         """Copy the tensors that this rank writes. Copies of tensors in `steady` overlap with later computation.
@@ -270,7 +270,7 @@ class HostCopies:
             names: Names of the unsharded tensors that this rank writes.
             steady: Names of tensors that change only in an optimizer step.
         """
-        self.settle()
+        self.protect_copies()
         own = {key: tensor.detach() for key, tensor in _iterate_written(tensors, names)}
         later = {key: each for key, each in own.items() if key[0] in steady and not each.is_inference()}
         buffers = self._room_for(own)
@@ -298,7 +298,7 @@ class HostCopies:
             stream.copy(view_as_bits(target), view_as_bits(source))
         return QueuedCopy(stream.end_copies(), device, tuple(source for _, source in pairs))
 
-    def take(
+    def copy_tensors(
         self, tensors: Mapping[str, torch.Tensor | ShardPiece], names: Container[str], steady: Container[str] = ()
     ) -> StateSnapshot:
         """Copy the tensors that this rank writes: the unsharded tensors in `names`, and its shards of the others.
@@ -341,7 +341,7 @@ class HostCopies:
 
         The buffers of the previous save are used if they fit. Otherwise they are freed before new ones are allocated.
         """
-        if self._buffers is None or not self._buffers.fits(own):
+        if self._buffers is None or not self._buffers.has_layout_of(own):
             self._buffers = None
             self._buffers = HostBuffers(own, self._allocate, self._reserved)
             self._reserved.clear()  # the rest would not be used by later saves either
@@ -463,7 +463,7 @@ def _make_chunks(name: str, split: TensorSplit, tensors: Mapping[str, Any]) -> I
         split: How the tensor is split among the ranks.
         tensors: The state to save, by name. Keys of boxes must differ from these names.
     """
-    for number, (writer, offsets, shape) in enumerate(split.boxes()):
+    for number, (writer, offsets, shape) in enumerate(split.iterate_boxes()):
         yield TensorChunk(
             offsets, shape, make_file_name(pattern_of(name), writer), _make_box_key(name, number, tensors)
         )
@@ -494,7 +494,7 @@ def _compute_split_digest(tensors: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
-def entries(tensors: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> dict[str, TensorEntry]:
+def make_entries(tensors: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> dict[str, TensorEntry]:
     """Return the manifest's entries for the sharded tensors, by name.
 
     Args:

@@ -27,7 +27,7 @@ from headway.core.checkpoint import folders
 from headway.core.checkpoint.format.chunks import TensorChunk, make_file_name
 from headway.core.checkpoint.format.manifest import Manifest, TensorEntry, WrittenFile
 from headway.core.checkpoint.format.tensors import hash_file, write_shards
-from headway.core.checkpoint.saving.snapshot import SavePoint, entries, own_part, pattern_of
+from headway.core.checkpoint.saving.snapshot import SavePoint, make_entries, own_part, pattern_of
 from headway.core.checkpoint.state import CollectedState
 from headway.core.checkpoint.stores.disk import sync_folder
 from headway.core.runtime import pulse
@@ -127,7 +127,7 @@ class SaveJob:
     @property
     def staging(self) -> Path:
         """Staging directory of the save."""
-        return folders.find_store(self.final).staging(self.nonce)
+        return folders.find_store(self.final).get_staging(self.nonce)
 
     def rotate(self) -> None:
         """Remove older checkpoints of this run if the policy limits their number. Called after the commit.
@@ -188,7 +188,7 @@ def plan_files(tensors: Mapping[str, torch.Tensor | ShardPiece], num_parts: int)
     return plan
 
 
-def begin(job: SaveJob) -> None:
+def create_staging(job: SaveJob) -> None:
     """Create the staging directory of a save, on the rank that commits on this disk. Other ranks create nothing.
 
     Files that interrupted saves have left are removed first. Called on the main thread after all ranks have agreed on
@@ -206,11 +206,11 @@ def begin(job: SaveJob) -> None:
     if job.share.leads:
         folders.find_store(job.final).check_target()
         job.final.parent.mkdir(parents=True, exist_ok=True)
-        folders.find_store(job.final.parent).sweep(None if job.policy.owns_parent else job.final.name)
+        folders.find_store(job.final.parent).remove_leftovers(None if job.policy.owns_parent else job.final.name)
         job.staging.mkdir()
 
 
-def announce(job: SaveJob) -> None:
+def mark_as_writing(job: SaveJob) -> None:
     """Create the file that marks this rank as writing. Do nothing if this rank writes no part of the checkpoint.
 
     It must be called after `begin` has run on the rank that commits the checkpoint on this disk.
@@ -233,7 +233,7 @@ class SaveWait:
         self._former: str | None = None
 
     @contextmanager
-    def of(self, *what: str) -> Iterator[None]:
+    def record_wait(self, *what: str) -> Iterator[None]:
         """Return a context manager within which the calling thread is recorded as waiting.
 
         The pulse shows the wait while "joined" and "collecting" are both recorded.
@@ -283,10 +283,10 @@ def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
     job.spread()
     if not job.share.leads:
         return None
-    with (wait or SaveWait()).of("collecting"):
+    with (wait or SaveWait()).record_wait("collecting"):
         files, told = _wait_for_parts(job)
     files |= _added_files(job.staging, files)
-    manifest = _assemble_manifest(job, plan, files, entries(job.content.tensors, told))
+    manifest = _assemble_manifest(job, plan, files, make_entries(job.content.tensors, told))
     # Decode it as a load will, before it replaces a checkpoint. States in memory replace nothing, and are checked at
     # the load.
     if job.policy.is_told and not manifest.does_round_trip():
@@ -398,11 +398,11 @@ def _assemble_manifest(
     return Manifest(tensors, dict(sorted(files.items())), job.content.aliases, job.content.state, job.about)
 
 
-def abandon(job: SaveJob) -> None:
+def remove_staging(job: SaveJob) -> None:
     """Remove the staging directory of a failed save, on the rank that commits on this disk. Errors are ignored."""
     if job.share.leads:
         with suppress(OSError, ValueError, CheckpointError):  # ValueError: the name contains a NUL
-            folders.find_store(job.staging).abandon()
+            folders.find_store(job.staging).remove_staging()
 
 
 class BackgroundSave:
@@ -434,7 +434,7 @@ class BackgroundSave:
                     "are intact"
                 )
                 self._error.__cause__ = error
-                abandon(job)
+                remove_staging(job)
             finally:
                 with self._guard:
                     self._is_writing = False
@@ -465,7 +465,7 @@ class BackgroundSave:
     def join(self) -> None:
         """Wait for the running save, if there is one. If the save fails, keep its error for `check`."""
         if self._thread is not None:
-            with self._wait.of("joined"):
+            with self._wait.record_wait("joined"):
                 # After Ctrl-C in Thread.join() Python regards the thread as ended, and does not wait for it at exit.
                 self._is_over.wait()
                 self._thread.join()

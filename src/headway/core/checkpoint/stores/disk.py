@@ -86,7 +86,7 @@ class DiskStore:
 
     # ---------------------------------------------------------------- save
 
-    def staging(self, nonce: str) -> Path:
+    def get_staging(self, nonce: str) -> Path:
         """Return the staging directory of a save, next to the checkpoint's folder.
 
         Args:
@@ -94,7 +94,7 @@ class DiskStore:
         """
         return self.folder.parent / f"{_STAGED}{self.folder.name}-{nonce}"
 
-    def abandon(self) -> None:
+    def remove_staging(self) -> None:
         """Remove this store's folder, which is the staging directory of a failed save.
 
         The directory is renamed first, so that ranks that are still writing cannot find it.
@@ -161,7 +161,7 @@ class DiskStore:
 
     # ---------------------------------------------------------------- find
 
-    def locate(self) -> Path:
+    def find_folder(self) -> Path:
         """Return the folder that holds the checkpoint of this store.
 
         The checkpoint has another name if a process was killed between two renames that replace it. Two renames are
@@ -183,7 +183,7 @@ class DiskStore:
         """Return the folder that holds the checkpoint's files."""
         return self.folder
 
-    def identity(self) -> tuple[int, int]:
+    def read_identity(self) -> tuple[int, int]:
         """Return the inode number and modification time (ns) of the manifest. They change with each commit.
 
         Raises:
@@ -204,7 +204,7 @@ class DiskStore:
             return str(error)
         return None
 
-    def fetched(self, manifest: Manifest) -> None:
+    def prepare_download(self, manifest: Manifest) -> None:
         """Return None, because the files of a checkpoint on a disk need not be downloaded."""
 
     # ---------------------------------------------------------------- remove
@@ -231,7 +231,7 @@ class DiskStore:
             shutil.rmtree(doomed, ignore_errors=True)
             raise
 
-    def sweep(self, name: str | None = None) -> list[Path]:
+    def remove_leftovers(self, name: str | None = None) -> list[Path]:
         """Remove files that interrupted saves have left in this folder, and return their paths.
 
         If a removal fails, only a warning is logged. A checkpoint that was moved aside is kept if its replacement has

@@ -17,14 +17,14 @@ class FetchedFiles(Protocol):
 
     folder: Path
 
-    def header(self, file: str) -> Path:
+    def download_header(self, file: str) -> Path:
         """Download the safetensors header of a file, and return the path of the local file.
 
         Args:
             file: Name of the file, relative to the checkpoint's folder.
         """
 
-    def fetch(self, ranges: Mapping[str, Iterable[tuple[int, int]]]) -> None:
+    def download_ranges(self, ranges: Mapping[str, Iterable[tuple[int, int]]]) -> None:
         """Download the given byte ranges, and compare them with their hashes.
 
         Each range is extended to whole pieces. A piece is the part of a file that one hash covers.
@@ -79,14 +79,14 @@ class CheckpointStore(Protocol):
             CheckpointError: If another run holds the lock.
         """
 
-    def staging(self, nonce: str) -> Path:
+    def get_staging(self, nonce: str) -> Path:
         """Return the staging directory or prefix that holds the files of a save until the commit.
 
         Args:
             nonce: Random name of the save, 16 hexadecimal digits.
         """
 
-    def abandon(self) -> None:
+    def remove_staging(self) -> None:
         """Remove this store's folder, which is the staging directory or prefix of a failed save."""
 
     def commit(self, staging: Path, manifest: Manifest, fence: Callable[[], None]) -> None:
@@ -105,7 +105,7 @@ class CheckpointStore(Protocol):
     def point_latest(self) -> None:
         """Write the checkpoint's name to the file `latest` next to it."""
 
-    def locate(self) -> Path:
+    def find_folder(self) -> Path:
         """Return the folder or prefix that holds the checkpoint of this store.
 
         Raises:
@@ -115,7 +115,7 @@ class CheckpointStore(Protocol):
     def get_content_folder(self) -> Path:
         """Return the folder or prefix that holds the checkpoint's files."""
 
-    def identity(self) -> tuple[int, int]:
+    def read_identity(self) -> tuple[int, int]:
         """Return a pair of numbers that identifies the stored checkpoint.
 
         The pair changes if another checkpoint is committed under the same name.
@@ -127,13 +127,13 @@ class CheckpointStore(Protocol):
         The bytes of the files are not read.
         """
 
-    def fetched(self, manifest: Manifest) -> FetchedFiles | None:
+    def prepare_download(self, manifest: Manifest) -> FetchedFiles | None:
         """Return a local folder into which the files can be downloaded, or None if no download is needed."""
 
     def remove(self) -> None:
         """Remove the checkpoint."""
 
-    def sweep(self, name: str | None = None) -> list[Path]:
+    def remove_leftovers(self, name: str | None = None) -> list[Path]:
         """Remove the files that interrupted saves have left, and return the removed paths.
 
         Args:

@@ -144,7 +144,7 @@ class MappedFeed:
     @seed.setter
     def seed(self, value: int) -> None:
         self._seed = value
-        self.order.reseed(value)
+        self.order.set_seed(value)
 
     @property
     def is_even(self) -> bool:
@@ -237,7 +237,7 @@ class MappedFeed:
         seed = mix_seed(self.seed, epoch)
         rng_states = self._rng_states
         num_repeated = 0 if rng_states is None else rng_states.start_pass(consumed > 0 and not num_skipped)
-        begun = self.split.split_epoch(self.order.draw(epoch), 0 if num_repeated else consumed, num_skipped)
+        begun = self.split.split_epoch(self.order.draw_order(epoch), 0 if num_repeated else consumed, num_skipped)
         if self._compare_order is not None:
             self._compare_order(begun.opening)
         shares: deque[RankBatch] = deque()
@@ -263,7 +263,7 @@ class MappedFeed:
         Args:
             epoch: Number of the epoch.
         """
-        self.order.draw(epoch)
+        self.order.draw_order(epoch)
         self._base_seed.start_pass(self.inner, is_given=False)
 
     def _plan_batches(self, begun: EpochStart, seed: int, shares: deque[RankBatch]) -> Iterator[Any]:

@@ -634,7 +634,7 @@ class StreamFeed:
             return self._regroup_leftovers(iter(self.inner))
         if not self._isolates_dataset_rng:
             return iter(self.inner)
-        return self._read_isolated(self._dataset_rng.fetch(lambda: iter(self.inner)))
+        return self._read_isolated(self._dataset_rng.call_with_states(lambda: iter(self.inner)))
 
     def _join_batches(self, batches: Iterator[list[Any]]) -> Iterator[Collated]:
         while several := list(islice(batches, self._collate.split.count)):
@@ -668,7 +668,7 @@ class StreamFeed:
         Args:
             batches: Iterator of the DataLoader that reads the dataset.
         """
-        while (collated := self._dataset_rng.fetch(lambda: next(batches, None))) is not None:
+        while (collated := self._dataset_rng.call_with_states(lambda: next(batches, None))) is not None:
             yield collated
 
     def _attach_states(self, batches: Iterator[Collated]) -> Iterator[Collated]:

@@ -112,7 +112,7 @@ class DatasetRNGStates:
             parts = share(bool(self._starts)).split(" ")
             self._starts = {place: (0, part) for place, part in enumerate(parts)} | self._starts
 
-    def fetch(self, act: Callable[[], Result]) -> Result:
+    def call_with_states(self, act: Callable[[], Result]) -> Result:
         """Call `act` with the global generators set to the dataset's RNG states, and return its result.
 
         If `act` draws from a generator for the first time in a pass, separate states of the generator are kept from

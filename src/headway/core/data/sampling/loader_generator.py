@@ -58,7 +58,7 @@ class LoaderGenerator:
             return False
         return torch.initial_seed() != self._seen_seed or (not self._was_fresh and _is_fresh())
 
-    def draw(self) -> int:
+    def draw_seed(self) -> int:
         """Draw and return a seed in [0, 2**63), as torch's loader and sampler do."""
         drawn = _draw_seed(self._generator)
         if not self.is_global:
@@ -79,7 +79,7 @@ class LoaderGenerator:
         if self._generator is torch.default_generator:
             return read_text()
         text = pack_seeded(self._generator.get_state())
-        self.draw()  # so that the next epoch starts at another state
+        self.draw_seed()  # so that the next epoch starts at another state
         return text
 
     @property
@@ -137,7 +137,7 @@ class BaseSeed:
         elif self._is_due and not (self._has_begun and self._is_once):
             self._origin = self._encode_state() if self._has_workers else ""
             if self._generator is None:
-                self._stream.draw()
+                self._stream.draw_seed()
             else:
                 _draw_seed(self._generator)
         self._has_begun = True

@@ -65,7 +65,7 @@ class SampleOrder(Protocol):
     An item is the index of a sample, or a batch of indices.
     """
 
-    def reseed(self, seed: int) -> None:
+    def set_seed(self, seed: int) -> None:
         """Set the seed from which later orders are computed. No effect if the order does not depend on a seed."""
 
     def draw_ahead(self) -> None:
@@ -75,7 +75,7 @@ class SampleOrder(Protocol):
         reads for all ranks.
         """
 
-    def draw(self, epoch: int) -> Sequence[Any] | Iterator[Any]:
+    def draw_order(self, epoch: int) -> Sequence[Any] | Iterator[Any]:
         """Return the order of an epoch, drawing the random numbers that it needs.
 
         Args:
@@ -132,14 +132,14 @@ class PureOrder:
         self.is_shuffled = is_shuffled
         self.seed = seed
 
-    def reseed(self, seed: int) -> None:
+    def set_seed(self, seed: int) -> None:
         """Set the seed of the shuffling from the next epoch on."""
         self.seed = seed
 
     def draw_ahead(self) -> None:
         """Do nothing, because this order draws no random numbers."""
 
-    def draw(self, epoch: int) -> Sequence[int]:
+    def draw_order(self, epoch: int) -> Sequence[int]:
         """Return the order of `epoch` as a sequence that can be sliced.
 
         Args:
@@ -190,15 +190,15 @@ class DrawnOrder:
         self._opened: int | None = None
         self._loaded: int | None = None
 
-    def reseed(self, seed: int) -> None:
+    def set_seed(self, seed: int) -> None:
         """Do nothing, because each pass draws its own seed."""
 
     def draw_ahead(self) -> None:
         """Draw the seed of the next pass now, unless a resumed pass already has one."""
         if self._loaded is None:
-            self._opened = self._stream.draw()
+            self._opened = self._stream.draw_seed()
 
-    def draw(self, epoch: int) -> Sequence[int]:
+    def draw_order(self, epoch: int) -> Sequence[int]:
         """Return the order of the epoch as a sequence that can be sliced.
 
         Args:
@@ -206,7 +206,7 @@ class DrawnOrder:
         """
         number, self._loaded = self._loaded, None
         if number is None:
-            number = self._stream.draw() if self._opened is None else self._opened
+            number = self._stream.draw_seed() if self._opened is None else self._opened
         self._opened = None
         # A resumed pass must call this collective as well. Otherwise, a rank that does not resume would wait for it.
         self._drawn = number if self._agree is None else self._agree(number)
@@ -280,14 +280,14 @@ class SamplerOrder:
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
 
-    def reseed(self, seed: int) -> None:
+    def set_seed(self, seed: int) -> None:
         """Set the seed from which a seedable sampler draws its order. It applies from the next epoch on."""
         self.seed = seed
 
     def draw_ahead(self) -> None:
         """Do nothing, because the sampler draws its random numbers itself."""
 
-    def draw(self, epoch: int) -> Iterator[Any]:
+    def draw_order(self, epoch: int) -> Iterator[Any]:
         """Return an iterator over the sampler's items, which are drawn on request.
 
         A resumed pass must start with the same items as the original pass. If it does not, the sampler's saved state is
@@ -332,7 +332,7 @@ class SamplerOrder:
         for state in states:
             if state is not None:
                 self._stateful.load_state_dict(copy.deepcopy(state))
-            self._own.rewind()
+            self._own.rewind_epoch()
             self._mark = {}
             items = draw()
             drawn = list(islice(items, 2))  # the second item triggers the read of all items that are compared

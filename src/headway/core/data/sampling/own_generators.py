@@ -49,7 +49,7 @@ class OwnGenerators:
         """Whether one of the generators is a `torch.Generator`."""
         return any(isinstance(each, torch.Generator) for each in self.generators)
 
-    def rewind(self) -> None:
+    def rewind_epoch(self) -> None:
         """Reset the generators to their states at the start of the current epoch. The order can then be drawn again."""
         self._write_states(self._begun)
 

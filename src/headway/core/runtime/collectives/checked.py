@@ -100,8 +100,8 @@ class Collectives:
         self.runtime = runtime
         self.group = group
         self.place = place
-        self._trail = runtime.scope.own(CollectiveLog)
-        self._attendance = runtime.scope.own(Attendance)
+        self._trail = runtime.scope.get_or_create(CollectiveLog)
+        self._attendance = runtime.scope.get_or_create(Attendance)
         self._num_splits = 0
         self._cpu_group = runtime.cpu_group if group is None else group
         is_joined = dist.is_initialized() and not is_alone
@@ -555,7 +555,7 @@ class Collectives:
 
     # ---------------------------------------------------------------- for a rank that left a batch early
 
-    def members(self) -> list[int]:
+    def list_ranks(self) -> list[int]:
         """Return the global ranks of the group."""
         return [self._global_rank(rank) for rank in range(self.world_size)]
 

@@ -130,7 +130,7 @@ class Attendance:
         if runtime.world_size == 1 or self._control is not None:
             return
         self._control = current()
-        self._name = str(next(scope.own(_count_runtimes)))
+        self._name = str(next(scope.get_or_create(_count_runtimes)))
         self._look = max(_LOOK, runtime.world_size / _LOOKS)
         self._soon = max(_SOON, runtime.world_size / _LOOKS)
         heartbeat.stop_before_shutdown(self.stop)
@@ -259,7 +259,7 @@ class Attendance:
         """
         began = time.monotonic()
         while (waited := time.monotonic() - began) < seconds:
-            if control.has(f"{key}/gone"):
+            if control.has_key(f"{key}/gone"):
                 return True
             time.sleep(min(self._soon, waited / 20))
         return False
@@ -295,12 +295,12 @@ class Attendance:
         sequence = self._count_collectives()
         exchanges, batches, calls, _ = self._place
         undecided = [rank for rank in range(control.world_size) if rank != control.rank]
-        while undecided and not control.has(f"{key}/gone"):
+        while undecided and not control.has_key(f"{key}/gone"):
             for rank in list(undecided):
                 place, number, where, made, is_replaying = self._read_state_of(control, rank)
                 # Check arrival after reading the place, because a rank that had arrived might have moved on with the
                 # others by then. A rank that lists this place among its calls made the call without asking.
-                if is_replaying or place == self._place or self._place in made or control.has(f"{key}/{rank}"):
+                if is_replaying or place == self._place or self._place in made or control.has_key(f"{key}/{rank}"):
                     undecided.remove(rank)
                 # Second case: the rank is in a collective that the script calls directly through torch.
                 elif place[:3] >= self._place[:3] or (
@@ -319,7 +319,7 @@ class Attendance:
                 phrase that says where its script is, its latest calls, whether it joins every call of other ranks).
         """
         key = self._make_key(f"at/{rank}")
-        if not control.has(key):
+        if not control.has_key(key):
             return (0, 0, 0, ""), 0, "", [], False
         place, number, is_replaying, site, made = json.loads(control.get(key, _READ))
         where = "has come to the end of its script" if place[0] == _ENDED[0] else f"has gone on to {site}"

@@ -61,7 +61,7 @@ class RankConditionalCallCheck:
         Raises:
             UnsupportedError: If another rank has continued its script without making this call.
         """
-        attendance = self._runtime.scope.own(Attendance)
+        attendance = self._runtime.scope.get_or_create(Attendance)
         attendance.count_call(action)
         key = trace_calls(_DEPTH)
         if key in self._seen:

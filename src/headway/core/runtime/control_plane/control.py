@@ -232,7 +232,7 @@ class Control:
         """
         return wait_for_value(self._store, f"user/{key}", timeout, key)
 
-    def has(self, key: str) -> bool:
+    def has_key(self, key: str) -> bool:
         """Whether some rank has set `key`."""
         return self._store.find(f"user/{key}") is not None
 
@@ -310,7 +310,7 @@ def current() -> Control:
         LaunchError: If the host of the store cannot be reached.
         ControlPlaneError: If there is no launcher, and rank 0 does not publish the store's address before the timeout.
     """
-    return process.current().scope.own(_connect_control)
+    return process.current().scope.get_or_create(_connect_control)
 
 
 def note_progress(update: int, micro_step: int) -> None:

@@ -204,7 +204,7 @@ class StopAgreement:
         """
         keys = [self._make_key(f"{name}/{rank}") for rank in range(self._control.world_size)]
         deadline = time.monotonic() + POSTING
-        while missing := [rank for rank, key in enumerate(keys) if not self._control.has(key)]:
+        while missing := [rank for rank, key in enumerate(keys) if not self._control.has_key(key)]:
             if time.monotonic() > deadline:
                 raise ControlPlaneError(
                     f"the run was asked to stop ({self.reason}), but {name_ranks(missing)} did not answer within {POSTING:g} s. "
@@ -226,14 +226,14 @@ class StopAgreement:
         """
         control, verdict = self._control, self._make_key(f"{self._round}/verdict")
         # Another rank might be waiting for this one in a save that only the other rank makes.
-        process.current().scope.own(Attendance).count_call("stopping")
+        process.current().scope.get_or_create(Attendance).count_call("stopping")
         control.set(self._make_key(f"{self._round}/{control.rank}"), where.encode())
         if control.count(self._make_key(f"{self._round}/count")) == control.world_size:
             keys = [self._make_key(f"{self._round}/{rank}") for rank in range(control.world_size)]
             places = {control.get(key, timedelta(seconds=POSTING)) for key in keys}
             return control.set_once(verdict, b"here" if len(places) == 1 else b"on") == b"here"
         deadline = time.monotonic() + LATE * 2**self._round
-        while not control.has(verdict):
+        while not control.has_key(verdict):
             if time.monotonic() > deadline:
                 return control.set_once(verdict, b"on") == b"here"
             time.sleep(0.005)
@@ -248,7 +248,7 @@ class StopAgreement:
         if control.count(self._make_key("read")) == control.world_size:
             control.set(known, b"1")
         deadline = time.monotonic() + POSTING
-        while control.rank == 0 and not control.has(known) and time.monotonic() < deadline:
+        while control.rank == 0 and not control.has_key(known) and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def _make_key(self, name: str) -> str:
@@ -283,7 +283,7 @@ class StopAgreement:
         asked = self._make_key("asked")
         if own_request:
             reason = self._control.set_once(asked, own_request.encode())
-        elif self._control.world_size > 1 and self._control.has(asked):
+        elif self._control.world_size > 1 and self._control.has_key(asked):
             reason = self._control.get(asked, timedelta(seconds=POSTING))
         else:
             return
@@ -304,7 +304,9 @@ class StopAgreement:
         because it might never reach another check.
         """
         is_late = time.monotonic() - self._asked_at > SOON
-        if not (self._has_posted_again or self.is_agreed) and (is_late or self._control.has(self._make_key("hurry"))):
+        if not (self._has_posted_again or self.is_agreed) and (
+            is_late or self._control.has_key(self._make_key("hurry"))
+        ):
             self._control.set_once(self._make_key("hurry"), b"1")
             self._has_posted_again = True
             self._post_position("again", is_at_check=self._is_arriving)
@@ -348,7 +350,7 @@ def start_agreement(signals: Sequence[int], deadline: Deadline | None) -> StopAg
     Raises:
         StateError: If called outside the main thread.
     """
-    own = scope.own(_Agreements)
+    own = scope.get_or_create(_Agreements)
     if own.current is not None:
         own.current.stop()
         own.current = None

@@ -311,7 +311,7 @@ class ParameterUsage:
         self._used: set[int] = set()
         self._fired: list[int] = []
 
-    def watch(self) -> None:
+    def watch_backward(self) -> None:
         """Before a backward, start to record which gathered parameters get a gradient in it."""
         self._frozen = fsdp_state.set_missing_gradient_dtypes(self._groups if self._frozen is None else self._frozen)
         if self._is_settled:
@@ -334,7 +334,7 @@ class ParameterUsage:
         """
         self._is_settled = False
 
-    def forget(self) -> None:
+    def discard_window(self) -> None:
         """Discard the record of an accumulation window that failed."""
         self._is_settled = True
 
@@ -349,7 +349,7 @@ class ParameterUsage:
         self._used.update(used)
         self._fired[:] = fired
 
-    def settle(self) -> None:
+    def remove_unused_gradients(self) -> None:
         """Remove the gradients of parameters that no rank used, after the last backward of an accumulation window.
 
         If every rank used every parameter at the first update, later updates must do so, too. Otherwise, or with

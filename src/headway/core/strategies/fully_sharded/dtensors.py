@@ -300,7 +300,7 @@ class WholeScalars:
         self._table: dict[Any, Any] = dtensor.DTensor._op_dispatcher._custom_op_handlers
         self._entry = self._compute_item
 
-    def enter(self, runtime: ProcessRuntime) -> None:
+    def register_handler(self, runtime: ProcessRuntime) -> None:
         """Register the handler. Does nothing if it is registered already."""
         if self._calls is None:
             self._calls = RankConditionalCallCheck(runtime, "sharded")

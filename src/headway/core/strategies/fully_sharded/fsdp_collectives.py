@@ -46,7 +46,7 @@ class FSDPUnit:
         self.group = group
         self._key = key
         self._ledger = everyone.ledger
-        self._trail = everyone.runtime.scope.own(CollectiveLog)
+        self._trail = everyone.runtime.scope.get_or_create(CollectiveLog)
         self._names = {kind: name_operation(operation, name) for kind, operation in _NAMES.items()}
         self._total: LedgerEntry | None = None
 

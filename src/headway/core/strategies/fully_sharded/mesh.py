@@ -95,7 +95,7 @@ class ShardedModel:
     freeing: Any = None
     dtypes: dict[int, torch.dtype] = field(init=False)
 
-    def watch(self, everyone: Collectives, options: ShardingOptions, is_stage: bool) -> None:
+    def attach_detectors(self, everyone: Collectives, options: ShardingOptions, is_stage: bool) -> None:
         """Create the detectors and counters for the parameters, after the model has been sharded.
 
         Args:
@@ -229,9 +229,9 @@ class MeshStrategy(Strategy):
         self._updates: Any = None
         self._num_steps = 0
         self._has_ended = False
-        collectives.runtime.scope.own(dtensors.WholeScalars).enter(collectives.runtime)
+        collectives.runtime.scope.get_or_create(dtensors.WholeScalars).register_handler(collectives.runtime)
         process.release_at_end(self._end_group, is_engine=True)
-        scope.own(tracebacks.ExceptionHook).add_note(dtensors.explain_error)
+        scope.get_or_create(tracebacks.ExceptionHook).add_note(dtensors.explain_error)
 
     def _end_group(self) -> None:
         """Release all models when the process group ends, because the device mesh becomes invalid with it."""
@@ -296,7 +296,7 @@ class MeshStrategy(Strategy):
         except BaseException:
             made.release_splits()
             raise
-        made.watch(self.everyone, self._options, self._is_pipeline_stage)
+        made.attach_detectors(self.everyone, self._options, self._is_pipeline_stage)
         self._prepared.append(made)
         self._replaced.forget_gathered()
         self._comm_hooks.open(model)
@@ -323,9 +323,9 @@ class MeshStrategy(Strategy):
             PrepareError: If the model cannot be sharded, or was sharded in another way.
         """
         model = made.model
-        known = self.everyone.runtime.scope.own(ShardedStages if self._is_pipeline_stage else ShardedModels)
+        known = self.everyone.runtime.scope.get_or_create(ShardedStages if self._is_pipeline_stage else ShardedModels)
         how = (self.layout, self._options, f"mixed_precision={self._number_format!r}", self._tensor)
-        before_release = known.find(model, how)
+        before_release = known.find_record(model, how)
         if before_release is not None:
             made.splits = [split for split in (reference() for reference in before_release) if split is not None]
             for split in made.splits:
@@ -336,7 +336,7 @@ class MeshStrategy(Strategy):
         check_hooks(model)
         name, before = type(model).__name__, list(model.named_parameters(remove_duplicate=False))
         # A frozen parameter keeps its value in both models. A trainable one would be updated in one of them only.
-        shared = [key for key, p in before if p.requires_grad and self._replaced.current(p) is not p]
+        shared = [key for key, p in before if p.requires_grad and self._replaced.get_current(p) is not p]
         if shared:
             raise PrepareError(_SHARED.format(name=name, keys=join_names(shared), strategy=self.name))
         self._set_up(made, transforms, elsewhere)
@@ -499,7 +499,7 @@ class MeshStrategy(Strategy):
 
     def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the shard that has replaced a parameter, or the parameter itself if it was not replaced."""
-        return self._replaced.current(parameter)
+        return self._replaced.get_current(parameter)
 
     def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a full tensor, as a DTensor that is sharded like the parameter.
@@ -548,7 +548,7 @@ class MeshStrategy(Strategy):
         """Accumulate the gradient of `loss * factor`, and record which parameters the loss used."""
         with ExitStack() as stack:
             for each in self._prepared:
-                each.usage.watch()
+                each.usage.watch_backward()
                 if each.sequences is not None:
                     stack.enter_context(each.sequences.backward_context())
                 stack.enter_context(each.second_order.backward())
@@ -593,7 +593,7 @@ class MeshStrategy(Strategy):
         super().drop_gradients([self.find_current(p) for p in parameters])  # type: ignore[misc]
         for each in self._prepared:
             fsdp_state.discard_gradients(each.model)
-            each.usage.forget()
+            each.usage.discard_window()
 
     def stash_gradients(self, parameters: Iterable[torch.Tensor]) -> StashedGradients:
         """Remove the gradients of `parameters`, so that `restore_gradients` can restore them later.
@@ -681,7 +681,7 @@ class MeshStrategy(Strategy):
         """
         for each in self._prepared:
             if not self._is_pipeline_stage:
-                each.usage.settle()
+                each.usage.remove_unused_gradients()
             elif self.is_sharded:
                 fsdp_state.reduce_held_gradients(each.model, self.everyone)
         for each in self._prepared:
@@ -717,7 +717,7 @@ class MeshStrategy(Strategy):
             Names of the changed parameters, and for every parameter the number by which an optimizer step increases its
                 version counter.
         """
-        found = [each.writes.look() for each in self._prepared]
+        found = [each.writes.find_changed() for each in self._prepared]
         return [name for names, _ in found for name in names], [count for _, counts in found for count in counts]
 
     def get_local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -769,7 +769,7 @@ class MeshStrategy(Strategy):
     def apply_loaded_values(self) -> None:
         """Recompute the scales of float8 weights after a load, and restart the detection of in-place changes."""
         for each in self._prepared:
-            each.writes.forget()
+            each.writes.record_versions()
         if self._number_format == "fp8":
             units.compute_scales(self._models)
 

@@ -29,9 +29,9 @@ class ShardWrites:
         self._per_step = [0] * len(named)
         self._before: list[int] | None = None
         self._has_looked = False
-        self.forget()
+        self.record_versions()
 
-    def forget(self) -> None:
+    def record_versions(self) -> None:
         """Start a new comparison at the current version counters.
 
         This is needed after a load, which changes the counters by different amounts on each rank.
@@ -39,7 +39,7 @@ class ShardWrites:
         self._last = self._read_versions()
         self._num_steps = 0
 
-    def look(self) -> tuple[list[str], list[int]]:
+    def find_changed(self) -> tuple[list[str], list[int]]:
         """Return which parameters were changed in place by anything other than an optimizer step.
 
         Returns:

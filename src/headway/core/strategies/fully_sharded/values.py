@@ -180,12 +180,12 @@ def _fill_unit(
                 room = _allocate_marked(each.tensor, device)
                 if id(each.tensor) in lacking:
                     whole.setdefault(id(each.tensor), room)
-                each.put(room)
+                each.put_tensor(room)
     try:
         _initialize_modules(model, modules, whole.values())
     finally:
         for each, tensor in held:
-            each.put(tensor)
+            each.put_tensor(tensor)
     _check_filled(model, whole.values())
     if whole:
         everyone.broadcast_into([tensor.detach() for tensor in whole.values()])
@@ -222,7 +222,7 @@ def take_values(model: torch.nn.Module, everyone: Collectives) -> dict[str, torc
         old = given[name] = place.tensor
         if id(old) not in made:
             made[id(old)] = wrap_like(old, torch.empty_like(old, device="meta"))
-        place.put(made[id(old)])
+        place.put_tensor(made[id(old)])
     return given
 
 

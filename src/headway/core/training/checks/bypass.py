@@ -55,7 +55,7 @@ class BypassDetector:
     """
 
     def __init__(self) -> None:
-        self._neighbors = process.current().scope.own(AcceleratorRegistry)
+        self._neighbors = process.current().scope.get_or_create(AcceleratorRegistry)
         self._num_looks = 0
         self._watch = StepWatch(self._neighbors, self._judge_step)
 

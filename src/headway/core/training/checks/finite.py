@@ -127,9 +127,9 @@ class FiniteGuard(StepGuard):
         self._window = -1
         self._verdict: tuple[tuple[int, int], bool] | None = None
         self._counted = -1
-        run.windows.restarted.append(self.forget)
+        run.windows.restarted.append(self.reset_state)
 
-    def forget(self) -> None:
+    def reset_state(self) -> None:
         """Reset the state of the current accumulation window, because the run continues from a loaded state.
 
         Accumulation windows are numbered anew then. The total number of skipped updates is kept.
@@ -307,7 +307,7 @@ class FiniteGuard(StepGuard):
         if did_step:
             self.num_in_row = 0
         elif self._has_scaler and self._counted != self._windows.current.number:
-            self._skips.note()
+            self._skips.record_skip()
             ranks = self._gather_bad_losses()
             if ranks:
                 self._refuse_update(ranks, [])
@@ -346,7 +346,7 @@ class FiniteGuard(StepGuard):
             self.num_skipped += 1
             self.num_in_row += 1
         action = "raise" if self.num_in_row > self.policy.max_in_row else self.policy.action
-        runs_again = self._replay is not None and self._replay.arm()
+        runs_again = self._replay is not None and self._replay.arm_replay()
         if action == "explain":
             action = "explain" if runs_again else "raise"
         self.report = self._describe_refusal(update, ranks, culprits, len(parameters), action)
@@ -375,7 +375,7 @@ class FiniteGuard(StepGuard):
         Raises:
             NonFiniteError: If the policy demands an error.
         """
-        found = None if self._replay is None else self._replay.end()
+        found = None if self._replay is None else self._replay.end_replay()
         every = [each for each in self._group.gather_objects(found) if each is not None]
         # The reduction of gradients spreads a non-finite value from one rank to all others, where its origin is
         # "elsewhere".

@@ -55,13 +55,13 @@ class NonFiniteNotice:
         self._windows = windows
         self._clock = clock
         self._runtime = runtime
-        self._key = f"non_finite/{next(scope.own(_count_notices))}"
+        self._key = f"non_finite/{next(scope.get_or_create(_count_notices))}"
         self._losses: deque[tuple[int, torch.Tensor]] = deque(maxlen=4096)
         self._asked: deque[tuple[int, list[int], Readback]] = deque()
         self._is_told = False
         process.release_at_end(self._read_all)
 
-    def note(self, loss: torch.Tensor) -> None:
+    def check_loss(self, loss: torch.Tensor) -> None:
         """Warn of a non-finite loss on the CPU, or record a loss on a device, which is read later.
 
         Do nothing after the first warning.
@@ -76,7 +76,7 @@ class NonFiniteNotice:
             else:
                 self._losses.append((micro_batch, plain))
 
-    def look(self) -> None:
+    def check_arrived_losses(self) -> None:
         """Check earlier updates' losses that have arrived on the host, and start to copy those of this update."""
         while self._asked and self._asked[0][-1].is_ready:
             self._read_losses()
@@ -133,7 +133,7 @@ class SkippedUpdates:
         self._windows = windows
         self._clock = clock
 
-    def note(self) -> None:
+    def record_skip(self) -> None:
         """Record that an optimizer skipped its step on the gradients of the closed accumulation window."""
         clock = self._clock
         if not clock.count_skip(self._windows.current.number):

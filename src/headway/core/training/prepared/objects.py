@@ -152,7 +152,7 @@ class PreparedObjects:
 
     # ---------------------------------------------------------------- the end
 
-    def forget(self, kept: Container[int] = ()) -> None:
+    def remove_all(self, kept: Container[int] = ()) -> None:
         """Remove all objects from the registry.
 
         Args:

@@ -178,7 +178,7 @@ class Preparation:
             return "optimizer"
         if isinstance(obj, DataLoader):
             return "loader"
-        if isinstance(obj, SchedulerPlaceholder) or self.behavior.scheduler.wraps(obj):
+        if isinstance(obj, SchedulerPlaceholder) or self.behavior.scheduler.is_scheduler(obj):
             return "scheduler"
         if self.behavior.scheduler.needs_optimizer and is_like_optimizer(obj):
             # Such an optimizer would make an update in each micro-batch, and its state would be missing in checkpoints.
@@ -282,7 +282,7 @@ class Preparation:
         if shards is not None and callable(getattr(type(model), "save_pretrained", None)):
             methods = extensions.load("feature", "sharded_adapters")(model, self._strategy, self._runtime)
         prepared_model.attach_engine(model, engine, context, keep_local, shards, self._looks, self._lone, methods)
-        for listener in scope.own(PreparationListeners):
+        for listener in scope.get_or_create(PreparationListeners):
             listener(model, self.step)
 
     @property
@@ -504,7 +504,7 @@ class Preparation:
         name, rule = type(scheduler.scheduler).__name__, self.rule
         length, end = get_schedule_length(scheduler.scheduler), ""
         if length is not None:
-            updates = -(-length // max(1, rule.ticks(self._windows.num_steps)))
+            updates = -(-length // max(1, rule.count_ticks(self._windows.num_steps)))
             end = f"; it ends after {length} ticks, {updates} updates from now"
         log.info_once(f"{name} is {rule.reason}{end}")
 
@@ -599,7 +599,7 @@ class Preparation:
                     prepared_model.attach_engine(model, None, self._strategy.forward_context(self.step.precision))
                 if kept:
                     self._strategy.release_model(model)
-        self._prepared.forget(kept)
+        self._prepared.remove_all(kept)
         if not self.loaders:
             self.loader_rng.load_state(None)
         self._evaluated &= {id(model) for model in self.models}

@@ -27,7 +27,7 @@ class SchedulerStepRule(Protocol):
     def reason(self) -> str:
         """Explanation of the number of scheduler steps per update, for the log."""
 
-    def ticks(self, window_length: int) -> int:
+    def count_ticks(self, window_length: int) -> int:
         """Return the number of scheduler steps for one update of `window_length` micro-batches."""
 
 
@@ -51,7 +51,7 @@ class StepsPerProcess:
         ticks = "1 tick" if self.num_processes == 1 else f"{self.num_processes} ticks"
         return f"counted in the updates of the single-process loop: {ticks} an update"
 
-    def ticks(self, window_length: int) -> int:
+    def count_ticks(self, window_length: int) -> int:
         """Return the number of scheduler steps for one update: the number of processes.
 
         The number of micro-batches in the update, `window_length`, has no effect.
@@ -78,7 +78,7 @@ class StepsPerMicroBatch:
         """Explanation of the number of scheduler steps per update, for the log."""
         return f"counted in single-process micro-batches: {self.num_processes} ticks for each micro-batch of the update"
 
-    def ticks(self, window_length: int) -> int:
+    def count_ticks(self, window_length: int) -> int:
         """Return the number of scheduler steps for one update of `window_length` micro-batches.
 
         It is the number of processes times `window_length`.
@@ -106,7 +106,7 @@ class KeptSteps:
         """Explanation of the number of scheduler steps per update, for the log."""
         return f"counted in the micro-batches of the run that was resumed: {self.num_ticks} ticks a full update"
 
-    def ticks(self, window_length: int) -> int:
+    def count_ticks(self, window_length: int) -> int:
         """Return the number of scheduler steps for one update of `window_length` micro-batches, rounded up.
 
         A full window of `num_steps` micro-batches makes `num_ticks` scheduler steps, and other windows proportionally
@@ -127,7 +127,7 @@ class StepsPerUpdate:
     name: str = "updates"
     reason: str = "counted in updates: 1 tick an update"
 
-    def ticks(self, window_length: int) -> int:
+    def count_ticks(self, window_length: int) -> int:
         """Return 1, the number of scheduler steps for one update of any number of micro-batches."""
         return 1
 
@@ -185,7 +185,7 @@ class PreparedScheduler(LRScheduler):
         return f"Prepared({self.scheduler!r})"
 
     @staticmethod
-    def wraps(obj: Any) -> bool:
+    def is_scheduler(obj: Any) -> bool:
         """Whether an object is a scheduler: an LRScheduler, or an object with the methods that are needed.
 
         These are step, state_dict and load_state_dict. Classes, and objects with an optimizer's methods, do not count.
@@ -236,7 +236,7 @@ class PreparedScheduler(LRScheduler):
                 count - self._seen,
             )
         self._seen = count
-        ticks = self.rule.ticks(window_length)
+        ticks = self.rule.count_ticks(window_length)
         for _ in range(min(ticks, count_remaining_steps(self.scheduler)) if self._may_end else ticks):
             self.scheduler.step()
         if ticks > 1 and self._end is not None and has_at_most_one_step_left(self.scheduler, self._end):

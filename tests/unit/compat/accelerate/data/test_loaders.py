@@ -34,7 +34,7 @@ def test_seedable_order_equals_that_of_accelerates_sampler(options):
     assert len(ours) == len(theirs)
     for number in range(3):
         theirs.set_epoch(number)
-        assert list(map(int, ours.draw(number))) == list(theirs)
+        assert list(map(int, ours.draw_order(number))) == list(theirs)
 
 
 def test_seedable_order_starts_with_data_seed_or_torchs_seed():

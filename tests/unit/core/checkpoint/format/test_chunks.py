@@ -21,7 +21,7 @@ from headway.core.checkpoint.loading.files import (
     verify_checkpoint,
 )
 from headway.core.checkpoint.saving import writer
-from headway.core.checkpoint.saving.snapshot import entries, own_part
+from headway.core.checkpoint.saving.snapshot import make_entries, own_part
 from headway.core.checkpoint.state import CollectedState
 from headway.core.weights.export import save_weights
 from headway.core.weights.files import open_checkpoint
@@ -189,9 +189,9 @@ WANTED = {"model/0/a": WHOLE, "model/0/b": WHOLE, "optimizer/0/a/m": -WHOLE, "mo
 @pytest.fixture
 def saved(tmp_path):
     """Save a checkpoint from three ranks, and return its folder and manifest."""
-    writer.begin(make_job(tmp_path, 0, 3, make_state(0)))
+    writer.create_staging(make_job(tmp_path, 0, 3, make_state(0)))
     for part in range(3):
-        writer.announce(make_job(tmp_path, part, 3, make_state(part)))
+        writer.mark_as_writing(make_job(tmp_path, part, 3, make_state(part)))
     for part in (1, 2, 0):
         found = writer.write(make_job(tmp_path, part, 3, make_state(part)))
     return tmp_path / "checkpoint_1", found
@@ -240,7 +240,7 @@ def test_ranks_with_different_splits_are_refused(tmp_path):
     assert len({each["grids"] for each in told}) == 1
     other = {**make_state(1), "model/0/a": make_piece(WHOLE, TensorSplit(((5, 2, 3), (6,)), (2, 0, 1)), 1)}
     with pytest.raises(CheckpointError, match="rank 1 has different sharded tensors"):
-        entries(make_state(0), [told[0], own_part(other, 1)[1], told[2]])
+        make_entries(make_state(0), [told[0], own_part(other, 1)[1], told[2]])
     with pytest.raises(CheckpointError, match="differently from its placements"):
         own_part({"model/0/a": make_piece(WHOLE, REGULAR, 0)}, 1)
 

@@ -268,7 +268,7 @@ def test_pieces_cover_a_file_without_gaps():
 
 def test_moved_manifest_refers_to_files_in_the_subfolder():
     manifest = build_manifest()
-    moved = manifest.moved("part")
+    moved = manifest.with_files_in("part")
     assert set(moved.files) == {f"part/{name}" for name in manifest.files}
     assert all(name == written.name for name, written in moved.files.items())
     for name, entry in manifest.tensors.items():

@@ -72,7 +72,7 @@ def test_optimizer_step_waits_for_the_copy(microbatching, tmp_path, late_copy):
 
 
 def test_save_fails_without_the_wait(tmp_path, late_copy, monkeypatch):
-    monkeypatch.setattr(HostCopies, "settle", lambda copies: None)
+    monkeypatch.setattr(HostCopies, "protect_copies", lambda copies: None)
     accelerator, model, optimizer = build_prepared(tmp_path)
     update(accelerator, model, optimizer)
     accelerator.save_state(blocking=False)
@@ -99,7 +99,7 @@ def test_change_by_the_user_is_detected(tmp_path, late_copy):
 def test_first_thread_to_need_the_copy_makes_it():
     source, target = torch.arange(4.0), torch.zeros(4)
     copy = OverlappedCopy([(target, source)], SteadyTensors({("x", 0): source}))
-    copy.settle()
+    copy.protect_copies()
     source.add_(1)
     copy.wait()
     assert target.tolist() == [0, 1, 2, 3]
@@ -130,7 +130,7 @@ def test_copies_on_a_device_use_a_separate_stream(monkeypatch):
         HostCopies, "_room_for", lambda copies, own: {key: torch.empty(each.shape) for key, each in own.items()}
     )
     tensors = {"optimizer/0/x": torch.empty(3, device="meta"), "rest": torch.ones(2)}
-    taken = HostCopies().overlap(tensors, set(tensors), {"optimizer/0/x"})
+    taken = HostCopies().copy_overlapped(tensors, set(tensors), {"optimizer/0/x"})
     assert told == ["after here", (3,), "end"]
     assert [each.done for each in taken.arrivals] == ["done"]
     assert torch.equal(taken.tensors["rest"], torch.ones(2))

@@ -87,11 +87,11 @@ VALUES = {
 
 def test_writing_thread_waits_for_every_device(tmp_path):
     devices = Devices()
-    taken = HostCopies(devices.mark_position, devices.allocate).take(make_state(devices), VALUES)
+    taken = HostCopies(devices.mark_position, devices.allocate).copy_tensors(make_state(devices), VALUES)
     assert devices.waited == []
     made = make_job(tmp_path, content=CollectedState(taken.tensors), arrivals=taken.arrivals)
-    writer.begin(made)
-    writer.announce(made)
+    writer.create_staging(made)
+    writer.mark_as_writing(made)
     background = writer.BackgroundSave()
     background.start(made)
     background.join()
@@ -108,8 +108,8 @@ def test_failure_of_a_device_fails_the_save(tmp_path):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     made = make_job(tmp_path, arrivals=(Broken(),))
-    writer.begin(made)
-    writer.announce(made)
+    writer.create_staging(made)
+    writer.mark_as_writing(made)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         writer.write(made)
     assert not list(made.staging.glob(".writing-*"))  # so other ranks do not wait for this part
@@ -118,15 +118,15 @@ def test_failure_of_a_device_fails_the_save(tmp_path):
 def test_pinned_memory_is_one_arena_and_is_reused():
     devices = Devices()
     snapshot = HostCopies(devices.mark_position, devices.allocate)
-    first = snapshot.take(make_state(devices), VALUES)
+    first = snapshot.copy_tensors(make_state(devices), VALUES)
     assert devices.num_pinned == 2048  # 1,200 + 40 + 8 bytes, each at a multiple of 256
     assert (
         len({first.tensors[name].untyped_storage().data_ptr() for name in ("model/0/a", "model/0/b", "model/0/d")}) == 1
     )
-    second = snapshot.take(make_state(devices), VALUES)
+    second = snapshot.copy_tensors(make_state(devices), VALUES)
     assert devices.num_pinned == 2048
     assert all(second.tensors[name].data_ptr() == first.tensors[name].data_ptr() for name in VALUES)
-    other = snapshot.take({"model/0/a": devices.put_on_device("cuda", torch.ones(3), 0)}, {"model/0/a"})
+    other = snapshot.copy_tensors({"model/0/a": devices.put_on_device("cuda", torch.ones(3), 0)}, {"model/0/a"})
     assert other.tensors["model/0/a"].shape == (3,)
 
 
@@ -135,7 +135,7 @@ def test_failed_pinning_causes_one_warning(caplog):
         raise RuntimeError("CUDA error: out of memory")
 
     devices = Devices()
-    taken = HostCopies(devices.mark_position, refuse).take(make_state(devices), VALUES)
+    taken = HostCopies(devices.mark_position, refuse).copy_tensors(make_state(devices), VALUES)
     for arrival in taken.arrivals:
         arrival.wait()
     assert all(torch.equal(taken.tensors[name], value) for name, value in VALUES.items())
@@ -145,10 +145,10 @@ def test_failed_pinning_causes_one_warning(caplog):
 
 def test_host_memory_is_reused():
     snapshot = HostCopies()
-    first = snapshot.take(TENSORS, TENSORS).tensors
+    first = snapshot.copy_tensors(TENSORS, TENSORS).tensors
     source = {name: tensor.clone() for name, tensor in TENSORS.items()}
     source["model/0/a"] += 1
-    second = snapshot.take(source, TENSORS).tensors
+    second = snapshot.copy_tensors(source, TENSORS).tensors
     assert second["model/0/a"].data_ptr() == first["model/0/a"].data_ptr()
     assert torch.equal(second["model/0/a"], source["model/0/a"])
 
@@ -159,7 +159,7 @@ def test_each_rank_copies_its_own_part_and_the_manifest_has_all(tmp_path):
     assert set().union(*names) == set(TENSORS)
     assert sum(map(len, names)) == len(TENSORS)
     assert make_job(tmp_path, part=None, num_parts=3).own_names == frozenset()
-    taken = [HostCopies().take(TENSORS, own).tensors for own in names]
+    taken = [HostCopies().copy_tensors(TENSORS, own).tensors for own in names]
     assert [{name for name, tensor in each.items() if not tensor.is_meta} for each in taken] == [
         set(own) for own in names
     ]
@@ -167,9 +167,9 @@ def test_each_rank_copies_its_own_part_and_the_manifest_has_all(tmp_path):
         make_job(tmp_path, part=part, num_parts=3, leads=part == 0, tensors=tensors)
         for part, tensors in enumerate(taken)
     ]
-    writer.begin(ranks[0])
+    writer.create_staging(ranks[0])
     for each in ranks:
-        writer.announce(each)
+        writer.mark_as_writing(each)
     for each in reversed(ranks):
         writer.write(each)
     folder = tmp_path / "checkpoint_1"
@@ -183,14 +183,14 @@ def test_memory_pinned_in_advance_is_used_by_the_first_copies(monkeypatch):
     monkeypatch.setattr(pinned_memory, "ARENA", 1024)
     devices = Devices()
     snapshot = HostCopies(devices.mark_position, devices.allocate)
-    snapshot.reserve(2 * 1024 + 5)
+    snapshot.reserve_memory(2 * 1024 + 5)
     wait_until(lambda: devices.num_pinned == 2048)
-    taken = snapshot.take(make_state(devices), VALUES)
+    taken = snapshot.copy_tensors(make_state(devices), VALUES)
     assert devices.num_pinned == 2048 + 2048  # one tensor of 1,200 bytes has an arena of its own
     for arrival in taken.arrivals:
         arrival.wait()
     assert all(torch.equal(taken.tensors[name], value) for name, value in VALUES.items())
-    snapshot.reserve(1 << 20)  # has no effect, because memory exists
+    snapshot.reserve_memory(1 << 20)  # has no effect, because memory exists
     assert devices.num_pinned == 4096
 
 
@@ -210,7 +210,7 @@ def test_copies_begin_while_later_memory_is_pinned(monkeypatch):
 
     tensors = {f"model/0/{i}": devices.put_on_device("cuda", torch.full((256,), float(i)), 0) for i in range(4)}
     monkeypatch.setattr(pinned_memory, "count_threads", lambda: 1)
-    taking = threading.Thread(target=lambda: HostCopies(mark_position, allocate).take(tensors, tensors))
+    taking = threading.Thread(target=lambda: HostCopies(mark_position, allocate).copy_tensors(tensors, tensors))
     taking.start()
     try:
         wait_until(lambda: any(devices.queues.values()))

@@ -17,9 +17,9 @@ from tests.unit.core.checkpoint.saved import TENSORS, make_job, save
 def test_two_parts_make_one_checkpoint(tmp_path):
     lead = make_job(tmp_path, num_parts=2)
     other = make_job(tmp_path, num_parts=2, part=1, leads=False)
-    writer.begin(lead)
-    writer.announce(lead)
-    writer.announce(other)
+    writer.create_staging(lead)
+    writer.mark_as_writing(lead)
+    writer.mark_as_writing(other)
     assert writer.write(other) is None
     writer.write(lead)
     found = verify_checkpoint(tmp_path / "checkpoint_1")
@@ -30,11 +30,11 @@ def test_two_parts_make_one_checkpoint(tmp_path):
 def test_failed_part_fails_the_save_and_keeps_the_earlier_checkpoint(tmp_path):
     save(tmp_path)
     lead = make_job(tmp_path, nonce="1" * 16, num_parts=2)
-    writer.begin(lead)
-    writer.announce(lead)
+    writer.create_staging(lead)
+    writer.mark_as_writing(lead)
     with pytest.raises(CheckpointError, match=r"part 1 of 2 .* could not be written"):
         writer.write(lead)
-    writer.abandon(lead)
+    writer.remove_staging(lead)
     verify_checkpoint(tmp_path / "checkpoint_1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_1", "latest"]
 

@@ -128,15 +128,15 @@ def test_training_and_dataset_draw_different_numbers():
     torch.manual_seed(0)
     lines = DatasetRNGStates()
     lines.start_pass()
-    first = lines.fetch(lambda: torch.rand(5))
+    first = lines.call_with_states(lambda: torch.rand(5))
     training = torch.rand(5)
-    second = lines.fetch(lambda: torch.rand(5))
+    second = lines.call_with_states(lambda: torch.rand(5))
     lines.end_pass()
     after = torch.rand(5)
     torch.manual_seed(0)
     assert torch.equal(torch.cat([first, second, after]), torch.cat([torch.rand(5) for _ in range(3)]))
     assert len({*torch.cat([first, second, after, training]).tolist()}) == 20
-    assert random.getstate() == (lines.fetch(lambda: None), random.getstate())[1]
+    assert random.getstate() == (lines.call_with_states(lambda: None), random.getstate())[1]
 
 
 def test_line_that_no_save_writes_is_refused():
@@ -152,7 +152,7 @@ def test_late_first_draw_of_a_dataset_is_noticed():
     lines.start_pass()
     for number in range(60):
         before = torch.get_rng_state()
-        lines.fetch(lambda number=number: torch.rand(1) if number == 40 else None)
+        lines.call_with_states(lambda number=number: torch.rand(1) if number == 40 else None)
         if number == 40:
             assert lines.state()["lines"] == [[0, 40, write_state_text(before, 0)]]
     assert lines.state()["lines"][0][1] == 40
@@ -190,6 +190,6 @@ def test_numpy_state_is_read_after_any_calls(seed):
 def test_any_number_of_draws_from_python_is_noticed(number):
     lines = DatasetRNGStates()
     lines.start_pass()
-    lines.fetch(lambda: [random.getrandbits(32) for _ in range(number)])
+    lines.call_with_states(lambda: [random.getrandbits(32) for _ in range(number)])
     assert [place for place, *_ in lines.state()["lines"]] == [1]
     lines.end_pass()

@@ -67,7 +67,7 @@ def test_neighboring_seeds_and_epochs_give_different_orders():
 
 def test_drawing_keeps_the_global_rng_state():
     before = torch.get_rng_state()
-    PureOrder(range(10), True, 1).draw(0)
+    PureOrder(range(10), True, 1).draw_order(0)
     list(make_order(Shuffling(100, "torch")).draw(0))
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -101,7 +101,7 @@ def test_without_seedable_sampling_only_sequential_reading_is_pure():
 
 def test_seeking_in_eight_million_rows_slices_one_permutation():
     order = PureOrder(range(8_000_000), True, 3)
-    start = SampleSplit(4, 1).split_epoch(order.draw(0), num_skipped=1_900_000)
+    start = SampleSplit(4, 1).split_epoch(order.draw_order(0), num_skipped=1_900_000)
     first = next(start.rounds)
     assert isinstance(first, numpy.ndarray)
     assert first.tolist() == draw_permutation(8_000_000, mix_seed(3, 0))[7_600_000:7_600_004].tolist()

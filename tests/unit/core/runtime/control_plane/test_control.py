@@ -36,9 +36,9 @@ def test_unknown_operation_is_refused():
 
 def test_one_process_can_get_the_values_it_sets():
     plane = control.current()
-    assert not plane.has("key")
+    assert not plane.has_key("key")
     plane.set("key", b"\0\xff")
-    assert plane.has("key")
+    assert plane.has_key("key")
     assert plane.get("key", timedelta(seconds=1)) == b"\0\xff"
     plane.delete("key")
     with pytest.raises(ControlPlaneError, match=r"no rank has set .key. on the control plane within 0.01 s"):

@@ -10,8 +10,8 @@ def test_handler_is_removed_with_the_runtime() -> None:
     table = DTensor._op_dispatcher._custom_op_handlers
     before = dict(table)
     scalars = WholeScalars()
-    scalars.enter(process.start(cpu=True))
-    scalars.enter(process.current())
+    scalars.register_handler(process.start(cpu=True))
+    scalars.register_handler(process.current())
     assert table.keys() - before.keys() == {_ITEM}
     process.reset()
     assert table == before
@@ -26,6 +26,6 @@ def test_handler_of_another_library_is_kept() -> None:
 
     table[_ITEM] = other
     scalars = WholeScalars()
-    scalars.enter(process.start(cpu=True))
+    scalars.register_handler(process.start(cpu=True))
     process.reset()
     assert table.pop(_ITEM) is other
