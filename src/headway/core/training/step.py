@@ -34,7 +34,6 @@ from headway.core.training.checks.first_window import BY_HAND, FirstWindow
 from headway.core.training.checks.loss_errors import refuse_loss, refuse_weight
 from headway.core.training.checks.notices import NonFiniteNotice, SkippedUpdates
 from headway.core.training.model_turns import TWO_TURNS, ModelTurns
-from headway.core.training.prepared.objects import iterate_parameters
 from headway.core.training.run import Run
 from headway.core.training.task import BatchTask, Weigher
 from headway.core.training.windows import WHOLE, AccumulationWindow, BatchPiece, LossPolicy, LossWeight
@@ -587,7 +586,7 @@ class TrainingStep(ABC):
         """Return torch's own optimizers that hold one of these parameters."""
         wanted = set(map(id, parameters))
         every = [prepared.optimizer for prepared in self.prepared.optimizers]
-        return [each for each in every if any(id(p) in wanted for p in iterate_parameters(each))]
+        return [each for each in every if any(id(p) in wanted for group in each.param_groups for p in group["params"])]
 
     def _find_present(self, parameters: Any) -> list[Any]:
         """Return the current parameters, because `prepare()` may have replaced those that the script refers to.
