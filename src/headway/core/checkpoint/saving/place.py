@@ -86,10 +86,12 @@ class CheckpointFolder:
     def _later_ones(self) -> list[Path]:
         """Return the existing checkpoints that conflict with the checkpoints that this run will save, newest first.
 
-        A checkpoint conflicts if it has the next checkpoint's number or a higher one. Without a number, it counts as
-        number 0. A renamed copy that a user made conflicts only if it has exactly the next checkpoint's name.
+        A checkpoint conflicts if it has the next checkpoint's number or a higher one, because a resume would take it for
+        a newer one. A checkpoint whose name has no number never conflicts. A renamed copy that a user made conflicts only
+        if it has exactly the next checkpoint's name.
         """
-        later = [path for path in list_committed(self.parent()) if (parse_number(path) or 0) >= self.iteration]
+        numbered = [(parse_number(path), path) for path in list_committed(self.parent())]
+        later = [path for number, path in numbered if number is not None and number >= self.iteration]
         return [path for path in later if path.name == f"checkpoint_{self.iteration}" or not find_original_name(path)]
 
     def _find_earlier(self) -> tuple[Path, tuple[int, int]] | None:
