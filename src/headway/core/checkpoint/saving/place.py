@@ -58,11 +58,13 @@ class CheckpointFolder:
 
     # ---------------------------------------------------------------- save
 
-    def folder_for(self, output_dir: str | Path | None) -> Path:
+    def folder_for(self, output_dir: str | Path | None, is_written_here: bool = True) -> Path:
         """Return the folder of the next checkpoint.
 
         Args:
             output_dir: Folder that the caller has chosen. Ignored with automatic naming.
+            is_written_here: Whether this rank takes part in the save. Otherwise the checkpoint can exist already, and
+                conflicts with earlier runs are not checked. Default: True.
 
         Raises:
             CheckpointError: If an earlier run has a checkpoint with the next number or a higher one. Also if a copy
@@ -78,7 +80,7 @@ class CheckpointFolder:
             place = to_path(output_dir).expanduser().absolute()
             find_store(place).check_name()
             return place
-        others = self._later_ones()
+        others = self._later_ones() if is_written_here else []
         if others:
             raise CheckpointError(_used(others[0]))
         return self.parent() / f"checkpoint_{self.iteration}"
