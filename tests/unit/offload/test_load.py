@@ -111,6 +111,16 @@ def assert_refused(model, folder, words, **more):
     return str(caught.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_complex_values_are_not_loaded_into_a_real_tensor(tmp_path, dtype):
+    model = torch.nn.Module()
+    model.register_buffer("table", torch.zeros(2, dtype=dtype))
+    save_file({"table": torch.tensor([1 + 2j, 3])}, tmp_path / "model.safetensors")
+    assert "Mismatched (1): table: [2] complex64 in the checkpoint" in assert_refused(
+        model, tmp_path, "nothing was loaded"
+    )
+
+
 def test_everything_that_does_not_fit_is_reported_at_once_and_nothing_is_loaded(tmp_path):
     save_net(
         tmp_path, **{"body.0.weight": None, "body.0.wieght": torch.zeros(4, 4), "body.2.weight": torch.zeros(4, 5)}

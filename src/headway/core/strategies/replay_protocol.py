@@ -95,7 +95,7 @@ class ReplayStrategy:
         Raises:
             CollectiveError: If the collective is none of this strategy's.
         """
-        return self._collectives_of(step).members()
+        return self._collectives_of(step).list_ranks()
 
     def join_collective(self, step: Step) -> None:
         """Join a collective in which other ranks wait, with values that do not change its result.

@@ -556,7 +556,7 @@ class Collectives:
 
     # ---------------------------------------------------------------- for a rank that left a batch early
 
-    def members(self) -> list[int]:
+    def list_ranks(self) -> list[int]:
         """Return the global ranks of the group."""
         return [self._global_rank(rank) for rank in range(self.world_size)]
 

@@ -170,7 +170,7 @@ class ReplicaCheck:
         if len(set(rows)) > 1:
             self._rows.warn_of_differences([int(count) for count in rows])
         if len(set(places)) > 1:
-            told = ", ".join(f"{int(place)} on rank {rank}" for rank, place in zip(group.members(), places))
+            told = ", ".join(f"{int(place)} on rank {rank}" for rank, place in zip(group.list_ranks(), places))
             self._warn("places", _PLACES % told)
         if len(set(hyperparameters)) > 1:
             self._compare_settings(group, settings)
@@ -193,7 +193,7 @@ class ReplicaCheck:
             for key, value in first.items():
                 values = [settings[number].get(key) if number < len(settings) else None for settings in every]
                 if any(not _are_close(value, other) for other in values):
-                    told = ", ".join(f"{other} on rank {rank}" for rank, other in zip(group.members(), values))
+                    told = ", ".join(f"{other} on rank {rank}" for rank, other in zip(group.list_ranks(), values))
                     self._report(
                         f"the optimizers of the ranks are not alike: {key!r} of parameter group {number} is {told}"
                     )
@@ -216,7 +216,7 @@ class ReplicaCheck:
             return  # an optimizer that steps only on some ranks cannot be distinguished from user code
         told = []
         for name in dict.fromkeys(name for changed, _ in every for name in changed):
-            ranks = [rank for rank, (changed, _) in zip(group.members(), every) if name in changed]
+            ranks = [rank for rank, (changed, _) in zip(group.list_ranks(), every) if name in changed]
             if len(ranks) < len(every):
                 told.append(f"{name} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
         if told:
@@ -245,12 +245,12 @@ class ReplicaCheck:
             there = group.broadcast(parameter.detach(), src=column.index(usual))
             distances = [row[0] for row in group.gather_numbers([_compute_distance(parameter.detach(), there)])]
             others = [
-                rank for rank, distance in zip(group.members(), distances) if distance > _get_tolerance(parameter)
+                rank for rank, distance in zip(group.list_ranks(), distances) if distance > _get_tolerance(parameter)
             ]
             num_rounded += not others
             if others:
                 where = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
-                source = group.members()[column.index(usual)]
+                source = group.list_ranks()[column.index(usual)]
                 told = f"{name} on {where} differs from rank {source}'s by up to {max(distances):.3g}"
                 (drifted if parameter.requires_grad else frozen).append(told)
         if drifted:
