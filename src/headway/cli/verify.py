@@ -184,7 +184,9 @@ def _split_arguments(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"--resume_args {text!r} cannot be split as in a shell: {error}; close the quotation") from None
+        raise ConfigError(
+            f"--resume_args {text!r} cannot be split as in a shell: {error}; close the quotation"
+        ) from None
 
 
 def _choose_processes(typed: dict[str, Any], here: Any) -> tuple[int, bool, list[str]]:
