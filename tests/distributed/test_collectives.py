@@ -48,6 +48,7 @@ def gather_many_types():
     out["no columns"] = acc.gather(torch.ones(2, 0))
     out["transposed"] = acc.gather((torch.arange(6).reshape(2, 3) + 10 * rank).T)
     out["strided"] = acc.gather((torch.arange(6) + 10 * rank)[::2])
+    out["conjugate"] = acc.gather(torch.tensor([complex(rank, 1)]).conj())
     out["expanded"] = acc.gather(torch.tensor([rank]).expand(3))
     out["narrow, strided"] = acc.gather(torch.arange(8.0).reshape(2, 4).T.to(torch.float8_e5m2)).float()
     out["wants grad"] = acc.gather(torch.ones(2, requires_grad=True) * rank)
@@ -81,6 +82,7 @@ def test_gather_joins_every_supported_type():
         assert out["no columns"].shape == (4, 0)
         assert out["transposed"].tolist() == [[0, 3], [1, 4], [2, 5], [10, 13], [11, 14], [12, 15]]
         assert out["strided"].tolist() == [0, 2, 4, 10, 12, 14]
+        assert out["conjugate"].tolist() == [-1j, 1 - 1j]
         assert out["expanded"].tolist() == [0, 0, 0, 1, 1, 1]
         assert out["narrow, strided"].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]] * 2
         assert out["wants grad"].tolist() == [0, 0, 1, 1]
@@ -227,6 +229,27 @@ def test_model_is_replicated_in_place():
         assert most <= (64 * 64 + 8 * 8 * 9) * 4
         assert "ranks have built different models: weight of Linear" in error
         assert "(4, 3)" in error
+
+
+def replicate_conjugates():
+    """Update a model with a lazy conjugate as a buffer under several strategies, and return the buffers."""
+    found = {}
+    for strategy, microbatching in (("ddp", None), ("ddp", "auto"), ("fsdp", None)):
+        acc = Accelerator(cpu=True, strategy=strategy, microbatching=microbatching)
+        model = torch.nn.Linear(4, 4)
+        model.register_buffer("phases", torch.full((2,), complex(1, 1 + acc.process_index)).conj())
+        prepared, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        acc.forward_backward(torch.ones(2, 4), lambda rows: prepared(rows).mean())
+        optimizer.step()
+        found[strategy, microbatching] = model.phases.tolist()
+        acc.free_memory()
+    return found
+
+
+@pytest.mark.slow
+def test_lazy_conjugates_are_replicated():
+    for found in run_ranks(replicate_conjugates, 2):
+        assert found == {key: [1 - 1j, 1 - 1j] for key in found}
 
 
 def replicate_other_memory_order():

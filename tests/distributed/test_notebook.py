@@ -36,6 +36,15 @@ def test_exception_of_the_failed_rank_is_the_cause(capsys: pytest.CaptureFixture
     assert "rank 1 of 2 failed first" in capsys.readouterr().out
 
 
+def test_result_that_cannot_be_pickled_is_none() -> None:
+    def make() -> object:
+        import multiprocessing
+
+        return multiprocessing.Queue()  # RuntimeError when it is pickled
+
+    assert notebook_launcher(make, num_processes=1, cpu=True) == [None]
+
+
 def test_one_process_runs_without_agent_and_gets_the_precision() -> None:
     def precision() -> str:
         from headway import Accelerator

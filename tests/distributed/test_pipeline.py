@@ -506,6 +506,33 @@ def pipeline_example() -> None:
         assert losses[1:] <= losses[:1]
 
 
+def change_length_outside_of_the_batch(schedule: str) -> str:
+    """Train on ever other lengths, which the batch does not contain, and return this rank's error."""
+    accelerator, model, _ = prepare_training(*make_options(schedule, 2))
+    plain = build_seeded(0, lambda: GPT(num_blocks=2))
+    for length in (4, 6):  # in the batch, the length is part of its kind
+        loss = accelerator.forward_backward(
+            (make_tokens(rows=4), length), lambda piece: mean_square(model, piece[0][:, : piece[1]])
+        )
+        assert abs(loss.item() - mean_square(plain, make_tokens(rows=4)[:, :length]).item()) < 2e-6
+    try:
+        for length in (6, 4):
+            accelerator.forward_backward(
+                make_tokens(rows=4), lambda piece, length=length: mean_square(model, piece[:, :length])
+            )
+    except (UnsupportedError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_output_of_another_shape_than_expected_is_an_error(schedule):
+    first, _ = run_ranks(change_length_outside_of_the_batch, 2, schedule)  # the second one loses its connection
+    assert "stage 0 of the pipeline returned tensors of shapes" in first
+    assert "put it into the batch" in first
+
+
 def run_scenarios() -> list[str]:
     return run_each(
         [

@@ -299,6 +299,23 @@ def test_numbers_rotation_and_hooks_of_saves_on_one_rank(tmp_path):
     assert "call save_state on every rank" in text
 
 
+def save_on_one_rank_then_on_two(root):
+    accelerator = Training(f"{root}/run", total_limit=None).accelerator
+    names = []
+    for ranks in ((0,), (0, 1), (0, 1, 2)):
+        if accelerator.process_index in ranks:
+            names.append(accelerator.save_state().name)
+        accelerator.wait_for_everyone()
+    return names
+
+
+def test_rank_that_does_not_write_returns_the_folder_of_the_writing_rank(tmp_path):
+    first, second, third = run_ranks(save_on_one_rank_then_on_two, 3, str(tmp_path))
+    assert first == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    assert second == first[1:]
+    assert third == first[2:]
+
+
 def save_best(root):
     training = Training(f"{root}/best", total_limit=1, keep_best="max")
     for metric in (0.1, 0.9, 0.3):

@@ -223,3 +223,71 @@ def train_with_a_callback_on_one_rank(folder):
 
 def test_callback_of_one_rank_acts_on_all_ranks(tmp_path):
     assert run_ranks(train_with_a_callback_on_one_rank, 2, tmp_path) == [2, 2]
+
+
+class Request(TrainerCallback):
+    """Sets a flag of the control in one event, after a number of updates, on the main process only."""
+
+    def __init__(self, event, flag, update):
+        def act(args, state, control, **kwargs):
+            if state.global_step == update and state.is_world_process_zero:
+                setattr(control, flag, True)
+
+        setattr(self, event, act)
+
+
+def train_with_requests_of_one_rank(folder):
+    """Train several times, each with a request of the main process. Return what each training did."""
+    out = []
+    for event, flag, update in [
+        ("on_train_begin", "should_training_stop", 0),
+        ("on_train_begin", "should_evaluate", 0),
+        ("on_epoch_begin", "should_epoch_stop", 0),
+        ("on_substep_end", "should_training_stop", 1),
+        ("on_log", "should_save", 1),
+        ("on_evaluate", "should_training_stop", 1),
+        ("on_save", "should_training_stop", 2),
+    ]:
+        given = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1,
+                 "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 2}  # fmt: skip
+        place = folder / f"{event}_{flag}"
+        trainer = Trainer(Net(), make_arguments(place, **given), train_dataset=Points(40), eval_dataset=Points(8),
+                          loss_function=cross_entropy, callbacks=[Request(event, flag, update)])  # fmt: skip
+        trainer.train()
+        evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        num_saved = len(list((place / "checkpoints").glob("checkpoint_*")))
+        out.append((trainer.state.global_step, evaluated, round(trainer.state.epoch, 2), num_saved))
+    return out
+
+
+def test_request_in_any_event_of_one_rank_acts_on_all_ranks(tmp_path):
+    first, second = run_ranks(train_with_requests_of_one_rank, 2, tmp_path)
+    assert first == second == [
+        (0, [], 0.0, 0),
+        (3, [0, 1, 2, 3], 0.6, 2),
+        (3, [1, 2, 3], 1.4, 2),
+        (2, [1, 2], 0.4, 1),
+        (3, [1, 2, 3], 0.6, 3),
+        (1, [1], 0.2, 0),
+        (2, [1, 2], 0.4, 1),
+    ]  # fmt: skip
+
+
+class Flags(Speaker):
+    """Predicts a flag for each token."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        found = super().forward(input_ids, attention_mask, labels)
+        return {**found, "logits": found["logits"].argmax(-1) > 30}
+
+
+def predict_flags_of_different_lengths(folder):
+    rows = [{"input_ids": [1] * (3 + index % 2)} for index in range(4)]
+    trainer = Trainer(Flags(), make_arguments(folder, per_device_eval_batch_size=1))
+    with pytest.raises(MetricError, match=r"torch\.bool have rows of different lengths"):
+        trainer.predict(rows)
+    return True
+
+
+def test_flags_of_different_lengths_are_refused_on_all_ranks(tmp_path):
+    assert run_ranks(predict_flags_of_different_lengths, 2, tmp_path) == [True, True]

@@ -266,7 +266,7 @@ class Run:
             streams=digest(read_rng_states()), optimizer=digest(self.optimizer.state_dict()),
             schedule=digest(self.schedule.state_dict()),
             # Not the loaders' whole states: after `zip`, the second loader's position depends on where the run was interrupted.
-            loaders=[each.next_epoch for each in (self.loader, self.evaluated, *self.second)],
+            loaders=[each.epoch_at_resume for each in (self.loader, self.evaluated, *self.second)],
         )  # fmt: skip
         self.accelerator.end_training()
 

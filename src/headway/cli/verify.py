@@ -168,11 +168,25 @@ def make_options(
         "layout_name": str(typed.get("strategy", "")) or ("the layout" if layout else ""),
         "num_updates": updates,
         "time_limit": time_limit,
-        "resume_args": shlex.split(resume_args or ""),
+        "resume_args": _split_arguments(resume_args or ""),
         "proofs": proofs,
         "notes": notes,
         "is_json": as_json,
     }
+
+
+def _split_arguments(text: str) -> list[str]:
+    """Split a text into arguments as a shell does.
+
+    Raises:
+        ConfigError: If a quotation mark is not closed.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--resume_args {text!r} cannot be split as in a shell: {error}; close the quotation"
+        ) from None
 
 
 def _choose_processes(typed: dict[str, Any], here: Any) -> tuple[int, bool, list[str]]:

@@ -1,9 +1,9 @@
 """Paths in object stores, such as `s3://bucket/run`. A file larger than one part is stored as several objects.
 
-The object with the file's name contains the first 16 MiB, `<name>.part-00001` contains the next 16 MiB, and so on. Each
-part is written by one request that succeeds or fails as a whole, so a killed process leaves only complete, named
-objects. A multipart upload would leave parts that no listing shows, that cost money, and that obstore cannot find.
-Folders are prefixes and need not be created.
+The object with the file's name contains the first 16 MiB, `<name>.part-00001` contains the next 16 MiB, and so on. The
+first object that is not exactly 16 MiB long is the last one. Each part is written by one request that succeeds or fails
+as a whole, so a killed process leaves only complete, named objects. A multipart upload would leave parts that no
+listing shows, that cost money, and that obstore cannot find. Folders are prefixes and need not be created.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ They repeat the "store" rows of `headway.core.extensions`, which this layer must
 """
 _URL = re.compile(rf"({'|'.join(SCHEMES)})://")
 _MANGLED = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)")
-_PART_NAME = re.compile(r"(.+)\.part-\d{5}")
+_PART_NAME = re.compile(r"(.+)\.part-(\d{5,})")
 
 
 class ObjectPath(type(Path())):  # type: ignore[misc]
@@ -74,6 +74,35 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         """Return the key of part `number` of this file. Part 0 has the key of the file itself."""
         return f"{self.key}.part-{number:05d}" if number else self.key
 
+    def list_part_sizes(self) -> list[int]:
+        """Return the sizes in bytes of the objects that hold this file, in order.
+
+        Raises:
+            FileNotFoundError: If the file does not exist.
+        """
+        size = self.client.get_size(self.key)
+        if size is None:
+            raise FileNotFoundError(f"{self} does not exist")
+        sizes = [size]
+        stored = self._find_later_parts() if size == PART else {}
+        while sizes[-1] == PART and len(sizes) in stored:
+            sizes.append(stored[len(sizes)])
+        return sizes
+
+    def delete_parts(self, first: int) -> None:
+        """Delete the parts of this file from number `first` on, which an earlier, longer file has left.
+
+        Args:
+            first: Number of the first part to delete, at least 1.
+        """
+        if self.client.get_size(self.make_part_key(first)) is not None:
+            self.client.delete([self.make_part_key(number) for number in self._find_later_parts() if number >= first])
+
+    def _find_later_parts(self) -> dict[int, int]:
+        """Return the sizes of the objects that belong to this file, except the first one, by their part numbers."""
+        matches = ((_PART_NAME.fullmatch(name), each.num_bytes) for name, each in self.parent.list_objects())
+        return {int(match[2]): num_bytes for match, num_bytes in matches if match is not None and match[1] == self.name}
+
     def list_objects(self) -> list[tuple[str, ObjectInfo]]:
         """Return pairs of (name relative to this path, `ObjectInfo`) of all objects under this path, sorted by key."""
         start = len(self.key) + bool(self.key)
@@ -114,45 +143,49 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         self.write_bytes(b"")
 
     def read_bytes(self) -> bytes:
-        """Return the content of the object. Of a file with several parts, this is only the first part.
+        """Return the content of the file.
 
         Raises:
-            FileNotFoundError: If the object does not exist.
+            FileNotFoundError: If the file does not exist.
         """
         found = self.client.get(self.key)
         if found is None:
             raise FileNotFoundError(f"{self} does not exist")
-        return found[0]
+        if len(found[0]) != PART:
+            return found[0]
+        return found[0] + b"".join(self.read_range(PART, sum(self.list_part_sizes())))
 
     def read_text(self, *_: Any, **__: Any) -> str:
-        """Return the content of the object, decoded from UTF-8. Of a file with several parts, this is the first part.
+        """Return the content of the file, decoded from UTF-8.
 
         Raises:
-            FileNotFoundError: If the object does not exist.
+            FileNotFoundError: If the file does not exist.
         """
         return self.read_bytes().decode()
 
     def write_bytes(self, data: Any) -> int:
-        """Write the object in one request and return the number of bytes."""
+        """Write the file as one object, in one request, and return the number of bytes."""
         self.client.put(self.key, data)
+        if len(data) == PART:  # otherwise readers ignore the parts of an earlier, longer file
+            self.delete_parts(1)
         return len(data)
 
     def write_text(self, data: str, *_: Any, **__: Any) -> int:
-        """Write the object as text in UTF-8, in one request, and return the number of bytes."""
+        """Write the file as text in UTF-8, in one request, and return the number of bytes."""
         return self.write_bytes(data.encode())
 
     def replace(self, target: Any) -> "ObjectPath":
-        """Copy a small object to `target`, delete the original, and return `target`. One of the two always exists."""
+        """Copy a small file to `target`, delete the original, and return `target`. One of the two always exists."""
         target.write_bytes(self.read_bytes())
         self.unlink()
         return target  # type: ignore[no-any-return]
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Delete the object. Of a file with several parts, only the first part is deleted.
-
-        A missing object is ignored, whatever the value of `missing_ok`.
-        """
+        """Delete the file. A missing file is ignored, whatever the value of `missing_ok`."""
+        has_more = self.client.get_size(self.key) == PART
         self.client.delete([self.key])
+        if has_more:
+            self.delete_parts(1)
 
     def open(self, mode: str = "rb", *_: Any, **__: Any) -> Any:
         """Open a file of any size for sequential writing ("wb") or for reading ("rb").
@@ -163,7 +196,7 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         return PartsWriter(self) if mode == "wb" else PartsReader(self)
 
     def read_range(self, start: int, end: int) -> Iterator[memoryview]:
-        """Yield the bytes from `start` to `end` (exclusive) of a file, one buffer per part.
+        """Yield the bytes from `start` to `end` (exclusive) of a file that was written in parts, one buffer per part.
 
         Raises:
             FileNotFoundError: If a part does not exist.
@@ -214,8 +247,8 @@ def open_writable(place: Path) -> Iterator[Path]:
 class PartsWriter(io.RawIOBase):
     """Sequential writer that uploads parts in background threads while the next parts are filled.
 
-    Holds at most `THREADS` buffers of `PART` bytes. The file is complete once `close` has returned. If the `with` block
-    raises an error, parts that were already uploaded remain.
+    Holds at most `THREADS` buffers of `PART` bytes. The file is complete once `close` has returned. Further parts of an
+    earlier, longer file are then deleted. If the `with` block raises an error, parts that were already uploaded remain.
 
     Args:
         path: File to write.
@@ -300,6 +333,7 @@ class PartsWriter(io.RawIOBase):
             self._send_part()
             for each in self._running:
                 each.result()
+            self._path.delete_parts(self._number)
         finally:
             self._senders.shutdown(cancel_futures=True)
             super().close()
@@ -316,20 +350,23 @@ class PartsReader(RangeFile):
     """
 
     def __init__(self, path: ObjectPath) -> None:
-        names = {name: each.num_bytes for name, each in path.parent.list_objects()}
-        if path.name not in names:
-            raise FileNotFoundError(f"{path} does not exist")
-        parts = [size for name, size in names.items() if name == path.name or name.startswith(f"{path.name}.part-")]
-        super().__init__(sum(parts))
+        sizes = path.list_part_sizes()
+        super().__init__(sum(sizes))
         self._path = path
+        self._is_one_object = len(sizes) == 1
 
     def read_at(self, offset: int, view: memoryview) -> int:
         """Fill `view` with the file's bytes from the byte offset `offset` on, and return the number of bytes read.
 
         The number is less than `len(view)` only at the end of the file.
         """
+        end = min(self._num_bytes, offset + len(view))
+        if self._is_one_object and offset < end:  # can be longer than a part
+            ranges = iter([memoryview(self._path.client.get_range(self._path.key, offset, end))])
+        else:
+            ranges = self._path.read_range(offset, end)
         count = 0
-        for each in self._path.read_range(offset, min(self._num_bytes, offset + len(view))):
+        for each in ranges:
             view[count : count + len(each)] = each
             count += len(each)
         return count

@@ -13,7 +13,7 @@ source line that anomaly mode has recorded for the node.
 """
 
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -29,8 +29,12 @@ from headway.core.strategies.fully_sharded.dtensors import get_local_shard
 from headway.core.training.interfaces import NanOrigin, OriginSearch
 from headway.core.training.prepared.objects import PreparedObjects
 from headway.core.training.run import Run
+from headway.core.training.windows import AccumulationWindow
 from headway.extras._torch import TorchDispatchMode, current_autograd_node, disable_current_modes, get_sequence_number
 from headway.extras.replay.snapshot import BatchSnapshot
+from headway.log import get_logger
+
+log = get_logger(__name__)
 
 _MOST_ROWS = 8
 _ON_PURPOSE = ("fill", "full", "where", "scatter", "index_put", "masked", "triu", "tril", "scalar_tensor", "lift")
@@ -247,81 +251,111 @@ def _find_user_line(node: Any) -> str:
     return str(next(own, ""))
 
 
+_MOST_BATCHES = 256
+"""Largest number of batches of an accumulation window that are kept in memory until its update is judged."""
+_TOO_LONG = (
+    "this update cannot be run again to find the origin of its non-finite values, because it has more than %d batches: fewer, larger "
+    "micro-batches make it possible"
+)
+
+
 class WindowReplay(OriginSearch):
     """Recorder of an accumulation window's batches. It runs the window again to find the origin of a NaN.
 
-    At most the last 256 batches of the window are kept, and only one window of a run is run again.
+    Only one window of a run is run again. The loader then repeats its batches, so that the script's own code runs on
+    them. If several sets of models train on one batch, the code of all of them runs, but only one window is traced.
 
     Args:
         run: Run of the Accelerator.
 
     Attributes:
+        is_armed: Whether a window will be run again, as soon as its loader is asked for the next batch.
+        is_repeating: Whether the script is processing repeated batches. No update may be made then.
         tracer: Tracer of the window that is being run again, or None.
-        is_spent: Whether no window will be run again: the only replay was used, or it is impossible.
+        is_spent: Whether no further window will be run again: the only replay was used, or it is impossible.
     """
 
     def __init__(self, run: Run) -> None:
         self._prepared, self._windows, self._rank = run.prepared, run.windows, run.runtime.rank
-        self._kept: deque[tuple[PreparedLoader, Any, Any]] = deque(maxlen=256)
-        self._snapshot = BatchSnapshot(run.prepared, (), run.runtime.hardware)
-        self._is_armed_for: PreparedLoader | None = None
+        self._kept: deque[tuple[PreparedLoader, Any, Any]] = deque(maxlen=_MOST_BATCHES)
+        self._num_fetched: Counter[PreparedLoader] = Counter()
+        self._snapshot = BatchSnapshot(run.prepared, (), run.runtime.hardware, has_counts=False)
+        self._loader: PreparedLoader | None = None
+        self._models: tuple[torch.nn.Module, ...] = ()
+        self.is_armed = self.is_repeating = self.is_spent = False
         self.tracer: OperationTracer | None = None
-        self.is_spent = False
-        run.events.after_fetch.append(self._save_window_start)
         run.events.repeats.append(self._repeat_batches)
 
-    def _save_window_start(self, loader: PreparedLoader) -> None:
-        if (
-            self.tracer is None
-            and not self.is_spent
-            and not self._windows.is_unfinished
-            and self._windows.num_read == 1
-        ):
+    def _repeat_batches(self, loader: PreparedLoader, deliveries: Iterator[Any]) -> Iterator[Any]:
+        """Yield a loader's batches, and record them. After a window was armed, yield its batches again."""
+        try:
+            for batch, share in deliveries:
+                if not self.is_spent:
+                    self._record_batch(loader, batch, share)
+                yield batch, share
+                if self.is_armed and self._loader is loader:
+                    self.is_armed, self.is_repeating = False, True
+                    yield from self._replay_batches()
+                    self._end_replay()
+        finally:  # also if the loop is left early
+            if self._loader is loader:
+                self._end_replay()
+
+    def _record_batch(self, loader: PreparedLoader, batch: Any, share: Any) -> None:
+        """Record a batch. If no window is unfinished, it begins a new one: save the state, and drop earlier batches."""
+        windows = self._windows
+        if windows.are_closed and not windows.is_unfinished and not windows.num_read:
+            self._kept.clear()
+            self._num_fetched.clear()
             self._snapshot.save_state()
             self._snapshot.restore_gradients()  # `save_state` has moved them into the snapshot
+        self._kept.append((loader, batch, share))
+        self._num_fetched[loader] += 1
 
-    def _repeat_batches(self, loader: PreparedLoader, deliveries: Iterator[Any]) -> Iterator[Any]:
-        for batch, share in deliveries:
-            if not self.is_spent:
-                self._kept.append((loader, batch, share))
-            yield batch, share
-            if self._is_armed_for is loader:
-                self._is_armed_for = None
-                again = [(batch, share) for whose, batch, share in self._kept if whose is loader]
-                self._kept.clear()
-                try:
-                    yield from self._replay_batches(again)
-                finally:
-                    self.end_replay()
+    def _list_batches(self, loader: PreparedLoader) -> list[tuple[Any, Any]]:
+        return [(batch, share) for whose, batch, share in self._kept if whose is loader]
 
-    def _replay_batches(self, batches: list[tuple[Any, Any]]) -> Iterator[Any]:
+    def _replay_batches(self) -> Iterator[Any]:
+        assert self._loader is not None
+        again = self._list_batches(self._loader)
+        self._kept.clear()
         self._snapshot.restore()
         self.tracer = OperationTracer(self._prepared, self._rank)
         self.tracer.__enter__()
-        for batch, share in batches:
+        for batch, share in again:
             if self.tracer is not None:
                 self.tracer.num_rows = share.num_rows or find_batch_size(batch) or 0
                 yield batch, share._replace(num_samples=0)
 
-    def forget_window(self) -> None:
-        """Drop the recorded batches, because the update of their accumulation window was made."""
-        self._kept.clear()
+    def _end_replay(self) -> None:
+        self.end_replay()
+        self.is_armed, self.is_repeating, self._loader = False, False, None
 
-    def arm_replay(self) -> bool:
+    def arm_replay(self, window: AccumulationWindow) -> bool:
         """Prepare to run an accumulation window again, after its update was refused because of a non-finite value.
 
         The loader then returns the window's batches once more.
 
         Returns:
-            Whether the window can be run again. False if a window was run again before, or if the batches did not come
-                from a prepared loader.
+            Whether a window will be run again: this one, or one that was refused before it on the same batches. False
+                if a window was run again before, if the batches did not come from a prepared loader, or if there were
+                more than 256 of them.
         """
+        if self.is_armed:
+            return True
         loader = self._windows.loader
-        if self.is_spent or loader is None or not any(whose is loader for whose, _, _ in self._kept):
-            self.is_spent = True
+        is_spent, self.is_spent = self.is_spent, True
+        if is_spent or loader is None or not (kept := self._list_batches(loader)):
             return False
-        self._is_armed_for, self.is_spent = loader, True
+        if len(kept) < self._num_fetched[loader]:
+            log.warning(_TOO_LONG, _MOST_BATCHES)
+            return False
+        self._loader, self._models, self.is_armed = loader, window.models, True
         return True
+
+    def is_of(self, window: AccumulationWindow) -> bool:
+        """Whether `window` is the one that is being run again and traced."""
+        return self.tracer is not None and window.models == self._models
 
     def end_replay(self) -> NanOrigin | None:
         """Stop checking operations, and restore the state from the beginning of the accumulation window.

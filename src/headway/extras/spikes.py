@@ -35,6 +35,7 @@ from headway.core.config.guards import NonFinitePolicy, SpikePolicy
 from headway.core.runtime.events import RunEvent, notify_listeners, subscribe
 from headway.core.training.checks.finite import FiniteGuard, has_scaler
 from headway.core.training.run import Run
+from headway.core.training.windows import AccumulationWindow
 from headway.errors import SpikeError, UnsupportedError
 from headway.extras._torch import foreach_norm
 from headway.extras.replay.snapshot import Rewind, StateHolder
@@ -158,7 +159,6 @@ class SpikeGuard(FiniteGuard):
         self._norms, self._losses = Band(policy, (), policy.norm_fence), Band(policy)
         self._norm = math.nan
         self._new_losses: list[float] = []
-        self._squares: tuple[int, list[torch.Tensor]] = -1, []
         self._spikes_in_row = self._num_since = 0
         self._added = -1
         self._rewind = self._make_rewind() if policy.action == "go_back" else None
@@ -196,7 +196,7 @@ class SpikeGuard(FiniteGuard):
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
         """Check a loss, and return it. If the loss is above the limit, the result's backward produces NaN gradients."""
         plain, limit = loss.detach(), self._losses.limit
-        if self._replay is not None and self._replay.tracer is not None:
+        if self._search is not None and self._search.is_repeating:
             return super().watch(loss)
         if plain.device.type != "cpu":
             watched = super().watch(loss)
@@ -206,21 +206,22 @@ class SpikeGuard(FiniteGuard):
             self._new_losses.append(value)
             return super().watch(loss)
         super().watch(loss)
-        self._seen.losses.append((self._windows.current.num_done, plain))
+        self._record.losses.append((self._windows.current.num_done, plain))
         return loss * math.nan
 
     def _is_good_loss(self, loss: float) -> bool:
         return math.isfinite(loss) and loss <= self._losses.limit
 
-    def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+    def before_clip(
+        self, window: AccumulationWindow, parameters: Sequence[torch.Tensor], norm_type: float
+    ) -> torch.Tensor | None:
         """Record the norm of gradients before they are clipped, and return it as a tensor, or None if unknown.
 
         If gradients are sharded, also record this rank's squared norm.
         """
-        total = super().before_clip(parameters, norm_type)
+        total = super().before_clip(window, parameters, norm_type)
         if not self._is_whole:
-            key, squares = self._seen.num_backwards, self._squares
-            self._squares = key, [*(squares[1] if squares[0] == key else []), self._compute_own_square(parameters)]
+            self._record.squares.append(self._compute_own_square(parameters))
         return total
 
     # ---------------------------------------------------------------- the decision
@@ -237,7 +238,7 @@ class SpikeGuard(FiniteGuard):
             totals: Gradient norms on each device.
         """
         by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for _, loss in self._seen.losses:
+        for _, loss in self._record.losses:
             if not loss.is_cpu:
                 by_device.setdefault(loss.device, []).append(loss)
         squares = 0.0
@@ -265,23 +266,24 @@ class SpikeGuard(FiniteGuard):
             is_bad: Whether this rank found a spike.
             parameters: Parameters whose gradients are checked.
         """
-        key, squares = self._squares
-        own = squares if key == self._seen.num_backwards else [self._compute_own_square(parameters)]
-        self._new_losses += [float(loss) for _, loss in self._seen.losses if not loss.is_cpu]
+        record = self._record
+        is_noted = record.squares and record.noted_at == record.num_backwards
+        own = record.squares if is_noted else [self._compute_own_square(parameters)]
+        self._new_losses += [float(loss) for _, loss in record.losses if not loss.is_cpu]
         num_bad, square = self._group.reduce_numbers([float(is_bad), float(sum(own))])
         self._norm = math.sqrt(square) if square >= 0 else math.nan
         return num_bad == 0
 
-    def after_step(self, did_step: bool) -> None:
+    def after_step(self, window: AccumulationWindow, did_step: bool) -> None:
         """Add the losses and the gradient norm of an update to the recent values, once per accumulation window.
 
         Args:
+            window: Accumulation window of the update.
             did_step: Whether the update was made. If not, nothing is added.
         """
-        super().after_step(did_step)
-        window = self._windows.current.number
-        if did_step and self._added != window:
-            self._added = window
+        super().after_step(window, did_step)
+        if did_step and self._added != window.number:
+            self._added = window.number
             self._norms.add(self._norm)
             for loss in self._new_losses:
                 self._losses.add(loss)
@@ -304,15 +306,17 @@ class SpikeGuard(FiniteGuard):
 
     # ---------------------------------------------------------------- after a refusal
 
-    def _refuse_update(self, ranks: dict[int, list[float]], parameters: Sequence[torch.Tensor]) -> None:
+    def _refuse_update(
+        self, window: AccumulationWindow, ranks: dict[int, list[float]], parameters: Sequence[torch.Tensor]
+    ) -> None:
         self._new_losses = []
         is_finite = all(math.isfinite(row[2]) for row in ranks.values()) if ranks else math.isfinite(self._norm)
         if self.has_own_policy and not is_finite:
-            super()._refuse_update(ranks, parameters)
+            super()._refuse_update(window, ranks, parameters)
             return
         update = self._clock.num_updates + 1
-        if self._counted != self._windows.current.number:
-            self._counted = self._windows.current.number
+        if not self._record.is_counted:
+            self._record.is_counted = True
             self.num_skipped += 1
             self.num_spikes += 1
             self._spikes_in_row, self._num_since = self._spikes_in_row + 1, 0

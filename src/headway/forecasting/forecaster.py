@@ -183,15 +183,17 @@ class BudgetSearch:
         return self._sized[begin]
 
     def compute_curve(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Return pairs of (size, peak bytes), interpolated from a few traces.
+        """Return pairs of (size, peak bytes). Sizes below `PROBE` are traced, and others extrapolated from a few traces.
 
-        The list is empty if these traces have different sequences of events.
+        The list is empty if the traces to extrapolate from have different sequences of events.
 
         Args:
             sizes: Sizes to compute the memory for.
         """
         sized = self._fit_events(PROBE)
-        return [] if sized is None else [(size, self._takes(sized.build_events(size))) for size in sizes]
+        if sized is None:
+            return []
+        return [(size, self._takes(self._at(size) if size < PROBE else sized.build_events(size))) for size in sizes]
 
     def _bisect_synthetic(self, sized: SizedEvents, bound: int) -> int:
         """Return the largest size up to `bound` at which a step fits, according to its interpolated events.
@@ -326,10 +328,10 @@ class StepForecaster:
         )
 
     def compute_curve(self, batches: Sequence[int]) -> list[tuple[int, int]]:
-        """Return pairs of (batch size, peak reserved bytes), extrapolated from traces of two small batches.
+        """Return pairs of (batch size, peak reserved bytes), extrapolated from traces of the batches `PROBE` and one more.
 
-        The bytes of each allocation are assumed to be linear in the batch size. The list is empty if the two traces
-        have different sequences of events.
+        The bytes of each allocation are assumed to be linear in the batch size. Batches smaller than `PROBE` are traced
+        one by one. The list is empty if the two traces have different sequences of events.
 
         Args:
             batches: Batch sizes to compute the memory for.

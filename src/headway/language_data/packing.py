@@ -176,7 +176,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
         Raises:
             DataError: If the sample has no `input_ids`, is padded, or does not have the planned number of tokens. Also
-                if its number of labels differs, or it has its own numbering of positions.
+                if its tokens or labels are not whole numbers, their numbers differ, or it has its own numbering of
+                positions.
         """
         sample = self.dataset[piece.sample]
         if not isinstance(sample, Mapping):
@@ -189,14 +190,18 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 f"sample {piece.sample} has tokens of the shape {tokens.shape}, but its length was given as "
                 f"{self._lengths[piece.sample]}; lengths must be those of the samples' {TOKENS!r}"
             )
+        if tokens.dtype.kind not in "iu":
+            raise DataError(f"sample {piece.sample} has tokens of the type {tokens.dtype}; give whole numbers")
         _check_unpadded(sample, piece.sample, len(tokens))
         chosen = slice(piece.start, piece.stop)
         entries = {TOKENS: tokens[chosen].astype(numpy.int64)}
-        labels = numpy.asarray(sample.get(LABELS, tokens))[chosen].astype(numpy.int64)
-        if len(labels) != piece.stop - piece.start:
+        given = numpy.asarray(sample.get(LABELS, tokens))
+        if given.shape != tokens.shape or given.dtype.kind not in "iub":
             raise DataError(
-                f"sample {piece.sample} has {len(tokens)} tokens, but other numbers of labels; give one each"
+                f"sample {piece.sample} has {len(tokens)} tokens, but labels of the shape {given.shape} and the type {given.dtype}; "
+                "give one whole number for each token"
             )
+        labels = given[chosen].astype(numpy.int64)
         labels[0] = IGNORED
         entries[LABELS] = labels
         for name in sample.keys() - _MADE_HERE:

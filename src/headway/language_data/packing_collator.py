@@ -46,13 +46,20 @@ class PackingCollator:
         integers become one list per row, with one entry per document.
 
         Raises:
-            DataError: If the sequences have no `position_ids` and `input_ids`, so are not from a `PackedDataset`.
+            DataError: If the sequences have no `position_ids` and `input_ids`, so are not from a `PackedDataset`. Also if
+                they have different entries.
         """
         first = sequences[0]
         if not isinstance(first, Mapping) or POSITIONS not in first or TOKENS not in first:
             raise DataError(
                 "PackingCollator got samples without position_ids; it collates sequences of a PackedDataset"
             )
+        for other in sequences[1:]:
+            if different := (first.keys() ^ other.keys()) - {SOURCE}:
+                raise DataError(
+                    f"sequences of one batch have different entries: {', '.join(sorted(different))} is not in all of them; give all "
+                    "samples the same entries with one number per token"
+                )
         batch: dict[str, Any] = {
             name: torch.stack([torch.as_tensor(sequence[name]) for sequence in sequences])
             for name in first

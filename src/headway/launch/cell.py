@@ -33,7 +33,7 @@ def _write_pickle(path: Path, obj: Any) -> None:
     try:
         content = cloudpickle.dumps(obj)
         pickle.loads(content)  # an exception class with its own constructor arguments can be pickled, but not loaded
-    except (TypeError, AttributeError, ValueError, pickle.PicklingError):
+    except Exception:  # a class can raise any error here; a queue of multiprocessing raises RuntimeError
         return
     with atomic.open_replacement(path) as staged:
         staged.write_bytes(content)

@@ -458,7 +458,19 @@ def _parse_conf(resolved: Resolved) -> dict[str, str]:
         raise ConfigError(
             f"rdzv_conf={text!r} ({resolved.get_origin('rdzv_conf')}) must be key=value,key=value, such as timeout=300"
         )
-    return {name.strip(): value.strip() for name, _, value in pairs}
+    found = {name.strip(): value.strip() for name, _, value in pairs}
+    if not _is_time(found.get("timeout", "0")):
+        raise ConfigError(
+            f"rdzv_conf={text!r} ({resolved.get_origin('rdzv_conf')}): timeout must be a number of seconds, such as timeout=300"
+        )
+    return found
+
+
+def _is_time(text: str) -> bool:
+    try:
+        return float(text) >= 0
+    except ValueError:
+        return False
 
 
 def _set_network(

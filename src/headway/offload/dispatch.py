@@ -1,7 +1,7 @@
 """Dispatch models: place their parts on devices, in host memory and on disk, load their weights, and run them in place.
 
-Weights are mapped from their files. They are converted or copied only if necessary. Loading either succeeds completely
-or changes nothing.
+Weights are mapped from their files. They are converted or copied only if necessary. Names, shapes and files are checked
+before the first value is loaded.
 """
 
 import hashlib
@@ -213,12 +213,16 @@ class _Loading:
         Args:
             offloaded: Tensors that have been written to the offload folder, by name.
         """
+        groups, users = map_ties(self.places), dict[int, str]()
         for name, key in self.sources.direct.items():
             if name in offloaded:
                 yield name, offloaded[name].tensor(), True
                 continue
             stored, dtype, home = self.checkpoint.tensors[key], self._choose_dtype(name), self.homes[name]
             value = stored.tensor()
+            if value.numel() and users.setdefault(value.data_ptr(), groups[name][0]) != groups[name][0]:
+                # The file has one tensor for several tensors that are not tied in this model. Each gets its own memory.
+                value = open_checkpoint(stored.file).tensors[key].tensor() if stored.is_mapped else value.clone()
             if not is_offloaded(home):
                 value = value.to(home)
             is_in_file = stored.is_mapped and value.device.type == "cpu" and dtype == value.dtype
@@ -385,10 +389,11 @@ def dispatch_model(
         DeviceMapError: If the device map does not match the model or the machine's devices.
         ConfigError: If a tensor has no values, or an offload folder is needed and not given, or belongs to another
             model.
-        CheckpointError: If a file of `offload_index` is missing or does not match the model.
+        CheckpointError: If a file of `offload_index` is missing, or a value from it or from `state_dict` does not match
+            the model.
     """
-    undispatch_model(model)
     placement = make_placement(model, resolve_device_map(model, device_map), main_device, offload_buffers)
+    undispatch_model(model)
     _fill_meta_tensors(map_locations(model), state_dict, offload_index, offload_dir)
     _attach_execution(model, placement, offload_dir, skip_keys, preload_module_classes, force_hooks)
     return model
@@ -509,7 +514,7 @@ def _fill_meta_tensors(
 ) -> None:
     """Replace tensors on the meta device with values from the user's state dict or, if missing there, from files.
 
-    Tensors that are in neither stay on the meta device.
+    Tensors that are in neither stay on the meta device. Floating values are converted to the model's dtype.
 
     Args:
         places: Modules and attributes that hold each tensor of the model, by name.
@@ -518,7 +523,7 @@ def _fill_meta_tensors(
         folder: Offload folder with the files of the entries, or None.
 
     Raises:
-        CheckpointError: If a file is missing or does not match its entry or the model.
+        CheckpointError: If a file is missing or does not match its entry, or a value does not match the model.
     """
     if state_dict is None and index is None:
         return
@@ -527,7 +532,8 @@ def _fill_meta_tensors(
         if not place.tensor.is_meta:
             continue
         if state_dict is not None and name in state_dict:
-            assign_value(places, groups[name], state_dict[name], is_mapped=False)
+            value = fit_value(name, place.tensor, state_dict[name], "the state dict")
+            assign_value(places, groups[name], value, is_mapped=False)
         elif name in stored:
             value = fit_value(name, place.tensor, stored[name])
             assign_value(places, groups[name], value, stored.is_mapped(name, value.dtype))

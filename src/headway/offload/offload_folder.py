@@ -414,15 +414,16 @@ def load_offloaded_weights(
         assign_value(places, groups[name], value, is_mapped=weights.is_mapped(name, value.dtype))
 
 
-def fit_value(name: str, wanted: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return an offloaded value in the dtype of the model's tensor.
+def fit_value(name: str, wanted: torch.Tensor, value: torch.Tensor, source: str = "the offload folder") -> torch.Tensor:
+    """Return a value in the dtype of the model's tensor.
 
     A value is converted only from one floating dtype to another.
 
     Args:
         name: Name of the tensor, for messages.
         wanted: Tensor of the model.
-        value: Offloaded value.
+        value: Value to assign to the tensor.
+        source: Text that names where the value comes from, for messages. Default: the offload folder.
 
     Raises:
         CheckpointError: If the shapes differ, or if the dtypes differ and are not both floating.
@@ -430,8 +431,8 @@ def fit_value(name: str, wanted: torch.Tensor, value: torch.Tensor) -> torch.Ten
     is_near = value.is_floating_point() and wanted.is_floating_point()
     if wanted.shape != value.shape or not (wanted.dtype == value.dtype or is_near):
         raise CheckpointError(
-            f"{name} is {list(value.shape)} {value.dtype} in the offload folder and {list(wanted.shape)} {wanted.dtype} in the "
-            "model; the folder is another model's"
+            f"{name} is {list(value.shape)} {value.dtype} in {source} and {list(wanted.shape)} {wanted.dtype} in the model; "
+            "give the weights of this model"
         )
     return value.to(wanted.dtype)
 

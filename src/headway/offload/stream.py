@@ -1,12 +1,14 @@
 """Stream weights to a device: copy them ahead of use, and put the copies into their modules for one forward."""
 
+import sys
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -48,12 +50,58 @@ class WeightUse:
     """Use of a unit by a forward in progress. A unit is a group of tensors that are used together.
 
     Attributes:
-        homes: Original tensors of the unit.
+        caller: Frame of the forward call.
+        replaced: Tensors of the unit. Empty for a nested use of a unit that is already in use.
         saving: Context manager with the hooks on tensors that autograd saves, or None without gradients.
+        homes_by_address: Original tensors by the address of their device copies, for the hooks in `saving`.
     """
 
-    homes: list[torch.Tensor]
-    saving: Any
+    caller: FrameType
+    replaced: "list[ReplacedTensor]" = field(default_factory=list)
+    saving: Any = None
+    homes_by_address: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def is_interrupted(self) -> bool:
+        """Whether the forward has ended without its forward hooks, as after a KeyboardInterrupt."""
+        try:
+            self.caller.clear()
+        except RuntimeError:  # the frame is still executing
+            return False
+        return True
+
+
+@dataclass
+class ReplacedTensor:
+    """Tensor of a module that a device copy replaces during a forward.
+
+    Attributes:
+        place: Location of the tensor in its module.
+        home: Original tensor.
+        copy: Copy on the device.
+        version: Version counter of the copy before the forward.
+    """
+
+    place: TensorLocation
+    home: torch.Tensor
+    copy: torch.Tensor
+    version: int
+
+    def restore(self) -> None:
+        """Put the original tensor back into the module, with the values that the forward has given to the copy.
+
+        A forward changes buffers such as the running statistics of BatchNorm. A tensor that the forward has assigned
+        itself stays in the module.
+        """
+        current = getattr(self.place.module, self.place.leaf, None)
+        if isinstance(current, torch.Tensor) and current is not self.copy:
+            self.place.put_tensor(current.to(self.home.device))
+            return
+        # F.batch_norm changes its running statistics without increasing their version counter.
+        may_have_changed = self.place.module.training and not self.place.is_parameter
+        if may_have_changed or self.copy._version != self.version:
+            with torch.no_grad():
+                self.home.copy_(self.copy)
+        self.place.put_tensor(self.home)
 
 
 class DeviceStream(UnitReader):
@@ -127,9 +175,13 @@ class DeviceStream(UnitReader):
         Args:
             unit: Index of a group of tensors that are used together.
         """
+        # The caller of this method is the forward pre-hook, whose caller is the module's forward call.
+        use = WeightUse(sys._getframe(2))
         uses = self._uses.setdefault(unit, [])
+        if uses and uses[0].is_interrupted():
+            self._end_interrupted_uses()
         if uses:
-            uses.append(WeightUse([], None))  # a nested call of the same unit, whose copies are already in the modules
+            uses.append(use)  # a nested call of the same unit, whose copies are already in the modules
             return
         places = self._units[unit]
         homes = [place.tensor for place in places]
@@ -138,11 +190,14 @@ class DeviceStream(UnitReader):
         self.order.note_use(unit)
         self._start_copies(homes)
         copies = [self._get_device_copy(home) for home in homes]
-        saving = None
         if torch.is_grad_enabled():
-            saving = torch.autograd.graph.saved_tensors_hooks(*self._make_saving_hooks(homes, copies))
-            saving.__enter__()
-        uses.append(WeightUse(homes, saving))
+            use.homes_by_address = {
+                copy.untyped_storage().data_ptr(): home for home, copy in zip(homes, copies) if not copy.requires_grad
+            }
+            use.saving = torch.autograd.graph.saved_tensors_hooks(*self._make_saving_hooks(use.homes_by_address))
+            use.saving.__enter__()
+        use.replaced = [ReplacedTensor(*item, item[2]._version) for item in zip(places, homes, copies)]
+        uses.append(use)
         for place, copy in zip(places, copies):
             place.put_tensor(copy)
         self._prefetch_next(unit)
@@ -163,8 +218,24 @@ class DeviceStream(UnitReader):
             return
         if use.saving is not None:
             use.saving.__exit__(None, None, None)
-        for place, home in zip(self._units[unit], use.homes):
-            place.put_tensor(home)
+        for replaced in use.replaced:
+            replaced.restore()
+        self._drop_unexpected()
+
+    def _end_interrupted_uses(self) -> None:
+        """Restore the original tensors of all units whose forward was interrupted.
+
+        torch calls no forward hooks after exceptions such as KeyboardInterrupt, which are not of the class Exception.
+        """
+        for uses in self._uses.values():
+            if not uses or not uses[0].is_interrupted():
+                continue
+            # The hooks on saved tensors cannot be removed, because others might have been added since. They do nothing
+            # without addresses.
+            uses[0].homes_by_address.clear()
+            for replaced in uses[0].replaced:
+                replaced.restore()
+            uses.clear()
         self._drop_unexpected()
 
     def _is_copied_by_autograd(self, home: torch.Tensor) -> bool:
@@ -275,11 +346,11 @@ class DeviceStream(UnitReader):
         wanted = (self._shared or set()) | {
             id(p.tensor) for following in self._expected for p in self._units[following]
         }
-        wanted |= {id(home) for running in self._uses.values() for use in running for home in use.homes}
+        wanted |= {id(each.home) for running in self._uses.values() for use in running for each in use.replaced}
         self._drop_copies([key for key in self._copies if key not in wanted])
 
     def _make_saving_hooks(
-        self, homes: list[torch.Tensor], copies: list[torch.Tensor]
+        self, homes_by_address: dict[int, torch.Tensor]
     ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         """Return the pair of hooks for `saved_tensors_hooks` in a forward that uses device copies of weights.
 
@@ -287,15 +358,11 @@ class DeviceStream(UnitReader):
         saved tensor. Backward copies the weight again.
 
         Args:
-            homes: Original tensors.
-            copies: Device copies of the tensors.
+            homes_by_address: Original tensors by the address of their device copies.
         """
-        by_memory = {
-            copy.untyped_storage().data_ptr(): home for home, copy in zip(homes, copies) if not copy.requires_grad
-        }
 
         def pack_saved(tensor: torch.Tensor) -> Any:
-            home = by_memory.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+            home = homes_by_address.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
             if home is None or tensor.dtype != home.dtype:
                 return tensor
             return home, tensor.shape, tensor.stride(), tensor.storage_offset()

@@ -182,7 +182,8 @@ def _fill_row(blank: Configuration, step: StepForecaster, limit: int, allowed: l
     capacity = compute_allocator_limit(step.device, limit)
     # Gradients exist while the next micro-batch runs, so two micro-batches are traced. More need no additional memory.
     window = replace(step, recipe=replace(step.recipe, accumulation=2))
-    sketched = dict(window.compute_curve(allowed))
+    # Smaller sizes are only traced one by one if no larger one fits.
+    sketched = dict(window.compute_curve([size for size in allowed if size >= PROBE]))
     if allowed[0] == whole and (len(allowed) == 1 or sketched.get(whole, 0) - _count_weight_bytes(window) <= capacity):
         row = _make_row(blank, step, whole, limit)
         if row.fits or len(allowed) == 1:

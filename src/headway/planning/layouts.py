@@ -91,7 +91,7 @@ class TracedNumbers(StorageNumbers):
         """Do nothing, because numbers are never reused."""
 
 
-def move_to_host() -> AbstractContextManager[None]:
+def trace_offloading() -> AbstractContextManager[None]:
     """Return a context in which offloaded activations do not count as memory of the traced device.
 
     Only the activation that is being copied counts.
@@ -201,7 +201,7 @@ class FakeRank:
         """
         if self.layout.num_ranks > 1:
             refuse_compiled(model)
-        with move_to_host() if self._has_offload else nullcontext(), self._spread_model(model) as engine:
+        with trace_offloading() if self._has_offload else nullcontext(), self._spread_model(model) as engine:
             yield engine
 
     @contextmanager

@@ -83,7 +83,8 @@ class TrainingArguments(UnknownMembers):
         logging_steps: Updates between two log entries. Below 1: that fraction of all updates.
         logging_first_step: Whether to log the first update too.
         logging_dir: Folder of the run's log. None: `output_dir`.
-        run_name: Name of the run in trackers. It is used only with `logging_dir`. None: the name of `output_dir`.
+        run_name: Name of the run in W&B, Trackio, MLflow, SwanLab and ClearML. With `logging_dir`, it is also the name
+            of the log's subfolder. None: the name of `output_dir`.
         report_to: Trackers in addition to the JSON lines: "none", "all", a name or a list of names.
         log_level: Level of Headway's messages. None and "passive" do not change it.
         disable_tqdm: Whether to print lines instead of a progress bar.
@@ -101,7 +102,8 @@ class TrainingArguments(UnknownMembers):
         save_steps: Updates between two checkpoints. Below 1: that fraction of all updates. With
             `save_strategy="steps"`, the last update is saved, too.
         save_total_limit: Number of checkpoints to keep in addition to the best one. None: all.
-        load_best_model_at_end: Whether to load the weights of the best evaluation at the end.
+        load_best_model_at_end: Whether to load the weights of the best evaluation at the end. Evaluations at updates
+            without a checkpoint do not count, except with `save_strategy="best"`, which saves each best one.
         metric_for_best_model: Metric that determines the best evaluation, with or without the prefix "eval_". None: the
             loss if `load_best_model_at_end`, `save_strategy="best"` or "reduce_lr_on_plateau" needs a metric. Otherwise
             no evaluation counts as the best one.

@@ -69,11 +69,12 @@ class TrainerState:
 class TrainerControl:
     """Flags that determine the next actions of the training loop.
 
-    A callback changes these flags, or returns another control.
+    A callback changes these flags, or returns another control. Flags that are set before or during an update take
+    effect after the update. If ranks differ, a flag that is set on any rank applies to all ranks.
 
     Attributes:
         should_training_stop: Whether to end training after this update.
-        should_epoch_stop: Whether to end the current epoch and continue with the next one.
+        should_epoch_stop: Whether to end the current epoch after this update and continue with the next one.
         should_save: Whether to save a checkpoint after this update.
         should_evaluate: Whether to evaluate after this update.
         should_log: Whether to log after this update.

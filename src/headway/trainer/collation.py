@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy
@@ -43,7 +44,7 @@ _PADDING = {
 class Collator:
     """Collate function for rows that are dicts of values. All other rows are collated by torch's default_collate.
 
-    `label` and `label_ids` are renamed to `labels`. Columns of strings, and columns that are None in the first row, are
+    `label` and `label_ids` are renamed to `labels`. Columns of strings, and columns that are None in all rows, are
     dropped. If the rows of a column differ in length, they are padded: by the processing class (a tokenizer) if there
     is one, otherwise at the end with the column's default value. Labels are always padded with -100. If `input_ids` are
     padded and there is no `attention_mask`, one is added.
@@ -62,11 +63,11 @@ class Collator:
 
         Raises:
             DataError: If the rows differ in length and no padding is defined for their column, or if their values do
-                not make one tensor.
+                not make one tensor. Also if only some of the rows have a value in a column.
         """
         if not isinstance(rows[0], Mapping):
             return default_collate(rows)
-        columns = {name: [row[name] for row in rows] for name in rows[0] if rows[0][name] is not None}
+        columns = _list_columns(rows)
         for name in LABEL_NAMES[:2]:
             if name in columns and "labels" not in columns:
                 columns["labels"] = columns.pop(name)
@@ -114,10 +115,35 @@ class Collator:
                 "(a tokenizer) or a data_collator, or rows of one length"
             )
         rows = [torch.as_tensor(value) for value in values]
-        made = rows[0].new_full((len(rows), length or max(map(len, rows)), *rows[0].shape[1:]), filler)
+        filled = [row for row in rows if row.numel()] or rows  # torch takes an empty list for floats
+        dtype = reduce(torch.promote_types, [row.dtype for row in filled])
+        if filler < 0 and not dtype.is_signed:
+            dtype = torch.int64
+        shape = (len(rows), length or max(map(len, rows)), *filled[0].shape[1:])
+        made = filled[0].new_full(shape, filler, dtype=dtype)
         for row, value in zip(made, rows):
-            row[: len(value)] = value
+            if len(value):
+                row[: len(value)] = value
         return made
+
+
+def _list_columns(rows: list[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of all rows by column, for the columns of the first row. Columns without values are left out.
+
+    Raises:
+        DataError: If only some of the rows have a value in a column.
+    """
+    columns = {name: [row.get(name) for row in rows] for name in rows[0]}
+    for name, values in list(columns.items()):
+        num_missing = sum(value is None for value in values)
+        if num_missing == len(values):
+            del columns[name]
+        elif num_missing:
+            raise DataError(
+                f"{num_missing} of the {len(rows)} rows of a batch have no {name!r}; give a value in every row or in none, or give "
+                "the Trainer a data_collator"
+            )
+    return columns
 
 
 def _is_sequence(value: Any) -> bool:

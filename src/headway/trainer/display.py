@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from headway.common.text import format_bytes, format_seconds
 from headway.core.tracking.progress import track
 from headway.core.tracking.progress_outputs import NotebookTable, in_notebook
 from headway.trainer.callbacks import TrainerCallback, TrainerControl, TrainerState
+from headway.trainer.data import get_length
 
 _OF_THE_END = ("train_runtime", "train_loss", "train_samples_per_second", "train_steps_per_second", "train_memory_peak")
 _OF_SPEED = ("_runtime", "_per_second", "train_loss")
@@ -79,9 +81,9 @@ class ProgressCallback(TrainerCallback):
         """Advance the evaluation's progress bar, which is created at the first batch."""
         if state.is_world_process_zero:
             if self._evaluation is None:
-                loader = kwargs["eval_dataloader"]
-                total = range(len(loader)) if hasattr(loader, "__len__") else range(sys.maxsize)
-                self._evaluation = iter(track(total, description="evaluation"))
+                num_batches = get_length(kwargs["eval_dataloader"])
+                steps = count() if num_batches is None else range(num_batches)  # an iterable dataset may have no length
+                self._evaluation = iter(track(steps, description="evaluation"))
                 next(self._evaluation, None)
             next(self._evaluation, None)
 

@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from headway.accelerator import Accelerator
 from headway.core.data.loader import PreparedLoader
-from headway.core.runtime.collectives.tree import Tree
+from headway.core.runtime.collectives.tree import Tree, list_tensors
 from headway.extras.moving_average import ExponentialMovingAverage
 from headway.log import get_logger
 from headway.trainer.callbacks import Events
@@ -30,7 +30,7 @@ from headway.trainer.collation import IGNORED
 from headway.trainer.data import Batch, get_length
 from headway.trainer.logs import Log
 from headway.trainer.loss import split_label_count
-from headway.trainer.metrics import Accumulated, Measure, StreamingMetric, make_named_metrics
+from headway.trainer.metrics import Accumulated, Measure, StreamingMetric, check_padding, make_named_metrics
 from headway.trainer.results import EvalLoopOutput, Metrics, compute_speed
 
 StepOutput = tuple[torch.Tensor | None, Tree, Tree]
@@ -55,6 +55,22 @@ class PredictionMethods(Protocol):
             prediction_loss_only: Whether to omit predictions and labels.
             ignore_keys: Names of model outputs that are not predictions. None: those that the model's config names.
         """
+
+
+@contextmanager
+def set_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Return a context manager that sets the model to evaluation mode. At its end, each module gets its earlier mode.
+
+    A module that the user has set to evaluation mode, such as a frozen batch norm, thus stays in it.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in modes:  # `train` also changes the modules inside, which come later in this list
+            if module.training != is_training:
+                module.train(is_training)
 
 
 class Evaluation:
@@ -82,6 +98,7 @@ class Evaluation:
         self._loss: torch.Tensor | None = None
         self._weight = 0.0
 
+    @torch.no_grad()  # as a decorator, it does not affect the caller between two batches
     def iterate_batches(self) -> Iterator[tuple[Tree, Tree]]:
         """Yield a pair of (predictions, labels) for each batch, gathered from all ranks. Missing parts are None.
 
@@ -112,8 +129,20 @@ class Evaluation:
         if values is None:
             return None
         if self._accelerator.num_processes > 1:
+            self._check_widths(values)
             values = self._accelerator.pad_across_processes(values, dim=1, pad_index=IGNORED)
         return self._accelerator.gather_for_metrics(values, loader=self._loader)
+
+    def _check_widths(self, values: Tree) -> None:
+        """Raise `MetricError` on all ranks if values whose dtype has no -100 differ in width between ranks."""
+        found = [tensor for tensor in list_tensors(values) if tensor.ndim > 1 and not tensor.dtype.is_signed]
+        if not found:
+            return
+        widths = [tensor.shape[1] for tensor in found]
+        bounds = self._accelerator.collectives.reduce_numbers([*widths, *(-width for width in widths)], "max")
+        for tensor, most, least in zip(found, bounds, bounds[len(found) :]):
+            if most != -least:
+                check_padding(tensor.dtype)
 
     def compute_mean_loss(self) -> float | None:
         """Return the mean loss over all ranks: per sample, or per label if labels were counted.
@@ -171,7 +200,7 @@ class Evaluator:
 
     @contextmanager
     def open_session(self, model: torch.nn.Module, optimizer: object) -> Iterator[Session]:
-        """Return a context manager that yields a session: it sets the model to evaluation mode and disables gradients.
+        """Return a context manager that yields a session, in which the model is in evaluation mode.
 
         If there is an average of the weights, the model contains it in the block. Outside of a training run, the model
         is prepared first, and released at the end. A session inside another one uses the outer session's model, and
@@ -185,24 +214,21 @@ class Evaluator:
             with self._enter_session(Session(self._sessions[-1].model)) as session:
                 yield session
             return
-        was_training = model.training
         switched: list[Any] = [each for each in (optimizer,) if hasattr(each, "eval") and hasattr(each, "train")]
         if not self._is_in_training:
             model = self._accelerator.prepare_model(model, evaluation_mode=True)
-        model.eval()
-        for each in switched:
-            each.eval()
         weights: AbstractContextManager[Any] = nullcontext() if self.average is None else self.average.swap_weights()
         try:
             with (
-                torch.no_grad(),
+                set_evaluation_mode(model),
                 self._log.measure_phase("evaluation"),
                 weights,
                 self._enter_session(Session(model)) as session,
             ):
+                for each in switched:
+                    each.eval()
                 yield session
         finally:
-            model.train(was_training)
             for each in switched:
                 each.train()
             if not self._is_in_training:

@@ -18,6 +18,15 @@ from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState
 from headway.trainer.results import Metrics
 
+_NAME_ARGUMENTS = {
+    "wandb": "name",
+    "trackio": "name",
+    "mlflow": "run_name",
+    "swanlab": "experiment_name",
+    "clearml": "task_name",
+}
+"""Name of the argument with which a tracker's package names a run, by the tracker's name."""
+
 
 class FileMethods:
     """Methods of the Trainer that write files other than checkpoints. A subclass may override each of them.
@@ -137,7 +146,8 @@ class Log:
         args = self.args
         folder = args.folder.absolute()
         name = folder.name if args.logging_dir is None else args.run_name or folder.name
-        self.accelerator.init_trackers(name, config=args.to_dict())
+        named = {} if args.run_name is None else {t: {word: args.run_name} for t, word in _NAME_ARGUMENTS.items()}
+        self.accelerator.init_trackers(name, config=args.to_dict(), init_kwargs=named)
 
     def write_values(self, values: Metrics) -> None:
         """Write values and the epoch to the history, the callbacks, the run's log and its trackers.

@@ -176,6 +176,7 @@ class Training:
         if self._accelerator.num_processes > 1:  # a script may add a callback on its main process only
             has_foreign = self._accelerator.collectives.reduce_numbers([events.has_foreign], "max")[0]
             self._has_foreign = bool(has_foreign)
+        self._synchronize_control()
         if args.eval_on_start and not events.state.global_step:
             events.control.should_evaluate = True
         owes = events.control.should_evaluate
@@ -212,26 +213,31 @@ class Training:
         """
         loader, accelerator, events = self._loader, self._accelerator, self._events
         state, num_batches = events.state, self._prepared.num_batches
-        first = loader.num_consumed // loader.total_batch_size if loader.total_batch_size else 0
-        index, is_resumed = first, loader.num_consumed > 0
+        num_consumed = loader.num_consumed if loader.is_unfinished else 0  # else, it is that of an epoch that was left
+        first = num_consumed // loader.total_batch_size if loader.total_batch_size else 0
+        index, is_resumed = first, num_consumed > 0
         for index, batch in enumerate(loader, first + 1):
             if accelerator.sync_gradients:
                 events.call_event("on_step_begin")
             self._train_on_batch(batch)
-            state.epoch = epoch + (index / num_batches if num_batches else index / state.max_steps)
+            # Without a length, the epoch is taken to be as long as the training.
+            state.epoch = epoch + index / (num_batches or state.max_steps * accelerator.gradient_accumulation_steps)
             self._num_samples += sum(loader.valid_counts or ())
             if accelerator.num_updates == state.global_step:
                 events.call_event("on_substep_end")
-            else:
-                state.global_step = accelerator.num_updates
-                events.call_event("on_step_end")
-                if accelerator.preempted:  # only with Preemption(exits=False); otherwise the process has exited
-                    events.control.should_save = True
-                    events.control.should_training_stop = True
-                self._synchronize_control()
-                self._log_evaluate_and_save()
+                continue  # only updates are followed by actions, so the ranks need not combine their flags here
+            state.global_step = accelerator.num_updates
+            events.call_event("on_step_end")
+            if accelerator.preempted:  # only with Preemption(exits=False); otherwise the process has exited
+                events.control.should_save = True
+                events.control.should_training_stop = True
+            self._synchronize_control()
+            self._log_evaluate_and_save()
             if events.control.should_epoch_stop or events.control.should_training_stop:
                 break
+        else:
+            if not loader.is_stopped:
+                state.epoch = epoch + 1.0
         if index == first and not is_resumed and not loader.is_stopped:
             raise DataError("an epoch of the training data had no batch; give data, or fewer max_steps")
 
@@ -278,8 +284,9 @@ class Training:
     def _synchronize_control(self) -> None:
         """Combine the control flags of all ranks, so that a request by any rank's callbacks applies to all ranks.
 
-        It does nothing in a single-process run, or if all callbacks of all ranks are Headway's own, whose requests do
-        not differ between ranks.
+        Call it after each event whose callbacks may change a flag, before the flag is read. It does nothing in a
+        single-process run, or if all callbacks of all ranks are Headway's own, whose requests do not differ between
+        ranks.
         """
         accelerator, events = self._accelerator, self._events
         if accelerator.num_processes > 1 and (self._has_foreign or events.has_foreign):
@@ -296,6 +303,7 @@ class Training:
         events, state = self._events, self._events.state
         if events.control.should_log and state.global_step > self._losses.last_logged:
             self._log_training()
+            self._synchronize_control()
         events.control.should_log = False
         metrics: Metrics = {}
         if events.control.should_evaluate and state.global_step != self._caught_up_at:
@@ -304,16 +312,23 @@ class Training:
         is_due, events.control.should_save = events.control.should_save and state.global_step != self._last_saved, False
         if is_due:
             self._save_checkpoint(metrics)
+            self._synchronize_control()
 
     def _run_evaluation(self) -> Metrics:
         # Pass `ignore_keys` only if it is set, because a subclass's `evaluate` might not accept it.
         metrics = self._steps.evaluate() if self._ignored is None else self._steps.evaluate(ignore_keys=self._ignored)
-        control = self._events.control
-        is_best = record_if_best(self._events.state, self._args, metrics)
+        self._synchronize_control()
+        args, control, state = self._args, self._events.control, self._events.state
+        is_saved = state.global_step == self._last_saved
+        # Weights that are to be loaded at the end must have been saved.
+        counts = not args.load_best_model_at_end or args.save_strategy == "best" or control.should_save or is_saved
+        is_best = counts and record_if_best(state, args, metrics)
+        if is_best and is_saved:
+            state.best_model_checkpoint = self.newest
         if self._prepared.is_by_metric:
-            self._prepared.scheduler.step(metrics[self._args.wanted_metric or "eval_loss"])
-        if self._args.save_strategy == "best":
-            control.should_save = is_best
+            self._prepared.scheduler.step(metrics[args.wanted_metric or "eval_loss"])
+        if args.save_strategy == "best":
+            control.should_save |= is_best
         return metrics
 
     def _log_training(self) -> None:
@@ -337,7 +352,9 @@ class Training:
         state, args, accelerator = self._events.state, self._args, self._accelerator
         value = metrics.get(args.wanted_metric or "")
         if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(make_checkpoint_path(args.output_dir or ".", accelerator.save_iteration))
+            state.best_model_checkpoint = str(
+                make_checkpoint_path(accelerator.project_dir or ".", accelerator.save_iteration)
+            )
         metric = None if value is None or math.isnan(value) else float(value)
         self.newest = str(accelerator.save_state(blocking=False, metric=metric))
         self._last_saved = state.global_step
@@ -360,6 +377,6 @@ class Training:
         metrics["epoch"] = state.epoch
         metrics |= self._log.list_peaks("train_memory_peak", "train_memory_peak_")
         self._steps.log(dict(metrics))
-        accelerator.end_trackers()
         self._events.call_event("on_train_end")
+        accelerator.end_trackers()
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)

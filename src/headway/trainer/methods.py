@@ -410,6 +410,7 @@ class EvaluationMethods(LegacyMembers):
         self._events.call_event("on_evaluate", metrics=found)
         return found
 
+    @torch.no_grad()
     def _evaluate_one(self, dataset: Data | str | None, ignored: list[str] | None, prefix: str) -> results.Metrics:
         with self._evaluator.open_session(self.model, self.optimizer) as session:
             loader = self._get_eval_loader(dataset)
@@ -478,6 +479,7 @@ class EvaluationMethods(LegacyMembers):
                 args, self.accelerator, self.model, self._evaluator, self, self._make_measure(), shared
             ).run(self._get_own_eval_loaders())
 
+    @torch.no_grad()
     def evaluation_loop(
         self,
         dataloader: DataLoader[Any],
@@ -547,6 +549,7 @@ class EvaluationMethods(LegacyMembers):
         predictions = select_per_sample(drop_loss(outputs, has_loss, ignore_keys), num_rows)
         return loss, predictions, select_per_sample(labels, num_rows)
 
+    @torch.no_grad()
     def predict(
         self, test_dataset: Data, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> results.PredictionOutput:
@@ -574,7 +577,8 @@ class EvaluationMethods(LegacyMembers):
     ) -> Iterator[tuple[Tree, Tree]]:
         """Yield pairs of (predictions, labels), one pair per batch.
 
-        The values are gathered from all ranks and are on the device. Every rank must iterate to the end.
+        The values are gathered from all ranks and are on the device. Every rank must iterate to the end. Until then,
+        the model is in evaluation mode.
 
         Args:
             test_dataset: Dataset with or without labels.

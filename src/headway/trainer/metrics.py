@@ -243,6 +243,9 @@ def _join_batches(parts: list[Tree]) -> Tree:
     """Concatenate the values of several batches, and return them as NumPy arrays, or tuples of arrays.
 
     Rows of different lengths are padded with -100. Lists become one list of rows. Return None if there are no values.
+
+    Raises:
+        MetricError: If rows of different lengths have a dtype without -100.
     """
     if not parts or parts[0] is None:
         return None
@@ -256,7 +259,21 @@ def _join_batches(parts: list[Tree]) -> Tree:
     return torch.cat(parts).numpy()
 
 
+def check_padding(dtype: torch.dtype) -> None:
+    """Raise an error if rows of different lengths cannot be padded with -100, because a dtype has no such value.
+
+    Raises:
+        MetricError: If the dtype is bool or unsigned.
+    """
+    if not dtype.is_signed:
+        raise MetricError(
+            f"predictions or labels of {dtype} have rows of different lengths, which are padded with {IGNORED}, and {dtype} has no "
+            "such value; convert them to integers, for example in preprocess_logits_for_metrics"
+        )
+
+
 def _pad_width(part: torch.Tensor, width: int) -> torch.Tensor:
+    check_padding(part.dtype)
     made = part.new_full((part.shape[0], width, *part.shape[2:]), IGNORED)
     made[:, : part.shape[1]] = part
     return made

@@ -15,7 +15,7 @@ from headway.core.runtime.seed import read_rng_states, write_rng_states
 from headway.errors import MetricError
 from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
-from headway.trainer.evaluation import _SPEED, Evaluator, PredictionMethods, read_rows
+from headway.trainer.evaluation import _SPEED, Evaluator, PredictionMethods, read_rows, set_evaluation_mode
 from headway.trainer.loss import split_label_count
 from headway.trainer.metrics import Measure, check_wanted, make_named_metrics
 from headway.trainer.results import Metrics
@@ -183,15 +183,11 @@ def preserve_modes_and_buffers(model: torch.nn.Module) -> Iterator[None]:
 
     At its end, the modes and buffers of all modules are restored.
     """
-    modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    model.eval()
     try:
-        with torch.no_grad():
+        with set_evaluation_mode(model), torch.no_grad():
             yield
     finally:
-        for module, mode in modes:
-            module.training = mode
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)

@@ -144,13 +144,15 @@ def create_schedule(optimizer: torch.optim.Optimizer, args: TrainingArguments, n
     """
     name, settings = args.lr_scheduler_type, dict(args.lr_scheduler_kwargs or {})
     factor = SCHEDULES[name]
+    # A class or an optimizer that was given to the Trainer has a learning rate of its own.
+    peak = float(optimizer.defaults.get("lr", args.learning_rate)) or 1.0
     try:
         if factor is None:
             return ReduceLROnPlateau(optimizer, **{"mode": "max" if args.greater_is_better else "min", **settings})
         if name == "polynomial":
-            settings["end_share"] = settings.pop("lr_end", 1e-7) / (args.learning_rate or 1.0)
+            settings["end_share"] = settings.pop("lr_end", 1e-7) / peak
         if name == "cosine_with_min_lr" and "min_lr" in settings:
-            settings["min_lr_rate"] = settings.pop("min_lr") / (args.learning_rate or 1.0)
+            settings["min_lr_rate"] = settings.pop("min_lr") / peak
         return LambdaLR(optimizer, Factor(factor, **_choose_lengths(args, num_updates), **settings))
     except TypeError as error:
         raise ConfigError(f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} does not fit {name}: {error}") from error

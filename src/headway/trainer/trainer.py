@@ -486,9 +486,19 @@ class Trainer(EvaluationMethods):
         dataset = self._get_training_rows()
         loader = partial(self._make_loader, packed=self._packer.choose_collator(dataset, self.model))
         search = LargestBatch(
-            self.args, self.model, self._signature, self.create_accelerator, self.create_optimizer, loader
+            self.args, self.model, self._signature, self.create_accelerator, self._create_trial_optimizer, loader
         )
         return search.find_size(dataset, self.accelerator.strategy.data_shard.count)
+
+    def _create_trial_optimizer(self) -> torch.optim.Optimizer:
+        """Create a new optimizer for a trial of the search for the largest batch. `optimizer` does not change."""
+        kept, self.optimizer = self.optimizer, None
+        try:
+            # An override may set the attribute itself and return None.
+            made: torch.optim.Optimizer = self.create_optimizer() or self.optimizer
+        finally:
+            self.optimizer = kept
+        return made
 
     # ---------------------------------------------------------------- events and the log
 

@@ -6,13 +6,13 @@ usually changes only the order of summation.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 
-from headway.verify.records import RunRecord
+from headway.verify.records import RunRecord, Update
 
 FLOOR = 2e-4
 """Smallest tolerance for differences relative to a gradient."""
@@ -103,6 +103,20 @@ def compare_update(reference: RunRecord, other: RunRecord, update: int) -> Diffe
         residual=rest**0.5 / max(size * abs(factor), 1e-30),
         one_sided=one_sided,
     )
+
+
+def are_equal(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    """Whether two runs have recorded the same numbers. NaN counts as equal to NaN."""
+    return numpy.array_equal(numpy.asarray(ours), numpy.asarray(theirs), equal_nan=True)
+
+
+def find_other_norms(ours: Update, theirs: Update) -> list[str]:
+    """Return the names of the parameters whose gradient norms differ between two runs. NaN counts as equal to NaN."""
+    return [
+        name
+        for name, norm in ours.norms.items()
+        if name not in theirs.norms or not are_equal([norm], [theirs.norms[name]])
+    ]
 
 
 def _sum_squares(values: Any) -> float:

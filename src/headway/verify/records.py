@@ -110,7 +110,7 @@ class RunRecord:
         return self.updates[0] if self.updates else {}
 
     @property
-    def num_updates(self) -> int:
+    def last_update(self) -> int:
         """Number of the last recorded update; 0 if there is none."""
         return max(self.first, default=0)
 

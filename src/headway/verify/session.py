@@ -310,7 +310,7 @@ class VerifySession:
             without_step = self._describe_missing_step(first)
             size_hint = f"{'Otherwise, give' if busy else 'Give'} it smaller data or a smaller model, or fewer updates (--updates 3)"
             raise VerifyError(
-                f"the script made {first.num_updates} of {self._options.num_updates} updates in {first.seconds:.0f} s on one "
+                f"the script made {first.last_update} of {self._options.num_updates} updates in {first.seconds:.0f} s on one "
                 f"process{where}. {busy}"
                 + (f"{without_step}. " if without_step else f"{size_hint}{'' if busy else f', or more time ({more})'} ")
                 + f"(docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
@@ -343,7 +343,7 @@ class VerifySession:
             first: Record of the single-process run.
         """
         num_backwards = int(first.fact.get("num_backwards", 0))
-        if not num_backwards or first.num_updates:
+        if not num_backwards or first.last_update:
             return ""
         times = "once" if num_backwards == 1 else f"{num_backwards} times"
         return (

@@ -101,7 +101,7 @@ def describe_failure(record: RunRecord) -> str:
     if record.code is None or record.code == 70:
         where = describe_stuck(read_stacks(Path(record.request.folder), record.num_processes))
         what = (
-            f"it made {record.num_updates} updates, then none for too long, and was ended after {record.seconds:.0f} s"
+            f"it made {record.last_update} updates, then none for too long, and was ended after {record.seconds:.0f} s"
         )
         load = describe_load()
         return (

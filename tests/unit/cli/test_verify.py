@@ -38,6 +38,7 @@ def run_verify(*args: str) -> int:
         (("null.py",), "null bytes"),
         (("--max_restarts", "2", "train.py"), "leave --max_restarts out"),
         (("--log_dir", "logs", "train.py"), "leave --log_dir out"),
+        (("--resume_args", "it's", "train.py"), "No closing quotation; close the quotation"),
         (("missing.py",), "give its path, or -m to run a module\n"),
     ],
 )

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, NonFinitePolicy
 from headway.errors import NonFiniteError
+from headway.extras import origin
 
 INF, NAN = math.inf, math.nan
 
@@ -212,6 +213,62 @@ def test_position_in_the_data_counts_each_batch_once():
         optimizer.zero_grad()
     assert [consumed for _, consumed in seen] == [1, 2, 2, 3, 4]
     assert loader.epoch == 1
+
+
+def test_models_that_train_on_one_batch_make_no_update_while_it_is_repeated():
+    """The origin is traced in the model whose update was refused, although another one has learned from the batch."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, on_non_finite=NonFinitePolicy("skip", explains=True))
+    data = torch.cat([make_rows(1.0), make_rows(0.0), make_rows(1.0)])
+    loader = DataLoader(TensorDataset(data), batch_size=8)
+    models = nn.Linear(4, 1), Net(lambda h: h.log()), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers]
+    *prepared, loader = accelerator.prepare(*models, *optimizers, *schedulers, loader)
+    sets = list(zip(prepared[:3], prepared[3:6], prepared[6:]))
+    num_batches = 0
+    for (x,) in loader:
+        num_batches += 1
+        for model, optimizer, scheduler in sets:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    assert num_batches == 3 + 1
+    assert [optimizer.num_updates for _, optimizer, _ in sets] == [3, 2, 3]
+    assert [scheduler.last_epoch for *_, scheduler in sets] == [3, 2, 3]
+    assert accelerator.non_finite.get_origin.operation == "aten.log"
+    assert accelerator.non_finite.num_skipped == 1
+
+
+@pytest.mark.parametrize("has_evaluation", [False, True])
+def test_window_of_too_many_batches_is_not_run_again(caplog, monkeypatch, has_evaluation):
+    """Batches of other loaders do not count."""
+    monkeypatch.setattr(origin, "_MOST_BATCHES", 3)
+    accelerator = Accelerator(
+        cpu=True,
+        on_non_finite=NonFinitePolicy("skip", explains=True),
+        gradient_accumulation_steps=3 + (not has_evaluation),
+    )
+    model = nn.Linear(1, 1)
+    rows = torch.ones(12, 1)
+    rows[0] = NAN
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(rows, batch_size=1)
+    model, optimizer, loader, other = accelerator.prepare(model, optimizer, loader, DataLoader(rows, batch_size=1))
+    if has_evaluation:
+        list(other)
+    num_batches = 0
+    for x in loader:
+        num_batches += 1
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert num_batches == 12 + (3 if has_evaluation else 0)
+    assert (accelerator.non_finite.get_origin is not None) == has_evaluation
+    assert ("more than 3 batches" in caplog.text) != has_evaluation
 
 
 def test_without_a_loader_the_error_is_raised_at_once():

@@ -217,6 +217,28 @@ def test_resumed_run_uses_the_saved_band(tmp_path):
     assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_norm_of_each_model_is_checked(clips):
+    """Both models run backward before either optimizer steps, as docs/several_models.md shows."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, on_spike="skip")
+    models = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    one, two, first, second = accelerator.prepare(*models, *optimizers)
+    for number in range(50):
+        for model in (one, two):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 4)).square().mean() + 1.0)
+        if number == 40:
+            one.weight.grad.mul_(1e12)
+        for model, optimizer in ((one, first), (two, second)):
+            if clips:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (first.num_updates, second.num_updates, accelerator.spikes.num_spikes) == (49, 50, 1)
+
+
 def test_too_many_spikes_in_a_row_raise_an_error():
     rows = make_data(60, dict.fromkeys(range(40, 50), 1000.0))
     with pytest.raises(

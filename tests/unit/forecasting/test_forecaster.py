@@ -3,7 +3,7 @@
 import pytest
 
 from headway.forecasting.device.allocator import MemoryEvent, replay_events
-from headway.forecasting.forecaster import BudgetSearch, SizedEvents, is_same_sequence
+from headway.forecasting.forecaster import PROBE, BudgetSearch, SizedEvents, is_same_sequence
 
 MIB = 1 << 20
 
@@ -68,6 +68,14 @@ def test_longest_sequence_with_quadratic_growth(capacity):
 @pytest.mark.parametrize("limit", [1, 8, 9, 10, 13])
 def test_result_does_not_exceed_the_limit(limit):
     assert BudgetSearch(make_attention, measure_events, 1 << 60, limit, degree=2).find_largest() == limit
+
+
+def test_curve_traces_sizes_that_may_use_other_kernels():
+    def make_events(size):
+        return make_step(size if size >= PROBE else 2 * size)
+
+    search = BudgetSearch(make_events, measure_events, 1000 * MIB)
+    assert search.compute_curve([1, 7, 8, 20]) == [(size, measure_events(make_events(size))) for size in (1, 7, 8, 20)]
 
 
 def test_curve_gives_the_memory_of_each_size():

@@ -110,7 +110,10 @@ class Stream(IterableDataset):
         ([{"text": "a"}], {}, DataError, "sample 0 has no 'input_ids', only text"),
         (make_samples(attention_mask=lambda ids: [1] * (len(ids) - 1) + [0]), {}, DataError, "sample 0 is padded"),
         (make_samples(position_ids=lambda ids: [1] * len(ids)), {}, DataError, "'position_ids' other than 0, 1, 2"),
-        (make_samples(labels=lambda ids: ids[1:]), {}, DataError, "other numbers of labels"),
+        (make_samples(labels=lambda ids: ids[1:]), {}, DataError, "3 tokens, but labels of the shape"),
+        (make_samples(labels=lambda ids: [*ids, 1]), {}, DataError, "3 tokens, but labels of the shape"),
+        (make_samples(labels=lambda ids: [0.5] * len(ids)), {}, DataError, "labels of the shape .* type float64"),
+        ([[0.5, 1.5]], {}, DataError, "tokens of the type float64"),
         ([DOCUMENTS[0], {"input_ids": [4, 5], "extra": [1, 2]}], {}, DataError, "extra is not in all of them"),
     ],
 )
@@ -141,6 +144,11 @@ def test_other_samples_are_not_collated() -> None:
         PackingCollator()([{"input_ids": [1]}])
     with pytest.raises(ConfigError, match="allowed: position_ids, varlen, mask"):
         PackingCollator("flash")
+    documents = [{"input_ids": [4, 5]}, {"input_ids": [6, 7], "weights": [0.5, 1.0]}]
+    for samples in (documents, documents[::-1]):
+        packed = pack_samples(samples, 2)
+        with pytest.raises(DataError, match="weights is not in all of them"):
+            PackingCollator()([packed[0], packed[1]])
 
 
 def test_packed_mixture_is_planned_again_in_each_epoch():

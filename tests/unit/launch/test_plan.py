@@ -200,6 +200,8 @@ class TestMachines:
             ({"machine_rank": 2}, "machine_rank=2 .* must be below num_machines=2"),
             ({"main_process_port": 70000}, "main_process_port=70000 .* must be 1 to 65535"),
             ({"rdzv_conf": "timeout"}, "rdzv_conf='timeout' .* key=value"),
+            ({"rdzv_conf": "timeout=soon"}, "timeout must be a number of seconds"),
+            ({"rdzv_conf": "timeout=-5"}, "timeout must be a number of seconds"),
         ],
     )
     def test_contradictions_are_refused(self, settings, message):

@@ -15,7 +15,7 @@ from headway import (
 )
 from headway.core.weights.export import save_weights
 from headway.core.weights.names import is_mapped
-from headway.errors import ConfigError, DeviceMapError
+from headway.errors import CheckpointError, ConfigError, DeviceMapError
 
 
 def build_model(seed=0):
@@ -100,6 +100,23 @@ def test_values_from_a_state_dict_and_from_an_index(tmp_path):
     model = dispatch_model(build_meta_model(), {"": "disk"}, offload_index=index)
     assert torch.equal(model[0](INPUTS), whole[0](INPUTS))
     assert is_mapped(model[0].weight)
+
+
+def test_values_of_a_state_dict_must_fit_the_model():
+    state = build_model().state_dict()
+    name = "0.weight"
+    with pytest.raises(CheckpointError, match=f"{name} is .3. torch.float32 in the state dict"):
+        cpu_offload(build_meta_model(), state_dict={**state, name: torch.ones(3)})
+    model = cpu_offload(build_meta_model(), state_dict={key: value.half() for key, value in state.items()})
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
+
+
+def test_refused_device_map_leaves_the_model_dispatched(tmp_path):
+    model = disk_offload(build_model(), tmp_path)
+    with pytest.raises(DeviceMapError):
+        dispatch_model(model, {"no such part": "cpu"})
+    assert model.hf_device_map == {"": "disk"}
+    assert model[0]._forward_pre_hooks
 
 
 def test_saving_an_offloaded_model_saves_its_values(tmp_path):

@@ -111,6 +111,16 @@ def assert_refused(model, folder, words, **more):
     return str(caught.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_complex_values_are_not_loaded_into_a_real_tensor(tmp_path, dtype):
+    model = torch.nn.Module()
+    model.register_buffer("table", torch.zeros(2, dtype=dtype))
+    save_file({"table": torch.tensor([1 + 2j, 3])}, tmp_path / "model.safetensors")
+    assert "Mismatched (1): table: [2] complex64 in the checkpoint" in assert_refused(
+        model, tmp_path, "nothing was loaded"
+    )
+
+
 def test_everything_that_does_not_fit_is_reported_at_once_and_nothing_is_loaded(tmp_path):
     save_net(
         tmp_path, **{"body.0.weight": None, "body.0.wieght": torch.zeros(4, 4), "body.2.weight": torch.zeros(4, 5)}
@@ -153,6 +163,27 @@ def test_tied_weight_may_be_stored_under_either_name_or_in_the_metadata(tmp_path
     apart.head.weight = nn.Parameter(torch.zeros(6, 4))
     load_checkpoint_in_model(apart, tmp_path)
     assert torch.equal(apart(IDS), whole(IDS))
+
+
+@pytest.mark.parametrize("device_map", [None, {"": "disk"}])
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_untied_model_gets_separate_memory_for_a_tied_weight(tmp_path, is_pickled, device_map):
+    whole = Net().eval()
+    if is_pickled:
+        torch.save(whole.state_dict(), tmp_path / "model.bin")
+    else:
+        state = save_net(tmp_path, whole).state_dict()
+        state.pop("head.weight")
+        metadata = {"head.weight": "embed.weight", "format": "pt"}
+        save_file(state, tmp_path / "model.safetensors", metadata=metadata)
+    apart = Net().eval()
+    apart.head.weight = nn.Parameter(torch.zeros(6, 4))
+    load_checkpoint_in_model(apart, tmp_path, device_map)
+    assert torch.equal(apart.head.weight, whole.head.weight)
+    assert is_mapped(apart.head.weight)
+    with torch.no_grad():
+        apart.embed.weight.add_(1)
+    assert torch.equal(apart.head.weight, whole.head.weight)
 
 
 def test_device_maps_are_checked_before_anything_moves(tmp_path):

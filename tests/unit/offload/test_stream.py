@@ -157,6 +157,61 @@ def test_error_in_forward_leaves_real_weights(pair):
     assert all(torch.equal(state[name], tensor) for name, tensor in whole.state_dict().items())
 
 
+class Interrupted(nn.Module):
+    """Linear layer whose forward can be interrupted as by Ctrl-C."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.is_interrupted = False
+
+    def forward(self, x):
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+        return x @ self.weight
+
+
+def test_interrupted_forward_does_not_leave_old_weights():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Interrupted()), nn.Linear(4, 4))
+    whole, x = copy.deepcopy(model), torch.randn(2, 4)
+    stream_model(model)
+    weights = list(model.parameters())
+    model[0][1].is_interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    model[0][1].is_interrupted = False
+    for _ in range(2):  # Ctrl-C in a notebook, and then the cell again
+        for each, streamed in [(whole, list(whole.parameters())), (model, weights)]:
+            each(x).square().sum().backward()
+            torch.optim.SGD(streamed, 0.1).step()
+    assert all(ours is theirs for ours, theirs in zip(model.parameters(), weights))
+    torch.testing.assert_close(model.state_dict(), whole.state_dict())
+
+
+class ChangedBuffers(nn.Module):
+    """Module whose forward changes a buffer in place and assigns another."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, x):
+        self.last = x.detach().mean(0)
+        return self.norm(x)
+
+
+def test_buffers_keep_the_changes_of_a_forward():
+    model = ChangedBuffers()
+    whole = copy.deepcopy(model)
+    stream_model(model)
+    for _ in range(2):
+        x = torch.randn(8, 4)
+        torch.testing.assert_close(model(x), whole(x))
+    torch.testing.assert_close(model.state_dict(), whole.state_dict())
+    assert int(model.norm.num_batches_tracked) == 2
+
+
 def test_copy_of_the_model_is_independent(pair):
     whole, model = pair
     stream_model(model)

@@ -36,6 +36,25 @@ def test_rows_of_several_lengths_are_padded_according_to_their_names():
         Collator()([{"a": torch.ones(2, 2)}, {"a": torch.ones(2, 3)}])
 
 
+def test_padded_columns_have_a_dtype_that_holds_all_rows():
+    collate = Collator(pad_token_id=0)
+    floats = collate([{"labels": [0, 1]}, {"labels": [0.5, 0.25, 1]}])["labels"]
+    assert floats.tolist() == [[0, 1, -100], [0.5, 0.25, 1]]
+    batch = collate([{"input_ids": []}, {"input_ids": [1, 2]}])
+    assert (batch["input_ids"].dtype, batch["input_ids"].tolist()) == (torch.int64, [[0, 0], [1, 2]])
+    assert batch["attention_mask"].tolist() == [[0, 0], [1, 1]]
+    flags = collate([{"labels": [True]}, {"labels": [False, True]}])["labels"]
+    assert flags.tolist() == [[1, -100], [0, 1]]
+
+
+def test_columns_with_values_in_some_rows_only_are_refused():
+    assert list(Collator()([{"x": 1.0, "labels": None}, {"x": 2.0}])) == ["x"]
+    rows = [{"x": [1.0], "labels": 1}, {"x": [2.0], "labels": None}]
+    for given in (rows, rows[::-1], [rows[0], {"x": [2.0]}]):
+        with pytest.raises(DataError, match="1 of the 2 rows of a batch have no 'labels'"):
+            Collator()(given)
+
+
 def test_tokenizer_pads_rows_without_labels():
     class Tokenizer:
         def pad(self, rows, return_tensors):

@@ -7,6 +7,7 @@ import sys
 import numpy
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 from headway import EvalPrediction, Trainer, TrainingArguments
 from headway.errors import ConfigError, MetricError
@@ -82,6 +83,32 @@ def test_predictions_of_different_lengths_are_padded(tmp_path):
         assert torch.allclose(torch.as_tensor(logits[:length]), own, atol=1e-5)
     parts = list(trainer.iterate_predictions(rows))
     assert [len(labels) for _, labels in parts] == [2, 2, 2, 2, 1]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from (Points(20)[index] for index in range(20))
+
+
+def test_stream_is_evaluated_with_a_progress_bar(tmp_path):
+    trainer = Trainer(Net(), TrainingArguments(tmp_path, use_cpu=True), loss_function=cross_entropy)
+    assert trainer.evaluate(Stream())["eval_loss"] == pytest.approx(trainer.evaluate(Points(20))["eval_loss"])
+    assert len(trainer.predict(Stream()).predictions) == 20
+
+
+def test_flags_of_different_lengths_are_refused():
+    metric = Accumulated(None, None)
+    for width in (2, 3):
+        metric.update(torch.ones(1, width, dtype=torch.bool), None)
+    with pytest.raises(MetricError, match=r"torch\.bool have rows of different lengths"):
+        metric.join_all()
+
+
+def test_caller_may_compute_gradients_between_batches_of_predictions(tmp_path):
+    trainer = Trainer(Net(), TrainingArguments(tmp_path, use_cpu=True), loss_function=cross_entropy)
+    for predictions, _ in trainer.iterate_predictions(Points(20)):
+        assert torch.is_grad_enabled()
+        assert not predictions.requires_grad
 
 
 def test_predictions_without_labels(tmp_path):

@@ -15,7 +15,7 @@ from headway.errors import BatchSizeError, ConfigError, MemoryExhausted
 from headway.forecasting.device import present
 from headway.trainer import largest_batch
 from headway.trainer.display import PrinterCallback, ProgressCallback
-from tests.unit.trainer.models import Net, Points, arguments, losses, make, texts, weights
+from tests.unit.trainer.models import Net, Points, arguments, cross_entropy, losses, make, texts, weights
 
 # ---------------------------------------------------------------- memory
 
@@ -85,6 +85,27 @@ def test_largest_batch_is_searched(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="tries updates"):
         Trainer(model, arguments(tmp_path, per_device_train_batch_size="largest"),
                 optimizers=(torch.optim.SGD(model.parameters()), None))  # fmt: skip
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_largest_batch_is_searched_with_an_overridden_optimizer(tmp_path, monkeypatch, returns):
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path / "home"))
+    made = []
+
+    class Own(Trainer):
+        def create_optimizer(self):
+            if self.optimizer is None:
+                self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+                made.append(self.optimizer)
+            return self.optimizer if returns else None
+
+    given = arguments(tmp_path, per_device_train_batch_size="largest")
+    trainer = Own(Small(13), given, train_dataset=Points(64), loss_function=cross_entropy)
+    assert trainer.find_largest_batch_size() == 13
+    assert trainer.optimizer is None
+    assert len(made) > 1  # no trial continues with the optimizer of another
+    trainer.train()
+    assert trainer.state.train_batch_size == 13
 
 
 class Limited(Net):

@@ -118,6 +118,16 @@ def test_every_schedule_equals_transformers(name, settings, warmup):
     assert list_rates(ours, 19) == pytest.approx(list_rates(theirs, 19), abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"), [("polynomial", {"lr_end": 0.01}), ("cosine_with_min_lr", {"min_lr": 0.02})]
+)
+def test_lowest_rate_does_not_depend_on_the_unused_argument(name, settings):
+    """A class or an optimizer that is given to the Trainer has its own learning rate."""
+    args = TrainingArguments(lr_scheduler_type=name, lr_scheduler_kwargs=settings)
+    schedule = create_schedule(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), args, 20)
+    assert list_rates(schedule, 21)[-1] == pytest.approx(next(iter(settings.values())))
+
+
 def test_all_schedules_are_compared():
     assert {name for name, _ in CASES} | {"reduce_lr_on_plateau"} == set(SCHEDULES)
 

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,6 +169,49 @@ def test_stream_needs_a_number_of_updates(tmp_path):
     assert trainer.train().global_step == 8
     with pytest.raises(ConfigError, match="set max_steps"):
         make(tmp_path, data=Stream()).train()
+
+
+def test_epoch_of_a_stream_ends_after_its_last_batch(tmp_path):
+    epochs = []
+
+    class Note(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            epochs.append(state.epoch)
+
+        def on_epoch_end(self, args, state, control, **kwargs):
+            epochs.append(state.epoch)
+
+    given = {"max_steps": 8, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    make(tmp_path, data=Stream(), callbacks=[Note], **given).train()
+    assert epochs == [0.125, 0.25, 0.375, 0.5, 0.625, 1.0, 1.125, 1.25, 1.375, 1.375]
+
+
+def test_values_logged_at_the_end_of_training_reach_the_log(tmp_path):
+    class Final(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            trainer.log({"final": 1.0})
+
+    trainer = make(tmp_path, callbacks=[Final])
+    trainer.train()
+    assert [value for *_, value in read_run(tmp_path / "run").values["final"]] == [1.0]
+
+
+def test_frozen_batch_norm_stays_in_evaluation_mode(tmp_path):
+    modes = []
+
+    class Freeze(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            model[1].eval()
+
+        def on_step_begin(self, args, state, control, model, **kwargs):
+            modes.append([module.training for module in (model, model[0], model[1])])
+
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    trainer = make(tmp_path, model, callbacks=[Freeze], evaluation=Points(8), eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    trainer.evaluate()
+    assert modes == [[True, True, False]] * 5
+    assert [module.training for module in (model, model[0], model[1])] == [True, True, False]
 
 
 def test_missing_data_is_reported(tmp_path):
@@ -367,6 +411,49 @@ def test_best_weights_are_restored_at_the_end(tmp_path):
     assert left == ["checkpoint_1", "checkpoint_4"]
 
 
+@pytest.mark.parametrize(
+    ("scores", "given", "best"),
+    [
+        ([0.5, 0.7, 0.9, 0.8, 0.6], {"save_steps": 2}, 4),
+        ([0.9, 0.5, 0.7, 0.6, 0.4, 0.3], {"save_steps": 1, "eval_on_start": True}, 2),
+    ],
+)
+def test_best_weights_are_those_of_a_checkpoint(tmp_path, scores, given, best):
+    noted = {}
+
+    class Note(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            noted[state.global_step] = weights(model)
+
+    trainer = make(tmp_path, callbacks=[Note], evaluation=Points(4), metrics=ScriptedMetric(scores), save_strategy="steps",
+                   load_best_model_at_end=True, **given, **BEST)  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_global_step == best
+    assert torch.equal(weights(trainer.model), noted[best])
+
+
+def test_callback_can_save_an_evaluation_that_is_not_the_best(tmp_path):
+    class Save(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_save = state.global_step == 3
+
+    trainer = make(tmp_path, callbacks=[Save], evaluation=Points(4), metrics=ScriptedMetric([0.9, 0.5, 0.7, 0.6, 0.4]),
+                   save_strategy="best", **BEST)  # fmt: skip
+    trainer.train()
+    assert len(list((tmp_path / "run" / "checkpoints").glob("checkpoint_*"))) == 2
+
+
+def test_best_weights_are_found_after_a_change_of_directory(tmp_path, monkeypatch):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    trainer = make(Path(), evaluation=Points(4), metrics=ScriptedMetric([0.1, 0.9, 0.3, 0.4, 0.5]), save_strategy="steps",
+                   save_steps=1, load_best_model_at_end=True, **BEST)  # fmt: skip
+    monkeypatch.chdir(tmp_path / "second")
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "first" / "run" / "checkpoints" / "checkpoint_1")
+
+
 def test_later_run_ignores_the_best_model_of_an_earlier_run(tmp_path):
     given = {"save_strategy": "best", "save_total_limit": 1, "load_best_model_at_end": True, **BEST}
     make(tmp_path, evaluation=Points(4), metrics=ScriptedMetric([0.9, 0.95, 0.99, 0.1, 0.1]), **given).train()
@@ -523,3 +610,15 @@ def test_trackers_receive_values(tmp_path):
     pytest.importorskip("tensorboard")
     make(tmp_path, report_to="tensorboard", num_train_epochs=0.2).train()
     assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+@pytest.mark.slow
+def test_trackers_receive_the_name_of_the_run(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    store = f"sqlite:///{tmp_path}/store.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    make(tmp_path, report_to="mlflow", run_name="second try", num_train_epochs=0.2).train()
+    client = mlflow.MlflowClient(store)
+    (run,) = client.search_runs([client.get_experiment_by_name("run").experiment_id])
+    assert run.info.run_name == "second try"
+    assert (tmp_path / "run" / "log.jsonl").is_file()

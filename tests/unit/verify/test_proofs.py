@@ -1,5 +1,6 @@
 """Test verdicts on records built by hand: each fault is found and named, and equal runs pass."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -135,6 +136,18 @@ def test_samples_with_other_padding_pass():
 # -------------------------------------------------------------------- repeats and resumes
 
 
+def test_numbers_that_are_nan_in_both_runs_are_equal():
+    # Each record has NaN objects of its own, as records that are read from files do.
+    first, again, resumed = (
+        {3: {"losses": [float("nan")], "norms": dict.fromkeys(NAMES, float("nan"))}} for _ in range(3)
+    )
+    runs = make_runs(first=make_record(changes=first), repeat=make_record(changes=again))
+    assert PROOFS["repeat"](runs).status == "PASS"
+    runs = make_resumed(changes=resumed)
+    runs.first = make_record(changes=first)
+    assert PROOFS["resume"](runs).status == "PASS"
+
+
 def test_unseeded_generator_is_named():
     repeat = make_record(facts={"seeds_at_start": {"torch": "a", "random": "c"}}, changes={1: {"losses": [7.0]}})
     first = make_record(facts={"seeds_at_start": {"torch": "a", "random": "b"}})
@@ -188,6 +201,7 @@ def test_script_that_loads_nothing_is_not_checked():
             "last.weight is trainable, but belongs to no prepared optimizer",
         ),
         ({}, {"norms": {"first.weight": 1.0, "first.bias": 1.0}}, "last.weight got no gradient in 4 updates"),
+        ({}, {"norms": dict.fromkeys(NAMES, math.nan)}, "update 1: the gradient of first.weight, first.bias"),
         (
             {},
             {"norms": {"first.weight": 1.0, "first.bias": 1.0, "last.weight": 0.0}},

@@ -7,6 +7,7 @@ to get the store of a checkpoint.
 
 import atexit
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ from headway.errors import CheckpointError
 from headway.log import get_logger
 
 log = get_logger(__name__)
+
+_AUTOMATIC_NAME = re.compile(r"checkpoint_\d+")
 
 
 def find_store(folder: Path) -> CheckpointStore:
@@ -109,10 +112,11 @@ def read_run_id(folder: Path) -> str | None:
 def remove_old_checkpoints(
     parent: Path, keep: int, protected: Iterable[Path] = (), run: str | None = None
 ) -> list[Path]:
-    """Remove old checkpoints from a folder, and return their paths.
+    """Remove old checkpoints named `checkpoint_<n>` from a folder, and return their paths.
 
-    The newest `keep` checkpoints, protected checkpoints, and copies that a user made are not removed. If a removal
-    fails, only a warning is logged. The returned list contains that checkpoint nevertheless.
+    The newest `keep` checkpoints, protected checkpoints, and copies that a user made are not removed. Checkpoints with
+    other names neither count nor are removed. If a removal fails, only a warning is logged. The returned list contains
+    that checkpoint nevertheless.
 
     Args:
         parent: Folder that holds the checkpoints.
@@ -121,7 +125,8 @@ def remove_old_checkpoints(
         run: ID of the run whose checkpoints are counted and removed. Default: None, the checkpoints of all runs.
     """
     safe = {path.resolve() for path in protected}
-    own = [path for path in list_originals(parent) if run is None or read_run_id(path) == run]
+    named = [path for path in list_originals(parent) if _AUTOMATIC_NAME.fullmatch(path.name)]
+    own = [path for path in named if run is None or read_run_id(path) == run]
     old = [path for path in own[max(1, keep) :] if path.resolve() not in safe]
     for path in old:
         with warn_of_failed_removal(path):

@@ -32,7 +32,8 @@ class ActivationCheckpointing:
     blocks: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "blocks", tuple(self.blocks))
+        blocks = self.blocks
+        object.__setattr__(self, "blocks", (blocks,) if isinstance(blocks, str | type) else tuple(blocks))
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ConfigError(f"every={self.every!r}; give 1 to checkpoint all blocks, n for every n-th")
         allowed = ("recompute", "keep_matmul", "keep_attention", "keep_all")

@@ -38,6 +38,8 @@ class Preemption:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` if a field has an invalid value."""
+        signals = self.signals
+        object.__setattr__(self, "signals", (signals,) if isinstance(signals, str) else tuple(signals))
         self.numbers  # noqa: B018  (raises)
         if self.reserve < timedelta(0) or (self.time_limit is not None and self.time_limit <= timedelta(0)):
             raise ConfigError(

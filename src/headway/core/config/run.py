@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headway.common.callsite import find_call_site
-from headway.core.config.load import UNSET, resolve_run_setting
+from headway.core.config.load import COMMAND_LINE, UNSET, resolve_run_setting
 from headway.core.config.values import KwargsHandler, report_unknown_keywords
 from headway.errors import ConfigError
 
@@ -162,8 +162,8 @@ def resolve_windows(
 ) -> GradientAccumulationPlugin:
     """Return the options of gradient accumulation from the three arguments of the Accelerator that can set them.
 
-    If neither `steps` nor `plugin` is given, the number of micro-batches is that of the launcher, or else 1. The result
-    is read-only.
+    If neither `steps` nor `plugin` gives a number of micro-batches, it is that of the launcher, or else 1. A plugin
+    gives a number if it differs from the default. The result is read-only.
 
     Args:
         steps: Number of micro-batches per update (`gradient_accumulation_steps`).
@@ -172,8 +172,8 @@ def resolve_windows(
         origin: Description of the script's line, for error messages.
 
     Raises:
-        ConfigError: If more than one of the three arguments is given, `steps` is not an integer of at least 1 or
-            contradicts the command line, or `plugin` has the wrong type.
+        ConfigError: If more than one of the three arguments is given, one of them contradicts the command line, `steps`
+            is not an integer of at least 1, or `plugin` has the wrong type.
     """
     _check_kind("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
     if plugin is not None and steps is not None:
@@ -182,12 +182,18 @@ def resolve_windows(
         raise ConfigError(
             f"global_batch_size={global_batch_size} derives the accumulation; do not give the steps as well"
         )
-    if plugin is not None:
-        return plugin.freeze_copy()
-    chosen, _ = resolve_run_setting(
+    options = GradientAccumulationPlugin() if plugin is None else plugin
+    if plugin is not None and plugin.num_steps != GradientAccumulationPlugin.num_steps:
+        steps = plugin.num_steps
+    chosen, chosen_by = resolve_run_setting(
         "gradient_accumulation_steps", UNSET if steps is None else steps, 1, code_origin=origin, parse=int
     )
-    return GradientAccumulationPlugin(num_steps=chosen).freeze_copy()
+    if global_batch_size is not None and chosen_by.startswith(COMMAND_LINE):
+        raise ConfigError(
+            f"global_batch_size={global_batch_size} derives the accumulation; do not give gradient_accumulation_steps={chosen} "
+            f"({chosen_by}) as well"
+        )
+    return replace(options, num_steps=chosen).freeze_copy()
 
 
 def is_automatic(microbatching: str | None, plugin: GradientAccumulationPlugin) -> bool:

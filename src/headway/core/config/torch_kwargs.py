@@ -67,6 +67,7 @@ def _parse_hook(value: DDPCommunicationHookType | str, name: str) -> DDPCommunic
         ) from None
 
 
+@report_unknown_keywords
 @dataclass(unsafe_hash=True)
 class AutocastKwargs(KwargsHandler):
     """Options of torch.autocast.

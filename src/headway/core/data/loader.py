@@ -248,7 +248,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _end_unbegun(self, num_passes: int) -> None:
         if self.pass_position.num_passes == num_passes:
-            self.end_epoch()
+            self.end_loaded_epoch()
 
     def _iterate_pass(self) -> Iterator[Any]:
         position = self.pass_position
@@ -416,14 +416,14 @@ class PreparedLoader(DataLoader[Any]):
         return position.is_waiting or (position.is_running and not position.is_left)
 
     @property
-    def next_epoch(self) -> int:
+    def epoch_at_resume(self) -> int:
         """Number of the epoch that a run reads first if it resumes from a checkpoint saved now.
 
         While a pass is in progress, this is the current epoch. Otherwise the next pass in this process reads it too.
         """
         return self.pass_position.next_epoch if self.pass_position.is_left else self.pass_position.epoch
 
-    def end_epoch(self) -> None:
+    def end_loaded_epoch(self) -> None:
         """End a resumed epoch whose pass has not started yet, so that the next pass reads the next epoch.
 
         If there is no such epoch, only undo `skip_passes`. A pass in progress is not affected.

@@ -246,8 +246,13 @@ class Fp16Precision(Bf16Precision):
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the scaler's state, as returned by `state_dict`."""
+        """Load the scaler's state, as returned by `state_dict`. Steps and gradients from before it are forgotten."""
         self.scaler.load_state_dict(state)
+        self.scaler._per_optimizer_states.clear()
+        self._probes.clear()
+        self._unscaled.clear()
+        self._stepped.clear()
+        self._dropped.clear()
 
 
 def _copy_states(states: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:

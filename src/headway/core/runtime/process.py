@@ -20,7 +20,13 @@ from headway.core.config.load import UNSET, read_promised_device, read_requested
 from headway.core.runtime import _torch, group, pulse
 from headway.core.runtime.control_plane.roll_call import check_in
 from headway.core.runtime.control_plane.sealed_store import SealedStore
-from headway.core.runtime.control_plane.store import StoreAddress, StoreLink, host_control_plane, open_group_store
+from headway.core.runtime.control_plane.store import (
+    StoreAddress,
+    StoreLink,
+    host_control_plane,
+    join_control_plane,
+    open_group_store,
+)
 from headway.core.runtime.device import CPU, Hardware, detect_hardware, find_hardware
 from headway.core.runtime.ending import AfterException, end_process, has_failed, is_uncaught, note_failure
 from headway.errors import ConfigError, DeviceUnavailable, LaunchError, UnsupportedError
@@ -181,7 +187,7 @@ class _Process:
         """
         if self.get_launched_link(runtime.timeout) is None and runtime.rank == 0:
             is_alone = runtime.local_world_size == runtime.world_size
-            self.link = host_control_plane(self.get_group_store(), self.seal, runtime.rank, is_alone, runtime.timeout)
+            self.link = host_control_plane(self.get_group_store(), self.seal, is_alone, runtime.timeout)
             atexit.register(_end_at_exit)  # the link's end announces the exit of rank 0
 
     def get_group_store(self) -> SealedStore:
@@ -469,7 +475,7 @@ def get_control_link() -> StoreLink | None:
     """
     runtime, here = current(), scope.get_or_create(_Process)
     if runtime.world_size > 1 and here.link is None:
-        here.link = host_control_plane(here.get_group_store(), here.seal, runtime.rank, False, runtime.timeout)
+        here.link = join_control_plane(here.get_group_store(), here.seal, runtime.timeout)
     return here.link
 
 

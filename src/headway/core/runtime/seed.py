@@ -47,8 +47,8 @@ _MASK = (1 << 63) - 1
 _ALL = ["python", "numpy", "torch", "device"]
 
 
-class RNGReader:
-    """Record of which data shard this process reads, for `set_seed(device_specific=True)`.
+class DataShardIndex:
+    """Holder of the index of the data shard that this process reads, for `set_seed(device_specific=True)`.
 
     Ranks that read the same shard draw equal random numbers.
 
@@ -88,7 +88,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         raise ConfigError(f"set_seed got {seed!r}; give a whole number, 0 or more")
     if device_specific:
         runtime = current()
-        index = runtime.scope.get_or_create(RNGReader).index
+        index = runtime.scope.get_or_create(DataShardIndex).index
         seed += runtime.rank if index is None else index
     random.seed(seed)
     _seed_numpy(seed)

@@ -120,7 +120,6 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
         self.data_shard = ShardIndex(collectives.rank, collectives.world_size)
         self.gradient_divisor = 1
         self._expected: Set[str] = frozenset()
-        self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
     def setup_model(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
         """Wrap or shard a model. `prepare()` calls this once for each model.
@@ -274,13 +273,8 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
             raise LossError(_CONSTANT)
         if precision.scaler is not None:
             loss = precision.scale_loss(loss)
-        key = (factor, loss.dtype, loss.device)
-        seed = self._seeds.get(key)
-        if seed is None or seed.shape != loss.shape:
-            seed = torch.full_like(loss, factor, requires_grad=False)
-            if len(self._seeds) > 64:  # token counts differ from batch to batch
-                self._seeds.clear()
-            self._seeds[key] = seed
+        # A new tensor each time: autograd makes it the storage of `grad` if the loss is a view of a parameter.
+        seed = torch.full_like(loss, factor, requires_grad=False)
         torch.autograd.backward(loss, seed, **kwargs)
 
     def must_join_backward(self) -> bool:
@@ -374,7 +368,6 @@ class Strategy(ReplayStrategy, CheckpointStrategy, ComparedStrategy):
         Raises:
             UnsupportedError: If the given model cannot be restored to its original form.
         """
-        self._seeds.clear()
 
 
 def does_override(strategy: Strategy, method: Callable[..., Any]) -> bool:

@@ -33,7 +33,7 @@ from headway.core.config.torch_kwargs import DistributedDataParallelKwargs
 from headway.core.memory import attempt
 from headway.core.precision.mixed import Precision
 from headway.core.runtime import process
-from headway.core.runtime.collectives.carried import as_carried, is_carried
+from headway.core.runtime.collectives.carried import as_carried, is_plain
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.group import CPU_ENGINE, find_engine
 from headway.core.strategies._torch import broadcast_coalesced
@@ -146,10 +146,9 @@ class DDPStrategy(Strategy):
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         named = chain(model.named_parameters(), model.named_buffers())
         tensors = [each for name, each in named if name not in ignored]
-        # torch's own broadcast cannot handle these, nor dtypes such as int16 and float8 on gloo.
+        # torch's own broadcast cannot handle these, nor lazy conjugates and dtypes such as int16 and float8 on gloo.
         is_odd = any(
-            inner is not each or not is_carried(each.dtype)
-            for inner, each in zip(iterate_inner_tensors(tensors), tensors)
+            inner is not each or not is_plain(each) for inner, each in zip(iterate_inner_tensors(tensors), tensors)
         )
         if is_odd:
             self.everyone.broadcast_into(list(iterate_inner_tensors(tensors)))

@@ -31,6 +31,10 @@ class LoggerType(StringEnum):
     OPENTELEMETRY = "opentelemetry"
 
 
+TAKES = ("numbers", "objects", "given")
+"""Allowed values of `Tracker.takes`."""
+
+
 @dataclass(frozen=True)
 class TrackedRun:
     """Name, folder and identity of a run, passed to a tracker when the run starts.

@@ -4,12 +4,12 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 from headway.core.runtime.seed import preserve_rng_states
-from headway.core.tracking.base import Tracker
+from headway.core.tracking.base import TAKES, TrackedRun, Tracker
 from headway.core.tracking.selection import Choice
+from headway.errors import ConfigError
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -36,7 +36,9 @@ class GuardedTracker:
         self._is_warned = False
 
     def build(self, choice: Choice, init_kwargs: Mapping[str, Any]) -> None:
-        """Create the tracker with a factory, or use the user's instance. A tracker whose factory fails is never called.
+        """Create the tracker with a factory, or use the user's instance.
+
+        A tracker whose factory fails, or whose attribute `takes` is not allowed, is never called.
 
         Args:
             choice: Tracker or factory.
@@ -44,16 +46,36 @@ class GuardedTracker:
         """
 
         def make_tracker() -> None:
-            self.tracker = choice if isinstance(choice, Tracker) else choice.make(**init_kwargs)
+            made = choice if isinstance(choice, Tracker) else choice.make(**init_kwargs)
+            if (takes := getattr(made, "takes", "numbers")) not in TAKES:
+                raise ConfigError(f"takes is {takes!r}; allowed: {', '.join(map(repr, TAKES))}")
+            self.tracker = made
 
         self._call_guarded("__init__", make_tracker, is_fatal=True)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the tracker could be created, and was not dropped after failures."""
+        return self.tracker is not None and not self.is_dropped
 
     @property
     def takes(self) -> str:
         """Kind of values that the tracker's `log` accepts: "numbers", "objects" or "given" (see `Tracker.takes`)."""
         return getattr(self.tracker, "takes", "numbers")
 
-    def call(self, method: str, *args: Any, is_fatal: bool = False, **kwargs: Any) -> None:
+    def begin(self, run: TrackedRun) -> None:
+        """Start a run of the tracker. If this fails, the tracker is dropped at once."""
+        if self.is_used:
+            self._call_guarded("begin", lambda: self.tracker.begin(run), is_fatal=True)  # type: ignore[union-attr]
+
+    def read_identity(self) -> dict[str, Any] | None:
+        """Return the tracker's identity. Return None if it has none, cannot be read, or the tracker is not used."""
+        found: list[dict[str, Any] | None] = []
+        if self.is_used:
+            self._call_guarded("identity", lambda: found.append(self.tracker.identity))  # type: ignore[union-attr]
+        return found[0] if found else None
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> None:
         """Call a method of the tracker, and catch its exceptions.
 
         Do nothing if the tracker could not be created, or was dropped after earlier failures. If calls of its `log`
@@ -62,18 +84,17 @@ class GuardedTracker:
         Args:
             method: Name of the method.
             args: Positional arguments for the method.
-            is_fatal: Whether a failure of this call drops the tracker at once. Default: False.
             kwargs: Keyword arguments for the method.
         """
-        if self.tracker is None or self.is_dropped:
+        if not self.is_used:
             return
         begun = time.monotonic()
-        self._call_guarded(method, partial(getattr(self.tracker, method), *args, **kwargs), is_fatal)
+        self._call_guarded(method, lambda: getattr(self.tracker, method)(*args, **kwargs))
         took = time.monotonic() - begun
         if took > SLOW_CALL and method.startswith("log"):
             log.warning_once("the tracker %s is slow, and training waits for it in %s()", self.name, method)
 
-    def _call_guarded(self, method: str, act: Callable[[], Any], is_fatal: bool) -> None:
+    def _call_guarded(self, method: str, act: Callable[[], Any], is_fatal: bool = False) -> None:
         # Starting and ending a run draw random numbers (run names), so the RNG states are preserved. Around each log() this
         # would cost more than the log itself.
         is_rare = not method.startswith("log") and method != "flush"

@@ -139,12 +139,12 @@ class MLflowAdapter(PackageAdapter):
             _replace_forbidden(name): (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))[:500]
             for name, value in list_leaves(values)
         }
-        new = [(name, text) for name, text in texts.items() if name not in before]
+        new = [self._package.entities.Param(name, text) for name, text in texts.items() if name not in before]
         for first in range(0, len(new), 100):  # MLflow's limit on parameters per call
-            self._package.log_params(dict(new[first : first + 100]))
+            self._package.MlflowClient().log_batch(self._run.info.run_id, params=new[first : first + 100])
         changed = {f"{name} after restart": text for name, text in texts.items() if before.get(name, text) != text}
         if changed:
-            self._package.set_tags(changed)
+            self._set_tags(changed)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers as metrics and strings as tags.
@@ -162,7 +162,12 @@ class MLflowAdapter(PackageAdapter):
         if numbers:
             self._package.log_metrics(numbers, **{"step": step, "run_id": self._run.info.run_id} | kwargs)
         if texts:
-            self._package.set_tags(texts)
+            self._set_tags(texts)
+
+    def _set_tags(self, texts: Mapping[str, str]) -> None:
+        # mlflow.set_tags() would set them in the active run, which can be a nested one, or start a run if none is active.
+        tags = [self._package.entities.RunTag(name, text) for name, text in texts.items()]
+        self._package.MlflowClient().log_batch(self._run.info.run_id, tags=tags)
 
     def log_images(self, values: Mapping[str, Sequence[Picture]], step: int | None = None, **kwargs: Any) -> None:
         """Log images as PNG files under `images/`.

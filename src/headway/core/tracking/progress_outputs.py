@@ -211,7 +211,7 @@ class CellOutput:
 def _new_bars(console: Console) -> Progress:
     whole = Column(no_wrap=True, overflow="ellipsis")
     return Progress(
-        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
         BarColumn(bar_width=_BAR),
         TextColumn("{task.fields[facts]}", style="dim", markup=False, table_column=whole),
         console=console,

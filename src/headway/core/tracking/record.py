@@ -275,7 +275,7 @@ class Recorder:
     def trackers(self) -> list[Tracker]:
         """Trackers that are in use on this rank."""
         several = [] if self.feed is None else self.feed.guarded
-        return [each.tracker for each in several if each.tracker is not None and not each.is_dropped]
+        return [each.tracker for each in several if each.tracker is not None and each.is_used]
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by its name.

@@ -147,11 +147,11 @@ class RunFeed:
 
     def _begin_tracker(self, guarded: GuardedTracker, is_continuing: bool) -> None:
         identity = self._identities.get(guarded.name) if is_continuing else None
-        guarded.call("begin", TrackedRun(self.project, self.folder, identity), is_fatal=True)
+        guarded.begin(TrackedRun(self.project, self.folder, identity))
         if self._config or guarded.takes != "given":
             guarded.call("store_init_configuration", self._config)
-        if guarded.tracker is not None and not guarded.is_dropped and guarded.tracker.identity != identity:
-            self.log_event("tracker", None, {"tracker": guarded.name, "identity": guarded.tracker.identity})
+        if guarded.is_used and (now := guarded.read_identity()) != identity:
+            self.log_event("tracker", None, {"tracker": guarded.name, "identity": now})
 
     def _restart_trackers(self, is_continuing: bool) -> None:
         """Restart the trackers that can continue an earlier run.
@@ -245,7 +245,8 @@ class RunFeed:
         Args:
             given: Values by name, as the script passed them.
             step: Step of the run.
-            log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name.
+            log_kwargs: Additional keyword arguments for each tracker's method, by the tracker's name. A `step` in them
+                replaces the step.
             said: Step that the script passed, or None. Trackers whose attribute `takes` is "given" get it instead of
                 `step`.
         """
@@ -265,7 +266,7 @@ class RunFeed:
             values = by_kind[guarded.takes]
             if values or not given:
                 known_step = said if guarded.takes == "given" else step
-                guarded.call("log", dict(values), step=known_step, **log_kwargs.get(guarded.name, {}))
+                guarded.call("log", dict(values), **{"step": known_step} | dict(log_kwargs.get(guarded.name, {})))
 
     def _warn_of_lost(self, kinds: Mapping[str, str]) -> None:
         """Warn about values that are not stored anywhere.
@@ -275,7 +276,7 @@ class RunFeed:
         Args:
             kinds: Descriptions of the types, by the values' names.
         """
-        if any(guarded.takes != "numbers" and not guarded.is_dropped for guarded in self.guarded):
+        if any(guarded.takes != "numbers" and guarded.is_used for guarded in self.guarded):
             return
         log.warning(
             "log() keeps single numbers and texts only, and leaves out %s. Log value.item() of one element, a mean, or the "
@@ -364,9 +365,9 @@ class RunFeed:
         self, method: str, *args: Any, by_name: Mapping[str, Mapping[str, Any]] | None = None, **kwargs: Any
     ) -> None:
         for guarded in self.guarded:
-            guarded.call(method, *args, **kwargs, **(by_name or {}).get(guarded.name, {}))
+            guarded.call(method, *args, **kwargs | dict((by_name or {}).get(guarded.name, {})))
 
-    def _write_line(self, line: str, *args: Any, **kwargs: Any) -> None:
+    def _write_line(self, line: str, /, *args: Any, **kwargs: Any) -> None:
         if self.runlog is not None:
             self._try_to_write(partial(getattr(self.runlog, line), *args, **kwargs))
 

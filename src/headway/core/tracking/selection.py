@@ -79,7 +79,8 @@ def _read_name(each: object) -> str:
         raise ConfigError(
             f"log_with={each!r} is no tracker; give a name ({', '.join(_list_names())}), 'all', a headway.Tracker, or a list of these"
         )
-    return name.lower()
+    known = {each.lower(): each for each in _list_names()}  # the name of an entry point can have capital letters
+    return known.get(name.lower(), name.lower())
 
 
 def _list_names() -> list[str]:

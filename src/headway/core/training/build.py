@@ -24,7 +24,7 @@ from headway.core.runtime.control_plane.attendance import Attendance
 from headway.core.runtime.control_plane.control import note_progress
 from headway.core.runtime.dry_run import is_forecast
 from headway.core.runtime.process import ProcessRuntime
-from headway.core.runtime.seed import RNGReader
+from headway.core.runtime.seed import DataShardIndex
 from headway.core.strategies.build import choose_strategy
 from headway.core.training.behavior import Behavior
 from headway.core.training.checks.bypass import BypassDetector
@@ -269,7 +269,7 @@ def join_process(run: Run, step: TrainingStep, preparation: Preparation) -> Acce
     runtime = run.runtime
     runtime.scope.get_or_create(Attendance).start(runtime)
     process.release_at_end(preparation.release)
-    runtime.scope.get_or_create(RNGReader).index = run.strategy.data_shard.index
+    runtime.scope.get_or_create(DataShardIndex).index = run.strategy.data_shard.index
     scope.get_or_create(EmergencyReserve).allocate_reserve()
     scope.get_or_create(tracebacks.ExceptionHook).add_note(_explain_memory_error)
     return runtime.scope.get_or_create(BypassDetector).join(step)

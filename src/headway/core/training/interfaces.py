@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from headway.core.training.windows import AccumulationWindow
+
 
 @dataclass(frozen=True)
 class NanOrigin:
@@ -66,21 +68,26 @@ class OriginSearch(Protocol):
     The search runs an accumulation window a second time and checks each operation.
 
     Attributes:
+        is_armed: Whether a window will be run a second time, as soon as its loader is asked for the next batch.
+        is_repeating: Whether the script is processing the repeated batches of a window. No update may be made then.
         tracer: Tracer of the window that is being run a second time, or None.
     """
 
+    is_armed: bool
+    is_repeating: bool
     tracer: Any
 
-    def forget_window(self) -> None:
-        """Drop the recorded batches of the accumulation window, because its gradients are finite."""
-
-    def arm_replay(self) -> bool:
-        """Prepare to replay the accumulation window whose update the guard has refused, to find the origin of the NaN.
+    def arm_replay(self, window: AccumulationWindow) -> bool:
+        """Prepare to run an accumulation window again, whose update the guard has refused, to find the origin of the NaN.
 
         Returns:
-            Whether the window can be replayed. False if a window was replayed before, or if the batches did not come
-                from a prepared loader.
+            Whether a window will be run again: this one, or one that was refused before it on the same batches. False
+                if a window was run again before, if the batches did not come from a prepared loader, or if there were
+                too many of them.
         """
+
+    def is_of(self, window: AccumulationWindow) -> bool:
+        """Whether `window` is the one that is being run again and traced."""
 
     def end_replay(self) -> NanOrigin | None:
         """Stop tracing, and return the origin of the NaN that was found on this rank, or None."""

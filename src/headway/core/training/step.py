@@ -70,7 +70,7 @@ class StepGuard:
     def __init__(self, run: Run, notice: NonFiniteNotice | None = None) -> None:
         self._run = run
         self._notice = notice
-        self._skips = SkippedUpdates(run.windows, run.clock)
+        self._skips = SkippedUpdates(run.clock)
         self._is_read_late = False
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
@@ -89,10 +89,13 @@ class StepGuard:
             self._is_read_late = True
             self._notice.check_loss(loss)
 
-    def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+    def before_clip(
+        self, window: AccumulationWindow, parameters: Sequence[torch.Tensor], norm_type: float
+    ) -> torch.Tensor | None:
         """Examine final gradients before they are clipped. This base class does nothing and returns None.
 
         Args:
+            window: Accumulation window that trains the parameters.
             parameters: Parameters whose gradients are about to be clipped.
             norm_type: Order of the norm by which they are clipped.
 
@@ -101,23 +104,36 @@ class StepGuard:
         """
         return None
 
-    def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Examine final gradients after they were clipped. This base class does nothing."""
+    def after_clip(self, window: AccumulationWindow, parameters: Sequence[torch.Tensor]) -> None:
+        """Examine final gradients after they were clipped. This base class does nothing.
 
-    def can_update(self) -> bool:
-        """Whether the optimizer may step on the gradients of the closed accumulation window.
+        Args:
+            window: Accumulation window that trains the parameters.
+            parameters: Parameters whose gradients were clipped.
+        """
+
+    def can_update(self, window: AccumulationWindow) -> bool:
+        """Whether an optimizer may step on the gradients of a closed accumulation window.
 
         The result is equal on all ranks. This base class always returns True, and checks recorded losses that have
         arrived on the host, for the warning about non-finite losses.
+
+        Args:
+            window: Window in which the optimizer's models trained last.
         """
         if self._notice is not None and self._is_read_late:
             self._notice.check_arrived_losses()
         return True
 
-    def after_step(self, did_step: bool) -> None:
-        """Record the update as skipped if the optimizer did not step."""
+    def after_step(self, window: AccumulationWindow, did_step: bool) -> None:
+        """Record the update as skipped if the optimizer did not step.
+
+        Args:
+            window: Accumulation window of the update.
+            did_step: Whether the optimizer has stepped.
+        """
         if not did_step:
-            self._skips.record_skip()
+            self._skips.record_skip(window)
 
 
 class MicroBatch:
@@ -247,8 +263,18 @@ class TrainingStep(ABC):
         window = self.windows.current
         if not window.is_closed or window.is_waiting:
             window.close_after_error()
-            self.strategy.drop_gradients(self.prepared.list_parameters_of(window))
+            self._drop_gradients(list(self.prepared.list_parameters_of(window)))
         return False
+
+    def drop_all_gradients(self) -> None:
+        """Drop the gradients of all models, because the run continues from a loaded state, which has none."""
+        self._drop_gradients(self.prepared.list_parameters())
+
+    def _drop_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        self.strategy.drop_gradients(parameters)
+        if self.precision.scaler is not None:
+            for optimizer in self._list_optimizers_of(parameters):
+                self.precision.discard_gradients(optimizer)
 
     # ---------------------------------------------------------------- backward
 
@@ -500,11 +526,13 @@ class TrainingStep(ABC):
         """
         if self.precision.scaler is not None:
             self._unscale_all(parameters)
-        guard = self.guard
-        known = guard.before_clip(parameters, norm_type) if guard.is_judge else None
+        guard, known = self.guard, None
+        if guard.is_judge:
+            window = self._find_window_with(parameters) or self.windows.current
+            known = guard.before_clip(window, parameters, norm_type)
         norm = self.strategy.clip_gradients(parameters, max_norm, norm_type, known)
         if guard.is_judge:
-            guard.after_clip(parameters)
+            guard.after_clip(window, parameters)
         self.grad_norm = norm
         return norm
 
@@ -551,10 +579,14 @@ class TrainingStep(ABC):
 
         The gradients are divided by the loss scale, which only fp16 uses.
         """
+        for optimizer in self._list_optimizers_of(parameters):
+            self.precision.unscale(optimizer)
+
+    def _list_optimizers_of(self, parameters: list[Any]) -> list[torch.optim.Optimizer]:
+        """Return torch's own optimizers that hold one of these parameters."""
         wanted = set(map(id, parameters))
-        for prepared in self.prepared.optimizers:
-            if any(id(p) in wanted for group in prepared.optimizer.param_groups for p in group["params"]):
-                self.precision.unscale(prepared.optimizer)
+        every = [prepared.optimizer for prepared in self.prepared.optimizers]
+        return [each for each in every if any(id(p) in wanted for group in each.param_groups for p in group["params"])]
 
     def _find_present(self, parameters: Any) -> list[Any]:
         """Return the current parameters, because `prepare()` may have replaced those that the script refers to.
@@ -567,9 +599,22 @@ class TrainingStep(ABC):
 
     def _is_final(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the accumulation window that trains these parameters is closed, so that their gradients are final."""
-        windows = self.windows
-        window = self.turns.find_window_with(parameters) if windows.are_several else windows.current
-        return window is not None and window.is_closed and not windows.is_held
+        window = self._find_window_with(parameters)
+        return window is not None and self.windows.can_step(window)
+
+    # ---------------------------------------------------------------- windows
+
+    def _find_window_with(self, parameters: Sequence[torch.Tensor]) -> AccumulationWindow | None:
+        """Return the accumulation window in which the models of these parameters trained last, or None."""
+        return self.turns.find_window_with(parameters) if self.windows.are_several else self.windows.current
+
+    def find_window_of(self, optimizer: torch.optim.Optimizer) -> AccumulationWindow | None:
+        """Return the accumulation window in which an optimizer's models trained last, or None if there is none.
+
+        Args:
+            optimizer: torch's own optimizer.
+        """
+        return self.windows.current if len(self.prepared.optimizers) < 2 else self.turns.find_window_of(optimizer)
 
     # ---------------------------------------------------------------- step, zero_grad, scheduler
 
@@ -745,7 +790,8 @@ class WholeStep(TrainingStep):
         """
         for check in self.hooks.before_update:
             check()
-        return self.guard.can_update() and strategy.step_optimizer(optimizer, self.precision, closure)
+        window = self.find_window_of(optimizer) or self.windows.current
+        return self.guard.can_update(window) and strategy.step_optimizer(optimizer, self.precision, closure)
 
     def tick_scheduler(self, call: Callable[[], None]) -> None:
         """Advance the scheduler at once by calling `call`, because no batch is run again."""

@@ -97,10 +97,10 @@ class AccumulationWindow:
 
     Attributes:
         models: Models that train in this window. Empty for a backward outside `accumulate`.
-        number: Number of the window in the run, from 1.
+        number: Number of the window in the run, from 1. 0 until the first window is opened.
         num_done: Number of micro-batches begun. The parts of a split batch count as one.
-        is_first: Whether `number` is at most the number of sets of models that have trained. For sets that train in
-            turns, this is each set's first window. Only such windows are checked for mistakes in the training loop.
+        is_first: Whether this is the first window of its models since the run was started or resumed. Only such windows
+            are checked for mistakes in the training loop.
         is_last: Whether the current micro-batch closes the window.
         is_closed: Whether the backward of its last micro-batch has returned, so that gradients are final. Also True
             before the window is opened, and after an error in it.
@@ -150,6 +150,7 @@ class AccumulationWindow:
         Args:
             number: Number of the new window in the run.
         """
+        self.is_first = not self.number
         self.number = number
         self.was_left = not self.is_applied and self.is_waiting
         self.num_done = 0
@@ -300,7 +301,6 @@ class AccumulationWindows:
             window.batch = piece.batch
         window.micro_weight = None
         window.was_step_called_early = False
-        window.is_first = window.number <= len(self._by_models)
         is_end = self._note_batch(window)
         self.is_last = window.is_last = self._is_complete(window, is_end) and piece.is_last
         self.current = window
@@ -421,13 +421,15 @@ class AccumulationWindows:
     def find_latest(self, models: Container[int]) -> AccumulationWindow | None:
         """Return the latest accumulation window that trained one of these models, or None.
 
+        A window that was prepared for the first micro-batch of a resumed run has trained nothing yet.
+
         Args:
             models: `id` of each model. If the current window has no models, it is returned for any value.
         """
         if not self.current.models:
             return self.current
-        found = (w for w in reversed(self._by_models.values()) if any(id(model) in models for model in w.models))
-        return next(found, None)
+        opened = (window for window in reversed(self._by_models.values()) if window.number)
+        return next((window for window in opened if any(id(model) in models for model in window.models)), None)
 
     @property
     def is_final(self) -> bool:

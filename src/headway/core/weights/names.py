@@ -202,7 +202,7 @@ def match_names(
     computed itself may be missing. If `strict` is set, this applies only to non-persistent buffers. With
     `computes_buffers`, non-persistent buffers that have no values yet may be missing, too. Unexpected names are an
     error if `strict` is set, and logged otherwise. Names that the model's class declares as ignored are skipped. Shapes
-    must be equal, and a floating-point tensor matches only a floating-point tensor.
+    must be equal. A floating-point tensor matches only a floating-point tensor, and a complex one only a complex one.
 
     Args:
         model: Model that loads the tensors.
@@ -228,7 +228,7 @@ def match_names(
         f"{_describe_tensor(place.tensor.shape, place.tensor.dtype)} in the model"
         for name, place in places.items()
         for shape, dtype in [sources.shapes.get(name, (tuple(place.tensor.shape), place.tensor.dtype))]
-        if (shape != tuple(place.tensor.shape) or dtype.is_floating_point != place.tensor.dtype.is_floating_point)
+        if shape != tuple(place.tensor.shape) or _get_kind(dtype) != _get_kind(place.tensor.dtype)
     ]
     takers = _map_extra_modules(model)
     keys = {name: checkpoint.ties.get(name, name) for name in takers}
@@ -248,6 +248,10 @@ def match_names(
             _list_with_nearest(unexpected),
         )
     return sources
+
+
+def _get_kind(dtype: torch.dtype) -> str:
+    return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"
 
 
 def _map_extra_modules(model: nn.Module) -> dict[str, nn.Module]:

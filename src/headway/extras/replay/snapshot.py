@@ -59,10 +59,15 @@ class BatchSnapshot:
         states: Objects with `snapshot` and `restore`, in addition to the prepared optimizers: accumulation windows,
             update clock, precision.
         hardware: Functions of the device type, whose RNG state is included.
+        has_counts: Whether the update counts of the prepared optimizers are included. False if updates that were made
+            since stay. Default: True.
     """
 
-    def __init__(self, prepared: PreparedObjects, states: Sequence[Rewindable], hardware: Hardware) -> None:
+    def __init__(
+        self, prepared: PreparedObjects, states: Sequence[Rewindable], hardware: Hardware, *, has_counts: bool = True
+    ) -> None:
         self._prepared = prepared
+        self._has_counts = has_counts
         self._rewound = tuple(states)
         self._hardware = hardware
         self._grads: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
@@ -81,7 +86,8 @@ class BatchSnapshot:
                 parameter.grad = None
         self._copy_buffers()
         self._random = read_rng_states(self._hardware)
-        self._states = [(each, each.snapshot()) for each in (*self._rewound, *self._prepared.optimizers)]
+        optimizers = self._prepared.optimizers if self._has_counts else ()
+        self._states = [(each, each.snapshot()) for each in (*self._rewound, *optimizers)]
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters of all prepared models, each once."""

@@ -185,7 +185,7 @@ class PieceStep(TrainingStep):
         """
 
         def attempt_step() -> Callable[[], bool]:
-            is_permitted = self.guard.can_update()
+            is_permitted = self.guard.can_update(self.find_window_of(optimizer) or self.windows.current)
             return lambda: is_permitted and strategy.step_optimizer(optimizer, self.precision, None)
 
         for check in self.hooks.before_update:
@@ -221,6 +221,11 @@ class PieceStep(TrainingStep):
         The limit affects which random numbers a forward draws, so checkpoints contain it.
         """
         return self.transaction.size
+
+    def drop_all_gradients(self) -> None:
+        """Drop the gradients of all models, and those of an uncommitted batch, because the run's state was loaded."""
+        self.transaction.abandon_batch(is_window_dropped=True)
+        super().drop_all_gradients()
 
     def forget_windows(self) -> None:
         """Drop the current batch and all accumulation windows whose update has not been made."""

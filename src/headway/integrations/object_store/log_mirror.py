@@ -50,19 +50,25 @@ class MirroredFolder:
         """Upload the files that have changed since they were last uploaded, in the order of their names.
 
         The first failed upload ends the call, with a warning. It and the remaining files are uploaded in the next call.
+        A file that is removed during the call is skipped.
         """
-        with self._sending, contextlib.suppress(FileNotFoundError):
+        with self._sending:
             for path in sorted(each for each in self.folder.rglob("*") if each.is_file()):
-                name, about = path.relative_to(self.folder).as_posix(), path.stat()
-                if self._sent.get(name) == (state := (about.st_size, about.st_mtime_ns)):
-                    continue
                 try:
-                    with open(path, "rb") as source, (self._target / name).open("wb") as file:
-                        shutil.copyfileobj(source, file, PART)
-                except ObjectStoreError as error:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._send_changed(path)
+                except (OSError, ObjectStoreError) as error:
+                    name = path.relative_to(self.folder)
                     log.warning_once("%s could not be sent to the object store: %s", name, error)
                     return
-                self._sent[name] = state
+
+    def _send_changed(self, path: Path) -> None:
+        name, about = path.relative_to(self.folder).as_posix(), path.stat()
+        state = about.st_size, about.st_mtime_ns
+        if self._sent.get(name) != state:
+            with open(path, "rb") as source, (self._target / name).open("wb") as file:
+                shutil.copyfileobj(source, file, PART)
+            self._sent[name] = state
 
     def _send_until_over(self) -> None:
         while not self._over.wait(EVERY):

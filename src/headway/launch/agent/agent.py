@@ -256,7 +256,7 @@ class Agent(LocalElasticAgent):
     def _kill_idle_failed(self) -> None:
         """Kill the processes of ranks that have failed but do not end, because an idle thread keeps them running."""
         for local_rank in self._find_failed_alive():
-            if self._watch.has_given_up(self._ranks[local_rank], GRACE):
+            if self._watch.is_idle_after_end(self._ranks[local_rank], GRACE):
                 self._given_up.add(local_rank)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._pids[local_rank], signal.SIGKILL)

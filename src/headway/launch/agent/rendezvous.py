@@ -308,12 +308,21 @@ def create_handler_for(order: AgentOrder, say: Callable[[str], None], seal: Seal
         seal: Object that computes and checks HMACs with the user's secret.
 
     Raises:
-        LaunchError: If the port of the store is in use, or cannot be reached before the deadline.
+        LaunchError: If the port of the store is in use, or cannot be reached before the deadline. Also if torch refuses
+            an option of --rdzv_conf.
     """
     if order.backend == "local":
         return LocalRendezvous()
     if order.backend == "static":
         return StaticRendezvous(order, say, seal)
+    try:
+        return _create_torch_handler(order, say, seal)
+    except (TypeError, ValueError) as error:  # raised by torch's checks of the options
+        options = ",".join(f"{name}={value}" for name, value in order.conf.items())
+        raise LaunchError(f"--rdzv_conf {options} is refused by torch's rendezvous: {error}") from error
+
+
+def _create_torch_handler(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> RendezvousHandler:
     seconds = int(min(read_time_to_meet(order), _FOR_EVER))
     conf: dict[str, Any] = {"join_timeout": seconds, **order.conf, "rank": order.machine_rank}
     # By default torch compares host names, which gives a wrong answer on many clusters.

@@ -218,7 +218,7 @@ class HangWatch:
             self._said.add((view.rank, _LINGERS))
             self._say(f"headway: {report.describe_lateness(view)}. It is waited for")
 
-    def has_given_up(self, rank: int, seconds: float) -> bool:
+    def is_idle_after_end(self, rank: int, seconds: float) -> bool:
         """Whether a rank's script has ended and its process has been idle for longer than `seconds` since then.
 
         False if the rank is not on this machine or has not been checked yet.

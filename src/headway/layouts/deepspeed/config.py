@@ -47,7 +47,7 @@ _SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_per
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunValues:
     """Values of the run that complete DeepSpeed's JSON configuration, known when the engine is created.
 
     Attributes:
@@ -98,13 +98,13 @@ class DeepSpeedConfigReport:
 
 
 def complete_config(
-    given: Mapping[str, Any], facts: Facts, known: Callable[[str], list[str] | None]
+    given: Mapping[str, Any], run: RunValues, known: Callable[[str], list[str] | None]
 ) -> DeepSpeedConfigReport:
     """Return DeepSpeed's JSON configuration with missing values filled in, and a report of how each key was handled.
 
     Args:
         given: JSON as a dict, which is not changed.
-        facts: Number of ranks, precision and other values of the run.
+        run: Number of ranks, precision and other values of the run.
         known: Function from a section's dotted name to the keys that DeepSpeed knows in it. It returns None if the
             section accepts any key.
 
@@ -118,7 +118,7 @@ def complete_config(
     account = DeepSpeedConfigReport(config.config)
     _check_known(config.config, known)
     _check_served(config)
-    musts, mays = _collect_required(config, facts), _collect_defaults(facts)
+    musts, mays = _collect_required(config, run), _collect_defaults(run)
     problems = []
     for key, value in list(_iterate_leaves(config.config)):
         if value == AUTO:
@@ -131,35 +131,35 @@ def complete_config(
         raise ConfigError(
             f"DeepSpeed's JSON contradicts the run: {'; '.join(problems)}. Give the same values, or 'auto'"
         )
-    _add_missing(account, config, facts, musts)
+    _add_missing(account, config, run, musts)
     account.clipping = float(config.get_value("gradient_clipping"))
     config.set_value("gradient_clipping", 0.0)
     return account
 
 
-def _collect_required(config: HfDeepSpeedConfig, facts: Facts) -> dict[str, Any]:
+def _collect_required(config: HfDeepSpeedConfig, run: RunValues) -> dict[str, Any]:
     """Return the run's values that DeepSpeed's JSON must not contradict, by dotted name."""
     by_torch = bool(config.get_value("torch_autocast.enabled"))
-    micro = facts.micro_batch if facts.micro_batch is not None else config.get_value("train_micro_batch_size_per_gpu")
+    micro = run.micro_batch if run.micro_batch is not None else config.get_value("train_micro_batch_size_per_gpu")
     if not isinstance(micro, int):
         total = config.get_value("train_batch_size")
-        micro = max(1, total // (facts.num_steps * facts.num_ranks)) if isinstance(total, int) else 1
+        micro = max(1, total // (run.num_steps * run.num_ranks)) if isinstance(total, int) else 1
     scale = {}
-    if facts.precision == "fp16" and facts.scaler != GradScalerKwargs():
-        scale = {key: value for key, value in _collect_defaults(facts).items() if key in _SCALER_KEYS}
+    if run.precision == "fp16" and run.scaler != GradScalerKwargs():
+        scale = {key: value for key, value in _collect_defaults(run).items() if key in _SCALER_KEYS}
     return {
         **scale,
         "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": facts.num_steps,
-        "train_batch_size": micro * facts.num_steps * facts.num_ranks,
-        "bf16.enabled": facts.precision == "bf16" and not by_torch,
-        "fp16.enabled": facts.precision == "fp16",
+        "gradient_accumulation_steps": run.num_steps,
+        "train_batch_size": micro * run.num_steps * run.num_ranks,
+        "bf16.enabled": run.precision == "bf16" and not by_torch,
+        "fp16.enabled": run.precision == "fp16",
         "managed_gradient_accumulation": True,
         "gradient_allreduce_op": "mean",
     }
 
 
-def _collect_defaults(facts: Facts) -> dict[str, Any]:
+def _collect_defaults(run: RunValues) -> dict[str, Any]:
     """Return the values that replace "auto", by dotted name. DeepSpeed's JSON may set other values."""
     found: dict[str, Any] = {
         "gradient_clipping": 0.0,
@@ -169,17 +169,17 @@ def _collect_defaults(facts: Facts) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": True,
         "zero_allow_untested_optimizer": False,
         "fp16.loss_scale": 0,
-        "fp16.initial_scale_power": round(math.log2(facts.scaler.init_scale)),
-        "fp16.loss_scale_window": facts.scaler.growth_interval,
+        "fp16.initial_scale_power": round(math.log2(run.scaler.init_scale)),
+        "fp16.loss_scale_window": run.scaler.growth_interval,
         "fp16.hysteresis": 2,
         "fp16.min_loss_scale": 1,
     }
-    if facts.hidden_size is not None:
-        square = facts.hidden_size**2
-        sizes = (square, int(0.9 * square), 10 * facts.hidden_size)
+    if run.hidden_size is not None:
+        square = run.hidden_size**2
+        sizes = (square, int(0.9 * square), 10 * run.hidden_size)
         found.update({f"zero_optimization.{key}": max(1, size) for key, size in zip(_SIZES, sizes)})
-    found.update({f"optimizer.params.{key}": value for key, value in facts.optimizer.items()})
-    found.update({f"scheduler.params.{key}": value for key, value in facts.scheduler.items()})
+    found.update({f"optimizer.params.{key}": value for key, value in run.optimizer.items()})
+    found.update({f"scheduler.params.{key}": value for key, value in run.scheduler.items()})
     return found
 
 
@@ -197,18 +197,18 @@ def _fill_key(account: DeepSpeedConfigReport, config: HfDeepSpeedConfig, key: st
 
 
 def _add_missing(
-    account: DeepSpeedConfigReport, config: HfDeepSpeedConfig, facts: Facts, musts: Mapping[str, Any]
+    account: DeepSpeedConfigReport, config: HfDeepSpeedConfig, run: RunValues, musts: Mapping[str, Any]
 ) -> None:
     """Add the settings that DeepSpeed needs but its JSON lacks, and record them in the report."""
     stage = config.get_value("zero_optimization.stage")
     wanted = {key: musts[key] for key in _BATCH_KEYS}
     if musts["bf16.enabled"]:
         wanted["bf16.enabled"] = True
-    if facts.precision == "fp16":
+    if run.precision == "fp16":
         wanted["fp16.enabled"] = True
         if not config.get_value("fp16.loss_scale"):  # no fixed scale
-            wanted.update({key: value for key, value in _collect_defaults(facts).items() if key.startswith("fp16.")})
-    if facts.precision != "no" and stage != 1:
+            wanted.update({key: value for key, value in _collect_defaults(run).items() if key.startswith("fp16.")})
+    if run.precision != "no" and stage != 1:
         # Accumulate gradients of several micro-batches in float32, as DDP does.
         wanted["data_types.grad_accum_dtype"] = "fp32"
     # Turn off DeepSpeed's report of samples per second every ten steps; Headway has its own.

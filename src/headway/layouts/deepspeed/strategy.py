@@ -24,7 +24,7 @@ from headway.core.strategies.base import Capabilities, Engine, Strategy, Transfo
 from headway.core.strategies.placeholders import Placeholder
 from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
 from headway.layouts.adapters import check_adapters
-from headway.layouts.deepspeed.config import DeepSpeedConfigReport, Facts, complete_config
+from headway.layouts.deepspeed.config import DeepSpeedConfigReport, RunValues, complete_config
 from headway.layouts.deepspeed.engine import ZeroEngine
 from headway.layouts.deepspeed.known_keys import find_known_keys
 from headway.layouts.deepspeed.optimizer import PartitionedOptimizer, ZeroState
@@ -152,7 +152,7 @@ class DeepSpeedStrategy(Strategy):
         given, plugin = optimizers[0], self._plugin
         _check_scaler(self._options, precision)
         picked = (min if plugin.is_train_batch_min else max)(micro_batches) if micro_batches else None
-        facts = Facts(
+        run = RunValues(
             num_ranks=self.data_group.world_size,
             num_steps=num_steps,
             precision=precision,
@@ -163,7 +163,7 @@ class DeepSpeedStrategy(Strategy):
             scheduler=self._stand_ins.scheduler,
         )
         _check_shapes(self._model)
-        account = complete_config(plugin.deepspeed_config, facts, find_known_keys)
+        account = complete_config(plugin.deepspeed_config, run, find_known_keys)
         is_own = self._stand_ins.optimizer and account.config.pop("optimizer", None) is not None
         account.config.pop("scheduler", None)
         if not is_own and "optimizer" in account.config:

@@ -249,6 +249,7 @@ class PipelineRunner:
         for stage_index, stage in batch.stages.items():
             stage.ahead = set(batch.ahead)
             stage.chunks = batch.num_microbatches  # torch's attribute: number of micro-batches
+            stage.expected = {number: known[stage_index] for number, known in enumerate(activations)}
             if stage_index:
                 stage.arriving = {number: known[stage_index - 1] for number, known in enumerate(activations)}
         return batch

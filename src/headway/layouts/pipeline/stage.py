@@ -24,6 +24,8 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from headway.core.runtime import pulse
 from headway.core.runtime.collectives.tree import Tree, list_tensors, map_leaves
+from headway.errors import UnsupportedError
+from headway.layouts.pipeline.stage_forward import describe_call
 
 
 class StageTransfer(dist.P2POp):
@@ -134,6 +136,10 @@ class StageActivation:
             lambda leaf: isinstance(leaf, TensorSlot),
         )
 
+    def describe(self) -> tuple[Any, ...]:
+        """Return everything that a stage must know to receive the tree: its structure, its numbers, and its tensors."""
+        return (*describe_call(self.tree), *self.metas)
+
     def allocate_buffers(self, device: torch.device) -> list[torch.Tensor]:
         """Return uninitialized tensors into which the tensors of the tree can be received."""
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in self.metas]
@@ -163,6 +169,7 @@ class PipelineStage(_PipelineStageBase):
 
     Attributes:
         arriving: Description of the input of each micro-batch, by index. Empty on the first stage.
+        expected: Description of the output of each micro-batch that the other ranks expect, by index.
         ahead: Indices of the micro-batches whose forward was run before the schedule.
         weightless: Indices of the micro-batches whose loss has weight 0.
         silence: Function that returns a context for the backward of weightless micro-batches. None: their backward is
@@ -189,6 +196,7 @@ class PipelineStage(_PipelineStageBase):
         self._parameters = learning
         self._compute = compute
         self.arriving: dict[int, StageActivation] = {}
+        self.expected: dict[int, StageActivation] = {}
         self.ahead: set[int] = set()
         self.weightless: set[int] = set()  # micro-batches whose loss has weight 0
         # Context for the backward of weightless micro-batches that contains other ranks' tokens. None: it is skipped.
@@ -315,7 +323,11 @@ class PipelineStage(_PipelineStageBase):
         return found[0] if self.is_last else tuple(found)
 
     def compute(self, number: int) -> None:
-        """Run the stage on the input of micro-batch `number`, and store the outputs."""
+        """Run the stage on the input of micro-batch `number`, and store the outputs.
+
+        Raises:
+            UnsupportedError: If the output differs in structure, shape or dtype from what the other ranks expect.
+        """
         received: Tree = None
         if not self.is_first:
             known = self.arriving[number]
@@ -324,10 +336,25 @@ class PipelineStage(_PipelineStageBase):
             received = known.fill_slots(self.inputs[number])
         else:
             self.inputs[number] = []
-        self.activations[number], found = describe_tree(self._compute(number, received))
+        activation, found = describe_tree(self._compute(number, received))
+        self._check_expected(number, activation)
+        self.activations[number] = activation
         # Zero-bubble schedules detach outputs in place, which views do not allow. A block might also return its input unchanged.
         own = {id(tensor) for tensor in self.inputs[number]}
         self.outputs[number] = [t.clone() if t._is_view() or id(t) in own else t for t in found]
+
+    def _check_expected(self, number: int, activation: StageActivation) -> None:
+        """Raise `UnsupportedError` if an output does not fit the buffers that the next stage allocates for it."""
+        expected = self.expected.get(number)  # None while the shapes are not known yet
+        if expected is None or activation.describe() == expected.describe():
+            return
+        shapes, before = ([tuple(shape) for shape, _, _ in each.metas] for each in (activation, expected))
+        found = f"tensors of shapes {shapes} instead of {before}" if shapes != before else "other numbers or dtypes"
+        raise UnsupportedError(
+            f"stage {self.stage_index} of the pipeline returned {found}: the other ranks expect what it returned for an earlier "
+            "batch with the same shapes and numbers. If the loss function uses a number from outside of the batch, such as a length, "
+            "put it into the batch. Let blocks return changing numbers as tensors"
+        )
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False

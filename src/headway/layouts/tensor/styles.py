@@ -333,7 +333,8 @@ class EmbeddingRowwise(SplitStyle):
     def convert_inputs(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Return the arguments with token IDs relative to this rank's first row.
 
-        IDs whose rows are on other ranks become 0.
+        IDs whose rows are on other ranks become 0. An ID that the embedding does not have stays out of range, so that the
+        lookup raises an error on all ranks, as on a single process.
         """
         module: Any = site.module
         step = -(-module.num_embeddings // site.axis.size)
@@ -344,7 +345,8 @@ class EmbeddingRowwise(SplitStyle):
             module.padding_idx = padding - first if first <= padding < last else None
 
         def make_ids_local(ids: torch.Tensor) -> torch.Tensor:
-            elsewhere = site.held["elsewhere"] = (ids < first) | (ids >= last)
+            before, after = (ids >= 0) & (ids < first), (ids >= last) & (ids < module.num_embeddings)
+            elsewhere = site.held["elsewhere"] = before | after
             found: torch.Tensor = (ids - first).masked_fill(elsewhere, 0)
             return found
 

@@ -4,6 +4,7 @@ Most checks take two arguments: `facts` is what rank 0 recorded about the whole 
 the records of its updates.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ def check_learning(runs: RunSet) -> Verdict:
     if not trainable:
         return _make_failure("no parameter is trainable", "set requires_grad of the parameters to train")
     checks = (
+        _check_finite,
         _check_optimizers,
         _check_gradients,
         _check_experts,
@@ -45,6 +47,23 @@ def check_learning(runs: RunSet) -> Verdict:
         )
     frozen = f", {len(facts['frozen'])} frozen ones stayed" if facts.get("frozen") else ""
     return Verdict(KEY, TITLE, "PASS", f"{len(trainable)} parameter tensors got gradients and changed{frozen}")
+
+
+def _check_finite(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+    """Return the failed verdict if an optimizer gets gradients that are NaN or infinite, else None.
+
+    In fp16, infinite gradients are normal, because the loss scale is found by trying. Such updates are skipped.
+    """
+    if facts.get("mixed_precision") == "fp16":
+        return None
+    for update in updates:
+        names = [name for name, norm in update.norms.items() if not math.isfinite(norm)]
+        if names:
+            return _make_failure(
+                f"update {update.number}: the gradient of {join(names)} is NaN or infinite, so its weights are lost",
+                'Accelerator(on_non_finite="raise") names the operation that made the first NaN',
+            )
+    return None
 
 
 def _check_optimizers(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:

@@ -74,9 +74,9 @@ def _compare_runs(key: str, title: str, runs: RunSet, other: RunRecord | None, n
             "accelerator.backward()",
             "several_models.md",
         )  # fmt: skip
-    if other.num_updates < reference.num_updates and other.fact.get("end") != "enough":
+    if other.last_update < reference.last_update and other.fact.get("end") != "enough":
         return Verdict(
-            key, title, "FAIL", f"{name}: {other.num_updates} updates, but {reference.num_updates} on one process",
+            key, title, "FAIL", f"{name}: {other.last_update} updates, but {reference.last_update} on one process",
             (), "the number of updates must not depend on the number of processes", "data.md",
         )  # fmt: skip
     found, num, largest = find_first_difference(reference, other, runs.reordered)
@@ -124,9 +124,9 @@ def _judge_failure(key: str, title: str, reference: RunRecord, other: RunRecord,
             "decide by a value that is equal on all ranks, such as accelerator.reduce(loss.detach(), 'mean')", "schedules.md",
         )  # fmt: skip
     unlike = "differ between ranks" in reason or "are not alike" in reason
-    blame = blame_ranks(reference, other, other.num_updates + 1) if unlike else None
+    blame = blame_ranks(reference, other, other.last_update + 1) if unlike else None
     if blame is not None:
-        cause, advice, page = _find_lone_cause(other, blame, other.num_updates + 1) or _describe_blame(other, blame)
+        cause, advice, page = _find_lone_cause(other, blame, other.last_update + 1) or _describe_blame(other, blame)
         return Verdict(key, title, "FAIL", cause, (reason,), advice, page)
     what = "hangs" if other.code is None or other.code == 70 else "fails"
     lines = tuple(line for line in other.output.splitlines()[-8:] if line.strip())

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from headway.verify.blame import blame_repeat
 from headway.verify.causes import explain_repeat
-from headway.verify.compare import count_samples
+from headway.verify.compare import are_equal, count_samples, find_other_norms
 from headway.verify.records import RunRecord
 from headway.verify.verdict import RunSet, Verdict, describe_failure, join
 
@@ -38,12 +38,12 @@ def _find_difference(first: RunRecord, again: RunRecord, update: int) -> Verdict
         return _explain_difference(
             first, again, update, "the two runs start from different weights", (f"first differing value: {name}",)
         )
-    if ours.losses != theirs.losses:
+    if not are_equal(ours.losses, theirs.losses):
         pair = f"({ours.losses[0]:.6g}, {theirs.losses[0]:.6g})" if ours.losses and theirs.losses else ""
         return _explain_difference(
             first, again, update, f"update {update}: the loss differs on the same samples and weights {pair}", ()
         )
-    names = [name for name in ours.norms if ours.norms[name] != theirs.norms.get(name)]
+    names = find_other_norms(ours, theirs)
     if names:
         return _make_failure(
             f"update {update}: gradients differ although the losses are equal",

@@ -2,7 +2,7 @@
 
 from headway.verify.blame import blame_repeat
 from headway.verify.causes import explain_repeat
-from headway.verify.compare import count_samples, find_first_difference
+from headway.verify.compare import are_equal, count_samples, find_first_difference, find_other_norms
 from headway.verify.records import RunRecord, Update
 from headway.verify.verdict import RunSet, Verdict, describe_failure, join
 
@@ -96,7 +96,7 @@ def _find_difference(first: RunRecord, resumed: RunRecord, update: int, saved: i
     where = f"update {update}, {_format_ordinal(update - saved)} after the resume"
     if count_samples(first, update, "rows") != count_samples(resumed, update, "rows"):
         return _explain_samples(first, resumed, update, where)
-    if ours.losses != theirs.losses:
+    if not are_equal(ours.losses, theirs.losses):
         begins = first.first.get(update - 1)
         initial = resumed.fact.get("initial", {})
         is_first = begins is not None and update == min(resumed.first)
@@ -110,7 +110,7 @@ def _find_difference(first: RunRecord, resumed: RunRecord, update: int, saved: i
                 "call resume() after prepare(), and change no weights after it", PAGE,
             )  # fmt: skip
         return _explain_loss(first, resumed, update, where)
-    names = [name for name, value in ours.norms.items() if theirs.norms.get(name) != value]
+    names = find_other_norms(ours, theirs)
     if names:
         return _make_failure(
             f"{where}: the gradient of {names[0]} differs, although the losses are equal", (), "", PAGE

@@ -4,7 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.core.config.run import DataLoaderConfiguration, resolve_loading, resolve_project, resolve_windows
+from headway.core.config.activation_checkpointing import ActivationCheckpointing
+from headway.core.config.load import COMMAND_LINE, Value, encode_payload, resolve
+from headway.core.config.preemption import Preemption
+from headway.core.config.run import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    resolve_loading,
+    resolve_project,
+    resolve_windows,
+)
 from headway.errors import ConfigError
 
 
@@ -33,3 +42,20 @@ def test_object_of_another_library_is_named():
 def test_right_class_is_accepted():
     config = DataLoaderConfiguration(even_batches=False)
     assert resolve_loading(config, False) == config
+
+
+def test_one_name_can_be_given_without_a_tuple():
+    assert ActivationCheckpointing(blocks="Block").blocks == ("Block",)
+    assert ActivationCheckpointing(blocks=SimpleNamespace).blocks == (SimpleNamespace,)
+    assert Preemption(signals="SIGTERM") == Preemption(signals=("SIGTERM",))
+
+
+def test_launchers_number_of_micro_batches_meets_the_plugin(monkeypatch):
+    settings = {"gradient_accumulation_steps": Value(8, f"{COMMAND_LINE}: --gradient_accumulation_steps")}
+    monkeypatch.setenv("HEADWAY_RUN", encode_payload(resolve([settings]), 1))
+    found = resolve_windows(None, GradientAccumulationPlugin(sync_each_batch=True), None, "train.py:1")
+    assert (found.num_steps, found.sync_each_batch) == (8, True)
+    with pytest.raises(ConfigError, match=r"train.py:1 against --gradient_accumulation_steps 8 on the command line"):
+        resolve_windows(None, GradientAccumulationPlugin(num_steps=4), None, "train.py:1")
+    with pytest.raises(ConfigError, match=r"global_batch_size=16 .* gradient_accumulation_steps=8 \(command line"):
+        resolve_windows(None, None, 16, "train.py:1")

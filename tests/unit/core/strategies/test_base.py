@@ -44,16 +44,13 @@ def test_backward_multiplies_the_gradient_by_the_factor(strategy: SingleStrategy
     assert x.grad.item() == 6 * (0.5 + 2.0 + 0.5)
     strategy.backward((x * x).reshape(1), 1.0, Precision())
     assert x.grad.item() == 24
-    strategy.release_model()
-    assert not strategy._seeds
 
 
-def test_cache_of_many_factors_is_limited(strategy: SingleStrategy) -> None:
-    x = torch.tensor(1.0, requires_grad=True)
-    for number in range(200):
-        strategy.backward(x * 1, float(number), Precision())
-    assert x.grad.item() == sum(range(200))
-    assert len(strategy._seeds) <= 66
+def test_gradient_of_a_view_as_the_loss_is_no_memory_of_the_next_backward(strategy: SingleStrategy) -> None:
+    x = torch.zeros(1, requires_grad=True)
+    for expected in (2.0, 4.0, 6.0):  # autograd makes the factor the storage of x.grad
+        strategy.backward(x.squeeze(), 2.0, Precision())
+        assert x.grad.item() == expected
 
 
 def test_gradients_are_scaled_and_discarded(strategy: SingleStrategy) -> None:

@@ -247,6 +247,50 @@ def test_tracker_that_cannot_begin_or_be_built_is_dropped_at_once(caplog, monkey
     assert "the tracker own is used no more: ValueError: the server is gone in begin()" in caplog.text
 
 
+def test_tracker_whose_identity_cannot_be_read_is_used(caplog):
+    class Anonymous(OwnTracker):
+        @property
+        def identity(self):
+            raise ValueError("the server is gone")
+
+    own = Anonymous()
+    accelerator = build_accelerator(own)
+    accelerator.init_trackers("p")
+    accelerator.log({"loss": 1.0})
+    assert "the tracker own failed: ValueError: the server is gone in identity()" in caplog.text
+    assert len(own.list_calls("log")) == 1
+    accelerator.end_training()
+
+
+def test_tracker_with_an_unknown_kind_of_values_is_dropped(caplog):
+    own = OwnTracker()
+    own.takes = "number"
+    accelerator = build_accelerator(own)
+    accelerator.init_trackers("p")
+    accelerator.log({"loss": 1.0})
+    accelerator.end_training()
+    assert "takes is 'number'; allowed: 'numbers', 'objects', 'given'" in caplog.text
+    assert own.calls == []
+
+
+def test_log_kwargs_can_have_any_name():
+    own = OwnTracker()
+    accelerator = build_accelerator(own)
+    accelerator.init_trackers("p")
+    accelerator.log({"loss": 1.0}, step=3, log_kwargs={"own": {"step": 7, "method": "a", "is_fatal": True}})
+    assert own.list_calls("log") == [({"loss": 1.0}, 7, {"method": "a", "is_fatal": True})]
+    accelerator.end_training()
+
+
+def test_details_of_an_event_can_have_any_name():
+    accelerator = build_accelerator()
+    accelerator.init_trackers("p")
+    accelerator.log_event("evaluation", line=3, kind="x", event="y", details=1, args=2)
+    accelerator.end_training()
+    (event,) = read_run("run/p").events
+    assert event.details == {"line": 3, "kind": "x", "event": "y", "details": 1, "args": 2}
+
+
 def test_slow_tracker_is_reported_and_the_log_ends_first(caplog, monkeypatch):
     monkeypatch.setattr(feeding, "SLOW_FINISH", 0.01)
     monkeypatch.setattr(guarded, "SLOW_CALL", -1.0)

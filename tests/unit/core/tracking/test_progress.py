@@ -57,6 +57,14 @@ def test_terminal_shows_a_bar():
     assert "5/5 | loss 1.5" in out.getvalue()
 
 
+@pytest.mark.parametrize("description", ["[train]", "epoch [1/3]", "[/]"])
+def test_terminal_shows_brackets_in_a_description(description):
+    out = Terminal()
+    for _ in track(range(2), description=description, file=out):
+        pass
+    assert description in out.getvalue()
+
+
 @pytest.mark.parametrize("name", ["FORCE_COLOR", "JPY_PARENT_PID"])
 def test_log_files_and_notebooks_get_plain_lines(monkeypatch, name):
     """Logs of CI and commands after `!` in a notebook only look like a terminal."""

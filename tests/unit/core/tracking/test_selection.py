@@ -31,6 +31,12 @@ def plugged(monkeypatch):
     monkeypatch.setattr(selection, "entry_points", lambda group: [entry] if group == selection.GROUP else [])
 
 
+def test_entry_point_with_capital_letters_is_selected(monkeypatch):
+    entry = EntryPoint("PlugIn", f"{__name__}:Plug", selection.GROUP)
+    monkeypatch.setattr(selection, "entry_points", lambda group: [entry] if group == selection.GROUP else [])
+    assert list_names("PlugIn") == list_names("plugin") == ["PlugIn"]
+
+
 def list_names(*args, has_folder=True, **kwargs):
     return [each.name for each in select_trackers(*args, has_folder=has_folder, **kwargs)]
 

@@ -163,6 +163,18 @@ def test_mlflow(tmp_path):
     (tmp_path / "copies").mkdir()
     copy = client.download_artifacts(run_id, "words", str(tmp_path / "copies"))
     assert Path(copy, "vocabulary.txt").read_text() == "words"
+    # Values belong to the tracker's run, even while another run or none is active.
+    accelerator = start("mlflow")
+    own_id = accelerator.get_tracker("mlflow", unwrap=True).info.run_id
+    with mlflow.start_run(nested=True) as nested:
+        accelerator.log({"loss": 1.0, "note": "nested"}, step=1)
+    assert client.get_run(own_id).data.tags["note"] == "nested"
+    assert "note" not in client.get_run(nested.info.run_id).data.tags
+    mlflow.end_run()
+    accelerator.log({"note": "ended"}, step=2)
+    assert mlflow.active_run() is None
+    assert client.get_run(own_id).data.tags["note"] == "ended"
+    accelerator.end_training()
     # A run that the script has started is used, and not ended.
     with mlflow.start_run() as own:
         accelerator = start("mlflow")

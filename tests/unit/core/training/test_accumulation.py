@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -481,3 +482,67 @@ def test_skipped_batch_does_not_count_as_reading_ahead(caplog: pytest.LogCapture
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(x), y))
     assert "were read before" not in caplog.text
+
+
+# ---------------------------------------------------------------- abandoned windows
+
+
+def train_clipped(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, value: float) -> None:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.full((1, 3), value)).float().square().mean())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        if value > 10.0:
+            raise FloatingPointError
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("loads", [False, True])
+def test_gradients_of_an_abandoned_window_do_not_count_in_the_next_one(
+    precision: str, loads: bool, tmp_path: Path
+) -> None:
+    found = []
+    for is_abandoned in (False, True):
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        model = build_net()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        train_clipped(accelerator, model, optimizer, 1.0)
+        accelerator.save_state(tmp_path / "saved")
+        if is_abandoned and loads:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.full((1, 3), 1e4)).float().square().mean())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            accelerator.load_state(tmp_path / "saved")
+        elif is_abandoned:
+            with suppress(FloatingPointError):
+                train_clipped(accelerator, model, optimizer, 20.0)
+        train_clipped(accelerator, model, optimizer, 2.0)
+        found.append([*map(torch.clone, model.parameters()), torch.tensor(accelerator.num_updates)])
+        accelerator.end_training()
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_load_drops_a_batch_that_could_be_run_again(num_batches: int, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, microbatching="auto", gradient_accumulation_steps=2)
+    model = build_net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train(num_batches: int = 2) -> None:
+        for _ in range(num_batches):
+            accelerator.forward_backward(torch.ones(4, 3), lambda x: model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train()
+    accelerator.save_state(tmp_path / "saved")
+    train()
+    wanted = [p.clone() for p in model.parameters()]
+    accelerator.load_state(tmp_path / "saved")
+    for _ in range(num_batches):
+        accelerator.forward_backward(torch.full((4, 3), 9.0), lambda x: model(x).square().mean())
+    accelerator.load_state(tmp_path / "saved")
+    assert all(p.grad is None for p in model.parameters())
+    train()
+    assert all(map(torch.equal, wanted, model.parameters()))

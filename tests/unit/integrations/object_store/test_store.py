@@ -207,6 +207,27 @@ def test_log_continues_where_it_ended(bucket):
         assert not each.folder.exists()
 
 
+def test_files_that_cannot_be_read_do_not_stop_the_mirror(bucket, monkeypatch, caplog):
+    mirror = MirroredFolder(to_path("s3://bucket/run/digits"))
+    for name in ("a", "b", "c"):
+        (mirror.folder / name).write_text(name)
+    failures = {"a": FileNotFoundError(), "b": PermissionError("not readable")}
+    plain = MirroredFolder._send_changed
+
+    def send_changed(self, path):
+        if path.name in failures:
+            raise failures[path.name]
+        plain(self, path)
+
+    monkeypatch.setattr(MirroredFolder, "_send_changed", send_changed)
+    mirror.send()
+    assert "b could not be sent to the object store: not readable" in caplog.text
+    del failures["b"]
+    mirror.send()
+    assert sorted(each.key for each in bucket.list("run")) == ["run/digits/b", "run/digits/c"]
+    mirror._send_and_remove()
+
+
 def test_lock_recognizes_its_own_unanswered_writes(bucket, monkeypatch):
     held = ObjectLock(to_path("s3://bucket/checkpoints"), "run", "1")
     plain = ObjectClient.put

@@ -6,16 +6,16 @@ import pytest
 
 from headway.core.config.torch_kwargs import GradScalerKwargs
 from headway.errors import ConfigError, UnsupportedError
-from headway.layouts.deepspeed.config import Facts, complete_config
+from headway.layouts.deepspeed.config import RunValues, complete_config
 
 ZERO = {"zero_optimization": {"stage": 2}}
 
 
-FACTS = Facts(num_ranks=4, num_steps=3, precision="no", micro_batch=2)
+RUN_VALUES = RunValues(num_ranks=4, num_steps=3, precision="no", micro_batch=2)
 
 
-def complete_settings(config: dict[str, Any], facts: Facts = FACTS) -> Any:
-    return complete_config({**ZERO, **config}, facts, lambda section: None)
+def complete_settings(config: dict[str, Any], run: RunValues = RUN_VALUES) -> Any:
+    return complete_config({**ZERO, **config}, run, lambda section: None)
 
 
 def test_values_known_to_the_run_are_filled_or_added() -> None:
@@ -39,11 +39,11 @@ def test_contradictions_are_reported_together() -> None:
 
 
 def test_batch_size_is_read_from_the_json_without_a_loader() -> None:
-    facts = Facts(num_ranks=2, num_steps=2, precision="no")
-    assert complete_settings({"train_batch_size": 12}, facts).config["train_micro_batch_size_per_gpu"] == 3
-    assert complete_settings({}, facts).config["train_batch_size"] == 4
+    run = RunValues(num_ranks=2, num_steps=2, precision="no")
+    assert complete_settings({"train_batch_size": 12}, run).config["train_micro_batch_size_per_gpu"] == 3
+    assert complete_settings({}, run).config["train_batch_size"] == 4
     with pytest.raises(ConfigError, match="train_batch_size=13"):
-        complete_settings({"train_batch_size": 13}, facts)
+        complete_settings({"train_batch_size": 13}, run)
 
 
 def test_sizes_depend_on_the_hidden_size_or_are_deepspeeds() -> None:
@@ -53,8 +53,8 @@ def test_sizes_depend_on_the_hidden_size_or_are_deepspeeds() -> None:
         "stage3_prefetch_bucket_size": "auto",
         "stage3_param_persistence_threshold": "auto",
     }
-    facts = Facts(num_ranks=1, num_steps=1, precision="no", hidden_size=100)
-    section = complete_settings({"zero_optimization": sizes}, facts).config["zero_optimization"]
+    run = RunValues(num_ranks=1, num_steps=1, precision="no", hidden_size=100)
+    section = complete_settings({"zero_optimization": sizes}, run).config["zero_optimization"]
     assert section == dict(zip(sizes, (3, 10_000, 9000, 1000)))
     left = complete_settings({"zero_optimization": sizes})
     assert left.config["zero_optimization"] == {"stage": 3}
@@ -63,22 +63,22 @@ def test_sizes_depend_on_the_hidden_size_or_are_deepspeeds() -> None:
 
 def test_precision_is_set_in_the_json() -> None:
     for precision in ("bf16", "fp16"):
-        config = complete_settings({"bf16": {"enabled": "auto"}}, Facts(2, 1, precision, 1)).config
+        config = complete_settings({"bf16": {"enabled": "auto"}}, RunValues(2, 1, precision, 1)).config
         assert config["bf16"]["enabled"] == (precision == "bf16")
         assert config.get("fp16", {}).get("enabled", False) == (precision == "fp16")
         assert config["data_types"] == {"grad_accum_dtype": "fp32"}
-    assert "data_types" not in complete_settings({"zero_optimization": {"stage": 1}}, Facts(2, 1, "bf16", 1)).config
+    assert "data_types" not in complete_settings({"zero_optimization": {"stage": 1}}, RunValues(2, 1, "bf16", 1)).config
     by_torch = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    assert "bf16" not in complete_settings(by_torch, Facts(2, 1, "bf16", 1)).config
+    assert "bf16" not in complete_settings(by_torch, RunValues(2, 1, "bf16", 1)).config
 
 
 def test_scaler_of_fp16() -> None:
-    facts = Facts(2, 1, "fp16", 1, scaler=GradScalerKwargs(init_scale=2.0**10, growth_interval=50))
-    section = complete_settings({"fp16": {"enabled": "auto", "loss_scale_window": "auto"}}, facts).config["fp16"]
+    run = RunValues(2, 1, "fp16", 1, scaler=GradScalerKwargs(init_scale=2.0**10, growth_interval=50))
+    section = complete_settings({"fp16": {"enabled": "auto", "loss_scale_window": "auto"}}, run).config["fp16"]
     assert section["loss_scale_window"] == 50
     assert section["initial_scale_power"] == 10
     with pytest.raises(ConfigError, match="initial_scale_power=16 in the JSON, but 10"):
-        complete_settings({"fp16": {"initial_scale_power": 16}}, facts)
+        complete_settings({"fp16": {"initial_scale_power": 16}}, run)
 
 
 def test_fixed_limit_is_kept_for_the_step() -> None:
@@ -92,7 +92,7 @@ def test_unknown_key_gets_the_nearest_name() -> None:
         complete_settings({"gradient_cliping": 1.0})
     with pytest.raises(ConfigError, match=r"'zero_optimization.stagge' \(did you mean 'stage'\?\)"):
         complete_config(
-            {"zero_optimization": {"stage": 1, "stagge": 2}}, FACTS, lambda section: ["stage"] if section else None
+            {"zero_optimization": {"stage": 1, "stagge": 2}}, RUN_VALUES, lambda section: ["stage"] if section else None
         )
 
 

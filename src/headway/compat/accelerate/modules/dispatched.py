@@ -305,20 +305,21 @@ def _show_hooks(shown: Hooked) -> None:
 def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, Any]:
     """Return the state dict of a model with offloaded weights, with all tensors in host memory.
 
-    Meta tensors whose values are not stored anywhere are left out with a warning. As in Accelerate, tensors that belong
-    to the model itself instead of a submodule are left out too.
+    Meta tensors whose values are not stored anywhere are left out with a warning. Unlike in Accelerate, tensors that
+    belong to the model itself instead of a submodule are included.
     """
     state: dict[str, Any] = {}
     missing = set()
     for path, module in model.named_modules():
-        if not path:
-            continue
+        dot = f"{path}." if path else ""
         with align_module_device(module, torch.device("cpu")):
             for name, value in module.state_dict().items():
-                if value.is_meta:
-                    missing.add(f"{path}.{name}")
+                if not isinstance(value, torch.Tensor):
+                    state[dot + name] = value  # the extra state of a module
+                elif value.is_meta:
+                    missing.add(dot + name)
                 else:
-                    state[f"{path}.{name}"] = value.to("cpu")
+                    state[dot + name] = value.to("cpu")
     if missing - set(state):
         log.warning("left out, as they have no values: %s", ", ".join(sorted(missing - set(state))))
     return state

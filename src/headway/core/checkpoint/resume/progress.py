@@ -126,9 +126,9 @@ class LoopProgress:
         if not trained_on:
             return self.epoch
         if starts is None:  # the loop does not use epochs(): the first loader counts
-            return trained_on[0].next_epoch
+            return trained_on[0].epoch_at_resume
         is_over = not any(each.is_unfinished for each in trained_on) and any(
-            each.next_epoch != starts.get(each.seed, 0) for each in trained_on
+            each.epoch_at_resume != starts.get(each.seed, 0) for each in trained_on
         )
         return self.epoch + 1 if is_over else self.epoch
 
@@ -141,7 +141,7 @@ class LoopProgress:
     def end_epoch(self) -> None:
         """Record the end of an epoch of the training loop."""
         for loader in self._objects.loaders:
-            loader.end_epoch()
+            loader.end_loaded_epoch()
         if self._later is not None:
             self._later.is_past = True
         self.passes.end_epoch()
@@ -150,7 +150,7 @@ class LoopProgress:
         self._note_epoch_starts()
 
     def _note_epoch_starts(self) -> None:
-        self._epoch_starts = {each.seed: each.next_epoch for each in self._objects.loaders}
+        self._epoch_starts = {each.seed: each.epoch_at_resume for each in self._objects.loaders}
 
     def note_saved_epoch(self, epoch: int) -> None:
         """Record a save that counts the current epoch as finished, for a warning if the epoch is then continued.
@@ -280,10 +280,10 @@ class LoopProgress:
         if index in saved.read_in_training:
             self._windows.read_in_training.append(loader)
         if self._epoch_starts is not None:
-            self._epoch_starts[loader.seed] = loader.next_epoch
+            self._epoch_starts[loader.seed] = loader.epoch_at_resume
         if not (later.is_new or later.is_past):
             self.passes.add(loader, saved.passes_over[index])
         if later.is_past:
-            loader.end_epoch()
+            loader.end_loaded_epoch()
         if self.reads_from_start:
             loader.read_from_start()

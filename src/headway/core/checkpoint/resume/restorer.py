@@ -138,7 +138,7 @@ class StateRestorer:
         objects = self._objects
         precision = self._run.precision
         if saved.precision == precision.name:
-            rollback.add("the scaler", partial(precision.load_state_dict, precision.state_dict()))
+            rollback.add("the scaler", partial(precision.restore, precision.snapshot()))
             precision.load_state_dict(saved.scaler)
         rollback.add("the global batch", self._batch.prepare_undo())
         self._batch.apply_plan(plan)
@@ -176,6 +176,7 @@ class StateRestorer:
             pieces.restore_fields(**saved.pieces)
         for model, order in zip(preparation.models, saved.exchange_orders if saved.is_own else ()):
             run.strategy.set_reduction_order(model, order)
+        self._objects.step.drop_all_gradients()
         windows.resume(preparation.models, saved.nominal, saved.num_updates)
         if plan.is_kept:
             preparation.keep_ticks(*saved.ticks)

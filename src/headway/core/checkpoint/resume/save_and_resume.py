@@ -258,7 +258,8 @@ class Checkpoints:
             ConfigError: If `output_dir` is None, and checkpoints are not named automatically.
         """
         runtime = self._state.run.runtime
-        attended = runtime.scope.get_or_create(Attendance).find_participants(SAVE)
+        place = self.place
+        attended = runtime.scope.get_or_create(Attendance).find_participants(SAVE, str(place.iteration))
         before = self._state.progress.find_evaluation_start() if self._repeats_evaluations else None
         if before is not None and self._state.progress.evaluations.is_within_epoch:
             log.warning(_WITHIN_EPOCH)
@@ -267,9 +268,11 @@ class Checkpoints:
         if attended.ranks[0] == runtime.rank:
             self._tell_alone(attended)
             return self._commit_checkpoint(output_dir, is_blocking, metric, before, is_alone=True, also=also)
-        # Only the first of the calling ranks writes. This rank may be the first process of another machine.
-        folder = self.place.folder_for(output_dir)
-        self.place.iteration += self.place.is_automatic
+        # Only the first of the calling ranks writes. This rank may be the first process of another machine. The number of
+        # the checkpoint is that of the writing rank, which might have saved alone before.
+        place.iteration = int(attended.note)
+        folder = place.folder_for(output_dir, is_written_here=False)
+        place.iteration += place.is_automatic
         return folder
 
     def _tell_alone(self, attended: CallParticipants) -> None:

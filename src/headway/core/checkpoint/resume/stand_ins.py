@@ -34,8 +34,11 @@ from headway.core.weights.pieces import (
     is_dtensor,
     is_spread,
 )
-from headway.core.weights.shards import INTEGERS, get_dtype_name, get_raw_bytes
+from headway.core.weights.shards import INTEGERS, get_dtype_name, get_raw_bytes, view_as_bits
 from headway.errors import CheckpointError
+from headway.log import get_logger
+
+log = get_logger(__name__)
 
 
 class LocalState:
@@ -157,6 +160,13 @@ _ODD, _MIX, _WRAP = -7046029254386353131, -4417276706812531889, 2**64
 """Constants of the digests. `_ODD`, `_MIX`: odd factors that mix positions and values. `_WRAP`: modulus of a digest."""
 _BLOCK = 2**20
 """Number of elements that are processed at once when a digest is computed."""
+_NUM_SAMPLED = 4096
+"""Number of evenly spaced elements of a tensor that are compared before its digest is used again."""
+_CHANGED = (
+    "%d frozen weights have changed since this run first saved or loaded them (%s, for example). With save_frozen=False, this "
+    "checkpoint does not hold them, so a run can resume from it only on a base model that has been changed in the same way. "
+    "merge_adapter() and unmerge_adapter() of PEFT change the base model, too: merge a copy, or save with save_frozen=True"
+)
 
 
 class FrozenWeights:
@@ -169,9 +179,12 @@ class FrozenWeights:
     def __init__(self, everyone: Collectives) -> None:
         self._everyone = everyone
         self._known: dict[str, tuple[Any, list[Any]]] = {}
+        self._first: dict[str, list[Any]] = {}
 
     def take_out(self, collected: CollectedState, models: Iterable[torch.nn.Module], is_alone: bool) -> None:
         """Replace the frozen weights in a state with their digests. Every rank must call it unless `is_alone` is True.
+
+        A warning is logged if frozen weights have changed since the first save or load.
 
         Args:
             collected: State to change.
@@ -187,6 +200,9 @@ class FrozenWeights:
         # The name of a tensor that belongs to a quantized weight begins with the weight's name.
         names = [name for name in collected.tensors if frozen & {name, *_list_enclosing(name)}]
         digests = self._compute_digests({name: collected.tensors.pop(name) for name in names}, is_alone)
+        changed = [name for name, digest in digests.items() if self._first.setdefault(name, digest) != digest]
+        if changed:
+            log.warning_once(_CHANGED, len(changed), changed[0])
         gone = {tied: name for tied, name in collected.aliases.items() if name in digests}
         collected.aliases = {tied: name for tied, name in collected.aliases.items() if tied not in gone}
         collected.state[_KEY] = digests | {tied: digests[name] for tied, name in gone.items()}
@@ -222,6 +238,7 @@ class FrozenWeights:
                 f"{len(named)} are others here, or missing: {', '.join(odd[:3])}. Build the model on the base that it was saved "
                 "with, before load_state()"
             )
+        self._first |= here
         numbers = {id(model): index for index, model in enumerate(parts.models)}
 
         def iterate_rest(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -234,14 +251,16 @@ class FrozenWeights:
         """Return a list of [shape, dtype name, hexadecimal digest] for each tensor, by name.
 
         Every rank must call it unless `is_alone` is True. The digest of a sharded tensor covers the shards of all
-        ranks. Digests are cached until a tensor changes.
+        ranks. Digests are cached until a tensor changes. torch does not count changes through `.data`. They are found
+        if they change one of `_NUM_SAMPLED` elements.
 
         Args:
             tensors: Tensors by name, in the same order on all ranks.
             is_alone: Whether only this rank calls it. Its tensors must then be unsharded.
         """
         keys = {
-            name: (get_memory_key(value), _torch.read_version(get_local_part(value))) for name, value in tensors.items()
+            name: (get_memory_key(value), _torch.read_version(local := get_local_part(value)), _read_sample(local))
+            for name, value in tensors.items()
         }
         new = [name for name, key in keys.items() if name not in self._known or self._known[name][0] != key]
         lists = [new] if is_alone else self._everyone.gather_objects(new)
@@ -256,6 +275,12 @@ class FrozenWeights:
             digest = f"{sum(terms) % _WRAP:016x}"
             self._known[name] = keys[name], [list(value.shape), get_dtype_name(value.dtype), digest]
         return {name: self._known[name][1] for name in tensors}
+
+
+def _read_sample(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of evenly spaced elements of a tensor."""
+    flat = view_as_bits(tensor.detach()).reshape(-1)
+    return get_raw_bytes(flat[:: max(1, flat.numel() // _NUM_SAMPLED)]).numpy().tobytes()
 
 
 def _list_enclosing(name: str) -> tuple[str, str]:

@@ -58,11 +58,13 @@ class CheckpointFolder:
 
     # ---------------------------------------------------------------- save
 
-    def folder_for(self, output_dir: str | Path | None) -> Path:
+    def folder_for(self, output_dir: str | Path | None, is_written_here: bool = True) -> Path:
         """Return the folder of the next checkpoint.
 
         Args:
             output_dir: Folder that the caller has chosen. Ignored with automatic naming.
+            is_written_here: Whether this rank takes part in the save. Otherwise the checkpoint can exist already, and
+                conflicts with earlier runs are not checked. Default: True.
 
         Raises:
             CheckpointError: If an earlier run has a checkpoint with the next number or a higher one. Also if a copy
@@ -78,7 +80,7 @@ class CheckpointFolder:
             place = to_path(output_dir).expanduser().absolute()
             find_store(place).check_name()
             return place
-        others = self._later_ones()
+        others = self._later_ones() if is_written_here else []
         if others:
             raise CheckpointError(_explain_conflict(others[0]))
         return self.parent() / f"checkpoint_{self.iteration}"
@@ -86,10 +88,12 @@ class CheckpointFolder:
     def _later_ones(self) -> list[Path]:
         """Return the existing checkpoints that conflict with the checkpoints that this run will save, newest first.
 
-        A checkpoint conflicts if it has the next checkpoint's number or a higher one. Without a number, it counts as
-        number 0. A renamed copy that a user made conflicts only if it has exactly the next checkpoint's name.
+        A checkpoint conflicts if it has the next checkpoint's number or a higher one, because a resume would take it for
+        a newer one. A checkpoint whose name has no number never conflicts. A renamed copy that a user made conflicts only
+        if it has exactly the next checkpoint's name.
         """
-        later = [path for path in list_committed(self.parent()) if (parse_number(path) or 0) >= self.iteration]
+        numbered = [(parse_number(path), path) for path in list_committed(self.parent())]
+        later = [path for number, path in numbered if number is not None and number >= self.iteration]
         return [path for path in later if path.name == f"checkpoint_{self.iteration}" or not find_original_name(path)]
 
     def _find_earlier(self) -> tuple[Path, tuple[int, int]] | None:

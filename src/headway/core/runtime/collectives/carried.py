@@ -17,12 +17,21 @@ def is_carried(dtype: torch.dtype) -> bool:
 
 
 def as_carried(found: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors in dtypes that all backends support.
+    """Return the tensors in a form that all backends can send and receive in place.
 
-    A tensor with another dtype is replaced by a detached view in a supported dtype of equal width. The others are
-    returned unchanged.
+    A tensor with a dtype that a backend lacks is replaced by a detached view in a supported dtype of equal width. A
+    lazy conjugate is replaced by a detached view of the values in its memory. The others are returned unchanged.
     """
-    return [tensor if is_carried(tensor.dtype) else view_as_carried(tensor.detach()) for tensor in found]
+    return [tensor if is_plain(tensor) else _view_memory(tensor.detach()) for tensor in found]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether every backend can send and receive the tensor itself: it is no lazy conjugate, and its dtype is sent."""
+    return is_carried(tensor.dtype) and not tensor.is_conj()
+
+
+def _view_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.conj() if tensor.is_conj() else view_as_carried(tensor)
 
 
 def view_as_carried(tensor: torch.Tensor) -> torch.Tensor:

@@ -238,7 +238,7 @@ class Collectives:
     def _gather_rows(self, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         longest = max(sizes)
         # Backends read raw memory, so tensors must be contiguous and of a supported dtype.
-        piece = view_as_carried(tensor.detach()).contiguous()
+        piece = view_as_carried(tensor.detach()).contiguous().resolve_conj()
         if piece.shape[0] < longest:
             piece = torch.cat([piece, piece.new_zeros((longest - piece.shape[0], *piece.shape[1:]))])
         out = piece.new_empty((longest * self.world_size, *piece.shape[1:]))
@@ -313,7 +313,8 @@ class Collectives:
     def broadcast_into(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
         """Copy rank `src`'s values into existing tensors of equal shapes and dtypes on all ranks.
 
-        A tensor that is not contiguous on some rank is transferred through a contiguous copy, one tensor at a time.
+        A tensor that is not contiguous on some rank, or a lazy conjugate, is transferred through a contiguous copy, one
+        tensor at a time.
 
         Args:
             found: Tensors of this rank.
@@ -327,7 +328,7 @@ class Collectives:
         self._exchange_numbers("broadcast", f"into {src}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in found), ())
         carried = [view_as_carried(tensor.detach()) for tensor in found]
         # A tensor's strides can differ between ranks, but all ranks must transfer its elements in the same order.
-        scattered = [index for index, tensor in enumerate(carried) if not tensor.is_contiguous()]
+        scattered = [index for index, t in enumerate(carried) if not t.is_contiguous() or t.is_conj()]
         through_copy: set[int] = set().union(*self._all_gather_objects(scattered))
         straight = [tensor for index, tensor in enumerate(carried) if index not in through_copy]
         self.broadcast_in_place(straight, src)
@@ -335,7 +336,7 @@ class Collectives:
             self._broadcast_through_copy(carried[index], src)
 
     def _broadcast_through_copy(self, tensor: torch.Tensor, src: int) -> None:
-        copy = tensor.contiguous()
+        copy = tensor.contiguous().resolve_conj()
         self.broadcast_in_place([copy], src)
         tensor.copy_(copy)
 

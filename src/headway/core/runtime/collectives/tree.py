@@ -73,18 +73,20 @@ def _iterate_fields(tree: Any) -> Iterator[tuple[str, Any]]:
 def rebuild_dataclass(kind: Any, values: dict[str, Any]) -> Any:
     """Copy a dataclass instance with new field values, even if the dataclass is frozen.
 
+    Fields that `__post_init__` derives are computed again. The new values are kept as given, even if `__post_init__`
+    changes its fields, for example by scaling pixels, which must happen only once.
+
     Args:
         kind: Instance to copy. It is not changed.
-        values: New values by field name. Other fields keep their values.
+        values: New values by field name. Other arguments of `__init__` keep their values.
     """
     given = {field.name for field in dataclasses.fields(kind) if field.init}
     try:
         twin = dataclasses.replace(kind, **{name: value for name, value in values.items() if name in given})
-        rest = set(values) - given
-    except (ValueError, TypeError):  # __init__ has parameters that are not fields (InitVar), whose values are unknown
-        twin, rest = copy.copy(kind), set(values)
-    for name in rest:
-        object.__setattr__(twin, name, values[name])  # works for frozen dataclasses too
+    except Exception:  # __init__ has parameters that are not fields (InitVar), or __post_init__ rejects its own results
+        twin = copy.copy(kind)
+    for name, value in values.items():
+        object.__setattr__(twin, name, value)  # works for frozen dataclasses too
     return twin
 
 
@@ -374,8 +376,7 @@ def slice_rows(tree: Tree, start: int, stop: int, num_rows: int) -> Tree:
             return tree[start:stop]
         return rebuild_sequence(tree, [cut(item) for item in tree])
     if is_record(tree):
-        cut_fields = {each.name: cut(getattr(tree, each.name)) for each in dataclasses.fields(tree) if each.init}
-        return rebuild_dataclass(tree, cut_fields)
+        return rebuild_dataclass(tree, {name: cut(value) for name, value in _iterate_fields(tree)})
     return tree
 
 

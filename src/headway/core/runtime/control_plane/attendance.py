@@ -90,11 +90,14 @@ class CallParticipants:
         call_site: Line of user code that makes the call.
         elsewhere: Text that names the lines of user code that the other ranks have reached instead; empty if all ranks
             take part.
+        note: Text that the first of the participating ranks passed to `find_participants`. If all ranks take part, the
+            text that this rank passed.
     """
 
     ranks: tuple[int, ...]
     call_site: str
     elsewhere: str = ""
+    note: str = ""
 
     def __str__(self) -> str:
         """Return text for messages, such as "at train.py:31 on rank 0 only: rank 1 has gone on to train.py:24"."""
@@ -195,7 +198,7 @@ class Attendance:
 
     # ---------------------------------------------------------------- asking other ranks
 
-    def find_participants(self, name: str) -> CallParticipants:
+    def find_participants(self, name: str, note: str = "") -> CallParticipants:
         """Register that this rank enters a call that other ranks may skip, and return which ranks take part in it.
 
         Wait until every rank has either entered the call or continued its script without making it. The wait has no
@@ -203,33 +206,38 @@ class Attendance:
 
         Args:
             name: Name of the call, equal on all ranks, such as "save_state".
+            note: Text for the other ranks, which they receive if this rank is the first of those that take part.
+                Default: "".
         """
         self.count_call(name)
-        return self.find_current_participants()
+        return self.find_current_participants(note)
 
-    def find_current_participants(self) -> CallParticipants:
+    def find_current_participants(self, note: str = "") -> CallParticipants:
         """Return which ranks take part in the call that this rank registered last with `count_call`.
 
         A call is an operation that needs all ranks but that a script may make on some ranks only, such as a save. Wait
         until every rank has either entered the call or continued its script without making it. After the runtime has
         ended, return all ranks without asking them.
+
+        Args:
+            note: Text for the other ranks, as in `find_participants`. Default: "".
         """
         control, site = self._control, _find_users_line()
         if control is None:
-            return CallParticipants((0,), site)
+            return CallParticipants((0,), site, note=note)
         if self._over.is_set():  # the runtime has ended, and no rank answers any more
-            return CallParticipants(tuple(range(control.world_size)), site)
+            return CallParticipants(tuple(range(control.world_size)), site, note=note)
         own = pulse.get_own_pulse()
         own.set_transfer(self._place[-1])
         try:
-            return self._ask_who_joins(control, site)
+            return self._ask_who_joins(control, site, note)
         finally:
             own.set_transfer("")
 
-    def _ask_who_joins(self, control: Control, site: str) -> CallParticipants:
+    def _ask_who_joins(self, control: Control, site: str, note: str) -> CallParticipants:
         key = self._make_key(str(self._place))
         self._delete_old_key(control, key)
-        control.set(f"{key}/{control.rank}", b"")
+        control.set(f"{key}/{control.rank}", note.encode())
         arrived = control.count(f"{key}/count")
         if arrived == control.world_size:
             control.set_once(f"{key}/gone", b"{}")
@@ -242,7 +250,10 @@ class Attendance:
         self._is_decided(control, key, math.inf)
         gone = {int(rank): where for rank, where in json.loads(control.get(f"{key}/gone", _READ)).items()}
         ranks = tuple(rank for rank in range(control.world_size) if rank not in gone)
-        return CallParticipants(ranks, site, "; ".join(f"{name_ranks([rank])} {gone[rank]}" for rank in sorted(gone)))
+        if note and gone and ranks[0] != control.rank:
+            note = control.get(f"{key}/{ranks[0]}", _READ).decode()
+        elsewhere = "; ".join(f"{name_ranks([rank])} {gone[rank]}" for rank in sorted(gone))
+        return CallParticipants(ranks, site, elsewhere, note)
 
     def _is_decided(self, control: Control, key: str, seconds: float) -> bool:
         """Wait until a rank has published which ranks take part in the call that this rank has entered.

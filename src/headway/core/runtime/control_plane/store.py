@@ -243,32 +243,37 @@ def start_store(host: str, port: int = 0, timeout: timedelta = timedelta(seconds
     )
 
 
-def host_control_plane(
-    store: SealedStore, seal: Seal, rank: int, is_alone_on_machine: bool, timeout: timedelta
-) -> StoreLink:
-    """Host the control plane on rank 0, for runs without a launcher, and return this rank's connection to it.
+def host_control_plane(store: SealedStore, seal: Seal, is_alone_on_machine: bool, timeout: timedelta) -> StoreLink:
+    """Start the control plane's store on rank 0, for runs without a launcher, and return rank 0's connection to it.
 
-    Rank 0 publishes the address in the process group's store. The other ranks read the address from it.
+    The other ranks find its address in the process group's store (`join_control_plane`).
 
     Args:
         store: Rendezvous store of the process group.
         seal: Object that computes and checks HMACs with the user's secret.
-        rank: Rank of this process.
-        is_alone_on_machine: Whether all ranks run on this machine. Only rank 0 uses it.
-        timeout: Maximum time that the other ranks wait for rank 0.
+        is_alone_on_machine: Whether all ranks run on this machine.
+        timeout: Maximum time for connecting.
+    """
+    host = "127.0.0.1" if is_alone_on_machine else env.get("MASTER_ADDR") or socket.gethostname()
+    server = start_store(host)
+    address = StoreAddress(host, server.port, f"{os.getpid()}.{time.time_ns():x}", RANK_0, secrets.token_hex(16))
+    store.set(_ADDRESS, address.encode().encode())
+    return StoreLink(replace(address, key=seal.derive(address.key)), timeout, server, seal.strangers)
+
+
+def join_control_plane(store: SealedStore, seal: Seal, timeout: timedelta) -> StoreLink:
+    """Return another rank's connection to the control plane that rank 0 hosts.
+
+    Args:
+        store: Rendezvous store of the process group, in which rank 0 publishes the address.
+        seal: Object that computes and checks HMACs with the user's secret.
+        timeout: Maximum time to wait for rank 0.
 
     Raises:
-        ControlPlaneError: On another rank, if rank 0 does not publish the address before the timeout.
+        ControlPlaneError: If rank 0 does not publish the address before the timeout.
     """
-    server = None
-    if rank == 0:
-        host = "127.0.0.1" if is_alone_on_machine else env.get("MASTER_ADDR") or socket.gethostname()
-        server = start_store(host)
-        address = StoreAddress(host, server.port, f"{os.getpid()}.{time.time_ns():x}", RANK_0, secrets.token_hex(16))
-        store.set(_ADDRESS, address.encode().encode())
-    else:
-        address = StoreAddress.decode(wait_for_value(store, _ADDRESS, timeout).decode())
-    return StoreLink(replace(address, key=seal.derive(address.key)), timeout, server, seal.strangers)
+    address = StoreAddress.decode(wait_for_value(store, _ADDRESS, timeout).decode())
+    return StoreLink(replace(address, key=seal.derive(address.key)), timeout, strangers=seal.strangers)
 
 
 def open_group_store(init_method: str | None, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, int]:

@@ -9,7 +9,7 @@ collective (`dtensors.py`), and all ranks of the mesh must run a model together.
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,17 +28,16 @@ from headway.core.runtime.collective_log import Step
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.core.strategies.fully_sharded import dtensors, fsdp_collectives, fsdp_state, units
-from headway.core.strategies.fully_sharded.axes import AxisOptions, ModelAxis, SplitModel
+from headway.core.strategies.fully_sharded.axes import AxisOptions, ModelAxis
 from headway.core.strategies.fully_sharded.checks import (
     LostWrites,
     ParameterUsage,
-    SecondOrder,
     check_hooks,
     check_optimizer,
     check_sizes,
     warn_of_own_state_dict,
 )
-from headway.core.strategies.fully_sharded.shard_writes import ShardWrites
+from headway.core.strategies.fully_sharded.sharded_model import ShardedModel
 from headway.core.strategies.fully_sharded.values import AwaitedValues, check_initializers
 from headway.core.strategies.parts import (
     ReplacedParameters,
@@ -65,76 +64,6 @@ _SHARED = (
     "model is sharded by itself, and a shared parameter would become two. Put both models into one module whose forward calls "
     "them, and prepare that; or use strategy='ddp'"
 )
-
-
-@dataclass(eq=False)  # each object equals only itself, because a comparison of its fields would compare tensors
-class ShardedModel:
-    """A prepared model with its helper objects.
-
-    Attributes:
-        model: The user's own model.
-        sequences: Context-parallel wrapper that is called in place of the model, or None.
-        splits: Splits of the model along mesh axes other than context parallelism, such as tensor parallelism.
-        lost_writes: Detector of hooks and writes that would be lost.
-        usage: Record of the parameters that the losses of an accumulation window have used.
-        second_order: Detector of backwards with `create_graph=True`.
-        writes: Counter of in-place changes of shards.
-        units: Modules that FSDP gathers separately.
-        freeing: Handle of the hook that frees the parameters gathered for an evaluation.
-        dtypes: Expected dtype of each shard and its gradient, by the shard's ID.
-    """
-
-    model: torch.nn.Module
-    sequences: Any = None
-    splits: list[SplitModel] = field(default_factory=list)
-    lost_writes: LostWrites | None = None
-    usage: ParameterUsage = field(init=False)
-    second_order: SecondOrder = field(init=False)
-    writes: ShardWrites = field(init=False)
-    units: list[Any] = field(default_factory=list)
-    freeing: Any = None
-    dtypes: dict[int, torch.dtype] = field(init=False)
-
-    def attach_detectors(self, everyone: Collectives, options: ShardingOptions, is_stage: bool) -> None:
-        """Create the detectors and counters for the parameters, after the model has been sharded.
-
-        Args:
-            everyone: Collectives over all ranks.
-            options: Options of sharding.
-            is_stage: Whether the model is a stage of a pipeline.
-        """
-        self.usage = ParameterUsage(self.model, everyone, options.find_unused_parameters)
-        self.second_order = SecondOrder(self.model)
-        self.writes = ShardWrites(self.model)
-        if not is_stage:
-            self.units = list(fsdp_state.iterate_sharded_modules(self.model))
-            self.freeing = self.model.register_forward_hook(self._end_evaluation)
-        parts = [record.sharded_param for record in fsdp_state.iterate_records(self.model)]
-        self.dtypes = {id(part): part.dtype for part in parts}
-
-    def _end_evaluation(self, module: Any, args: Any, output: Any) -> None:
-        """Free gathered parameters when a forward without gradients ends. This is a forward hook.
-
-        FSDP keeps the root's parameters gathered for a backward, which does not follow an evaluation. Until the next
-        update, the module tree would show the gathered copies. Later forwards would use these copies even after
-        values were written into the shards, such as averaged weights.
-        """
-        if torch.is_grad_enabled():
-            return
-        for unit in self.units:
-            unit.reshard()
-        if self.lost_writes is not None:
-            self.lost_writes.check_assigned()  # otherwise assigned weights would be evaluated silently
-
-    def release_splits(self) -> None:
-        """Undo the changes that the splits along mesh axes have made, except to the parameters.
-
-        Examples are hooks and patched functions.
-        """
-        for split in self.splits:
-            split.release()
-        if self.sequences is not None:
-            self.sequences.release()
 
 
 @dataclass(frozen=True)

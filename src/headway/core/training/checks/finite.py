@@ -28,6 +28,7 @@ from headway.core.training._torch import foreach_norm
 from headway.core.training.interfaces import NanOrigin, OriginSearch
 from headway.core.training.run import Run
 from headway.core.training.step import StepGuard
+from headway.core.training.windows import AccumulationWindow
 from headway.errors import NonFiniteError
 from headway.log import get_logger
 
@@ -37,11 +38,14 @@ _NUM_NAMES = 5
 
 
 @dataclass
-class _Seen:
-    """Losses and gradient norms that the guard has recorded since its last check for non-finite values.
+class WindowRecord:
+    """Losses and gradient norms that the guard has recorded for one set of models since it last judged an update.
 
     Attributes:
-        is_judged: Whether the check was made. The losses of the next accumulation window then begin a new record.
+        window: Number of the latest accumulation window of these models.
+        is_judged: Whether an update was judged. The losses of the next accumulation window then begin a new record.
+        verdict: Latest verdict: the window's number, `num_backwards` at that time, and whether the update may be made.
+        is_counted: Whether the refused update was counted.
         losses: Pairs of (micro-batch, loss), without autograd graphs. On an accelerator these are all losses, on a CPU
             only those that are not finite.
         num_backwards: Number of backwards so far. Each of them changes gradients.
@@ -50,17 +54,22 @@ class _Seen:
         clipped: For each parameter that was clipped, by ID: a weak reference to its gradient, and the gradient's
             version counter after clipping.
         totals: Gradient norms over all ranks before clipping, recorded if gradients are sharded.
+        squares: Squared norms of this rank's shards before clipping, recorded by the spike guard.
         covered: IDs of the parameters included in `totals`.
         stamps: Pairs of (parameters, addresses and versions of their gradients after clipping).
-        noted_at: Value of `num_backwards` when `norms`, `clipped`, `totals`, `covered` and `stamps` were recorded.
+        noted_at: Value of `num_backwards` when the values below `num_backwards` were recorded.
     """
 
+    window: int = -1
     is_judged: bool = False
+    verdict: tuple[int, int, bool] | None = None
+    is_counted: bool = False
     losses: deque[tuple[int, torch.Tensor]] = field(default_factory=lambda: deque(maxlen=4096))
     num_backwards: int = 0
     norms: list[tuple[list[torch.Tensor], torch.Tensor]] = field(default_factory=list)
     clipped: dict[int, tuple[TensorWeakRef, int]] = field(default_factory=dict)
     totals: list[torch.Tensor] = field(default_factory=list)
+    squares: list[torch.Tensor] = field(default_factory=list)
     covered: set[int] = field(default_factory=set)
     stamps: list[tuple[list[torch.Tensor], list[tuple[int, int]]]] = field(default_factory=list)
     noted_at: int = -1
@@ -72,7 +81,7 @@ class _Seen:
         """
         if self.noted_at != self.num_backwards:
             self.norms, self.clipped, self.noted_at = [], {}, self.num_backwards
-            self.totals, self.covered, self.stamps = [], set(), []
+            self.totals, self.squares, self.covered, self.stamps = [], [], set(), []
 
     def is_known(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter's gradient is unchanged since it was clipped, so that its recorded norm is valid."""
@@ -111,9 +120,9 @@ class FiniteGuard(StepGuard):
         self.of_non_finite = self
         self.origin: NanOrigin | None = None
         # Runs a bad window again; None if no explanation is requested.
-        self._replay: OriginSearch | None = None
+        self._search: OriginSearch | None = None
         if policy.explains or policy.action == "explain":
-            self._replay = extensions.load("feature", "explain")(run)
+            self._search = extensions.load("feature", "explain")(run)
         self._owes_error = False
         self.num_skipped = self.num_in_row = 0
         self.has_stopped = False
@@ -123,19 +132,29 @@ class FiniteGuard(StepGuard):
         self._group: Collectives = run.strategy.everyone
         self._is_whole = run.strategy.capabilities.whole_gradients
         self._has_scaler = has_scaler(run)
-        self._seen = _Seen()
-        self._window = -1
-        self._verdict: tuple[tuple[int, int], bool] | None = None
-        self._counted = -1
+        self._records: dict[tuple[torch.nn.Module, ...], WindowRecord] = {}
+        self._record = WindowRecord()  # of the window that is being examined
         run.windows.restarted.append(self.reset_state)
 
     def reset_state(self) -> None:
-        """Reset the state of the current accumulation window, because the run continues from a loaded state.
+        """Drop the records of all accumulation windows, because the run continues from a loaded state.
 
         Accumulation windows are numbered anew then. The total number of skipped updates is kept.
         """
-        self._seen, self._window, self._verdict, self._counted = _Seen(), -1, None, -1
+        self._records, self._record = {}, WindowRecord()
         self.num_in_row, self.has_stopped = 0, False
+
+    def _open_record(self, window: AccumulationWindow) -> WindowRecord:
+        """Make `_record` the record of an accumulation window, and return it.
+
+        If an earlier window of its models was judged, the window begins a new record.
+        """
+        record = self._records.get(window.models)
+        if record is None or (record.is_judged and record.window != window.number):
+            record = self._records[window.models] = WindowRecord()
+        record.window = window.number
+        self._record = record
+        return record
 
     # ---------------------------------------------------------------- during the window
 
@@ -146,30 +165,31 @@ class FiniteGuard(StepGuard):
         it now would wait for the device. While a window is replayed to find the origin of a non-finite value, the
         replay's tracer checks the loss instead, and the loss is returned unchanged.
         """
-        if self._replay is not None and self._replay.tracer is not None:
-            self._replay.tracer.check_loss(loss)
+        if self._search is not None and self._search.is_repeating:
+            if self._search.tracer is not None:
+                self._search.tracer.check_loss(loss)
             return loss
-        window, micro_batch = self._windows.current.number, self._windows.current.num_done
-        if self._window != window and self._seen.is_judged:
-            self._seen = _Seen()
-        self._window = window
-        seen, plain = self._seen, loss.detach()
-        seen.num_backwards += 1
+        window, plain = self._windows.current, loss.detach()
+        record = self._open_record(window)
+        record.num_backwards += 1
         if plain.device.type == "cpu":
             if math.isfinite(plain.item()):
                 return loss
-            seen.losses.append((micro_batch, plain))
+            record.losses.append((window.num_done, plain))
             return loss * math.nan
-        seen.losses.append((micro_batch, plain))
+        record.losses.append((window.num_done, plain))
         return loss * (plain - plain + 1)  # inf - inf and nan - nan are nan, all else 0: no value is read here
 
     def after_backward(self, loss: torch.Tensor) -> None:
         """Do nothing, because the loss was checked before its backward."""
 
-    def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+    def before_clip(
+        self, window: AccumulationWindow, parameters: Sequence[torch.Tensor], norm_type: float
+    ) -> torch.Tensor | None:
         """Record the norms of gradients about to be clipped, without reading from the device.
 
         Args:
+            window: Accumulation window that trains the parameters.
             parameters: Parameters whose gradients are about to be clipped.
             norm_type: Order of the norm by which they are clipped.
 
@@ -178,55 +198,65 @@ class FiniteGuard(StepGuard):
                 gradients that are not sharded, also None if `norm_type` is not 2, a gradient is sparse, or no parameter
                 has a gradient.
         """
-        seen = self._seen
         if self._has_scaler:
             return None
-        seen.begin_notes()
+        record = self._open_record(window)
+        record.begin_notes()
         if not self._is_whole:
             total = self._strategy.compute_total_norm(parameters, norm_type)
-            seen.totals.append(total)
+            record.totals.append(total)
             return total
         found = _compute_norms(parameters)
-        seen.norms += found
+        record.norms += found
         is_sparse = any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters)
         return None if norm_type != 2 or is_sparse or not found else _compute_total(found)
 
-    def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Record the versions of the clipped gradients. Gradients that stay unchanged are not checked a second time."""
+    def after_clip(self, window: AccumulationWindow, parameters: Sequence[torch.Tensor]) -> None:
+        """Record the versions of the clipped gradients. Gradients that stay unchanged are not checked a second time.
+
+        Args:
+            window: Accumulation window that trains the parameters.
+            parameters: Parameters whose gradients were clipped.
+        """
         if self._has_scaler:
             return
+        record = self._open_record(window)
         if not self._is_whole:
-            self._seen.covered.update(map(id, parameters))
-            self._seen.stamps.append((list(parameters), self._get_stamps(parameters)))
+            record.covered.update(map(id, parameters))
+            record.stamps.append((list(parameters), self._get_stamps(parameters)))
         else:
             found = [(id(parameter), parameter.grad) for parameter in parameters if parameter.grad is not None]
-            self._seen.clipped.update((key, (TensorWeakRef(grad), grad._version)) for key, grad in found)
+            record.clipped.update((key, (TensorWeakRef(grad), grad._version)) for key, grad in found)
 
     # ---------------------------------------------------------------- the decision
 
-    def can_update(self) -> bool:
-        """Whether the update may be made. This is called before each optimizer's step.
+    def can_update(self, window: AccumulationWindow) -> bool:
+        """Whether an update may be made on the gradients of `window`. This is called before each optimizer's step.
 
         The result is equal on all ranks. It is always True if a gradient scaler checks gradients itself.
+
+        Args:
+            window: Accumulation window in which the optimizer's models trained last.
 
         Raises:
             NonFiniteError: If the update may not be made, and the policy demands an error.
         """
-        if self._owes_error or (self._replay is not None and self._replay.tracer is not None):
-            return self._explain_origin()
+        if self._search is not None and self._search.is_repeating:
+            return self._search.is_of(window) and self._explain_origin(window)
+        if self._owes_error and not (self._search is not None and self._search.is_armed):
+            return self._explain_origin(window)
         if self._has_scaler:
             return True
-        window = self._windows.current
-        key = (window.number, self._seen.num_backwards)
-        if self._verdict is None or self._verdict[0] != key:
+        record = self._open_record(window)
+        key = (window.number, record.num_backwards)
+        if record.verdict is None or record.verdict[:2] != key:
             chosen = list(self._prepared.list_parameters_of(window))
-            self._verdict = key, self._is_good(chosen)
-            if not self._verdict[1]:
-                self._refuse_update(self._gather_bad_losses(), chosen)
-            elif self._replay is not None:
-                self._replay.forget_window()
-            self._seen.is_judged = True
-        return self._verdict[1]
+            is_good = self._is_good(chosen)
+            record.verdict = *key, is_good
+            if not is_good:
+                self._refuse_update(window, self._gather_bad_losses(), chosen)
+            record.is_judged = True
+        return record.verdict[2]
 
     def _is_good(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the gradients of the accumulation window are finite on all ranks."""
@@ -234,9 +264,9 @@ class FiniteGuard(StepGuard):
 
     def _are_finite(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether all gradients are finite. One value is read from each device."""
-        seen = self._seen
-        found = _compute_norms(parameter for parameter in parameters if not seen.is_known(parameter))
-        found += seen.norms if seen.noted_at == seen.num_backwards else []
+        record = self._record
+        found = _compute_norms(parameter for parameter in parameters if not record.is_known(parameter))
+        found += record.norms if record.noted_at == record.num_backwards else []
         # If the norm of the norms is finite, so are all norms. Computing it is one operation instead of four.
         totals: dict[torch.device, list[torch.Tensor]] = {}
         for _, norms in found:
@@ -261,12 +291,12 @@ class FiniteGuard(StepGuard):
         gradients are not read again. Ranks need not agree on this: each one checks only its own shards, and a
         collective combines the results.
         """
-        seen = self._seen
+        record = self._record
         is_known = (
-            seen.noted_at == seen.num_backwards
-            and seen.covered.issuperset(map(id, parameters))
-            and all(self._get_stamps(chosen) == before for chosen, before in seen.stamps)
-            and all(math.isfinite(total.item()) for total in seen.totals)
+            record.noted_at == record.num_backwards
+            and record.covered.issuperset(map(id, parameters))
+            and all(self._get_stamps(chosen) == before for chosen, before in record.stamps)
+            and all(math.isfinite(total.item()) for total in record.totals)
         )
         # A non-finite norm may only have overflowed, so the shards are checked then. A vote of 0 means "finite". A rank
         # that only replays its window votes 0, too.
@@ -296,22 +326,29 @@ class FiniteGuard(StepGuard):
         """Return the pair (address, version counter) of each gradient. A change of either one shows a new gradient."""
         return [(grad.data_ptr(), grad._version) for grad in self._strategy.get_local_gradients(parameters)]
 
-    def after_step(self, did_step: bool) -> None:
+    def after_step(self, window: AccumulationWindow, did_step: bool) -> None:
         """Record whether an optimizer has made its step.
 
         If a gradient scaler skipped it, find out in a collective whether a non-finite loss was the cause.
 
+        Args:
+            window: Accumulation window of the update.
+            did_step: Whether the optimizer has stepped.
+
         Raises:
             NonFiniteError: If a loss was the cause, and the policy demands an error.
         """
+        if self._search is not None and self._search.is_repeating:
+            return
+        record = self._open_record(window)
         if did_step:
             self.num_in_row = 0
-        elif self._has_scaler and self._counted != self._windows.current.number:
-            self._skips.record_skip()
+        elif self._has_scaler and not record.is_counted:
+            self._skips.record_skip(window)
             ranks = self._gather_bad_losses()
             if ranks:
-                self._refuse_update(ranks, [])
-        self._seen.is_judged = True
+                self._refuse_update(window, ranks, [])
+        record.is_judged = True
 
     def _gather_bad_losses(self) -> dict[int, list[float]]:
         """Exchange the non-finite losses of all ranks.
@@ -320,7 +357,7 @@ class FiniteGuard(StepGuard):
             Dict from each rank that has such losses to a list of three numbers: the number of these losses, the
                 micro-batch of the first one, and the value of the first one.
         """
-        read = [(micro, float(loss)) for micro, loss in self._seen.losses]
+        read = [(micro, float(loss)) for micro, loss in self._record.losses]
         bad = [(micro, loss) for micro, loss in read if not self._is_good_loss(loss)]
         rows = self._group.gather_numbers([float(len(bad)), *(bad[0] if bad else (0.0, 0.0))])
         return {rank: row for rank, row in enumerate(rows) if row[0]}
@@ -328,25 +365,28 @@ class FiniteGuard(StepGuard):
     def _is_good_loss(self, loss: float) -> bool:
         return math.isfinite(loss)
 
-    def _refuse_update(self, ranks: dict[int, list[float]], parameters: Sequence[torch.Tensor]) -> None:
+    def _refuse_update(
+        self, window: AccumulationWindow, ranks: dict[int, list[float]], parameters: Sequence[torch.Tensor]
+    ) -> None:
         """Count and report a refused update, and apply the policy's action to it.
 
         Args:
+            window: Accumulation window of the update.
             ranks: Non-finite losses by rank, as `_gather_bad_losses` returns them.
             parameters: Parameters of the window, whose gradients are searched if no loss was the cause.
 
         Raises:
             NonFiniteError: If the policy demands an error, and the window is not run again first.
         """
-        window, update = self._windows.current.number, self._clock.num_updates + 1
+        update = self._clock.num_updates + 1
         # A bad loss makes all gradients NaN, so their names carry no information then.
         culprits = [] if ranks else self._find_culprits(parameters)
-        if self._counted != window:
-            self._counted = window
+        if not self._record.is_counted:
+            self._record.is_counted = True
             self.num_skipped += 1
             self.num_in_row += 1
         action = "raise" if self.num_in_row > self.policy.max_in_row else self.policy.action
-        runs_again = self._replay is not None and self._replay.arm_replay()
+        runs_again = self._search is not None and self._search.arm_replay(window)
         if action == "explain":
             action = "explain" if runs_again else "raise"
         self.report = self._describe_refusal(update, ranks, culprits, len(parameters), action)
@@ -367,15 +407,15 @@ class FiniteGuard(StepGuard):
             for loader in self._windows.trained_on:
                 loader.stop()
 
-    def _explain_origin(self) -> bool:
-        """Report the origin of the non-finite value, after the accumulation window was run a second time to trace it.
+    def _explain_origin(self, window: AccumulationWindow) -> bool:
+        """Report the origin of the non-finite value, after an accumulation window was run a second time to trace it.
 
         Return False, because the window makes no update.
 
         Raises:
             NonFiniteError: If the policy demands an error.
         """
-        found = None if self._replay is None else self._replay.end_replay()
+        found = None if self._search is None else self._search.end_replay()
         every = [each for each in self._group.gather_objects(found) if each is not None]
         # The reduction of gradients spreads a non-finite value from one rank to all others, where its origin is
         # "elsewhere".
@@ -389,8 +429,7 @@ class FiniteGuard(StepGuard):
         )
         self.report = f"{self.report}. Run again with checks, {told}"
         notify_listeners("non_finite_origin", source=self._clock, origins=[asdict(each) for each in every])
-        self._seen = _Seen(is_judged=True)
-        self._counted = self._windows.current.number
+        self._records[window.models] = WindowRecord(window.number, is_judged=True, is_counted=True)
         if self._owes_error:
             self._owes_error = False
             raise NonFiniteError(self.report)
@@ -406,7 +445,7 @@ class FiniteGuard(StepGuard):
             every = self._group.gather_objects(own[: 4 * _NUM_NAMES])
             return list(dict.fromkeys(name for each in every for name in each))
         first: dict[int, bool] = {}  # if gradients are clipped twice, use the norms from before the first clipping
-        noted = self._seen.norms if self._seen.noted_at == self._seen.num_backwards else []
+        noted = self._record.norms if self._record.noted_at == self._record.num_backwards else []
         for chosen, norms in noted:
             for parameter, is_finite in zip(chosen, norms.isfinite().tolist()):
                 first.setdefault(id(parameter), is_finite)

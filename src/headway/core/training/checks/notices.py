@@ -16,7 +16,7 @@ from headway.core.runtime.control_plane import control
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.runtime.readback import Readback
 from headway.core.strategies.fully_sharded.dtensors import get_local_shard
-from headway.core.training.windows import AccumulationWindows, UpdateClock
+from headway.core.training.windows import AccumulationWindow, AccumulationWindows, UpdateClock
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -125,18 +125,16 @@ class SkippedUpdates:
     """Counter of the updates that fp16's gradient scaler skips, shown in progress bars.
 
     Args:
-        windows: Accumulation windows of the run.
         clock: Update clock that keeps the count.
     """
 
-    def __init__(self, windows: AccumulationWindows, clock: UpdateClock) -> None:
-        self._windows = windows
+    def __init__(self, clock: UpdateClock) -> None:
         self._clock = clock
 
-    def record_skip(self) -> None:
-        """Record that an optimizer skipped its step on the gradients of the closed accumulation window."""
+    def record_skip(self, window: AccumulationWindow) -> None:
+        """Record that an optimizer skipped its step on the gradients of a closed accumulation window."""
         clock = self._clock
-        if not clock.count_skip(self._windows.current.number):
+        if not clock.count_skip(window.number):
             return
         events.notify_listeners("skipped_update", source=clock, num_skipped=clock.num_skipped)
         if self._format_skipped not in events.collect_facts():

@@ -109,8 +109,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         neighbors.note_prepared(optimizer, step)
 
     def resume(self, num_updates: int) -> None:
-        """Continue the count of updates from `num_updates`."""
+        """Continue the count of updates from `num_updates`, and forget the accumulation windows before it."""
         self.num_updates = num_updates
+        self._last_window = self._asked_in = -1
+        self._came_early = False
 
     def snapshot(self) -> Any:
         """Return the update count and other state that `restore` needs to undo a batch."""
@@ -196,7 +198,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             set_to_none: Whether to set gradients to None instead of zero. Default: True.
         """
         step, windows = self._step, self._windows
-        window = windows.current if len(step.prepared.optimizers) < 2 else step.turns.find_window_of(self.optimizer)
+        window = step.find_window_of(self.optimizer)
         if not step.weighs_losses:
             may_clear = windows.is_due
         elif window is None:
@@ -236,8 +238,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         step, windows = self._step, self._windows
         if "grad_scale" in self.__dict__:
             raise StateError(_SCALER % type(self.optimizer).__name__)
-        is_alone = len(step.prepared.optimizers) < 2
-        window = windows.current if is_alone else step.turns.find_window_of(self.optimizer)
+        window = step.find_window_of(self.optimizer)
         if window is None or (window is not windows.current and window.number == self._last_window):
             raise StateError(self._describe_missing_models())
         if window.was_left and step.weighs_losses:
@@ -246,7 +247,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             log.warning_once(_MISSED, type(self.optimizer).__name__, find_call_site())
         self._asked_in = window.number
         # Gradients of a window that a backward has closed are final. Other cases need a closer check.
-        is_final = window.is_closed and not windows.is_held and windows.num_windows > 0
+        is_final = window.is_closed and not windows.is_held and window.number > 0
         if not is_final and not self._is_final(window, closure):
             return
         if self._checked != step.prepared.num_resets:
@@ -258,7 +259,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         for listener in phases:
             listener("forward")
         # If the batch was replayed within the update, the window may be another one.
-        window = (windows.current if is_alone else step.turns.find_window_of(self.optimizer)) or window
+        window = step.find_window_of(self.optimizer) or window
         self.step_was_skipped = not did_step
         window.is_applied = True
         self._last_window = window.number
@@ -271,7 +272,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             for note_update in step.hooks.updated:
                 note_update(self.optimizer, window.number)
         if not window.is_empty and (step.guard.is_judge or not did_step):
-            step.guard.after_step(did_step)
+            step.guard.after_step(window, did_step)
 
     def _is_final(self, window: AccumulationWindow, closure: Callable[[], Any] | None) -> bool:
         """Whether a call to step() comes at the end of an accumulation window, so that it may update the parameters.
@@ -282,8 +283,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """
         windows = self._windows
         if windows.can_step(window):
-            # The first step of a run comes after a backward, or has one in its closure.
-            is_first = not windows.num_windows and bool(self._step.prepared.models)
+            # The first step of a started or resumed run comes after a backward, or has one in its closure.
+            is_first = not window.number and bool(self._step.prepared.models)
             if is_first and closure is None and self._has_foreign_gradients():
                 raise StateError(_OTHER_BACKWARD)
             return True

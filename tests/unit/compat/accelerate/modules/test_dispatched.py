@@ -179,6 +179,7 @@ def test_map_without_some_modules_needs_a_disabled_check(model, inputs, tmp_path
 def test_state_dict_of_an_offloaded_model():
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    net.scale = torch.nn.Parameter(torch.randn(2))  # of the model itself, not of a submodule
     before = {name: value.clone() for name, value in net.state_dict().items()}
     headway.cpu_offload(net, torch.device("cpu"))
     found = dispatched.get_state_dict_offloaded_model(net)

@@ -64,3 +64,28 @@ def test_folder_with_only_copies_is_an_error():
     again, *_ = build()
     with pytest.raises(CheckpointError, match=r"only copies \(kept was saved as checkpoint_0\)"):
         again.resume("latest")
+
+
+def save_with_own_name(name):
+    accelerator, *objects = build(automatic_checkpoint_naming=False)
+    train_epoch(accelerator, *objects, num=1)
+    return accelerator.save_state(HERE / name)
+
+
+def test_checkpoint_without_a_number_blocks_no_new_run():
+    save_with_own_name("final")
+    accelerator, *objects = build()
+    train_epoch(accelerator, *objects, num=1)
+    assert accelerator.save_state().name == "checkpoint_0"
+    again, *_ = build()
+    assert again.resume("latest").folder.name == "checkpoint_0"
+
+
+def test_rotation_keeps_checkpoints_that_the_script_named():
+    for name in ("final", "step_1"):
+        save_with_own_name(name)
+    accelerator, *_ = build(total_limit=1)
+    accelerator.resume(HERE / "final")  # continues the run that saved `final`
+    for _ in range(3):
+        accelerator.save_state()
+    assert list_names() == ["checkpoint_4", "final", "latest", "step_1"]

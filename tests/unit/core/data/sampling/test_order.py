@@ -299,9 +299,9 @@ def test_loaded_generator_continues_until_the_script_seeds_torch(reads_first):
     for _ in range(2):
         if reads_first:
             loaded.encode_state()  # reads the state from which workers are seeded
-        drawn.append(loaded.draw())
+        drawn.append(loaded.draw_seed())
     assert drawn == expected[:2]
     torch.manual_seed(5)  # the script seeds torch between two passes
     if reads_first:
         loaded.encode_state()
-    assert loaded.draw() != expected[2]
+    assert loaded.draw_seed() != expected[2]

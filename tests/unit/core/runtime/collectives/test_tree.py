@@ -3,6 +3,7 @@
 import collections
 import types
 from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 import datasets
 import numpy
@@ -143,6 +144,42 @@ def test_dataclasses_are_moved_with_all_tensors():
     boxed = Boxed(held=X, size=3)  # replace() cannot copy this object
     assert to_device(boxed, META).held.device == META
     assert slice_rows(boxed, 0, 1, len(X)).held.tolist() == X[:1].tolist()
+
+
+@dataclass
+class Pixels:
+    """Dataclass whose `__post_init__` must run only once, and derives a field."""
+
+    values: torch.Tensor
+    num_rows: int = field(init=False)
+
+    def __post_init__(self):
+        self.values = self.values / 255
+        self.num_rows = len(self.values)
+
+
+@dataclass
+class Stacked:
+    """Dataclass whose `__post_init__` rejects its own results."""
+
+    rows: Any
+
+    def __post_init__(self):
+        self.rows = torch.stack(self.rows)
+
+
+def test_dataclass_is_not_initialized_twice():
+    pixels = Pixels(torch.full((4, 2), 255.0))
+    part = slice_rows(map_tensors(torch.clone, pixels), 0, 1, 4)
+    assert part.values.tolist() == [[1.0, 1.0]]
+    assert part.num_rows == 1
+    assert map_tensors(torch.clone, Stacked([X, X])).rows.shape == (2, len(X))
+
+
+def test_slices_contain_the_rows_of_fields_that_are_no_arguments():
+    box = Box(held=X)
+    box.made = X + 1
+    assert slice_rows(box, 1, 2, len(X)).made.tolist() == [2]
 
 
 def test_packed_sequence_is_one_leaf():

@@ -273,6 +273,36 @@ def test_two_optimizers_of_a_window_skip_together(warnings):
     assert "Linear 1: weight" in warnings[0]
 
 
+@pytest.mark.parametrize("bad", ["loss", "gradient", "clipped"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_each_update_of_two_models_is_checked(bad, steps, warnings):
+    """Both models run backward before either optimizer steps, as docs/several_models.md shows."""
+    accelerator, one, two, first, second = build(
+        "skip", nn.Linear(3, 1), nn.Linear(3, 1), gradient_accumulation_steps=steps
+    )
+    before, other_before = copy_values(one, first), copy_values(two, second)
+    for is_last in [False] * (steps - 1) + [True]:
+        is_bad = is_last or bad == "loss"
+        with accelerator.accumulate(one):
+            accelerator.backward(one(torch.ones(1, 3)).mean() * (INF if is_bad and bad == "loss" else 1))
+            if is_bad and bad != "loss":
+                one.weight.grad.fill_(NAN)
+        with accelerator.accumulate(two):
+            accelerator.backward(two(torch.ones(1, 3)).mean())
+        if bad == "clipped":
+            accelerator.clip_grad_norm_(one.parameters(), 1.0)
+            accelerator.clip_grad_norm_(two.parameters(), 1.0)
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert are_equal(before, copy_values(one, first))
+    assert not are_equal(other_before, copy_values(two, second))
+    assert (first.num_updates, second.num_updates, accelerator.non_finite.num_skipped) == (0, 1, 1)
+    assert (
+        "the loss of micro-batch 1 was -inf" if bad == "loss" else "1 of 2 parameters are not (Linear 0: weight)"
+    ) in (warnings[0])
+
+
 def test_second_loss_of_a_window_is_checked(warnings):
     accelerator, one, two, first, second = build("skip", nn.Linear(3, 1), nn.Linear(3, 1))
     with accelerator.accumulate(one, two):

@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import pickle
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +124,78 @@ def test_backward_without_headway_is_an_error_at_the_first_step(is_inside: bool)
         with pytest.raises(StateError, match=r"Instead of loss.backward\(\), write accelerator.backward\(loss\)"):
             optimizer.step()
     assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize("mistake", ["foreign", "cleared", "divided", "not named"])
+def test_first_window_of_a_resumed_run_is_checked_too(
+    mistake: str, is_resumed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start() -> Any:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        models = nn.Linear(2, 1), nn.Linear(2, 1)
+        return accelerator, *accelerator.prepare(*models, *(torch.optim.SGD(m.parameters(), lr=0.1) for m in models))
+
+    def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, mistake: str = "") -> None:
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                loss = model(torch.ones(1, 2)).mean()
+                accelerator.backward(loss / 2 if mistake == "divided" else loss)
+                if mistake == "cleared":
+                    model.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    if is_resumed:
+        accelerator, one, two, first, second = start()
+        for _ in range(3):
+            train(accelerator, one, first)
+            train(accelerator, two, second)
+        accelerator.save_state(tmp_path / "saved")
+    accelerator, one, two, first, second = start()
+    if is_resumed:
+        accelerator.load_state(tmp_path / "saved")
+    if mistake == "foreign":
+        one(torch.ones(1, 2)).mean().backward()
+        with pytest.raises(StateError, match=r"accelerator.backward\(\) did not compute"):
+            first.step()
+    elif mistake == "cleared":
+        with pytest.raises(StateError, match="were cleared between two of its micro-batches"):
+            train(accelerator, one, first, mistake)
+    elif mistake == "divided":
+        train(accelerator, one, first, mistake)
+        assert "the loss was divided by 2" in caplog.text
+    else:
+        train(accelerator, one, first)
+        with pytest.raises(StateError, match=r"no accumulate\(\) block has named Linear"):
+            second.step()
+
+
+def test_models_may_alternate_after_an_earlier_state_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The windows of the loaded run have the numbers of windows that were trained before."""
+    accelerator = Accelerator(cpu=True)
+    models = nn.Linear(2, 1), nn.Linear(2, 1)
+    one, two, first, second = accelerator.prepare(
+        *models, *(torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+    )
+
+    def train() -> None:
+        for model in (one, two):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 2)).mean())
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train()
+    accelerator.save_state(tmp_path / "saved")
+    train()
+    accelerator.load_state(tmp_path / "saved")
+    train()
+    assert first.num_updates == second.num_updates == 2
+    assert not caplog.text
 
 
 def test_loss_that_the_loop_skips_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
