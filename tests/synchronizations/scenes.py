@@ -176,7 +176,7 @@ def figures(fake: FakeDevice) -> list[str]:
         meter._end_lap(seconds[0])
         meter.add(tokens=torch.tensor(100 * number).to(DEVICE))
         fake.start_over()
-        found.append(f"{meter.format_fact()}; {fake.num_waits} waits")
+        found.append(f"{meter.fact()}; {fake.num_waits} waits")
     return [*found, f"{meter.total()['tokens_per_second']:.0f}"]
 
 

@@ -59,7 +59,7 @@ def run(bench: Bench) -> None:
                 "headway, cpu_offload: one token per forward",
                 speed,
                 "tokens/s",
-                note=report.format_line() if report else "",
+                note=report.words() if report else "",
             )
         )
         del model

@@ -348,15 +348,15 @@ class Throughput(ThroughputMeter):
 
     def show_in_bars(self) -> None:
         """Show the recent throughput in all progress bars of `headway.track` in this process."""
-        if self.format_fact not in events.collect_facts():
-            events.collect_facts().append(self.format_fact)
+        if self.fact not in events.collect_facts():
+            events.collect_facts().append(self.fact)
             process.release_at_end(self._remove_from_bars)
 
     def _remove_from_bars(self) -> None:
-        if self.format_fact in events.collect_facts():
-            events.collect_facts().remove(self.format_fact)
+        if self.fact in events.collect_facts():
+            events.collect_facts().remove(self.fact)
 
-    def format_fact(self) -> str:
+    def fact(self) -> str:
         """Return one line with samples per second, tokens per second and the time spent waiting for data.
 
         The values are averages over at least the last five seconds.

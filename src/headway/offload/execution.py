@@ -178,7 +178,7 @@ class Execution:
             self._ended.popleft()
             self.pace.record_forward(ended.compute_duration(), ended.moved, self.stream.traffic.bandwidth)
             if self.pace.num_passes == 2:  # the first forward is slower, because it also learns the order
-                logger.info("%s", self.pace.format_line())
+                logger.info("%s", self.pace.words())
 
 
 @dataclass
@@ -246,7 +246,7 @@ class ThroughputRatio:
         """
         return self.bandwidth / self.num_bytes if self.bandwidth and self.num_bytes else None
 
-    def format_line(self) -> str:
+    def words(self) -> str:
         """Return one line for the log with the reached throughput and the maximum that the bandwidth allows."""
         reached = f"{1 / self.seconds:.3g} forwards/s" if self.seconds else "no forward yet"
         if self.ceiling is None:

@@ -177,7 +177,7 @@ class AcceleratedScheduler(_AccelerateAttributes, PreparedScheduler):
 
         False in a single-process run, where both are equal.
         """
-        return self.rule.count_ticks(1) < self.accelerator_state.num_processes
+        return self.rule.ticks(1) < self.accelerator_state.num_processes
 
     def _count_updates(self) -> int:
         return 0
@@ -204,7 +204,7 @@ class AcceleratedScheduler(_AccelerateAttributes, PreparedScheduler):
         is_due = self.gradient_state.sync_gradients if self._step is None else self._step.windows.is_due
         if not is_due or any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers):
             return
-        for _ in range(self.rule.count_ticks(1)):
+        for _ in range(self.rule.ticks(1)):
             total = getattr(self.scheduler, "total_steps", None)
             if total is None or self.scheduler._step_count <= total:
                 self.scheduler.step(*args, **kwargs)

@@ -197,14 +197,15 @@ def build_preparation(run: Run, settings: Settings, step: TrainingStep, behavior
     Raises:
         ConfigError: If the rule for scheduler steps is unknown, or if two settings select it.
     """
-    more_updates = 1 if settings.loading.split_batches else run.strategy.data_shard.count
     counts_micro_batches = settings.schedules_count_micro_batches or run.accumulation.adjust_scheduler
+    is_split = settings.loading.split_batches or (settings.global_batch_size is not None and not counts_micro_batches)
+    more_steps = 1 if is_split else run.strategy.data_shard.count
     return Preparation(
         step=step,
         neighbors=run.runtime.scope.get_or_create(AcceleratorRegistry),
         loading=settings.loading,
         places=settings.places_objects,
-        rule=choose_rule(settings.scheduler_ticks, counts_micro_batches, more_updates),
+        rule=choose_rule(settings.scheduler_ticks, counts_micro_batches, more_steps),
         follows_optimizer=settings.schedules_follow_updates,
         rng_types=settings.rng_types,
         global_batch_size=settings.global_batch_size,

@@ -197,7 +197,7 @@ class ThroughputMeter(Protocol):
     def show_in_bars(self) -> None:
         """Show the recent throughput in all progress bars of `headway.track` in this process."""
 
-    def format_fact(self) -> str:
+    def fact(self) -> str:
         """Return one line of text with samples and tokens per second and the share of time spent waiting for data."""
 
     def count_flops(self) -> None:

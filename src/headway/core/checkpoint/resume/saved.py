@@ -54,8 +54,7 @@ class SavedRun:
         counts_epochs: Whether the loop used `epochs()`.
         seed: Seed of the run.
         precision: Name of the mixed precision.
-        ticks: Pair of (number of processes, number of accumulation steps), which determines the scheduler steps per
-            update.
+        ticks: Pair of numbers that determines the scheduler steps per update (see `Preparation.tick_base`).
         batch: Settings of the global batch.
         nominal: Pairs of (indices of models, loss weight). In the next accumulation window, each backward of these
             models divides its loss by the weight.

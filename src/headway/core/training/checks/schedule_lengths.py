@@ -18,7 +18,7 @@ _NEARLY_ZERO = 1e-3
 
 
 class _Rule(Protocol):
-    def count_ticks(self, window_length: int) -> int:
+    def ticks(self, window_length: int) -> int:
         """Return the number of scheduler steps for one update of `window_length` micro-batches."""
 
 
@@ -86,7 +86,7 @@ def warn_if_prepared_length_is_doubtful(
     Returns:
         Whether the length is doubtful. The log shows the warning once per process.
     """
-    length, ticks = get_decay_length(scheduler), rule.count_ticks(num_steps)
+    length, ticks = get_decay_length(scheduler), rule.ticks(num_steps)
     if not length or ticks == 1:
         return False
     sizes = [(loader, num_batches) for loader in loaders if (num_batches := loader.count_batches()) > num_steps]

@@ -504,19 +504,23 @@ class Preparation:
         name, rule = type(scheduler.scheduler).__name__, self.rule
         length, end = get_schedule_length(scheduler.scheduler), ""
         if length is not None:
-            updates = -(-length // max(1, rule.count_ticks(self._windows.num_steps)))
+            updates = -(-length // max(1, rule.ticks(self._windows.num_steps)))
             end = f"; it ends after {length} ticks, {updates} updates from now"
         log.info_once(f"{name} is {rule.reason}{end}")
 
     @property
     def tick_base(self) -> tuple[int, int]:
-        """Pair of (number of processes, micro-batches per update) from which scheduler steps per update are computed.
+        """Pair of numbers from which scheduler steps per update are computed.
 
-        In a resumed run, these can be the numbers of the earlier run.
+        The first is how many updates a single-process loop makes while this run makes one. The product of both is the
+        number of micro-batches of these updates. In a resumed run, these can be the numbers of the earlier run.
         """
-        # With split batches, the number of updates does not depend on the number of processes.
-        num_processes = 1 if self.loading.split_batches else self._strategy.data_shard.count
-        return self._tick_base or (num_processes, self._windows.num_steps)
+        if self._tick_base is not None:
+            return self._tick_base
+        num_parts = 1 if self.loading.split_batches else self._strategy.data_shard.count
+        if self.global_batch_size is not None:  # an update has equally many samples on any number of processes
+            return 1, num_parts * self._windows.num_steps
+        return num_parts, self._windows.num_steps
 
     def keep_ticks(self, num_processes: int, accumulation: int) -> None:
         """Keep the number of scheduler steps per update that the resumed run used before it was interrupted.
@@ -525,8 +529,8 @@ class Preparation:
         update.
 
         Args:
-            num_processes: Number of data ranks before the interruption.
-            accumulation: Micro-batches per update before the interruption.
+            num_processes: First number of `tick_base` before the interruption.
+            accumulation: Second number of `tick_base` before the interruption.
         """
         if self.tick_base == (num_processes, accumulation):
             return

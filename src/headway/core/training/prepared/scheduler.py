@@ -27,7 +27,7 @@ class SchedulerStepRule(Protocol):
     def reason(self) -> str:
         """Explanation of the number of scheduler steps per update, for the log."""
 
-    def count_ticks(self, window_length: int) -> int:
+    def ticks(self, window_length: int) -> int:
         """Return the number of scheduler steps for one update of `window_length` micro-batches."""
 
 
@@ -35,10 +35,11 @@ class SchedulerStepRule(Protocol):
 class StepsPerProcess:
     """Rule with P scheduler steps per update on P processes, for schedules written for a loop on a single process.
 
-    That loop makes P times as many updates for the same data, with one scheduler step each.
+    That loop makes P times as many updates for the same data, with one scheduler step each. If the number of samples
+    per update does not depend on the number of processes, as with `global_batch_size`, it makes equally many: P is 1.
 
     Attributes:
-        num_processes: The number P of processes.
+        num_processes: The number P.
         name: Short name of the rule.
     """
 
@@ -51,8 +52,8 @@ class StepsPerProcess:
         ticks = "1 tick" if self.num_processes == 1 else f"{self.num_processes} ticks"
         return f"counted in the updates of the single-process loop: {ticks} an update"
 
-    def count_ticks(self, window_length: int) -> int:
-        """Return the number of scheduler steps for one update: the number of processes.
+    def ticks(self, window_length: int) -> int:
+        """Return the number of scheduler steps for one update, `num_processes`.
 
         The number of micro-batches in the update, `window_length`, has no effect.
         """
@@ -78,7 +79,7 @@ class StepsPerMicroBatch:
         """Explanation of the number of scheduler steps per update, for the log."""
         return f"counted in single-process micro-batches: {self.num_processes} ticks for each micro-batch of the update"
 
-    def count_ticks(self, window_length: int) -> int:
+    def ticks(self, window_length: int) -> int:
         """Return the number of scheduler steps for one update of `window_length` micro-batches.
 
         It is the number of processes times `window_length`.
@@ -106,7 +107,7 @@ class KeptSteps:
         """Explanation of the number of scheduler steps per update, for the log."""
         return f"counted in the micro-batches of the run that was resumed: {self.num_ticks} ticks a full update"
 
-    def count_ticks(self, window_length: int) -> int:
+    def ticks(self, window_length: int) -> int:
         """Return the number of scheduler steps for one update of `window_length` micro-batches, rounded up.
 
         A full window of `num_steps` micro-batches makes `num_ticks` scheduler steps, and other windows proportionally
@@ -127,7 +128,7 @@ class StepsPerUpdate:
     name: str = "updates"
     reason: str = "counted in updates: 1 tick an update"
 
-    def count_ticks(self, window_length: int) -> int:
+    def ticks(self, window_length: int) -> int:
         """Return 1, the number of scheduler steps for one update of any number of micro-batches."""
         return 1
 
@@ -236,7 +237,7 @@ class PreparedScheduler(LRScheduler):
                 count - self._seen,
             )
         self._seen = count
-        ticks = self.rule.count_ticks(window_length)
+        ticks = self.rule.ticks(window_length)
         for _ in range(min(ticks, count_remaining_steps(self.scheduler)) if self._may_end else ticks):
             self.scheduler.step()
         if ticks > 1 and self._end is not None and has_at_most_one_step_left(self.scheduler, self._end):

@@ -90,7 +90,7 @@ def test_custom_rule_is_used(caplog: pytest.LogCaptureFixture) -> None:
     [(StepsPerProcess(4), 4, 4), (StepsPerMicroBatch(4), 4, 12), (StepsPerUpdate(), 1, 1)],
 )
 def test_ticks_per_update(rule: Any, one: int, window_of_3: int) -> None:
-    assert (rule.count_ticks(1), rule.count_ticks(3)) == (one, window_of_3)
+    assert (rule.ticks(1), rule.ticks(3)) == (one, window_of_3)
 
 
 @pytest.mark.parametrize(
