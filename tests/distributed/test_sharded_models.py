@@ -253,6 +253,59 @@ def prepare_transformers_models() -> None:
     accelerator.free_memory()
 
 
+def generate_with_encoder_decoder_models() -> None:
+    """Check `generate` of encoder-decoder models, before the first forward and between updates."""
+    for make in (t5, whisper):
+        accelerator = start_fsdp()
+        model, plain = build_seeded(0, make), build_seeded(0, make)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+        prepared, optimizer = accelerator.prepare(model, optimizers[0])
+        torch.manual_seed(0)
+        given = {"input_ids": torch.randint(3, 32, (2, 6))} if make is t5 else {"input_features": torch.randn(2, 4, 20)}
+        labels = torch.randint(3, 32, (2, 5))
+        how = {"max_new_tokens": 5, "do_sample": False}
+        for _ in range(3):
+            assert torch.equal(prepared.eval().generate(**given, **how), plain.eval().generate(**given, **how))
+            accelerator.backward(prepared.train()(**given, labels=labels).loss)
+            plain.train()(**given, labels=labels).loss.backward()
+            for each in (optimizer, optimizers[1]):
+                each.step()
+                each.zero_grad()
+        weights = gather_weights(prepared)
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
+        accelerator.free_memory()
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=32,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=2,
+            num_heads=2,
+            decoder_start_token_id=0,
+            dropout_rate=0.0,
+        )
+    )
+
+
+def whisper() -> nn.Module:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        vocab_size=32, num_mel_bins=4, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_source_positions=10,
+        max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, dropout=0.0,
+        suppress_tokens=None, begin_suppress_tokens=None,
+    )  # fmt: skip
+    return WhisperForConditionalGeneration(config)
+
+
 def reject_meta_models() -> None:
     accelerator = start_fsdp()
     with torch.device("meta"):
@@ -270,7 +323,7 @@ def reject_meta_models() -> None:
 GROUPS = {
     "formats": (compare_optimizers, overflow_with_fp16_on_one_rank, gather_in_bf16),
     "models": (prepare_again, copy_model, call_other_methods, keep_gradients_local, prepare_meta_models,
-               prepare_transformers_models, reject_meta_models),
+               prepare_transformers_models, generate_with_encoder_decoder_models, reject_meta_models),
 }  # fmt: skip
 
 

@@ -139,6 +139,16 @@ def defer_reduction(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
+def list_generation_methods(model: Any) -> list[str]:
+    """Return ["generate"] for an encoder-decoder model of transformers that generates text, and [] for other models.
+
+    `generate` calls the encoder before it calls the model's forward. The encoder uses parameters of the root's unit,
+    such as the embedding that it shares with the decoder, which FSDP gathers only in the root's forward.
+    """
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", None) is True
+    return ["generate"] if is_encoder_decoder and callable(getattr(model, "generate", None)) else []
+
+
 def add_forward_methods(model: Any, names: Iterable[str]) -> None:
     """Make the named methods gather parameters, as forward does.
 

@@ -383,7 +383,8 @@ class MeshStrategy(Strategy):
         (fsdp_state.hold_gradients if is_stage else fsdp_state.reduce_unused_parameters)(model)
         wanted = set(map(id, modules))
         fsdp_state.set_prefetching([module for module in model.modules() if id(module) in wanted], chosen)
-        fsdp_state.add_forward_methods(model, chosen.forward_methods)
+        generation = [] if is_stage else fsdp_state.list_generation_methods(model)
+        fsdp_state.add_forward_methods(model, dict.fromkeys((*chosen.forward_methods, *generation)))
         return [*norms, *modules]
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
