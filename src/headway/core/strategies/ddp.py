@@ -179,7 +179,7 @@ class DDPStrategy(Strategy):
             try:
                 return replica.engine(*args, **kwargs)
             except RuntimeError as error:
-                named = _name_parameters(error, model, trained)
+                named = _name_parameters(error, model, trained, self._options.find_unused_parameters)
                 if named is None:
                     raise
                 raise named from None
@@ -312,9 +312,8 @@ class DDPStrategy(Strategy):
         """
         for engine in [each.engine for each in self._replicas.values() if each.is_armed]:
             error, module = _find_unfinished(engine), engine.module
-            named = error and _name_parameters(
-                error, module, {n: p for n, p in module.named_parameters() if id(p) in self._reduced}
-            )
+            trained = {n: p for n, p in module.named_parameters() if id(p) in self._reduced}
+            named = error and _name_parameters(error, module, trained, self._options.find_unused_parameters)
             if named:
                 raise named
         reduced, unknown, frozen = self._reduced, [], []
@@ -426,6 +425,17 @@ def check_hook(options: DistributedDataParallelKwargs, device: torch.device, gro
         raise UnsupportedError("the bf16 communication hook needs NCCL; on gloo use comm_hook='fp16' or 'power_sgd'")
 
 
+_UNUSED = (
+    "Every rank must give every parameter a gradient: use them, freeze them with requires_grad_(False), or pass "
+    "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]. If another loss of the update uses them, add "
+    "the losses and call backward() once"
+)
+_NOT_FOUND_IN_OUTPUT = (
+    "find_unused_parameters=True does not help here, because the model's output depends on them, but this loss does not, such as a "
+    "gradient penalty. Add all losses of the update, and call backward() once"
+)
+
+
 def _explain_frozen(owner: str, names: list[str]) -> str:
     return (
         f"{len(names)} parameters of {owner} ({join_names(names)}) were frozen after prepare(): DDP waits for "
@@ -435,7 +445,7 @@ def _explain_frozen(owner: str, names: list[str]) -> str:
 
 
 def _name_parameters(
-    error: RuntimeError, model: torch.nn.Module, trained: dict[str, torch.nn.Parameter]
+    error: RuntimeError, model: torch.nn.Module, trained: dict[str, torch.nn.Parameter], finds_unused: bool
 ) -> HeadwayError | None:
     """Return an error that names the parameters, to replace torch's error about an unfinished reduction.
 
@@ -445,6 +455,7 @@ def _name_parameters(
         error: torch's error.
         model: User's model.
         trained: Parameters that DDP reduces, by name.
+        finds_unused: Whether DDP searches each forward's output for parameters on which it does not depend.
     """
     text = str(error)
     if "finished reduction in the prior iteration" not in text:
@@ -458,7 +469,6 @@ def _name_parameters(
     if not names:
         return None
     return UnsupportedError(
-        f"these parameters of {type(model).__name__} took no part in the last loss: {', '.join(names)}. Every rank must "
-        "give every parameter a gradient: use them, freeze them with requires_grad_(False), or pass "
-        "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
+        f"these parameters of {type(model).__name__} took no part in the last loss: {', '.join(names)}. "
+        + (_NOT_FOUND_IN_OUTPUT if finds_unused else _UNUSED)
     )
