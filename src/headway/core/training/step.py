@@ -457,12 +457,12 @@ class TrainingStep(ABC):
             weight = 1.0 if weight else 0.0
         piece = windows.piece
         if piece is WHOLE:
-            return self._policy.get_loss_factor(weight, nominal, divisor, windows.num_steps)
+            return self._policy.factor(weight, nominal, divisor, windows.num_steps)
         # A policy that counts micro-batches instead of weights must count a piece as a fraction of one.
         share = 1.0 if reduction == "sum" and piece.num_rows else piece.share
         if not share:  # a filler piece, which contains only padding
             return 0.0
-        return self._policy.get_loss_factor(weight / share, nominal, divisor, windows.num_steps) * share
+        return self._policy.factor(weight / share, nominal, divisor, windows.num_steps) * share
 
     def close_window(
         self,
@@ -484,7 +484,7 @@ class TrainingStep(ABC):
         """
         window.close(total)
         if window.nominal is not None and total > 0:
-            correction = self._policy.get_gradient_correction(window.nominal, total)
+            correction = self._policy.correction(window.nominal, total)
             if abs(correction - 1.0) > 1e-12:
                 self.strategy.scale_gradients(self.prepared.list_parameters_of(window), correction)
                 window.nominal = total

@@ -642,7 +642,7 @@ class LossPolicy:
         """
         return type(self) is LossPolicy
 
-    def get_loss_factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
+    def factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
         """Return the factor by which a backward multiplies its mean loss.
 
         Args:
@@ -653,7 +653,7 @@ class LossPolicy:
         """
         return weight * divisor / nominal
 
-    def get_gradient_correction(self, nominal: float, actual: float) -> float:
+    def correction(self, nominal: float, actual: float) -> float:
         """Return the factor by which gradients are multiplied when an accumulation window closes.
 
         Args:
@@ -669,10 +669,10 @@ class ConstantDivision(LossPolicy):
     The number of items that a loss covers has no effect.
     """
 
-    def get_loss_factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
+    def factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
         """Return 1 / `num_steps`."""
         return 1 / num_steps
 
-    def get_gradient_correction(self, nominal: float, actual: float) -> float:
+    def correction(self, nominal: float, actual: float) -> float:
         """Return 1, because gradients need no correction."""
         return 1.0
