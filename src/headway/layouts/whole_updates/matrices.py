@@ -82,7 +82,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         inner.step()
         for parameter, matrices in views:
             if not parameter.is_contiguous():  # as in channels_last: a matrix of it can be a copy
-                parameter.copy_(torch.stack(matrices).view(parameter.shape))
+                parameter.copy_(torch.stack([matrix.detach() for matrix in matrices]).view(parameter.shape))
         for group, own in zip(self.param_groups, inner.param_groups):
             group.update({name: value for name, value in own.items() if name not in ("params", "view", "param_names")})
             own["params"] = []
