@@ -48,7 +48,7 @@ def test_right_class_is_accepted():
 
 def test_one_folder_can_be_written_in_two_ways():
     assert resolve_project("runs/", ProjectConfiguration(project_dir=Path("runs"))).logging_dir == Path("runs")
-    with pytest.raises(ConfigError, match="project_dir='runs' contradicts project_config.project_dir='other'"):
+    with pytest.raises(ConfigError, match=r"project_dir='runs' contradicts project_config\.project_dir='other'"):
         resolve_project("runs", ProjectConfiguration(project_dir="other"))
 
 
