@@ -1,6 +1,7 @@
 """Checked collectives on real ranks: results for many kinds of input, and errors on all ranks if ranks disagree."""
 
 import collections
+import os
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -365,6 +366,19 @@ def test_cpu_tensors_get_a_group_beside_a_gpu_only_one():
         assert found[:3] == ([0, 1, 1], [0.5], 6)
         assert found[3] == ([1.0, 1.0, 0.0], [1.0, 1.0, 1.0])[rank]
         assert found[4:] == (["rank 0", "rank 1"], "rank 1", [3.0], True)
+
+
+def find_local_ranks():
+    """Return this rank's properties in a group that the script has created without LOCAL_RANK, as after `mp.spawn`."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name)
+    dist.init_process_group("gloo")
+    acc = Accelerator(cpu=True)
+    return acc.local_process_index, acc.is_local_main_process, acc.runtime.local_world_size
+
+
+def test_local_rank_is_found_for_a_group_of_the_script():
+    assert run_ranks(find_local_ranks, 2) == [(0, True, 2), (1, False, 2)]
 
 
 def sum_coalesced():

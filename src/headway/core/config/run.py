@@ -162,8 +162,8 @@ def resolve_windows(
 ) -> GradientAccumulationPlugin:
     """Return the options of gradient accumulation from the three arguments of the Accelerator that can set them.
 
-    If neither `steps` nor `plugin` gives a number of micro-batches, it is that of the launcher, or else 1. A plugin
-    gives a number if it differs from the default. The result is read-only.
+    If neither `steps` nor `plugin` is given, the number of micro-batches is that of the launcher, or else 1. The result
+    is read-only.
 
     Args:
         steps: Number of micro-batches per update (`gradient_accumulation_steps`).
@@ -183,8 +183,8 @@ def resolve_windows(
             f"global_batch_size={global_batch_size} derives the accumulation; do not give the steps as well"
         )
     options = GradientAccumulationPlugin() if plugin is None else plugin
-    if plugin is not None and plugin.num_steps != GradientAccumulationPlugin.num_steps:
-        steps = plugin.num_steps
+    if plugin is not None:
+        steps, origin = plugin.num_steps, f"GradientAccumulationPlugin(num_steps={plugin.num_steps}) of {origin}"
     chosen, chosen_by = resolve_run_setting(
         "gradient_accumulation_steps", UNSET if steps is None else steps, 1, code_origin=origin, parse=int
     )
@@ -247,9 +247,10 @@ def resolve_project(folder: str | Path | None, config: ProjectConfiguration | No
         ConfigError: If the two arguments contradict each other, or `config` has the wrong type.
     """
     _check_kind("project_config", config, ProjectConfiguration)
-    if config is not None and folder is not None and config.project_dir not in (None, folder):
+    own = None if config is None else config.project_dir
+    if own is not None and folder is not None and Path(own) != Path(folder):
         raise ConfigError(
-            f"project_dir={str(folder)!r} contradicts project_config.project_dir={str(config.project_dir)!r}"
+            f"project_dir={str(folder)!r} contradicts project_config.project_dir={str(own)!r}; set it in one place"
         )
     chosen = config or ProjectConfiguration(project_dir=folder)
     if chosen.project_dir is None and folder is not None:

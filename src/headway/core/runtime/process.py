@@ -1,6 +1,7 @@
 """Process runtime: rank, device and torch process group of this process, started once and resettable."""
 
 import atexit
+import socket
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -199,6 +200,22 @@ class _Process:
         name = f"headway/beside/{self._num_starts}"
         return SealedStore(PrefixStore(name, store), name, self.seal)
 
+    def find_place(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Return this process's rank on its machine, and the number of processes there, as the ranks' host names show.
+
+        This is needed if a script has created the process group itself, without a launcher that sets LOCAL_RANK. All
+        ranks must call it.
+
+        Args:
+            rank: Rank of this process.
+            world_size: Number of processes.
+        """
+        store = self.get_group_store()
+        store.set(f"host/{rank}", socket.gethostname().encode())
+        hosts = [store.get(f"host/{each}") for each in range(world_size)]
+        here = [each for each, host in enumerate(hosts) if host == hosts[rank]]
+        return here.index(rank), len(here)
+
     def end(self, *, is_exit: bool = False) -> None:
         """Release everything that depends on the runtime, then end the runtime.
 
@@ -265,6 +282,9 @@ _TOGETHER = timedelta(seconds=10)
 It waits only if all ranks must end the process group together, as is the case with NCCL.
 """
 
+_NO_STORE = "fake"
+"""torch's backend for process groups without other processes, whose store cannot exchange values."""
+
 INTERRUPTED = 130
 """Exit code of a process that was ended by Ctrl-C, as shells report it."""
 
@@ -309,7 +329,12 @@ def start(
         _check_promise(hardware)
     rank, world_size, waits = env.get_rank(), env.get_world_size(), _choose_timeout(timeout)
     _check_contract(world_size)
-    device = hardware.select_device(env.get_local_rank())
+    local_rank, num_local = env.get_local_rank(), env.get_local_world_size()
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if world_size > 1 and env.get("LOCAL_RANK") is None and dist.get_backend() != _NO_STORE:
+            local_rank, num_local = here.find_place(rank, world_size)
+    device = hardware.select_device(local_rank)
     owns_group = world_size > 1 and not dist.is_initialized()
     cpu_group = None
     if owns_group:
@@ -320,7 +345,6 @@ def start(
         )
         here.join_group(init_method, rank, world_size, waits)
     elif dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
         cpu_group = group.create_cpu_group(waits + group.MARGIN) if world_size > 1 else None
         if cpu_group is not None:
             atexit.register(_end_at_exit)
@@ -330,9 +354,9 @@ def start(
             hardware.count_devices(),
             hardware.kind,
         )
-    num_local = min(env.get_local_world_size(), world_size)
+    num_local = min(num_local, world_size)
     runtime = ProcessRuntime(
-        rank, world_size, env.get_local_rank(), num_local, hardware, device, owns_group, waits, cpu_group=cpu_group
+        rank, world_size, local_rank, num_local, hardware, device, owns_group, waits, cpu_group=cpu_group
     )
     here.set_runtime(runtime)
     here.install_exception_hook()

@@ -80,6 +80,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
             saved = self.state[parameter].get("matrices", [{} for _ in matrices])
             inner.state.update({matrix: state for matrix, state in zip(matrices, saved) if state})
         inner.step()
+        for parameter, matrices in views:
+            if not parameter.is_contiguous():  # as in channels_last: a matrix of it can be a copy
+                parameter.copy_(torch.stack([matrix.detach() for matrix in matrices]).view(parameter.shape))
         for group, own in zip(self.param_groups, inner.param_groups):
             group.update({name: value for name, value in own.items() if name not in ("params", "view", "param_names")})
             own["params"] = []
@@ -101,7 +104,9 @@ def _check_group(group: dict[str, Any]) -> None:
 
 
 def _list_matrices(parameter: torch.Tensor, group: dict[str, Any]) -> list[torch.nn.Parameter]:
-    """Return 2-D views of a parameter's memory, whose gradients are views of its gradient.
+    """Return the matrices of a parameter, whose gradients are the matrices of its gradient.
+
+    They are views of its memory if it is contiguous, and can be copies otherwise.
 
     Args:
         parameter: Parameter with a gradient.

@@ -1,5 +1,6 @@
 """Test errors for arguments of the Accelerator that have a wrong type."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from headway.core.config.preemption import Preemption
 from headway.core.config.run import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
+    ProjectConfiguration,
     resolve_loading,
     resolve_project,
     resolve_windows,
@@ -44,6 +46,12 @@ def test_right_class_is_accepted():
     assert resolve_loading(config, False) == config
 
 
+def test_one_folder_can_be_written_in_two_ways():
+    assert resolve_project("runs/", ProjectConfiguration(project_dir=Path("runs"))).logging_dir == Path("runs")
+    with pytest.raises(ConfigError, match=r"project_dir='runs' contradicts project_config\.project_dir='other'"):
+        resolve_project("runs", ProjectConfiguration(project_dir="other"))
+
+
 def test_one_name_can_be_given_without_a_tuple():
     assert ActivationCheckpointing(blocks="Block").blocks == ("Block",)
     assert ActivationCheckpointing(blocks=SimpleNamespace).blocks == (SimpleNamespace,)
@@ -53,9 +61,13 @@ def test_one_name_can_be_given_without_a_tuple():
 def test_launchers_number_of_micro_batches_meets_the_plugin(monkeypatch):
     settings = {"gradient_accumulation_steps": Value(8, f"{COMMAND_LINE}: --gradient_accumulation_steps")}
     monkeypatch.setenv("HEADWAY_RUN", encode_payload(resolve([settings]), 1))
-    found = resolve_windows(None, GradientAccumulationPlugin(sync_each_batch=True), None, "train.py:1")
+    for plugin in (GradientAccumulationPlugin(num_steps=4), GradientAccumulationPlugin(sync_each_batch=True)):
+        with pytest.raises(
+            ConfigError,
+            match=rf"num_steps={plugin.num_steps}\) of train.py:1 against --gradient_accumulation_steps 8 on the",
+        ):
+            resolve_windows(None, plugin, None, "train.py:1")
+    found = resolve_windows(None, GradientAccumulationPlugin(8, sync_each_batch=True), None, "train.py:1")
     assert (found.num_steps, found.sync_each_batch) == (8, True)
-    with pytest.raises(ConfigError, match=r"train.py:1 against --gradient_accumulation_steps 8 on the command line"):
-        resolve_windows(None, GradientAccumulationPlugin(num_steps=4), None, "train.py:1")
     with pytest.raises(ConfigError, match=r"global_batch_size=16 .* gradient_accumulation_steps=8 \(command line"):
         resolve_windows(None, None, 16, "train.py:1")

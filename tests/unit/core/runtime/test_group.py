@@ -91,6 +91,7 @@ def test_bf16_hooks_need_a_backend_other_than_gloo(init_group):
 def test_group_started_by_the_script_gets_an_additional_gloo_group(init_group, monkeypatch):
     """Let torch report two ranks, because on one process no backend is checked."""
     init_group("cuda:fake")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # otherwise the local rank would be derived from the other rank's host
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(group, "create_cpu_group", lambda timeout: dist.new_group(ranks=[0], backend="gloo"))
     runtime = process.start(cpu=True)

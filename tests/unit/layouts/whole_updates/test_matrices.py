@@ -27,6 +27,21 @@ def test_matrices_of_convolutions_and_batches_are_updated_like_single_parameters
     assert all(torch.equal(a, b) for a, b in zip(found, alone))
 
 
+@pytest.mark.parametrize("view", ["flatten", "batch"])
+def test_memory_order_of_a_convolution_does_not_change_its_update(view):
+    weights = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(4, 3, 5, 6).to(memory_format=memory_format))
+        optimizer = MatrixOptimizer([{"params": [weight], "view": view}], partial(torch.optim.Muon, lr=0.1))
+        for _ in range(2):
+            weight.grad = torch.randn(weight.shape).to(memory_format=memory_format)
+            optimizer.step()
+        assert weight.is_contiguous(memory_format=memory_format)
+        weights.append(weight.detach())
+    torch.testing.assert_close(weights[1], weights[0])
+
+
 def test_vectors_and_unknown_views_are_errors():
     with pytest.raises(ValueError, match="fewer than two dimensions"):
         MatrixOptimizer([torch.nn.Parameter(torch.zeros(3))], optim.Muon)
