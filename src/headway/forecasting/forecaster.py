@@ -300,7 +300,8 @@ class StepForecaster:
         if limit is not None:
             capacity = compute_allocator_limit(self.device, limit)
             if largest:
-                batch, curve = self.find_largest_batch(capacity)
+                batch = self.find_largest_batch(capacity)
+                curve = self.compute_curve(_choose_curve_sizes(batch))
                 by_batch = tuple((size, estimate_use(self.device, taken)[2]) for size, taken in curve)
                 found = replace(found, largest_batch=batch, by_batch=by_batch)
             if longest is not None:
@@ -313,19 +314,12 @@ class StepForecaster:
             self._traces[batch_size] = self._trace_batch(partial(self.batch_fn, batch_size), f"{batch_size} samples")
         return self._traces[batch_size]
 
-    def find_largest_batch(self, capacity: int, limit: int = _ENDLESS) -> tuple[int, Sequence[tuple[int, int]]]:
-        """Find the largest batch up to `limit` for which the allocator needs at most `capacity` bytes.
+    def find_largest_batch(self, capacity: int, limit: int = _ENDLESS) -> int:
+        """Return the largest batch size up to `limit` for which the allocator needs at most `capacity` bytes.
 
-        Returns:
-            The largest batch size (0 if not even one sample fits), and a curve of (batch size, peak reserved bytes)
-            pairs that extends beyond it. The curve is empty if traces of different batch sizes differ in their events.
+        Return 0 if not even one sample fits.
         """
-        search = self._make_search(capacity, limit)
-        found = search.find_largest()
-        end = max(8, found + found // 4)
-        return found, search.compute_curve(
-            sorted({max(1, round(end * part / _POINTS)) for part in range(1, _POINTS + 1)})
-        )
+        return self._make_search(capacity, limit).find_largest()
 
     def compute_curve(self, batches: Sequence[int]) -> list[tuple[int, int]]:
         """Return pairs of (batch size, peak reserved bytes), extrapolated from traces of the batches `PROBE` and one more.
@@ -380,3 +374,13 @@ class StepForecaster:
     def _measure_reserved(self, events: list[MemoryEvent]) -> int:
         known, unsure = separate_unsure(events)
         return replay_on_device(known, self.device, self.is_expandable).reserved + unsure
+
+
+def _choose_curve_sizes(largest: int) -> list[int]:
+    """Return the batch sizes to show on the curve of memory against batch size, up to a quarter above the largest.
+
+    Args:
+        largest: Largest batch size that fits, or 0 if none fits.
+    """
+    end = max(PROBE, largest + largest // 4)
+    return sorted({max(1, round(end * part / _POINTS)) for part in range(1, _POINTS + 1)})

@@ -1,6 +1,5 @@
 """Stream weights to a device: copy them ahead of use, and put the copies into their modules for one forward."""
 
-import sys
 import time
 import weakref
 from collections import Counter
@@ -8,11 +7,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from types import FrameType
 from typing import Any
 
 import torch
 
+from headway.common.callsite import walk_stack
 from headway.core.memory.oom import is_out_of_memory
 from headway.core.weights.names import TensorLocation
 from headway.offload.readahead import ReadTraffic, UnitReader
@@ -176,7 +177,7 @@ class DeviceStream(UnitReader):
             unit: Index of a group of tensors that are used together.
         """
         # The caller of this method is the forward pre-hook, whose caller is the module's forward call.
-        use = WeightUse(sys._getframe(2))
+        use = WeightUse(next(islice(walk_stack(), 2, None)))
         uses = self._uses.setdefault(unit, [])
         if uses and uses[0].is_interrupted():
             self._end_interrupted_uses()

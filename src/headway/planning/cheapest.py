@@ -183,13 +183,15 @@ def _fill_row(blank: Configuration, step: StepForecaster, limit: int, allowed: l
     # Gradients exist while the next micro-batch runs, so two micro-batches are traced. More need no additional memory.
     window = replace(step, recipe=replace(step.recipe, accumulation=2))
     # Smaller sizes are only traced one by one if no larger one fits.
-    sketched = dict(window.compute_curve([size for size in allowed if size >= PROBE]))
-    if allowed[0] == whole and (len(allowed) == 1 or sketched.get(whole, 0) - _count_weight_bytes(window) <= capacity):
+    large = [size for size in allowed if size >= PROBE]
+    sketched = dict(window.compute_curve(large)) if large else {}
+    may_fit = whole not in sketched or sketched[whole] - _count_weight_bytes(window) <= capacity
+    if allowed[0] == whole and (len(allowed) == 1 or may_fit):
         row = _make_row(blank, step, whole, limit)
         if row.fits or len(allowed) == 1:
             return row
     smaller = [size for size in allowed if size < whole]
-    bound = smaller[0] if sketched else window.find_largest_batch(capacity, smaller[0])[0]
+    bound = smaller[0] if sketched else window.find_largest_batch(capacity, smaller[0])
     fitting = [size for size in smaller if size <= bound and sketched.get(size, 0) <= capacity]
     for size in [*fitting, smaller[-1]]:
         row = _make_row(blank, window, size, limit)

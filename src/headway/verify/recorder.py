@@ -9,7 +9,6 @@ import faulthandler
 import gc
 import json
 import os
-import random
 import signal
 import sys
 import threading
@@ -24,12 +23,9 @@ import torch
 
 from headway.common import scope
 from headway.core.data.loader import PreparedLoader
-from headway.core.data.sampling.order import LoadingRules
-from headway.core.runtime.seed import mix_seed, set_seed
-from headway.core.training.prepared.scheduler import StepsPerMicroBatch, StepsPerProcess
+from headway.core.runtime.seed import set_seed
 from headway.core.training.run import Run
 from headway.core.training.settings import Settings
-from headway.core.weights.pieces import is_dtensor
 from headway.verify.calls import CallTrace, TensorPlaces, find_line, get_address
 from headway.verify.compilation import run_eagerly
 from headway.verify.discards import DiscardWatch
@@ -37,17 +33,16 @@ from headway.verify.draws import SharedDraws
 from headway.verify.escapes import EscapeWatch
 from headway.verify.fingerprints import (
     find_rows,
-    hash_bytes,
     hash_rows,
     hash_tensor,
-    reverse_rows,
     sample_values,
     walk_tensors,
 )
 from headway.verify.listings import list_reversed
+from headway.verify.loader_records import LoaderRecorder
 from headway.verify.probes import LeakProbe
+from headway.verify.readings import get_shard, hash_generators, measure_peak, measure_resident
 from headway.verify.request import RunRequest, read_request, redirect_path
-from headway.verify.slowness import SlowLines
 from headway.verify.sources import watch_sources
 from headway.verify.stacks import is_any_stuck, write_stack
 from headway.verify.tensor_peak import TensorPeak
@@ -142,7 +137,7 @@ class _RunPlaces(TensorPlaces):
     def list_gradients(self) -> dict[int, str]:
         """Return the name of each parameter with a gradient, by the address of this rank's part of the gradient."""
         named = [pair for model in self._run.prepared.models for pair in model.named_parameters()]
-        return {get_address(_get_shard(p.grad)): name for name, p in named if p.grad is not None and p.grad.numel()}
+        return {get_address(get_shard(p.grad)): name for name, p in named if p.grad is not None and p.grad.numel()}
 
 
 class RunRecorder:
@@ -165,15 +160,12 @@ class RunRecorder:
         self._checkpoints: Any = None
         self._progressed = time.monotonic()
         self._escapes = EscapeWatch(Path(request.output).parent.parent)
-        self._num_fetched = 0
         self._num_backwards = 0
         self._is_done = self._is_busy = self._has_saved = self._has_part = False
         self._num_skipped = 0
         self._closed = self._num_updates
-        self._last_batch: Any = None
         self._targets: tuple[float, float] | None = None
         self._tensor_peak: TensorPeak | None = None
-        self._pending: list[tuple[PreparedLoader, dict[str, Any]]] = []
         self._update: dict[str, Any] = self._new_update()
         self._gradients: dict[str, Any] = {}
         self._initial: dict[str, str] = {}
@@ -183,12 +175,9 @@ class RunRecorder:
             _RunPlaces(run),
             is_enabled=not request.measures_tensors,
         )
-        self._draws = SharedDraws(request.shares_draws, request.reverses_rows, self._find_place, self._trace)
         self._rates = RateWatch()
         self._discards = DiscardWatch()
         self._others = OtherModules()
-        self._slow = SlowLines()
-        self._loader_lines: list[str] = []
         self._num_restored = -1
         self._facts: dict[str, Any] = {
             "rank": self._rank,
@@ -202,15 +191,17 @@ class RunRecorder:
             "mixed_precision": run.mixed_precision,
             "microbatching": run.replays_batches,
             "device_type": run.runtime.device.type,
-            "seeds": self._hash_generators(),
+            "seeds": hash_generators(),
             "failed": 0,
             "error": "",
             "metrics": [],
         }
+        self._loaders = LoaderRecorder(run, request, self._trace, self._facts)
+        self._draws = SharedDraws(request.shares_draws, request.reverses_rows, self._loaders.find_place, self._trace)
         events, hooks = run.events, run.hooks
         events.before_fetch.append(self._before_fetch)
         events.after_pass.append(self._after_pass)
-        events.repeats.append(self._watch_loader)
+        events.repeats.append(self._loaders.watch_loader)
         hooks.before_learning.append(self._before_learning)
         hooks.before_forward.append(self._before_forward)
         hooks.before_backward.append(self._before_backward)
@@ -229,7 +220,7 @@ class RunRecorder:
         step.guard = _RecordingGuard(step.guard, self)
         self._trace_losses(step)
         self._redirect_checkpoints(accelerator, checkpoints)
-        self._share_batches(accelerator._preparation)
+        self._loaders.attach(accelerator._preparation)
         watch_transformers_trainer(self, self._request)
         accelerator.push_to_hub = lambda *args, **kwargs: ""
         atexit.register(self._write_last_record)
@@ -237,47 +228,6 @@ class RunRecorder:
         if self._request.patience:
             threading.Thread(target=self._watch_progress, daemon=True).start()
         self._write_facts()
-
-    def _share_batches(self, preparation: Any) -> None:
-        """Record the script line that creates each loader, and split its batches over the ranks if the request says so.
-
-        Batches are split only if the batch size is the same as in the single-process run. Otherwise the script has
-        already divided it by the number of processes. If the batch size is not a multiple of the number of data shards,
-        batches are not split, and the size is recorded as "undivided".
-
-        Args:
-            preparation: Object that prepares the Accelerator's loaders. Its `prepare_loader` is replaced.
-        """
-        self._facts["orders_apart"] = type(preparation.behavior.loading_rules) is not LoadingRules
-        request, count = self._request, self._run.strategy.data_shard.count
-        prepare = preparation.prepare_loader
-        does_share = request.splits_batches and count > 1
-
-        def prepare_shared(loader: Any, place: bool | None = None) -> Any:
-            self._loader_lines.append(watch_sources().get_birth(loader))
-            if not does_share:
-                return prepare(loader, place)
-            expected = request.batch_sizes.get(str(len(preparation.loaders)))
-            sampler = getattr(loader, "batch_sampler", None)
-            size = loader.batch_size or getattr(sampler, "batch_size", None)
-            if expected and size == expected and not preparation.loading.split_batches:
-                if size % count:
-                    self._facts["undivided"] = size
-                else:
-                    return split_prepared(loader, place)
-            return prepare(loader, place)
-
-        def split_prepared(loader: Any, place: bool | None) -> Any:
-            loading = preparation.loading
-            if isinstance(preparation.rule, StepsPerProcess | StepsPerMicroBatch):
-                preparation.rule = replace(preparation.rule, num_processes=1)
-            preparation.loading = replace(loading, split_batches=True)
-            try:
-                return prepare(loader, place)
-            finally:  # the script may have divided the batch size of another loader itself
-                preparation.loading = loading
-
-        preparation.prepare_loader = prepare_shared
 
     @property
     def _num_updates(self) -> int:
@@ -337,116 +287,10 @@ class RunRecorder:
         checkpoints.load = load_from_scratch
         accelerator.load_state = load_state_from_scratch
 
-    # ---------------------------------------------------------------- batches
-
-    def _watch_loader(self, loader: PreparedLoader, deliveries: Iterator[Any]) -> Iterator[Any]:
-        """Yield a loader's batches to the script, and record each batch and how long the script waited for it.
-
-        The rows of each batch are reversed if the request asks for it.
-
-        Args:
-            loader: Loader that the script iterates over.
-            deliveries: Iterator over pairs of (batch, share). The share describes the batch's rows and dataset indices.
-        """
-        self._note_loader(loader)
-        number = str(self._find_number(loader))
-        versions = _list_versions(loader.dataset)
-        position = 0
-        while True:
-            before = self._hash_generators()
-            self._trace.pause_recording()
-            start, busy = time.perf_counter(), time.thread_time()
-            try:
-                with self._slow:
-                    batch, share = next(deliveries)
-            except StopIteration:
-                self._trace.resume()
-                return
-            waited, busy = time.perf_counter() - start, time.thread_time() - busy
-            after = self._hash_generators()
-            written = [
-                name for name, version in _list_versions(loader.dataset).items() if versions.get(name) != version
-            ]
-            if written:
-                self._facts["changed_data"].setdefault(number, written)
-            self._num_fetched += 1
-            rows = share.num_rows
-            counts = share.valid_counts
-            entry: dict[str, Any] = {
-                "loader": self._find_number(loader),
-                "position": position,
-                "epoch": loader.epoch,
-                "waited": waited,
-                "busy": busy,
-                "num_rows": rows,
-                "counts": counts,
-                "drew": sorted(name for name in after if after[name] != before.get(name)),
-                "indices": _list_indices(share.indices),
-            }
-            position += 1
-            if rows:
-                valid = rows if counts is None else counts[self._run.strategy.data_shard.index]
-                exact, loose = hash_rows(batch, rows)
-                entry["rows"], entry["loose"] = exact[:valid], loose[:valid]
-                entry["indices"] = entry["indices"][:valid] if len(entry["indices"]) >= valid else []
-                if self._request.reverses_rows:
-                    batch = reverse_rows(batch, rows)
-            if self._request.probes_leaks:
-                self._last_batch = batch
-            self._pending.append((loader, entry))
-            self._trace.begin_batch(rows)
-            yield batch, share
-
-    def _note_loader(self, loader: PreparedLoader) -> None:
-        number = str(self._find_number(loader))
-        try:
-            length = len(loader.dataset)  # type: ignore[arg-type]
-        except (TypeError, AttributeError, NotImplementedError):
-            length = -1
-        sampler = getattr(loader, "sampler", None)
-        self._facts["loaders"].setdefault(
-            number,
-            {
-                "dataset": type(loader.dataset).__name__,
-                "length": length,
-                "batch_size": loader.total_batch_size,
-                "workers": getattr(loader, "num_workers", 0),
-                "sampler": type(sampler).__name__,
-                "line": self._loader_lines[int(number)] if 0 <= int(number) < len(self._loader_lines) else "",
-                "is_stream": isinstance(loader.dataset, torch.utils.data.IterableDataset),
-                "has_state": hasattr(loader.dataset, "state_dict"),
-                "generators": _list_generators(loader.dataset),
-            },
-        )
-
-    def _find_number(self, loader: PreparedLoader) -> int:
-        for number, each in enumerate(self._run.prepared.loaders):
-            if each is loader or each.pass_position is loader.pass_position:
-                return number
-        return -1
-
-    def _find_place(self) -> tuple[int, int, int, int] | None:
-        """Return the position of this rank's rows in the current global batch, and a seed for its random numbers.
-
-        The value is (row count of this rank, row count of all ranks, first row of this rank, seed). Return None outside
-        of a batch.
-        """
-        run = self._run
-        active = run.events.active
-        if not active or not self._num_fetched:
-            return None
-        share = active[-1].pass_position.share
-        if not share.num_rows:
-            return None
-        index = run.strategy.data_shard.index
-        counts = share.valid_counts or (share.num_rows,)
-        seed = mix_seed(run.clock.num_updates, self._num_fetched) >> 2
-        return share.num_rows, max(sum(counts), share.num_rows), sum(counts[:index]), seed
-
     # ---------------------------------------------------------------- the loop
 
     def _before_fetch(self, loader: PreparedLoader) -> None:
-        self._facts.setdefault("seeds_at_start", self._hash_generators())
+        self._facts.setdefault("seeds_at_start", hash_generators())
         if self._request.measures_tensors and self._tensor_peak is None:
             kinds = ("named_parameters", "named_buffers")
             existing = [tensor for kind in kinds for _, tensor in self._list_tensors(kind)]
@@ -466,7 +310,7 @@ class RunRecorder:
         """Test the model for leaks with its first batch, and store two cross entropies for a test of the first loss."""
         self._facts["leaks"] = []
         self._trace.pause_recording()
-        probe = LeakProbe(model, args, kwargs, self._last_batch)
+        probe = LeakProbe(model, args, kwargs, self._loaders.last_batch)
         try:
             probe.run()
         except Exception as error:
@@ -492,7 +336,7 @@ class RunRecorder:
         self._trace.note_inputs(args, kwargs)
         if self._request.probes_leaks and "leaks" not in self._facts:
             self._probe_model(model, args, kwargs)
-        if not self._run.events.active and not self._pending:
+        if not self._run.events.active and not self._loaders.has_pending:
             rows = find_rows(list(walk_tensors([args, kwargs])))
             if rows:
                 exact, loose = hash_rows([args, kwargs], rows)
@@ -504,13 +348,7 @@ class RunRecorder:
 
     def _before_backward(self) -> None:
         self._note_start()
-        active = self._run.events.active
-        if not active and self._pending:  # the script ended the pass right after the batch, as next(iter(loader)) does
-            self._update["batches"].append(self._pending[-1][1])
-        for loader, entry in self._pending:
-            if any(each is loader or each.pass_position is loader.pass_position for each in active):
-                self._update["batches"].append(entry)
-        self._pending.clear()
+        self._update["batches"] += self._loaders.take_used()
         self._num_backwards += 1
         if self._num_backwards == self._request.fails_in:
             self._facts["failed"] = self._num_backwards
@@ -522,7 +360,7 @@ class RunRecorder:
         """Record the models and the optimizers before the first update, and start to watch them. Do this only once."""
         if self._initial:
             return
-        self._facts.setdefault("seeds_at_start", self._hash_generators())
+        self._facts.setdefault("seeds_at_start", hash_generators())
         arrays: dict[str, Any] = {}
         for name, tensor in self._list_tensors("named_parameters"):
             whole = gather_whole(tensor.detach())
@@ -621,7 +459,7 @@ class RunRecorder:
         models = self._run.prepared.models
         kinds = ("named_parameters", "named_buffers")
         named = [pair for model in models for kind in kinds for pair in getattr(model, kind)()]
-        shards = [(name, _get_shard(tensor)) for name, tensor in named]
+        shards = [(name, get_shard(tensor)) for name, tensor in named]
         by_address = {get_address(tensor): name for name, tensor in shards if tensor.numel()}
         return {id(tensor): name for name, tensor in named}, by_address
 
@@ -644,7 +482,7 @@ class RunRecorder:
         if not self._is_done:
             value = float(loss.detach().float().mean().item())
             self._update["losses"].append(value)
-            self._update["discarded"] += self._discards.note_backward(self._num_fetched, value)
+            self._update["discarded"] += self._discards.note_backward(self._loaders.num_fetched, value)
             if self._targets is not None:
                 own, following = self._targets
                 self._targets = None
@@ -707,8 +545,8 @@ class RunRecorder:
             hashes=hashes,
             buffers=buffers,
             seconds=time.perf_counter() - record.pop("began"),
-            memory=self._measure_memory(),
-            resident=self._measure_resident(),
+            memory=measure_peak(run.runtime.device),
+            resident=measure_resident(run.runtime.device),
             is_training=[bool(model.training) for model in run.prepared.models],
             **self._trace.take_written(),
             rate_lines=self._rates.take_lines(),
@@ -719,7 +557,7 @@ class RunRecorder:
             gc.collect()
             alive = GraphSizes(self._trace.list_alive(number), self._name_tensors()[1])
             self._facts["kept"] = alive.list_lines()
-        self._facts["slow_lines"] = self._slow.list_lines()
+        self._facts["slow_lines"] = self._loaders.slow.list_lines()
         self._save_arrays(f"update_{number}", arrays)
         with open(self._folder / f"rank{self._rank}.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
@@ -824,7 +662,7 @@ class RunRecorder:
             num_dropped=self._draws.num_dropped,
             escaped=self._escapes.list_files(),
             num_updates=self._closed,
-            num_fetched=self._num_fetched,
+            num_fetched=self._loaders.num_fetched,
             num_backwards=self._num_backwards,
             listed=list_reversed(),
             compiles=run_eagerly().is_used,
@@ -852,79 +690,6 @@ class RunRecorder:
                 for wrapper in _WRAPPERS:
                     name = name.replace(wrapper, "")
                 yield (f"{type(model).__name__.removeprefix('Prepared')} {number}: {name}" if several else name), tensor
-
-    def _hash_generators(self) -> dict[str, str]:
-        """Return a hash of the state of each global random number generator on the CPU: "torch", "random", "numpy"."""
-        states = {
-            "torch": hash_bytes(torch.get_rng_state().numpy().tobytes()),
-            "random": hash_bytes(repr(random.getstate()).encode()),
-        }
-        kind, keys, *rest = numpy.random.get_state()
-        states["numpy"] = hash_bytes(str((kind, rest)).encode(), keys.tobytes())  # type: ignore[attr-defined]
-        return states
-
-    def _measure_resident(self) -> int:
-        """Return the memory in use at present, in bytes: allocated on the GPU, or resident in this process on a CPU."""
-        device = self._run.runtime.device
-        return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else _read_resident()
-
-    def _measure_memory(self) -> int:
-        device = self._run.runtime.device
-        if device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(device))
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _list_indices(indices: Any) -> list[int]:
-    """Return the dataset indices that a rank fetches, or an empty list if they are not integers.
-
-    The list is copied by a slice, because iterating over the lists of some loaders also seeds generators.
-    """
-    plain = indices[:] if isinstance(indices, list) else []
-    return plain if all(isinstance(each, int) for each in plain) else []
-
-
-def _list_attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) for each attribute of a dataset, with names such as "Crops.generator".
-
-    Attributes of the datasets that torch's `Subset`, `ConcatDataset` and `ChainDataset` wrap are included.
-    """
-    for name, value in getattr(dataset, "__dict__", {}).items():
-        yield f"{type(dataset).__name__}.{name}", value
-    inner = [dataset.dataset] if isinstance(dataset, torch.utils.data.Subset) else getattr(dataset, "datasets", ())
-    for each in inner if isinstance(inner, list | tuple) else ():
-        yield from _list_attributes(each)
-
-
-def _list_generators(dataset: Any) -> list[str]:
-    """Return the names of a dataset's attributes that are random number generators, such as "Crops.generator"."""
-    kinds = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
-    return [name for name, value in _list_attributes(dataset) if isinstance(value, kinds)]
-
-
-def _list_versions(dataset: Any) -> dict[str, int]:
-    """Return how often each tensor among a dataset's attributes was changed in place, by names such as "Crops.images"."""
-    return {
-        name: value._version
-        for name, value in _list_attributes(dataset)
-        if isinstance(value, torch.Tensor) and not value.is_inference()
-    }
-
-
-def _read_resident() -> int:
-    """Return the resident memory of this process in bytes; 0 if it cannot be read."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return 0
-
-
-def _get_shard(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a tensor that may be sharded."""
-    plain = tensor.detach()
-    return plain.to_local() if is_dtensor(plain) else plain
 
 
 def _is_number(value: Any) -> bool:

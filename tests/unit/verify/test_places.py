@@ -10,7 +10,7 @@ from torch import nn
 from headway.verify.calls import CallTrace
 from headway.verify.draws import SharedDraws
 from headway.verify.probes import LeakProbe
-from headway.verify.recorder import _list_generators, _list_versions
+from headway.verify.readings import list_generators, list_versions
 from headway.verify.watches import GraphSizes, OtherModules, RateWatch
 
 
@@ -194,8 +194,8 @@ def test_tensors_changed_by_a_dataset_and_its_generators_are_found(is_wrapped: b
     images = Images()
     dataset: Any = torch.utils.data.Subset(images, [0, 1]) if is_wrapped else images
     dataset = torch.utils.data.ConcatDataset([dataset]) if is_wrapped else dataset
-    before = _list_versions(dataset)
+    before = list_versions(dataset)
     dataset[0]
-    after = _list_versions(dataset)
+    after = list_versions(dataset)
     assert [name for name in after if after[name] != before[name]] == ["Images.images"]
-    assert _list_generators(dataset) == ["Images.generator"]
+    assert list_generators(dataset) == ["Images.generator"]
