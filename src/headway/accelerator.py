@@ -20,7 +20,7 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from headway.common import env, scope, tracebacks
 from headway.core import extensions
-from headway.core.checkpoint.resume.comparison import Restored
+from headway.core.checkpoint.resume.comparison import RestoreResult
 from headway.core.checkpoint.resume.save_and_resume import (
     Checkpoints,
     LoadHook,
@@ -894,7 +894,7 @@ class Accelerator(RankAware):
         strict: bool = False,
         changed: str | Collection[str] | None = (),
         **load_model_func_kwargs: Any,
-    ) -> Restored:
+    ) -> RestoreResult:
         """Load a checkpoint into the prepared objects. Call it on every rank, after prepare.
 
         Everything is checked on all ranks before anything is changed.
@@ -938,7 +938,7 @@ class Accelerator(RankAware):
         strict: bool = False,
         run: str | None = None,
         changed: str | Collection[str] | None = (),
-    ) -> Restored | None:
+    ) -> RestoreResult | None:
         """Resume from a checkpoint if one exists. Call it on every rank, after prepare, and loop over `epochs(n)`.
 
         Args:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway import Accelerator
 from headway.core.runtime import process
-from headway.core.runtime.collective_log import Step
+from headway.core.runtime.collective_log import RecordedCollective
 from headway.errors import CollectiveError, ConfigError, PrepareError
 from tests.distributed.ranks import run_ranks
 
@@ -406,8 +406,8 @@ def join_exchanges_of_others():
     collectives = acc.collectives
     if acc.process_index == 0:
         return collectives.gather_objects({"unused": ["a", "b"]}), collectives.gather_numbers([5.0, 6.0])
-    collectives.stand_in(Step("all", "handshake", ["objects", "", 1]))
-    collectives.stand_in(Step("all", "handshake", ["numbers", "", 2]))
+    collectives.stand_in(RecordedCollective("all", "handshake", ["objects", "", 1]))
+    collectives.stand_in(RecordedCollective("all", "handshake", ["numbers", "", 2]))
     return None
 
 

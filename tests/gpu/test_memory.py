@@ -12,7 +12,7 @@ from headway import Accelerator, MemoryMonitor, memory_report, memory_use, print
 from headway.common import scope
 from headway.core.memory.oom import is_out_of_memory
 from headway.core.memory.printed import read_occupied_gpu_memory
-from headway.extras.activation_offload import _Copies, offload_saved_tensors
+from headway.extras.activation_offload import _ActivationCache, offload_saved_tensors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -124,7 +124,7 @@ def test_host_memory_of_offloaded_activations_is_hardly_rounded_up() -> None:
 
     with offload_saved_tensors():
         loss = total()
-    parked = sum(copy._host.nbytes for copy in scope.get_or_create(_Copies).values())
+    parked = sum(copy._host.nbytes for copy in scope.get_or_create(_ActivationCache).values())
     assert parked >= 12 * MIB
     assert torch.cuda.host_memory_stats()["allocated_bytes.current"] - held <= parked * 9 // 8
     assert torch.equal(*torch.autograd.grad(loss, inputs), *torch.autograd.grad(total(), inputs))
@@ -140,12 +140,12 @@ def test_offloading_under_autocast_parks_each_activation_once_and_no_weights() -
             out = model(inputs)
         if grads:
             # A block's input, GELU's input and GELU's result, in bf16: 16, 64 and 64 MiB.
-            parked = [copy._host.nbytes // MIB for copy in scope.get_or_create(_Copies).values()]
+            parked = [copy._host.nbytes // MIB for copy in scope.get_or_create(_ActivationCache).values()]
             assert sorted(parked) == [16, 16, 64, 64, 64, 64]
         out.square().mean().backward()
         grads.append([parameter.grad.clone() for parameter in model.parameters()])
     assert all(map(torch.equal, *grads))
-    assert len(scope.get_or_create(_Copies)) == 0
+    assert len(scope.get_or_create(_ActivationCache)) == 0
 
 
 def test_offloading_holds_little_however_far_ahead_the_host_is() -> None:

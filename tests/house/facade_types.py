@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import assert_type
 
 from headway import Accelerator, Trainer, TrainingArguments, set_seed
-from headway.core.checkpoint.resume.comparison import Restored
+from headway.core.checkpoint.resume.comparison import RestoreResult
 
 
 class Net(torch.nn.Module):
@@ -29,7 +29,7 @@ def train(loader_of_rows: DataLoader[torch.Tensor]) -> None:
     assert_type(schedule, StepLR)
     assert_type(accelerator.prepare(net), Net)
     assert_type(accelerator.unwrap_model(model), Net)
-    assert_type(accelerator.resume("latest"), Restored | None)
+    assert_type(accelerator.resume("latest"), RestoreResult | None)
     for epoch in accelerator.epochs(3):
         assert_type(epoch, int)
         for batch in loader:

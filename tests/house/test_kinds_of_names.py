@@ -9,7 +9,7 @@ from functools import cache
 import accelerate
 import pytest
 
-from headway.compat.accelerate.served.as_accelerate import Refused, find_as_accelerate
+from headway.compat.accelerate.served.as_accelerate import NotServedType, find_as_accelerate
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory_utils has been reorganized")
 
@@ -89,7 +89,7 @@ def test_each_call_takes_the_same_arguments():
     for name, theirs in list_public_names().items():
         ours = find_as_accelerate(name)
         is_decorator = name.startswith("require_")  # receives the decorated object as its positional argument
-        is_refused = isinstance(ours, Refused) or getattr(ours, "__module__", "") == "accelerate"
+        is_refused = isinstance(ours, NotServedType) or getattr(ours, "__module__", "") == "accelerate"
         if not callable(theirs) or is_refused or is_decorator or name in OTHER_ARGUMENTS:
             continue
         (wanted, _), (taken, takes_more) = get_parameters(theirs), get_parameters(ours)

@@ -25,7 +25,7 @@ import torch
 from headway.common import scope
 from headway.common.object_path import to_path
 from headway.core.checkpoint import folders
-from headway.core.checkpoint.folders import Locks
+from headway.core.checkpoint.folders import HeldLocks
 from headway.core.checkpoint.format.manifest import read_manifest
 from headway.core.checkpoint.loading.files import read_state, verify_checkpoint
 from headway.core.checkpoint.saving.saver import Saver
@@ -208,7 +208,7 @@ def sweep_kills(port: int, count: int, seed: int, results: Results) -> None:
 
 def release_locks() -> None:
     """Release this process's locks, so that the next process can save."""
-    scope.get_or_create(Locks).release()
+    scope.get_or_create(HeldLocks).release()
 
 
 # ---------------------------------------------------------------- errors

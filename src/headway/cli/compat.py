@@ -8,7 +8,7 @@ import click
 
 from headway.cli.options import JSON, GroupedCommand, format_examples, make_option
 from headway.common.untrusted import escape_text, read_regular_file
-from headway.compat.accelerate.served.surface import Answer, describe_name, list_used_names
+from headway.compat.accelerate.served.surface import ServedName, describe_name, list_used_names
 from headway.compat.accelerate.served.tables import SURFACE
 from headway.errors import ConfigError
 from headway.launch.stand_in import FOLDER, VERSION
@@ -53,7 +53,7 @@ def _run_compat(scripts: tuple[Path, ...], path: bool, as_json: bool) -> None:
         click.get_current_context().exit(1)
 
 
-def _find_names(script: Path) -> list[tuple[Answer, int]]:
+def _find_names(script: Path) -> list[tuple[ServedName, int]]:
     if script.suffix == ".ipynb":
         raise ConfigError(f"{script} is a notebook; convert it first: jupyter nbconvert --to script {script}")
     source = read_regular_file(script, _LARGEST, ConfigError)  # bytes: `ast` detects the encoding
@@ -63,7 +63,7 @@ def _find_names(script: Path) -> list[tuple[Answer, int]]:
         raise ConfigError(f"{script} cannot be parsed as Python: {error}") from error
 
 
-def _make_row(each: Answer) -> dict[str, Any]:
+def _make_row(each: ServedName) -> dict[str, Any]:
     return {
         "name": each.name,
         "status": each.status,
@@ -71,7 +71,7 @@ def _make_row(each: Answer) -> dict[str, Any]:
     }
 
 
-def _echo_script(name: str, rows: list[tuple[Answer, int]]) -> None:
+def _echo_script(name: str, rows: list[tuple[ServedName, int]]) -> None:
     if not rows:
         click.echo(escape_text(f"{name}: uses nothing of Accelerate"))
         return
@@ -84,7 +84,7 @@ def _echo_script(name: str, rows: list[tuple[Answer, int]]) -> None:
         click.echo(escape_text(text + (f": {note}" if note else "")))
 
 
-def _count_answers(answers: list[Answer]) -> str:
+def _count_answers(answers: list[ServedName]) -> str:
     counts = {status: sum(each.status == status for each in answers) for status in _WORDS}
     parts = [f"{counts['served'] + counts['differs']} served"]
     if counts["differs"]:

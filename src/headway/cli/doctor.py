@@ -21,7 +21,7 @@ from headway.cli.launch import merge_settings, start_script
 from headway.cli.options import CONFIG_FILE, GroupedCommand, format_examples, make_option, make_setting_options
 from headway.common import env
 from headway.common.text import format_bytes
-from headway.core.config.load import Resolved
+from headway.core.config.load import ResolvedSettings
 from headway.core.runtime import network
 from headway.launch import machine
 
@@ -331,7 +331,7 @@ def _run_doctor(config_file: str | None, here: bool, **given: Any) -> None:
     start_script("headway.cli.checks", ("doctor", str(num_bad)), config_file, False, False, **{**given, **more})
 
 
-def _run(resolved: Resolved) -> CheckedRun:
+def _run(resolved: ResolvedSettings) -> CheckedRun:
     return CheckedRun(
         resolved.get("num_machines", 1),
         resolved.get("machine_rank", 0),
@@ -340,7 +340,7 @@ def _run(resolved: Resolved) -> CheckedRun:
     )
 
 
-def _starts_several(resolved: Resolved, environment: dict[str, str]) -> bool:
+def _starts_several(resolved: ResolvedSettings, environment: dict[str, str]) -> bool:
     if resolved.get("num_machines", 1) > 1 or resolved.config.is_set("num_processes"):
         return True
     return len(machine.inspect_machine(environment).device_ids) > 1 and not resolved.get("cpu", False)

@@ -10,7 +10,7 @@ from headway.cli.options import (
 )
 from headway.compat.accelerate.launching import layout_words
 from headway.core.config.launch import SETTINGS
-from headway.core.config.load import COMMAND_LINE, Value
+from headway.core.config.load import COMMAND_LINE, SettingValue
 from headway.core.config.mesh import ENGINES
 from headway.core.config.parallelism import LayoutRequest
 from headway.errors import ConfigError
@@ -36,7 +36,9 @@ def make_foreign_options() -> list[click.Parameter]:
     ]
 
 
-def translate_foreign_flags(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Value], tuple[str, ...]]:
+def translate_foreign_flags(
+    given: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, SettingValue], tuple[str, ...]]:
     """Translate Accelerate's flags for layouts to Headway's settings.
 
     Args:
@@ -66,12 +68,12 @@ def translate_foreign_flags(given: Mapping[str, Any]) -> tuple[dict[str, Any], d
             layout_words.read_size(read, name.removeprefix("parallelism_config_"), value, f"--{name}")
     for key, reason in read.refused.items():
         raise ConfigError(f"{key}: {reason}")
-    layer = {name: Value(value, f"{COMMAND_LINE}: {key}") for name, (value, key) in read.settings.items()}
+    layer = {name: SettingValue(value, f"{COMMAND_LINE}: {key}") for name, (value, key) in read.settings.items()}
     asked = read.find_strategy()
     if asked is not None:
         _check_agreement(others.get("strategy"), asked)
         if others.get("strategy") is None:
-            layer["strategy"] = Value(asked[0], f"{COMMAND_LINE}: {asked[1]}")
+            layer["strategy"] = SettingValue(asked[0], f"{COMMAND_LINE}: {asked[1]}")
     return others, layer, ((f"without effect: {'; '.join(read.ignored)}",) if read.ignored else ())
 
 

@@ -21,7 +21,7 @@ from headway.cli.options import (
 )
 from headway.common import env
 from headway.core.config.launch import EARLIER_NAMES
-from headway.core.config.load import Resolved, Value, read_environment_layer, resolve
+from headway.core.config.load import ResolvedSettings, SettingValue, read_environment_layer, resolve
 from headway.core.config.mesh import describe_groups
 from headway.errors import ConfigError
 
@@ -179,9 +179,9 @@ def merge_settings(
     config_file: str | None,
     force: bool,
     environment: dict[str, str],
-    detected: Mapping[str, Value],
-    foreign: Mapping[str, Value] | None = None,
-) -> Resolved:
+    detected: Mapping[str, SettingValue],
+    foreign: Mapping[str, SettingValue] | None = None,
+) -> ResolvedSettings:
     """Return the settings of a launch, merged from command line, environment, config file and cluster.
 
     A source takes precedence over those after it.
@@ -210,7 +210,7 @@ def merge_settings(
     return resolve(layers, force=force)
 
 
-def _choose_kind(resolved: Resolved) -> str:
+def _choose_kind(resolved: ResolvedSettings) -> str:
     if resolved.get("module", False) and resolved.get("no_python", False):
         raise ConfigError(
             "--module runs a Python module and --no_python a program that is not Python; take one of them out"

@@ -9,7 +9,7 @@ import click
 from headway.common.object_path import to_path
 from headway.compat.accelerate.launching.config_file import refuse
 from headway.core.config.launch import SETTINGS, LaunchSetting
-from headway.core.config.load import COMMAND_LINE, Value
+from headway.core.config.load import COMMAND_LINE, SettingValue
 from headway.core.config.values import parse_text, suggest_word
 
 
@@ -190,7 +190,7 @@ def _make_setting_option(setting: LaunchSetting) -> click.Option:
     return GroupedOption([*flags, setting.name], metavar=words[setting.kind], **about)
 
 
-def read_command_line_layer(given: Mapping[str, Any]) -> dict[str, Value]:
+def read_command_line_layer(given: Mapping[str, Any]) -> dict[str, SettingValue]:
     """Return the settings given on the command line.
 
     Args:
@@ -205,7 +205,7 @@ def read_command_line_layer(given: Mapping[str, Any]) -> dict[str, Value]:
             continue
         setting = SETTINGS[name]
         origin = f"{COMMAND_LINE}: {setting.flag}"
-        layer[name] = Value(raw if isinstance(raw, bool) else parse_text(setting, raw, origin), origin)
+        layer[name] = SettingValue(raw if isinstance(raw, bool) else parse_text(setting, raw, origin), origin)
     return layer
 
 

@@ -36,7 +36,7 @@ _SAME_VALUES = frozenset(
 
 
 @dataclass(frozen=True)
-class Host:
+class PinnedCopy:
     """Copy of a tensor in pinned host memory.
 
     The copy is split into pieces, because torch rounds up the size of pinned allocations. The piece sizes are chosen so
@@ -77,7 +77,7 @@ class CopyLane:
         self._leaving: deque[tuple[torch.Event, torch.Stream, torch.Tensor]] = deque()
         self._returned: deque[tuple[torch.Event, int]] = deque()
 
-    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor | Host, torch.Event | None]:
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor | PinnedCopy, torch.Event | None]:
         """Copy a tensor to host memory.
 
         Returns:
@@ -87,7 +87,7 @@ class CopyLane:
             return tensor.to("cpu", copy=True), None
         row = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
         parts = row.split_with_sizes([size // row.itemsize for size in split_size(row.nbytes)])
-        host = Host(tuple(torch.empty_like(part, device="cpu", pin_memory=True) for part in parts), tensor.shape)
+        host = PinnedCopy(tuple(torch.empty_like(part, device="cpu", pin_memory=True) for part in parts), tensor.shape)
         compute = torch.accelerator.current_stream(self._device)
         self._stream.wait_stream(compute)
         with self._stream:
@@ -114,7 +114,7 @@ class CopyLane:
             compute.wait_event(ready)
             held -= tensor.nbytes
 
-    def to_device(self, host: torch.Tensor | Host, ready: torch.Event | None) -> torch.Tensor:
+    def to_device(self, host: torch.Tensor | PinnedCopy, ready: torch.Event | None) -> torch.Tensor:
         """Start to copy a host copy back to the device. Call `await_arrival` before using the result.
 
         Args:
@@ -242,7 +242,7 @@ class ActivationCopy:
         return self._lane.await_arrival(self._fetched)
 
 
-class _Copies(weakref.WeakValueDictionary[tuple[Any, ...], ActivationCopy]):
+class _ActivationCache(weakref.WeakValueDictionary[tuple[Any, ...], ActivationCopy]):
     """Cache of activations that were copied to host memory.
 
     With it, a tensor that several operations save is copied only once. The key consists of the storage, its version,
@@ -365,7 +365,7 @@ def _offload_tensor(tensor: torch.Tensor) -> OffloadedActivation:
         *mark,
         None if is_whole else view,
     )
-    copies = scope.get_or_create(_Copies)
+    copies = scope.get_or_create(_ActivationCache)
     copy = copies.get(key)
     if copy is None:
         copy = copies[key] = ActivationCopy(_flatten_storage(tensor) if is_whole else tensor)

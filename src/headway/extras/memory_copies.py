@@ -143,7 +143,7 @@ _OWN = ("loaders", "streams")
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _LocalFiles:
     """Files of an in-memory checkpoint that are on this machine.
 
     Attributes:
@@ -368,7 +368,7 @@ class MemoryTier:
             (env.get(env.MEMORY), self._verify_copies() if self._share.leads else None)
         )
         leaders = {machine: own for machine, own in answers if own is not None}
-        on_rank: list[dict[str, _Copy]] = [leaders[machine] for machine, _ in answers]
+        on_rank: list[dict[str, _LocalFiles]] = [leaders[machine] for machine, _ in answers]
         found = {name: parse_number(Path(name)) or 0 for own in on_rank for name in own}
         for name in sorted(found, key=lambda each: -found[each]):
             copies = [own.get(name) for own in on_rank]
@@ -385,7 +385,7 @@ class MemoryTier:
                 return self._folder / name
         return None
 
-    def _verify_copies(self) -> "dict[str, _Copy]":
+    def _verify_copies(self) -> "dict[str, _LocalFiles]":
         """Return this machine's in-memory checkpoints by name, after verifying the hashes of all files.
 
         Damaged checkpoints are deleted, with a warning.
@@ -396,7 +396,7 @@ class MemoryTier:
                 manifest = read_manifest(folder)
                 here = [each for each in manifest.files.values() if (folder / each.name).exists()]
                 read_files(folder, here)
-                found[folder.name] = _Copy(
+                found[folder.name] = _LocalFiles(
                     manifest.sha256, frozenset(manifest.files), frozenset(each.name for each in here)
                 )
             except CheckpointError as error:

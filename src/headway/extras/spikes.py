@@ -38,7 +38,7 @@ from headway.core.training.run import Run
 from headway.core.training.windows import AccumulationWindow
 from headway.errors import SpikeError, UnsupportedError
 from headway.extras._torch import foreach_norm
-from headway.extras.replay.snapshot import Rewind, StateHolder
+from headway.extras.replay.snapshot import RewindCopies, StateHolder
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -48,7 +48,7 @@ NOTE = "spikes"
 _LEAST_WIDTH = 0.1
 
 
-class Band:
+class RecentValues:
     """Moving window of the losses or gradient norms of recent updates, with the limit above which a value is a spike.
 
     Args:
@@ -156,7 +156,7 @@ class SpikeGuard(FiniteGuard):
         self.of_spikes, self.of_non_finite = self, self if self.has_own_policy else None
         self.num_spikes = 0
         self._state = state
-        self._norms, self._losses = Band(policy, (), policy.norm_fence), Band(policy)
+        self._norms, self._losses = RecentValues(policy, (), policy.norm_fence), RecentValues(policy)
         self._norm = math.nan
         self._new_losses: list[float] = []
         self._spikes_in_row = self._num_since = 0
@@ -164,11 +164,11 @@ class SpikeGuard(FiniteGuard):
         self._rewind = self._make_rewind() if policy.action == "go_back" else None
         subscribe(self._restore_on_resume)
 
-    def _make_rewind(self) -> Rewind:
-        """Create the `Rewind` that undoes updates of the run. It also restores this guard's recent losses and norms."""
+    def _make_rewind(self) -> RewindCopies:
+        """Create the `RewindCopies` that undoes updates of the run. It also restores this guard's recent losses and norms."""
         run, strategy = self._run, self._strategy
         strategy.capabilities.require("rollback", strategy.name, "use on_spike='skip'")
-        rewind = Rewind(self.spike_policy.updates, run, (strategy, self), lambda: self._state().custom)
+        rewind = RewindCopies(self.spike_policy.updates, run, (strategy, self), lambda: self._state().custom)
         run.events.before_fetch.append(rewind.before_fetch)
         run.hooks.before_learning.append(rewind.before_learning)
         return rewind
@@ -300,8 +300,8 @@ class SpikeGuard(FiniteGuard):
     def restore(self, snapshot: Mapping[str, Sequence[float]]) -> None:
         """Restore the recent losses and norms from a snapshot. A snapshot can be restored more than once."""
         policy = self.spike_policy
-        self._norms = Band(policy, snapshot.get("norms", ())[-policy.window :], policy.norm_fence)
-        self._losses = Band(policy, snapshot.get("losses", ())[-policy.window :])
+        self._norms = RecentValues(policy, snapshot.get("norms", ())[-policy.window :], policy.norm_fence)
+        self._losses = RecentValues(policy, snapshot.get("losses", ())[-policy.window :])
         self._state().notes[NOTE] = self.snapshot()
 
     # ---------------------------------------------------------------- after a refusal

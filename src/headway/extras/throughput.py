@@ -14,7 +14,7 @@ device still has work.
 The peak FLOP/s of a device is the manufacturer's value for dense matrix products
 (`forecasting/device/data_sheets.py`). A device that is not in that table, such as any CPU, is measured by products of
 square matrices. The fastest product gives a lower bound of the peak. Fractions of a measured peak are comparable on one
-machine only. `Peak.source` distinguishes the two cases.
+machine only. `PeakRate.source` distinguishes the two cases.
 """
 
 import time
@@ -30,7 +30,7 @@ from headway.core.runtime import events, process
 from headway.core.runtime.device import HARDWARE
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.runtime.readback import Readback
-from headway.core.training.interfaces import Peak, RankPace, ThroughputMeter
+from headway.core.training.interfaces import PeakRate, RankPace, ThroughputMeter
 from headway.core.training.step import TrainingStep
 from headway.core.training.windows import UpdateClock
 from headway.errors import ConfigError
@@ -43,7 +43,7 @@ _COLUMNS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 3}
 _TF32 = 2
 
 
-def look_up_peak(name: str, dtype: torch.dtype, uses_tf32: bool = False) -> Peak | None:
+def look_up_peak(name: str, dtype: torch.dtype, uses_tf32: bool = False) -> PeakRate | None:
     """Return the peak FLOP/s that the manufacturer states for a device.
 
     Return None if the device or the dtype is not in the table.
@@ -59,11 +59,11 @@ def look_up_peak(name: str, dtype: torch.dtype, uses_tf32: bool = False) -> Peak
         if f" {known.replace('-', ' ')} " in words:
             column = _TF32 if dtype == torch.float32 and uses_tf32 and figures[_TF32] else _COLUMNS.get(dtype)
             found = None if column is None else figures[column]
-            return None if found is None else Peak(found * 1e12, f"stated for {known}")
+            return None if found is None else PeakRate(found * 1e12, f"stated for {known}")
     return None
 
 
-def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> Peak:
+def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> PeakRate:
     """Measure a device's peak FLOP/s: the highest speed that it reaches in several products of square matrices.
 
     Args:
@@ -83,10 +83,10 @@ def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3)
         synchronize()
         best = min(best, time.perf_counter() - start)
         num_done += 1
-    return Peak(2.0 * size**3 / best, "measured")
+    return PeakRate(2.0 * size**3 / best, "measured")
 
 
-def get_peak(device: torch.device, dtype: torch.dtype) -> Peak:
+def get_peak(device: torch.device, dtype: torch.dtype) -> PeakRate:
     """Return the device's peak FLOP/s for products of this dtype.
 
     The result is the manufacturer's value if known, otherwise a measured value.
@@ -104,7 +104,7 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _CounterValues:
     """Values of the throughput meter's counters at one moment.
 
     Attributes:
@@ -165,7 +165,7 @@ class Throughput(ThroughputMeter):
         self._clock = clock
         self._runtime = runtime
         self._now = now
-        self._peak: Peak | None = None
+        self._peak: PeakRate | None = None
         # the lap
         self._reader: PreparedLoader | None = None
         self._asked = self._came = self._began = 0.0
@@ -174,9 +174,9 @@ class Throughput(ThroughputMeter):
         self._seconds = self._waited = self._samples = 0.0
         self._tokens: float | torch.Tensor = 0.0
         self._has_tokens = False
-        self._last = self._shown = _Reading()
-        self._asked_for: tuple[_Reading, Readback] | None = None
-        self._late = _Reading()
+        self._last = self._shown = _CounterValues()
+        self._asked_for: tuple[_CounterValues, Readback] | None = None
+        self._late = _CounterValues()
         # FLOPs
         self._is_armed = False
         self._is_spoilt = False
@@ -297,7 +297,7 @@ class Throughput(ThroughputMeter):
 
         The dict is empty if no step with a backward was completed. The call does not affect what `values()` returns.
         """
-        return self._compute_figures(_Reading(), self._read_counters())
+        return self._compute_figures(_CounterValues(), self._read_counters())
 
     @property
     def seconds(self) -> float:
@@ -307,10 +307,12 @@ class Throughput(ThroughputMeter):
         """
         return self._seconds + (self._now() - self._began if self._is_open else 0.0)
 
-    def _read_counters(self) -> _Reading:
-        return _Reading(self.seconds, self._waited, self._samples, float(self._tokens) if self._has_tokens else 0.0)
+    def _read_counters(self) -> _CounterValues:
+        return _CounterValues(
+            self.seconds, self._waited, self._samples, float(self._tokens) if self._has_tokens else 0.0
+        )
 
-    def _read_late(self) -> tuple[_Reading, bool]:
+    def _read_late(self) -> tuple[_CounterValues, bool]:
         """Return the counters' values without waiting for token counts that are still computed on the device.
 
         If these counts are not ready, return the values of an earlier call.
@@ -320,7 +322,7 @@ class Throughput(ThroughputMeter):
         """
         if not isinstance(self._tokens, torch.Tensor) or self._tokens.device.type == "cpu":
             return self._read_counters(), True
-        now = _Reading(self.seconds, self._waited, self._samples)
+        now = _CounterValues(self.seconds, self._waited, self._samples)
         asked = self._asked_for
         if asked is not None and asked[1].is_ready:
             self._late = replace(asked[0], tokens=float(asked[1].read()))
@@ -329,7 +331,7 @@ class Throughput(ThroughputMeter):
             self._asked_for = now, Readback(self._tokens)
         return (self._late, True) if self._late.seconds else (now, False)
 
-    def _compute_figures(self, before: _Reading, after: _Reading) -> dict[str, float]:
+    def _compute_figures(self, before: _CounterValues, after: _CounterValues) -> dict[str, float]:
         seconds = after.seconds - before.seconds
         if seconds <= 0:
             return {}
@@ -403,7 +405,7 @@ class Throughput(ThroughputMeter):
             log.info("%.4g FLOPs a sample, counted on a batch of %d", self.flops_per_sample, rows)
 
     @property
-    def peak(self) -> Peak:
+    def peak(self) -> PeakRate:
         """Peak FLOP/s of one device in the run's precision.
 
         It is looked up or measured at the first access. Assign another value, in FLOP/s, if the manufacturer's value is
@@ -417,8 +419,10 @@ class Throughput(ThroughputMeter):
         return self._peak
 
     @peak.setter
-    def peak(self, flops_per_second: "float | Peak") -> None:
-        given = flops_per_second if isinstance(flops_per_second, Peak) else Peak(float(flops_per_second), "given")
+    def peak(self, flops_per_second: "float | PeakRate") -> None:
+        given = (
+            flops_per_second if isinstance(flops_per_second, PeakRate) else PeakRate(float(flops_per_second), "given")
+        )
         if not given.flops_per_second > 0:
             raise ConfigError(f"peak={given.flops_per_second!r} must be a number of FLOP/s above 0")
         self._peak = given

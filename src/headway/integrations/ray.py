@@ -12,7 +12,7 @@ from typing import Any
 
 from headway.accelerator import Accelerator
 from headway.common.optional import require
-from headway.core.checkpoint.resume.comparison import Restored
+from headway.core.checkpoint.resume.comparison import RestoreResult
 from headway.core.config.run import ProjectConfiguration
 from headway.errors import ConfigError
 
@@ -47,7 +47,7 @@ def project(**more: Any) -> ProjectConfiguration:
     return ProjectConfiguration(here, automatic_checkpoint_naming=True, **{**more, "total_limit": 2})
 
 
-def resume(accelerator: Accelerator) -> Restored | None:
+def resume(accelerator: Accelerator) -> RestoreResult | None:
     """Resume from the newest checkpoint in the storage. Every worker must call this after `prepare`.
 
     If Ray does not know the checkpoint, because a worker died before its report arrived, the checkpoint is reported

@@ -16,7 +16,7 @@ from headway.core.runtime.seed import mix_seed
 from headway.errors import ConfigError, DataError, StateError
 from headway.language_data.joined_tables import JoinedTables
 from headway.language_data.mixture_weights import Weights, read_weights
-from headway.language_data.quotas import Piece, QuotaOrder, build_pieces, limit_pieces, share_rates
+from headway.language_data.quotas import QuotaOrder, WeightRange, build_pieces, limit_pieces, share_rates
 from headway.language_data.shuffling import shuffle_offsets
 
 ENDS = ("repeat", "stop", "drop")
@@ -406,7 +406,7 @@ class StreamMixture(Mixture, IterableDataset[Any]):
         self._is_continued = False
         self._num_samples = num_samples or 0
         self._description = self._describe_order()
-        self._reading: Reading | None = None
+        self._reading: MixtureReader | None = None
         self._loaded: State | None = None
 
     def __len__(self) -> int:
@@ -447,7 +447,7 @@ class StreamMixture(Mixture, IterableDataset[Any]):
                 "would be read several times; pass num_workers=0 or 1 to the DataLoader, or give sources with a length and indices"
             )
         loaded, self._loaded = self._loaded, None
-        self._reading = Reading(self, self.epoch, loaded)
+        self._reading = MixtureReader(self, self.epoch, loaded)
         return self._reading.read(self._limit)
 
     def state_dict(self) -> State:
@@ -479,7 +479,7 @@ class StreamMixture(Mixture, IterableDataset[Any]):
         return {**self.__dict__, "_reading": None}
 
 
-class Reading:
+class MixtureReader:
     """Reading of one epoch of a `StreamMixture`. It records its position, from which a resumed run continues.
 
     Args:
@@ -603,7 +603,7 @@ class Reading:
         return copy.deepcopy(dataset.state_dict())
 
 
-def drop_sources(pieces: list[Piece], start: int, dropped: set[int]) -> tuple[list[Piece], int | None]:
+def drop_sources(pieces: list[WeightRange], start: int, dropped: set[int]) -> tuple[list[WeightRange], int | None]:
     """Return the ranges of constant weights from a position on, with the weight 0 for dropped sources, and their end.
 
     A position is the place of one sample in a mixture's order. Positions in the result are counted from `start`. In

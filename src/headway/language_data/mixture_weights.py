@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.language_data.quotas import LARGEST_BLOCK, Piece, build_pieces
+from headway.language_data.quotas import LARGEST_BLOCK, WeightRange, build_pieces
 
 Weights = Mapping[str, float] | Sequence[float]
 """Weight of each source, by its name or in the order of the sources."""
@@ -14,8 +14,8 @@ Weights = Mapping[str, float] | Sequence[float]
 
 def read_weights(
     weights: Weights | Mapping[int, Weights], names: Sequence[str], samples_per_update: int | None
-) -> list[Piece]:
-    """Convert the weights of a mixture to ranges of positions (`Piece`) in which they are constant.
+) -> list[WeightRange]:
+    """Convert the weights of a mixture to ranges of positions (`WeightRange`) in which they are constant.
 
     A position is the place of one sample in the mixture's order.
 

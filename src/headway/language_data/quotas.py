@@ -40,7 +40,7 @@ _LONGEST_PERIOD = 1 << 16
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightRange:
     """Range of positions in which the weights of the sources are constant.
 
     A position is the place of one sample in a mixture's order, counted from 0. The share of source i before position n
@@ -60,8 +60,8 @@ class Piece:
     scale: int
 
 
-def build_pieces(starts: Sequence[int], weights: Sequence[Sequence[Fraction]]) -> list[Piece]:
-    """Build the ranges of positions with constant weights (`Piece`) for a schedule of weights.
+def build_pieces(starts: Sequence[int], weights: Sequence[Sequence[Fraction]]) -> list[WeightRange]:
+    """Build the ranges of positions with constant weights (`WeightRange`) for a schedule of weights.
 
     A position is the place of one sample in a mixture's order, counted from 0.
 
@@ -78,7 +78,7 @@ def build_pieces(starts: Sequence[int], weights: Sequence[Sequence[Fraction]]) -
     return pieces
 
 
-def limit_pieces(pieces: Sequence[Piece], limits: Sequence[int | None]) -> tuple[list[Piece], int | None]:
+def limit_pieces(pieces: Sequence[WeightRange], limits: Sequence[int | None]) -> tuple[list[WeightRange], int | None]:
     """Limit the number of samples that each source contributes.
 
     After a source has reached its limit, the other sources share its weight, in proportion to their own weights. The
@@ -93,7 +93,7 @@ def limit_pieces(pieces: Sequence[Piece], limits: Sequence[int | None]) -> tuple
             if the order never ends.
     """
     curves = [Fraction(0)] * len(limits)
-    limited: list[Piece] = []
+    limited: list[WeightRange] = []
     position = 0
     for piece, end in zip(pieces, [*(piece.start for piece in pieces[1:]), None]):
         row = [Fraction(rate, piece.scale) for rate in piece.rates]
@@ -119,7 +119,7 @@ def limit_pieces(pieces: Sequence[Piece], limits: Sequence[int | None]) -> tuple
     return limited, position
 
 
-def share_rates(piece: Piece, dropped: Collection[int]) -> list[Fraction] | None:
+def share_rates(piece: WeightRange, dropped: Collection[int]) -> list[Fraction] | None:
     """Return the weight of each source without some dropped sources, scaled so that the weights add up to 1.
 
     Return None if the weights of all remaining sources are 0.
@@ -132,9 +132,11 @@ def share_rates(piece: Piece, dropped: Collection[int]) -> list[Fraction] | None
     return [Fraction(rate, sum(rates)) for rate in rates] if any(rates) else None
 
 
-def _scale_piece(start: int, curves: Sequence[Fraction], rates: Sequence[Fraction]) -> Piece:
+def _scale_piece(start: int, curves: Sequence[Fraction], rates: Sequence[Fraction]) -> WeightRange:
     scale = lcm(*(each.denominator for each in (*curves, *rates)))
-    return Piece(start, tuple(int(at * scale) for at in curves), tuple(int(rate * scale) for rate in rates), scale)
+    return WeightRange(
+        start, tuple(int(at * scale) for at in curves), tuple(int(rate * scale) for rate in rates), scale
+    )
 
 
 def _share_rates(
@@ -201,7 +203,7 @@ def _fill_position(row: Sequence[Fraction], curves: Sequence[Fraction], limits: 
 
 
 @dataclass(frozen=True)
-class Block:
+class QuotaBlock:
     """Block of consecutive positions in the order of a mixture, with the source at each position.
 
     A position is the place of one sample in the order, counted from 0.
@@ -232,7 +234,7 @@ class QuotaOrder:
         block_size: Number of positions in a block.
     """
 
-    def __init__(self, pieces: Sequence[Piece], end: int | None = None) -> None:
+    def __init__(self, pieces: Sequence[WeightRange], end: int | None = None) -> None:
         self._pieces = list(pieces)
         self._end = maxsize if end is None else end
         self._starts = [piece.start for piece in pieces]
@@ -246,7 +248,7 @@ class QuotaOrder:
     def __reduce__(self) -> tuple[object, ...]:
         return QuotaOrder, (self._pieces, None if self._end == maxsize else self._end)
 
-    def read_block(self, number: int) -> Block:
+    def read_block(self, number: int) -> QuotaBlock:
         """Return block `number` of the order: `block_size` consecutive positions, or fewer at the end of the order."""
         begin, end = number * self.block_size, min(self._end, (number + 1) * self.block_size)
         counts = self._find_boundary(number)
@@ -257,7 +259,7 @@ class QuotaOrder:
             sources, _ = self._follow_deadlines(counts, begin, end, last)
             if key:
                 self._alike[key] = sources
-        return Block(begin, counts, sources)
+        return QuotaBlock(begin, counts, sources)
 
     def _describe_block(self, begin: int, end: int) -> tuple[int, ...] | None:
         """Return a key under which the sources of a block can be cached, or None if they cannot be cached.
@@ -339,7 +341,7 @@ class QuotaOrder:
         Args:
             source: Index of the source.
             number: Number of the sample in its source, counted from 1.
-            piece_number: Index of the range of constant weights (`Piece`) in which to begin the search.
+            piece_number: Index of the range of constant weights (`WeightRange`) in which to begin the search.
         """
         release = maxsize
         pieces = self._pieces
@@ -461,7 +463,7 @@ class QuotaOrder:
         """Return the source at each position of a range with constant weights, and update `counts`.
 
         Args:
-            index: Index of the `Piece` (range of constant weights) that contains the positions.
+            index: Index of the `WeightRange` (range of constant weights) that contains the positions.
             counts: Number of samples per source before `begin`. Overwritten with the numbers before `end`.
             begin: First position.
             end: Position after the last.
@@ -499,7 +501,7 @@ class QuotaOrder:
         Such a source may be owed a fraction of a sample. Only whole samples, summed over these sources, are placed.
 
         Args:
-            index: Index of the range of constant weights (`Piece`).
+            index: Index of the range of constant weights (`WeightRange`).
             counts: Number of samples per source, at the start of the range or later in it.
 
         Returns:
@@ -523,7 +525,7 @@ class QuotaOrder:
         it must have been placed.
 
         Args:
-            index: Index of the range of constant weights (`Piece`) in which to begin the search.
+            index: Index of the range of constant weights (`WeightRange`) in which to begin the search.
             source: Index of the source.
             first: Number of the first sample, counted from 1.
             last: Number of the last sample.
@@ -539,7 +541,7 @@ class QuotaOrder:
         ]
 
 
-def _choose_block_size(pieces: Sequence[Piece]) -> tuple[int, bool]:
+def _choose_block_size(pieces: Sequence[WeightRange]) -> tuple[int, bool]:
     """Choose the number of positions in a block.
 
     Each source with a positive weight must have at least one sample in a block. If the order of sources repeats after a

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headway.common.untrusted import parse_whole_number, show_value
-from headway.core.config.load import Resolved, Value
+from headway.core.config.load import ResolvedSettings, SettingValue
 from headway.errors import ConfigError
 
 
@@ -55,7 +55,7 @@ class Cluster:
     """
 
     name: str
-    layer: Mapping[str, Value]
+    layer: Mapping[str, SettingValue]
     task: ClusterTask | None = None
 
 
@@ -72,7 +72,7 @@ def detect_cluster(environment: Mapping[str, str]) -> Cluster | None:
     return _detect_slurm(environment) or _open_mpi(environment) or _detect_kubernetes(environment)
 
 
-def check_agreement(resolved: Resolved, cluster: Cluster) -> None:
+def check_agreement(resolved: ResolvedSettings, cluster: Cluster) -> None:
     """Raise an error if a config file contradicts the cluster.
 
     Machines often share a config file, so a value in it might be meant for another machine. `force` in the settings
@@ -94,7 +94,7 @@ def check_agreement(resolved: Resolved, cluster: Cluster) -> None:
             )
 
 
-class _Reader:
+class _ClusterVariables:
     """Reader of a cluster's environment variables. Error messages and the origins of settings name the cluster.
 
     Attributes:
@@ -104,7 +104,7 @@ class _Reader:
     def __init__(self, cluster: str, environment: Mapping[str, str]) -> None:
         self._cluster = cluster
         self._environment = environment
-        self.layer: dict[str, Value] = {}
+        self.layer: dict[str, SettingValue] = {}
 
     def text(self, name: str) -> str:
         return self._environment.get(name, "").strip()
@@ -122,7 +122,7 @@ class _Reader:
 
     def decide(self, setting: str, value: object, *variables: str) -> None:
         if value is not None:
-            self.layer[setting] = Value(value, f"{self._cluster}: {', '.join(variables)}")
+            self.layer[setting] = SettingValue(value, f"{self._cluster}: {', '.join(variables)}")
 
     def decide_machines(self, num_machines: int, machine_rank: int, *variables: str) -> None:
         if num_machines > 1:
@@ -152,7 +152,7 @@ def _detect_slurm(environment: Mapping[str, str]) -> Cluster | None:
     """
     if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
         return None
-    read = _Reader("SLURM", environment)
+    read = _ClusterVariables("SLURM", environment)
     num_machines = read.number("SLURM_STEP_NUM_NODES") or read.number("SLURM_NNODES") or 1
     num_tasks = read.number("SLURM_STEP_NUM_TASKS") or read.number("SLURM_NTASKS") or num_machines
     if num_tasks % num_machines:
@@ -185,7 +185,7 @@ def _detect_slurm(environment: Mapping[str, str]) -> Cluster | None:
 def _open_mpi(environment: Mapping[str, str]) -> Cluster | None:
     if "OMPI_COMM_WORLD_SIZE" not in environment:
         return None
-    read = _Reader("Open MPI", environment)
+    read = _ClusterVariables("Open MPI", environment)
     num_tasks = read.number("OMPI_COMM_WORLD_SIZE") or 1
     here = read.number("OMPI_COMM_WORLD_LOCAL_SIZE") or 1
     rank = read.number("OMPI_COMM_WORLD_RANK") or 0
@@ -217,7 +217,7 @@ def _detect_kubernetes(environment: Mapping[str, str]) -> Cluster | None:
     """
     if "KUBERNETES_SERVICE_HOST" not in environment:
         return None
-    read = _Reader("Kubernetes", environment)
+    read = _ClusterVariables("Kubernetes", environment)
     for size, rank, address, port in (
         ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
         ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"),

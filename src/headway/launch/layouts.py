@@ -1,12 +1,12 @@
 """Checks of a launch's layout before any process starts: whether it fits the processes and the given options."""
 
 from headway.core.config import layout_choice, mesh
-from headway.core.config.load import COMMAND_LINE, Resolved
+from headway.core.config.load import COMMAND_LINE, ResolvedSettings
 from headway.core.config.mesh import Layout
 from headway.errors import ConfigError, UnsupportedError
 
 
-def resolve_layout(resolved: Resolved, num_machines: int, num_local: int) -> Layout | None:
+def resolve_layout(resolved: ResolvedSettings, num_machines: int, num_local: int) -> Layout | None:
     """Return the layout that the settings request.
 
     Args:
@@ -31,7 +31,7 @@ def resolve_layout(resolved: Resolved, num_machines: int, num_local: int) -> Lay
     return found
 
 
-def check_options(resolved: Resolved, found: Layout | None) -> tuple[str, ...]:
+def check_options(resolved: ResolvedSettings, found: Layout | None) -> tuple[str, ...]:
     """Raise an error if an option on the command line does not apply to the layout.
 
     Args:
@@ -59,7 +59,7 @@ def check_options(resolved: Resolved, found: Layout | None) -> tuple[str, ...]:
 
 
 def list_layouts_after_losses(
-    resolved: Resolved, found: Layout | None, num_machines: int, num_local: int
+    resolved: ResolvedSettings, found: Layout | None, num_machines: int, num_local: int
 ) -> tuple[str, ...]:
     """Return a note for each smaller number of machines with which the run would continue in a different layout.
 
@@ -82,7 +82,7 @@ def list_layouts_after_losses(
     return tuple(notes)
 
 
-def describe_layout(resolved: Resolved, found: Layout | None) -> list[str]:
+def describe_layout(resolved: ResolvedSettings, found: Layout | None) -> list[str]:
     """Return the text for the launcher's banner that describes the layout, as a list of one string.
 
     The list is empty if the script chooses the layout or there is only one rank.

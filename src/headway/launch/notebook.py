@@ -22,7 +22,7 @@ from headway.common import env
 from headway.common.optional import require
 from headway.common.text import format_bytes
 from headway.core.config.launch import SETTINGS
-from headway.core.config.load import Value, resolve
+from headway.core.config.load import SettingValue, resolve
 from headway.core.config.values import check_file_value
 from headway.errors import ConfigError, LaunchError
 from headway.launch import machine, plan
@@ -114,9 +114,9 @@ def notebook_launcher(
         num_nodes, node_rank, master_addr, use_port, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id
     )
     layer = {name: _check_option(name, value) for name, value in given.items() if value is not None}
-    layer["module"] = Value(True, "notebook_launcher")
+    layer["module"] = SettingValue(True, "notebook_launcher")
     if num_processes is not None and num_nodes > 1:
-        layer["num_processes"] = Value(layer["num_processes"].value * num_nodes, layer["num_processes"].origin)
+        layer["num_processes"] = SettingValue(layer["num_processes"].value * num_nodes, layer["num_processes"].origin)
     with tempfile.TemporaryDirectory(prefix="headway-cell-") as folder:
         Path(folder, "call").write_bytes(cloudpickle.dumps((function, tuple(args))))
         environment = env.copy_variables()
@@ -163,7 +163,7 @@ _NAMES = {
 """Dict from a setting's name to the name of its notebook_launcher argument, for settings whose two names differ."""
 
 
-def _check_option(name: str, value: Any) -> Value:
+def _check_option(name: str, value: Any) -> SettingValue:
     """Return a setting given in code, validated like one in a config file.
 
     Integer types of other libraries are accepted.
@@ -178,7 +178,7 @@ def _check_option(name: str, value: Any) -> Value:
     origin = f"notebook_launcher({_NAMES.get(name, name)}=...)"
     if not isinstance(value, (bool, str)) and hasattr(value, "__index__"):
         value = operator.index(value)
-    return Value(check_file_value(SETTINGS[name], value, origin), origin)
+    return SettingValue(check_file_value(SETTINGS[name], value, origin), origin)
 
 
 def _build_endpoint(

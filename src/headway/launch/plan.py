@@ -12,7 +12,7 @@ from typing import Any
 from headway.common import env
 from headway.common.untrusted import parse_whole_number
 from headway.core.config.launch import DEFAULT_GRACE, SETTINGS
-from headway.core.config.load import Resolved, encode_payload
+from headway.core.config.load import ResolvedSettings, encode_payload
 from headway.core.config.mesh import Layout
 from headway.errors import ConfigError
 from headway.launch import layouts, stand_in
@@ -156,7 +156,7 @@ class LaunchPlan:
 
 
 def make_plan(
-    resolved: Resolved,
+    resolved: ResolvedSettings,
     program: Program,
     machine: Machine,
     environment: Mapping[str, str],
@@ -217,7 +217,7 @@ def make_plan(
     return LaunchPlan(argv, additions, removals, world_size, num_local, banner, notes, layout)
 
 
-def _refuse_nesting(resolved: Resolved, program: Program, environment: Mapping[str, str]) -> None:
+def _refuse_nesting(resolved: ResolvedSettings, program: Program, environment: Mapping[str, str]) -> None:
     if environment.get("WORLD_SIZE", "1") in ("", "1") or resolved.force:
         return
     found = ", ".join(f"{name}={environment[name]}" for name in _WORKER_VARIABLES if name in environment)
@@ -230,7 +230,7 @@ def _refuse_nesting(resolved: Resolved, program: Program, environment: Mapping[s
 _NO_ACCELERATOR = "{} has no accelerator that torch can use; check the driver and CUDA_VISIBLE_DEVICES"
 
 
-def _select_devices(resolved: Resolved, machine: Machine) -> Machine:
+def _select_devices(resolved: ResolvedSettings, machine: Machine) -> Machine:
     """Return the description of the machine with only those accelerators that the settings allow.
 
     Raises:
@@ -278,7 +278,7 @@ def _select_devices(resolved: Resolved, machine: Machine) -> Machine:
     )
 
 
-def _choose_visible_variable(resolved: Resolved, machine: Machine) -> str:
+def _choose_visible_variable(resolved: ResolvedSettings, machine: Machine) -> str:
     variables = VISIBLE.get(machine.accelerator or "")
     if not variables:
         raise ConfigError(
@@ -288,7 +288,7 @@ def _choose_visible_variable(resolved: Resolved, machine: Machine) -> str:
     return variables[0]
 
 
-def _count_processes(resolved: Resolved, machine: Machine, task: ClusterTask | None) -> tuple[int, int]:
+def _count_processes(resolved: ResolvedSettings, machine: Machine, task: ClusterTask | None) -> tuple[int, int]:
     """Return the number of machines and the number of processes on each machine.
 
     Raises:
@@ -320,7 +320,7 @@ def _count_processes(resolved: Resolved, machine: Machine, task: ClusterTask | N
 
 
 def _choose_threads(
-    resolved: Resolved, machine: Machine, num_local: int, environment: Mapping[str, str]
+    resolved: ResolvedSettings, machine: Machine, num_local: int, environment: Mapping[str, str]
 ) -> tuple[int | None, bool]:
     """Return the number of CPU threads per process, and whether the plan must set OMP_NUM_THREADS to it.
 
@@ -335,7 +335,7 @@ def _choose_threads(
     return (from_environment, False) if chosen is None else (chosen, True)
 
 
-def _build_order(resolved: Resolved, program: Program, num_machines: int, num_local: int) -> AgentOrder:
+def _build_order(resolved: ResolvedSettings, program: Program, num_machines: int, num_local: int) -> AgentOrder:
     max_restarts = resolved.get("max_restarts", 0)
     backend, endpoint = "local", ""
     if num_machines > 1:
@@ -368,7 +368,7 @@ def _build_order(resolved: Resolved, program: Program, num_machines: int, num_lo
     )
 
 
-def _choose_min_machines(resolved: Resolved, num_machines: int, backend: str) -> int:
+def _choose_min_machines(resolved: ResolvedSettings, num_machines: int, backend: str) -> int:
     """Return the smallest number of machines with which the run continues after it has lost one.
 
     Raises:
@@ -386,7 +386,7 @@ def _choose_min_machines(resolved: Resolved, num_machines: int, backend: str) ->
     return fewest
 
 
-def _build_task_order(resolved: Resolved, order: AgentOrder, task: ClusterTask, machine: Machine) -> AgentOrder:
+def _build_task_order(resolved: ResolvedSettings, order: AgentOrder, task: ClusterTask, machine: Machine) -> AgentOrder:
     """Return the instructions for an agent that manages the single process of a task started by the cluster.
 
     Raises:
@@ -431,7 +431,7 @@ _WHERE = (
 )
 
 
-def _list_ignored(resolved: Resolved, argv: tuple[str, ...]) -> tuple[str, ...]:
+def _list_ignored(resolved: ResolvedSettings, argv: tuple[str, ...]) -> tuple[str, ...]:
     is_kept_by_agent = "headway.launch" in argv
     ignored = ["enable_cpu_affinity", "max_restarts", "log_dir"] if not is_kept_by_agent else []
     named = [f"{name} ({resolved.get_origin(name)})" for name in ignored if resolved.get(name, False)]
@@ -440,7 +440,7 @@ def _list_ignored(resolved: Resolved, argv: tuple[str, ...]) -> tuple[str, ...]:
     return (f"without effect here, as no agent keeps the process: {', '.join(named)}",)
 
 
-def _build_endpoint(resolved: Resolved, num_machines: int) -> str:
+def _build_endpoint(resolved: ResolvedSettings, num_machines: int) -> str:
     address, port = resolved.get("main_process_ip"), resolved.get("main_process_port")
     if address is None or not port:
         raise ConfigError(_WHERE.format(num_machines=num_machines, origin=resolved.get_origin("num_machines")))
@@ -449,7 +449,7 @@ def _build_endpoint(resolved: Resolved, num_machines: int) -> str:
     return f"[{address}]:{port}" if ":" in address and not address.startswith("[") else f"{address}:{port}"
 
 
-def _parse_conf(resolved: Resolved) -> dict[str, str]:
+def _parse_conf(resolved: ResolvedSettings) -> dict[str, str]:
     text = resolved.get("rdzv_conf")
     if text is None:
         return {}
@@ -486,7 +486,7 @@ def _set_network(
     return additions
 
 
-def _hide_warnings(resolved: Resolved, environment: Mapping[str, str]) -> dict[str, str]:
+def _hide_warnings(resolved: ResolvedSettings, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variable that hides C++ warnings about retries and lost sockets, as a dict.
 
     The launcher itself reports retries and lost sockets. Return {} if the user requests the warnings with torch's own
@@ -498,7 +498,12 @@ def _hide_warnings(resolved: Resolved, environment: Mapping[str, str]) -> dict[s
 
 
 def _format_banner(
-    resolved: Resolved, machine: Machine, num_machines: int, num_local: int, threads: int | None, layout: Layout | None
+    resolved: ResolvedSettings,
+    machine: Machine,
+    num_machines: int,
+    num_local: int,
+    threads: int | None,
+    layout: Layout | None,
 ) -> str:
     world_size = num_machines * num_local
     device = machine.torch_device
@@ -520,7 +525,7 @@ def _format_banner(
     return "headway: " + "; ".join(parts)
 
 
-def format_commands(resolved: Resolved, program: Program, own_address: str, free_port: int) -> list[str]:
+def format_commands(resolved: ResolvedSettings, program: Program, own_address: str, free_port: int) -> list[str]:
     """Return the commands to type on the machines of a run without a cluster, for at most `MOST_COMMANDS` machines.
 
     Args:

@@ -146,7 +146,7 @@ def load_weights(
         raise ConfigError(f"dtype={dtype!r} has no dtype in torch to load into; it is for estimates only")
     if homes is None:
         homes = {name: CPU if place.tensor.is_meta else place.tensor.device for name, place in places.items()}
-    _Loading(
+    _WeightLoading(
         checkpoint=opened,
         sources=sources,
         places=places,
@@ -159,7 +159,7 @@ def load_weights(
 
 
 @dataclass
-class _Loading:
+class _WeightLoading:
     """Operation that loads a checkpoint's tensors into a model.
 
     Attributes:

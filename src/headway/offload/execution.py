@@ -64,8 +64,8 @@ class Execution:
         self._skip_keys = frozenset(skip_keys)
         self._handles: list[Any] = []
         self._came_from: list[torch.device | None] = []
-        self._begun: list[_Forward] = []
-        self._ended: deque[_Forward] = deque()
+        self._begun: list[_ForwardMeasurement] = []
+        self._ended: deque[_ForwardMeasurement] = deque()
         self.pace = ThroughputRatio()
         main, homes = placement.main, placement.homes
         streams = main != CPU or transport is not None
@@ -143,7 +143,9 @@ class Execution:
     def _begin_forward(self, module: nn.Module, args: object) -> None:
         assert self.stream is not None
         self.record_ended()
-        self._begun.append(_Forward(time.perf_counter(), self._mark_progress(), self.stream.traffic.num_bytes))
+        self._begun.append(
+            _ForwardMeasurement(time.perf_counter(), self._mark_progress(), self.stream.traffic.num_bytes)
+        )
 
     def _end_forward(self, module: nn.Module, args: object, output: object) -> None:
         assert self.stream is not None
@@ -182,7 +184,7 @@ class Execution:
 
 
 @dataclass
-class _Forward:
+class _ForwardMeasurement:
     """Measurement of one forward of a dispatched model.
 
     Attributes:

@@ -22,7 +22,7 @@ from headway.core.strategies.base import Strategy
 from headway.core.strategies.fully_sharded import fsdp_state
 from headway.core.strategies.fully_sharded.dtensors import get_local_shard
 from headway.errors import UnsupportedError
-from headway.extras.activation_offload import CopyLane, Host, OffloadSettings, StorageNumbers, replace_settings
+from headway.extras.activation_offload import CopyLane, OffloadSettings, PinnedCopy, StorageNumbers, replace_settings
 from headway.forecasting.tracing.buckets import make_replica
 from headway.forecasting.tracing.compiled import refuse_compiled
 from headway.forecasting.tracing.step import StepEngine
@@ -62,7 +62,7 @@ class TracedLane(CopyLane):
         self._under_way = tensor
         return host, None
 
-    def to_device(self, host: torch.Tensor | Host, ready: Any) -> torch.Tensor:
+    def to_device(self, host: torch.Tensor | PinnedCopy, ready: Any) -> torch.Tensor:
         """Return a copy of the host tensor on the device. `ready` is ignored, because there is no copy to wait for."""
         self._under_way = None
         assert isinstance(host, torch.Tensor)

@@ -35,7 +35,7 @@ _ENDLESS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Model to plan or forecast, with a training step.
 
     Attributes:
@@ -56,8 +56,8 @@ class Source:
     has_plan: bool = False
 
 
-def find_source(text: str, batch: int = 1, sequence: int | None = None, task: str | None = None) -> Source:
-    """Return a `Source` for the model that a text identifies.
+def find_source(text: str, batch: int = 1, sequence: int | None = None, task: str | None = None) -> ModelSource:
+    """Return a `ModelSource` for the model that a text identifies.
 
     Args:
         text: Folder with a transformers config.json, path of such a file, model type ("llama"), or "module:function".
@@ -148,8 +148,8 @@ def build_meta_model(
 
 def make_config_source(
     config: Any, where: str, batch: int = 1, sequence: int | None = None, task: str | None = None
-) -> Source:
-    """Make the `Source` of a transformers model from its config.
+) -> ModelSource:
+    """Make the `ModelSource` of a transformers model from its config.
 
     Args:
         config: Config of transformers. It is changed: `use_cache` becomes False, and with `task`, `architectures`
@@ -176,7 +176,7 @@ def make_config_source(
     title = f"{type(model).__name__}: {num_parameters:,} parameters"
     has_plan = bool(getattr(model, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None))
     step, tokens, shown = _make_step(model, where, batch, sequence, task)
-    return Source(title, make_model, step, tokens, shown, has_plan)
+    return ModelSource(title, make_model, step, tokens, shown, has_plan)
 
 
 def _make_step(
@@ -287,7 +287,7 @@ def parse_lora_rank(text: str) -> int:
 
 
 def make_trainable(
-    source: Source,
+    source: ModelSource,
     attention: str | None = None,
     dtype: str | None = None,
     lora: int | None = None,
@@ -370,7 +370,7 @@ def _add_lora(model: nn.Module, rank: int) -> nn.Module:
     return adapted
 
 
-def make_length_search(source: Source) -> LongestSequence:
+def make_length_search(source: ModelSource) -> LongestSequence:
     """Return the options of a search for the longest sequence that a transformers model can train with.
 
     The search ends at the model's number of positions.
@@ -387,8 +387,8 @@ def make_length_search(source: Source) -> LongestSequence:
     return LongestSequence(lambda size, length: replace(step, batch=size, shape=(length,)).inputs(), step.longest)
 
 
-def _load_function_source(module: str, name: str, text: str) -> Source:
-    """Import the function `module:name`, and return a `Source` for the model that the function makes.
+def _load_function_source(module: str, name: str, text: str) -> ModelSource:
+    """Import the function `module:name`, and return a `ModelSource` for the model that the function makes.
 
     Args:
         module: Name of the function's module.
@@ -409,8 +409,8 @@ def _load_function_source(module: str, name: str, text: str) -> Source:
     return make_function_source(function, text)
 
 
-def make_function_source(function: Callable[[], Any], text: str) -> Source:
-    """Make a `Source` from a function that returns a model, or a pair of a model and a training step.
+def make_function_source(function: Callable[[], Any], text: str) -> ModelSource:
+    """Make a `ModelSource` from a function that returns a model, or a pair of a model and a training step.
 
     The step takes the model and returns the loss.
 
@@ -430,7 +430,7 @@ def make_function_source(function: Callable[[], Any], text: str) -> Source:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     shown = "the batch of the function's step" if step else "no batch: the function returns no step"
     title = f"{type(model).__name__}: {num_parameters:,} parameters"
-    return Source(title, make_model, step, 0, shown, bool(getattr(model, "_tp_plan", None)))
+    return ModelSource(title, make_model, step, 0, shown, bool(getattr(model, "_tp_plan", None)))
 
 
 def _split_result(made: Any, text: str) -> tuple[nn.Module, Step | None]:

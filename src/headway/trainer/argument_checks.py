@@ -33,7 +33,7 @@ _POSITIVE = """
 """
 
 
-class Range(NamedTuple):
+class AllowedRange(NamedTuple):
     """Range of allowed values of a numeric argument.
 
     Attributes:
@@ -60,12 +60,12 @@ class Range(NamedTuple):
 
 
 RANGES = {
-    **dict.fromkeys(_NOT_NEGATIVE.split(), Range(0)),
-    **dict.fromkeys(_POSITIVE.split(), Range(1)),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "ema_decay", "label_smoothing_factor"), Range(0, 1)),
-    **dict.fromkeys(("seed", "data_seed"), Range(0, 2**32)),
-    "max_steps": Range(0, also=-1, meaning="-1 and 0: as many as num_train_epochs requires"),
-    "warmup_ratio": Range(0, 1, meaning="a share of all updates"),
+    **dict.fromkeys(_NOT_NEGATIVE.split(), AllowedRange(0)),
+    **dict.fromkeys(_POSITIVE.split(), AllowedRange(1)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "ema_decay", "label_smoothing_factor"), AllowedRange(0, 1)),
+    **dict.fromkeys(("seed", "data_seed"), AllowedRange(0, 2**32)),
+    "max_steps": AllowedRange(0, also=-1, meaning="-1 and 0: as many as num_train_epochs requires"),
+    "warmup_ratio": AllowedRange(0, 1, meaning="a share of all updates"),
 }
 
 

@@ -244,7 +244,7 @@ def read_marker(output_dir: str | Path) -> PreemptionMarker | None:
         return None
 
 
-class Continuation:
+class ResumeDecision:
     """Decision about the checkpoint from which a training run starts.
 
     If the run is preempted, this object writes a marker file, which the next start of the command reads.

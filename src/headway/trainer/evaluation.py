@@ -30,7 +30,13 @@ from headway.trainer.collation import IGNORED
 from headway.trainer.data import Batch, get_length
 from headway.trainer.logs import Log
 from headway.trainer.loss import split_label_count
-from headway.trainer.metrics import Accumulated, Measure, StreamingMetric, check_padding, make_named_metrics
+from headway.trainer.metrics import (
+    AccumulatedMetric,
+    MetricSettings,
+    StreamingMetric,
+    check_padding,
+    make_named_metrics,
+)
 from headway.trainer.results import EvalLoopOutput, Metrics, compute_speed
 
 StepOutput = tuple[torch.Tensor | None, Tree, Tree]
@@ -88,7 +94,7 @@ class Evaluation:
         num_batches: Number of batches of this rank so far.
     """
 
-    def __init__(self, accelerator: Accelerator, loader: PreparedLoader, step: Step, measure: Measure) -> None:
+    def __init__(self, accelerator: Accelerator, loader: PreparedLoader, step: Step, measure: MetricSettings) -> None:
         self.num_samples = 0
         self.num_batches = 0
         self._accelerator = accelerator
@@ -156,7 +162,7 @@ class Evaluation:
         return mean if self._accelerator.collectives.reduce_numbers([has_loss], "max")[0] else None
 
 
-class Session:
+class EvaluationSession:
     """Evaluation or prediction in progress: its model, and the number of rows in its current batch.
 
     Attributes:
@@ -194,12 +200,12 @@ class Evaluator:
         self._is_in_training = is_in_training
         self.average: ExponentialMovingAverage | None = None
         self._own_loaders: dict[str, PreparedLoader] = {}
-        self._sessions: list[Session] = []
+        self._sessions: list[EvaluationSession] = []
 
     # ---------------------------------------------------------------- the model and its data
 
     @contextmanager
-    def open_session(self, model: torch.nn.Module, optimizer: object) -> Iterator[Session]:
+    def open_session(self, model: torch.nn.Module, optimizer: object) -> Iterator[EvaluationSession]:
         """Return a context manager that yields a session, in which the model is in evaluation mode.
 
         If there is an average of the weights, the model contains it in the block. Outside of a training run, the model
@@ -211,7 +217,7 @@ class Evaluator:
             optimizer: Optimizer. It is set to evaluation mode too if it has modes, as schedule-free optimizers do.
         """
         if self._sessions:
-            with self._enter_session(Session(self._sessions[-1].model)) as session:
+            with self._enter_session(EvaluationSession(self._sessions[-1].model)) as session:
                 yield session
             return
         switched: list[Any] = [each for each in (optimizer,) if hasattr(each, "eval") and hasattr(each, "train")]
@@ -223,7 +229,7 @@ class Evaluator:
                 set_evaluation_mode(model),
                 self._log.measure_phase("evaluation"),
                 weights,
-                self._enter_session(Session(model)) as session,
+                self._enter_session(EvaluationSession(model)) as session,
             ):
                 for each in switched:
                     each.eval()
@@ -244,11 +250,11 @@ class Evaluator:
             model: Model in evaluation mode.
             num_rows: Number of rows in the batch.
         """
-        with self._enter_session(Session(model, lambda: num_rows)):
+        with self._enter_session(EvaluationSession(model, lambda: num_rows)):
             yield
 
     @contextmanager
-    def _enter_session(self, session: Session) -> Iterator[Session]:
+    def _enter_session(self, session: EvaluationSession) -> Iterator[EvaluationSession]:
         self._sessions.append(session)
         try:
             yield session
@@ -292,10 +298,10 @@ class Evaluator:
 
     def run(
         self,
-        session: Session,
+        session: EvaluationSession,
         loader: PreparedLoader,
         metric: StreamingMetric | None,
-        measure: Measure,
+        measure: MetricSettings,
         ignored: list[str] | None,
         prefix: str,
     ) -> tuple[Metrics, int]:
@@ -327,7 +333,12 @@ class Evaluator:
         return found, evaluation.num_samples
 
     def collect(
-        self, session: Session, loader: PreparedLoader, measure: Measure, ignored: list[str] | None, prefix: str
+        self,
+        session: EvaluationSession,
+        loader: PreparedLoader,
+        measure: MetricSettings,
+        ignored: list[str] | None,
+        prefix: str,
     ) -> EvalLoopOutput:
         """Run one pass, and return all predictions in host memory and the metrics computed from them at the end.
 
@@ -341,7 +352,7 @@ class Evaluator:
             ignored: Names of model outputs that are not predictions. None: those that the model's config names.
             prefix: Prefix of the metrics' names, such as "eval".
         """
-        everything = None if measure.is_loss_only else Accumulated(None, count_rows(loader))
+        everything = None if measure.is_loss_only else AccumulatedMetric(None, count_rows(loader))
         found, num_samples = self.run(session, loader, everything, measure, ignored, prefix)
         if everything is None:
             return EvalLoopOutput(None, None, found, num_samples)
@@ -353,7 +364,7 @@ class Evaluator:
         return EvalLoopOutput(predictions, labels, found, num_samples)
 
     def iterate_predictions(
-        self, session: Session, loader: PreparedLoader, measure: Measure, ignored: list[str] | None
+        self, session: EvaluationSession, loader: PreparedLoader, measure: MetricSettings, ignored: list[str] | None
     ) -> Iterator[tuple[Tree, Tree]]:
         """Return an iterator over pairs of (predictions, labels), one pair per batch.
 
@@ -369,7 +380,7 @@ class Evaluator:
             self._accelerator, loader, self._make_step(session, False, ignored), measure
         ).iterate_batches()
 
-    def _make_step(self, session: Session, is_loss_only: bool, ignored: list[str] | None) -> Step:
+    def _make_step(self, session: EvaluationSession, is_loss_only: bool, ignored: list[str] | None) -> Step:
         return lambda batch: self._steps.prediction_step(session.model, batch, is_loss_only, ignored)
 
 

@@ -25,7 +25,7 @@ from headway.trainer.data import Batch, Data, EvalData, check_dataset, get_lengt
 from headway.trainer.evaluation import Evaluator, StepOutput, count_rows, select_per_sample
 from headway.trainer.logs import FileMethods, Log
 from headway.trainer.loss import call_model, drop_loss, find_named_loss
-from headway.trainer.metrics import Measure
+from headway.trainer.metrics import MetricSettings
 from headway.trainer.packing import Packer
 from headway.trainer.sanity_check import EvaluationSanityCheck
 from headway.trainer.signature import ForwardSignature
@@ -75,7 +75,7 @@ def check_overrides(kind: type) -> None:
         )
 
 
-class _Records:
+class _PublishedFiles:
     """Writer of the model card and the training arguments of a model that is published.
 
     It has the method `save_pretrained`, so that it can be published like a model.
@@ -203,7 +203,7 @@ class LegacyMembers(FileMethods, UnknownMembers):
             self.model,
             args.hub_model_id or home.absolute().name,
             self.processing_class,
-            _Records(home, args.to_json_string()),
+            _PublishedFiles(home, args.to_json_string()),
             private=args.hub_private_repo,
             token=token or args.hub_token,
             revision=revision or args.hub_revision,
@@ -424,9 +424,9 @@ class EvaluationMethods(LegacyMembers):
         self.log(found)
         return found
 
-    def _make_measure(self, is_loss_only: bool | None = None) -> Measure:
+    def _make_measure(self, is_loss_only: bool | None = None) -> MetricSettings:
         args = self.args
-        return Measure(
+        return MetricSettings(
             self.compute_metrics,
             args.batch_eval_metrics,
             self.preprocess_logits_for_metrics,

@@ -40,7 +40,7 @@ class StreamingMetric(Protocol):
         """Return the metrics as a dict of numbers by name, or as a single number."""
 
 
-class Accumulated:
+class AccumulatedMetric:
     """Streaming metric that collects all predictions and labels in host memory, for `compute_metrics` and `predict`.
 
     Args:
@@ -84,7 +84,7 @@ class Accumulated:
         return {} if self.function is None else self.function(self.join_all())
 
 
-class Batchwise:
+class BatchwiseMetric:
     """Streaming metric that calls a function `compute_metrics(prediction, compute_result)` for each batch.
 
     `compute_result` is True for the last batch. The function then returns the metrics.
@@ -140,11 +140,11 @@ def make_metric(given: Any, is_batchwise: bool, num_rows: int | None) -> Streami
             f"compute_metrics is a {type(given).__name__}; give a function of an EvalPrediction, or an object with "
             "update(predictions, labels) and compute()"
         )
-    return Batchwise(given) if is_batchwise else Accumulated(given, num_rows)
+    return BatchwiseMetric(given) if is_batchwise else AccumulatedMetric(given, num_rows)
 
 
 @dataclass(frozen=True)
-class Measure:
+class MetricSettings:
     """Settings that determine what an evaluation computes from predictions.
 
     Attributes:

@@ -17,7 +17,7 @@ from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.evaluation import _SPEED, Evaluator, PredictionMethods, read_rows, set_evaluation_mode
 from headway.trainer.loss import split_label_count
-from headway.trainer.metrics import Measure, check_wanted, make_named_metrics
+from headway.trainer.metrics import MetricSettings, check_wanted, make_named_metrics
 from headway.trainer.results import Metrics
 
 log = get_logger(__name__)
@@ -44,7 +44,7 @@ class EvaluationSanityCheck:
     model: torch.nn.Module
     evaluator: Evaluator
     steps: PredictionMethods
-    measure: Measure
+    measure: MetricSettings
     shared: Sequence[object]
 
     def run(self, loaders: dict[str, PreparedLoader]) -> None:
@@ -134,7 +134,7 @@ class EvaluationSanityCheck:
                 found |= make_named_metrics(metric.compute(), prefix)
         return found if is_complete else None
 
-    def _copy_measure(self) -> tuple[Measure, bool]:
+    def _copy_measure(self) -> tuple[MetricSettings, bool]:
         """Return the evaluation's settings with a copy of the metric, and whether the check includes the metric.
 
         A metric that cannot be copied is used itself if it has `reset`. Otherwise the check computes only the loss.

@@ -24,7 +24,7 @@ from headway.log import get_logger
 from headway.trainer import builder, results
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerControl, TrainerState
-from headway.trainer.checkpoints import Continuation, TrainerRecord, check_folder, list_settings
+from headway.trainer.checkpoints import ResumeDecision, TrainerRecord, check_folder, list_settings
 from headway.trainer.collation import Collate, Collator
 from headway.trainer.data import Batch, Data, EvalData, check_dataset, get_length, make_train_sampler
 from headway.trainer.display import PrinterCallback, ProgressCallback
@@ -225,7 +225,7 @@ class Trainer(EvaluationMethods):
             )
         asked = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         check_folder(self.accelerator, asked, folder)
-        continuation = Continuation(folder, asked, "data" if args.ignore_data_skip else ())
+        continuation = ResumeDecision(folder, asked, "data" if args.ignore_data_skip else ())
         self._start_training()
         try:
             with MemoryMonitor(by_phase=not args.skip_memory_metrics) as monitor:
@@ -303,7 +303,7 @@ class Trainer(EvaluationMethods):
             return None
         return SourceBook(self.accelerator, mixture.names, loss_of.count.is_shifted, loss_of.smoothing)
 
-    def _resume_training(self, continuation: Continuation, prepared: PreparedTraining) -> None:
+    def _resume_training(self, continuation: ResumeDecision, prepared: PreparedTraining) -> None:
         continuation.resume(self.accelerator)
         # With a different number of processes, an update has a different number of batches, to keep the global batch.
         count_updates(self.state, self.args, prepared.num_batches, self.accelerator.gradient_accumulation_steps)

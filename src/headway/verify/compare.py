@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy
 
-from headway.verify.records import RunRecord, Update
+from headway.verify.records import RunRecord, UpdateRecord
 
 FLOOR = 2e-4
 """Smallest tolerance for differences relative to a gradient."""
@@ -110,7 +110,7 @@ def are_equal(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     return numpy.array_equal(numpy.asarray(ours), numpy.asarray(theirs), equal_nan=True)
 
 
-def find_other_norms(ours: Update, theirs: Update) -> list[str]:
+def find_other_norms(ours: UpdateRecord, theirs: UpdateRecord) -> list[str]:
     """Return the names of the parameters whose gradient norms differ between two runs. NaN counts as equal to NaN."""
     return [
         name

@@ -16,7 +16,7 @@ from typing import Any
 from headway.common import env
 from headway.common.optional import require
 from headway.core.config.launch import SETTINGS
-from headway.core.config.load import Value, resolve
+from headway.core.config.load import SettingValue, resolve
 from headway.core.config.values import check_file_value
 from headway.core.training.run import Run
 from headway.errors import ConfigError
@@ -148,9 +148,9 @@ def verify_function(
     return found
 
 
-def _check_setting(name: str, value: Any) -> Value:
+def _check_setting(name: str, value: Any) -> SettingValue:
     origin = f"accelerator.verify({name}=...)"
-    return Value(check_file_value(SETTINGS[name], value, origin), origin)
+    return SettingValue(check_file_value(SETTINGS[name], value, origin), origin)
 
 
 def _choose_proofs(only: Sequence[str] | None, skip: Sequence[str], strategy: str | None) -> tuple[str, ...]:

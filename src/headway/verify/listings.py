@@ -42,7 +42,7 @@ class ReversedListings:
             found = scandir(*args)
             with found:
                 entries = list(found)
-            return _Entries(entries[::-1] if self._is_user_call(len(entries)) else entries)
+            return _ReversedEntries(entries[::-1] if self._is_user_call(len(entries)) else entries)
 
         os.listdir = list_reversed_folder  # type: ignore[assignment]
         os.scandir = scan_reversed_folder  # type: ignore[assignment]
@@ -66,7 +66,7 @@ class ReversedListings:
         return False
 
 
-class _Entries:
+class _ReversedEntries:
     """Replacement for the iterator that `os.scandir` returns.
 
     Args:
@@ -82,7 +82,7 @@ class _Entries:
     def __next__(self) -> Any:
         return next(self._entries)
 
-    def __enter__(self) -> "_Entries":
+    def __enter__(self) -> "_ReversedEntries":
         return self
 
     def __exit__(self, *error: object) -> None:

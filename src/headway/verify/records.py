@@ -15,7 +15,7 @@ Arrays = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateRecord:
     """Record of one update on one rank.
 
     Attributes:
@@ -91,7 +91,7 @@ class RunRecord:
     output: str
     seconds: float = 0.0
     facts: list[dict[str, Any]] = field(default_factory=list)
-    updates: list[dict[int, Update]] = field(default_factory=list)
+    updates: list[dict[int, UpdateRecord]] = field(default_factory=list)
     note: str = ""
 
     @property
@@ -105,7 +105,7 @@ class RunRecord:
         return self.facts[0] if self.facts else {}
 
     @property
-    def first(self) -> dict[int, Update]:
+    def first(self) -> dict[int, UpdateRecord]:
         """Updates of rank 0, by number."""
         return self.updates[0] if self.updates else {}
 
@@ -203,7 +203,7 @@ def read_record(
             entry = _parse_line(line)
             if entry is None:
                 continue
-            updates[entry["update"]] = Update(
+            updates[entry["update"]] = UpdateRecord(
                 number=entry["update"],
                 batches=entry["batches"],
                 losses=entry["losses"],

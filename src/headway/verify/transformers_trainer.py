@@ -31,7 +31,7 @@ def watch_transformers_trainer(recorder: _Recorder, request: RunRequest) -> None
         return
     from transformers.trainer_callback import TrainerCallback
 
-    class Watch(TrainerCallback):
+    class CheckpointCallback(TrainerCallback):
         """Callback that saves a checkpoint when the request asks for one, and reports each save and load."""
 
         def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -49,4 +49,4 @@ def watch_transformers_trainer(recorder: _Recorder, request: RunRequest) -> None
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             recorder.note_save(args.output_dir)
 
-    module.DEFAULT_CALLBACKS = [*module.DEFAULT_CALLBACKS, Watch]
+    module.DEFAULT_CALLBACKS = [*module.DEFAULT_CALLBACKS, CheckpointCallback]

@@ -59,7 +59,9 @@ def check_equal_gradients(run, parameters):
     wanted = compute_gradients(run, parameters, torch.enable_grad())
     found = compute_gradients(run, parameters, offload_saved_tensors(min_bytes=1))
     assert all(map(torch.equal, wanted, found))
-    assert len(scope.get_or_create(activation_offload._Copies)) == 0, "copies that are no longer needed must be freed"
+    assert len(scope.get_or_create(activation_offload._ActivationCache)) == 0, (
+        "copies that are no longer needed must be freed"
+    )
 
 
 def test_activations_are_offloaded_and_weights_stay(lane):
@@ -219,7 +221,7 @@ def test_at_most_one_fetched_copy_stays_on_the_device(lane):
     inputs = torch.randn(64, 64, requires_grad=True)
     with offload_saved_tensors(min_bytes=1):
         out = inputs.exp().sin().cos().tan()  # each operation saves its input or its result, which is the next input
-    copies = list(scope.get_or_create(activation_offload._Copies).values())
+    copies = list(scope.get_or_create(activation_offload._ActivationCache).values())
     assert len(copies) == 3
     for copy in copies:
         copy.fetch()
@@ -241,6 +243,6 @@ def test_tensors_on_the_cpu_are_not_copied():
     inputs = torch.ones(1024, 1024, requires_grad=True)
     with offload_saved_tensors(min_bytes=1):
         out = inputs.exp()
-    assert len(scope.get_or_create(activation_offload._Copies)) == 0
+    assert len(scope.get_or_create(activation_offload._ActivationCache)) == 0
     out.sum().backward()
     assert torch.equal(inputs.grad, out)

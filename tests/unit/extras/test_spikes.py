@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator, SpikePolicy
 from headway.core.runtime import events
 from headway.errors import ConfigError, NonFiniteError, SpikeError, UnsupportedError
-from headway.extras.spikes import Band
+from headway.extras.spikes import RecentValues
 from tests.house.tree_of_source import ROOT
 
 CURVES = ROOT / "benchmarks/spikes/curves.npz"
@@ -20,7 +20,7 @@ CURVES = ROOT / "benchmarks/spikes/curves.npz"
 
 
 def test_limit_is_tukeys_fence_on_logarithms():
-    band = Band(SpikePolicy(fence=3.0, window=40, warm_up=40))
+    band = RecentValues(SpikePolicy(fence=3.0, window=40, warm_up=40))
     values = [math.exp(0.05 * number) for number in range(40)]
     for value in values[:-1]:
         band.add(value)
@@ -31,28 +31,28 @@ def test_limit_is_tukeys_fence_on_logarithms():
 
 
 def test_band_with_negative_values_uses_no_logarithms():
-    band = Band(SpikePolicy(fence=2.0, window=32, warm_up=32), [float(number) for number in range(-16, 16)])
+    band = RecentValues(SpikePolicy(fence=2.0, window=32, warm_up=32), [float(number) for number in range(-16, 16)])
     assert band.limit == 8.0 + 2 * (8.0 - -8.0)
 
 
 def test_equal_values_give_a_minimum_width():
-    assert Band(SpikePolicy(fence=5.0), [2.0] * 64).limit == pytest.approx(2.0 * math.exp(0.5))
+    assert RecentValues(SpikePolicy(fence=5.0), [2.0] * 64).limit == pytest.approx(2.0 * math.exp(0.5))
 
 
 def test_band_forgets_old_values():
     policy = SpikePolicy(window=32)
-    band = Band(policy, [1.0] * 32)
+    band = RecentValues(policy, [1.0] * 32)
     for number in range(32):
         band.add(1.03**number)
     assert band.values == [1.03**number for number in range(32)]
-    assert band.limit == Band(policy, band.values).limit
+    assert band.limit == RecentValues(policy, band.values).limit
     band.add(math.inf)
     assert len(band.values) == 32
 
 
 def count_alarms(values: list[float], policy: SpikePolicy, fence: float) -> int:
     """Return the number of refused values."""
-    band, found = Band(policy, (), fence), 0
+    band, found = RecentValues(policy, (), fence), 0
     for value in values:
         if value > band.limit:
             found += 1

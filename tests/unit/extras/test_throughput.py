@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, track
 from headway.core.runtime import events
-from headway.core.training.interfaces import Peak, RankPace
+from headway.core.training.interfaces import PeakRate, RankPace
 from headway.errors import ConfigError
 from headway.extras.stragglers import find_stragglers
 from headway.extras.throughput import Throughput, get_peak, look_up_peak, measure_peak
@@ -143,7 +143,7 @@ def test_batches_without_a_loader_count_tokens_only():
 def test_mfu_from_given_flops():
     accelerator, meter, clock, model, optimizer, loader = build_training()
     meter.peak = 1000.0
-    assert meter.peak == Peak(1000.0, "given")
+    assert meter.peak == PeakRate(1000.0, "given")
     meter.flops_per_sample = 400.0
     train(accelerator, clock, model, optimizer, loader)
     assert meter.total()["mfu"] == pytest.approx(0.5 * 400 / 1000)

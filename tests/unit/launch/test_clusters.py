@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from headway.core.config.load import Value, resolve
+from headway.core.config.load import SettingValue, resolve
 from headway.errors import ConfigError
 from headway.launch.clusters import ClusterTask, check_agreement, detect_cluster, parse_first_host
 from headway.launch.machine import Machine
@@ -27,7 +27,7 @@ def list_values(environment):
 
 def make_cluster_plan(environment, machine=CPU, **settings):
     cluster = detect_cluster(environment)
-    layer = {name: Value(value, f"command line: --{name}") for name, value in settings.items()}
+    layer = {name: SettingValue(value, f"command line: --{name}") for name, value in settings.items()}
     return make_plan(resolve([layer, cluster.layer]), Program("train.py"), machine, environment, cluster)
 
 
@@ -188,7 +188,7 @@ class TestKubernetes:
 
 def test_file_that_contradicts_the_cluster_names_both():
     cluster = detect_cluster(SLURM)
-    file = {"machine_rank": Value(0, "file: c.yaml key machine_rank")}
+    file = {"machine_rank": SettingValue(0, "file: c.yaml key machine_rank")}
     with pytest.raises(ConfigError, match=r"machine_rank=0 \(file: c.yaml .*against 1 \(SLURM: SLURM_NODEID\)"):
         check_agreement(resolve([file, cluster.layer]), cluster)
     check_agreement(resolve([file, cluster.layer], force=True), cluster)
@@ -196,8 +196,8 @@ def test_file_that_contradicts_the_cluster_names_both():
 
 def test_without_a_cluster_each_machine_has_its_command():
     layer = {
-        "num_machines": Value(2, "x"), "num_processes": Value(4, "x"),
-        "cpu": Value(True, "x"), "quiet": Value(False, "x"),
+        "num_machines": SettingValue(2, "x"), "num_processes": SettingValue(4, "x"),
+        "cpu": SettingValue(True, "x"), "quiet": SettingValue(False, "x"),
     }  # fmt: skip
     texts = format_commands(resolve([layer]), Program("train.py", ("a b",)), "box", 4242)
     assert texts == [

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from headway.core.config.load import Value, resolve
+from headway.core.config.load import SettingValue, resolve
 from headway.errors import ConfigError
 from headway.launch.machine import Machine
 from headway.launch.plan import AgentOrder, Program, make_plan
@@ -16,7 +16,7 @@ SCRIPT = Program("train.py", ("--lr", "3e-4", "a b"))
 
 
 def build_plan(machine=CPU, program=SCRIPT, environment=None, force=False, **settings):
-    layer = {name: Value(value, f"command line: --{name}") for name, value in settings.items()}
+    layer = {name: SettingValue(value, f"command line: --{name}") for name, value in settings.items()}
     return make_plan(resolve([layer], force=force), program, machine, environment or {})
 
 
@@ -282,7 +282,7 @@ def test_printed_plan_is_a_command_that_a_shell_runs():
     ],
 )
 def test_warnings_of_backends_are_hidden_unless_requested(settings, environment, is_silent):
-    layer = {name: Value(value, "here") for name, value in settings.items()}
+    layer = {name: SettingValue(value, "here") for name, value in settings.items()}
     planned = make_plan(
         resolve([layer]), Program("train.py"), Machine("box", "/bin/python", 4, loopback="lo"), environment
     )

@@ -13,7 +13,7 @@ from headway import EvalPrediction, Trainer, TrainingArguments
 from headway.errors import ConfigError, MetricError
 from headway.trainer import metrics as kinds_of_metrics
 from headway.trainer.evaluation import select_per_sample
-from headway.trainer.metrics import Accumulated, make_metric, make_named_metrics
+from headway.trainer.metrics import AccumulatedMetric, make_metric, make_named_metrics
 from tests.unit.trainer.models import Net, Points, Speaker, cross_entropy, texts
 
 
@@ -97,7 +97,7 @@ def test_stream_is_evaluated_with_a_progress_bar(tmp_path):
 
 
 def test_flags_of_different_lengths_are_refused():
-    metric = Accumulated(None, None)
+    metric = AccumulatedMetric(None, None)
     for width in (2, 3):
         metric.update(torch.ones(1, width, dtype=torch.bool), None)
     with pytest.raises(MetricError, match=r"torch\.bool have rows of different lengths"):
@@ -171,7 +171,7 @@ def test_only_outputs_with_a_row_per_sample_are_kept():
 
 def test_keeping_large_predictions_warns(caplog, monkeypatch):
     monkeypatch.setattr(kinds_of_metrics, "_LARGE", 1000)
-    metric = Accumulated(lambda prediction: {}, 100)
+    metric = AccumulatedMetric(lambda prediction: {}, 100)
     metric.update(torch.zeros(2, 10), torch.zeros(2))
     assert "about 3.9 KiB of host memory" in caplog.text
     assert "update(predictions, labels)" in caplog.text

@@ -4,13 +4,13 @@ from typing import Any
 
 import numpy
 
-from headway.verify.records import RunRecord, Update
+from headway.verify.records import RunRecord, UpdateRecord
 from headway.verify.request import RunRequest
 
 NAMES = ("first.weight", "first.bias", "last.weight")
 
 
-def make_update(number: int, rows: tuple[str, ...] = (), **changes: Any) -> Update:
+def make_update(number: int, rows: tuple[str, ...] = (), **changes: Any) -> UpdateRecord:
     """Return an update that trained on some rows."""
     given: dict[str, Any] = {
         "number": number,
@@ -23,7 +23,7 @@ def make_update(number: int, rows: tuple[str, ...] = (), **changes: Any) -> Upda
         "seconds": 1.0,
         "memory": 1000,
     }
-    return Update(**{**given, **changes})
+    return UpdateRecord(**{**given, **changes})
 
 
 def make_record(

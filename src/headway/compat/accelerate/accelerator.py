@@ -17,7 +17,12 @@ import torch
 
 from headway.accelerator import Accelerator
 from headway.common import env
-from headway.compat.accelerate.checkpoints import Reader, Writer, find_newest, is_accelerate_checkpoint
+from headway.compat.accelerate.checkpoints import (
+    AccelerateReader,
+    AccelerateWriter,
+    find_newest,
+    is_accelerate_checkpoint,
+)
 from headway.compat.accelerate.constants import DistributedType
 from headway.compat.accelerate.data.batches import (
     GATHER,
@@ -35,7 +40,7 @@ from headway.compat.accelerate.prepared import AcceleratedOptimizer, Accelerated
 from headway.compat.accelerate.recipes import check_handlers
 from headway.compat.accelerate.trackers import replace_tracker_names
 from headway.core.checkpoint.format.foreign import parse_number
-from headway.core.checkpoint.resume.comparison import Restored
+from headway.core.checkpoint.resume.comparison import RestoreResult
 from headway.core.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.core.config.values import KwargsHandler
 from headway.core.data.loader import PreparedLoader
@@ -212,7 +217,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
                 stacklevel=2,
             )
         self._project = ""
-        self._writer = Writer(self)
+        self._writer = AccelerateWriter(self)
         kept = replace_tracker_names(log_with, lambda: self._project, lambda: self.logging_dir)
         self._asked_trackers = bool(kept)
         self._behavior = replace(ACCELERATES_BEHAVIOR, choose_last_save_hook=self._choose_last_save_hook)
@@ -464,7 +469,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
 
     # ---------------------------------------------------------------- checkpoints
 
-    def _choose_last_save_hook(self) -> Writer | None:
+    def _choose_last_save_hook(self) -> AccelerateWriter | None:
         """Return the save hook that writes Accelerate's files, or None if checkpoints of this run have no such files.
 
         They have none if models are sharded, if the run uses several machines, or if HEADWAY_ACCELERATE_FILES is 0.
@@ -511,7 +516,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         strict: bool | None = None,
         changed: str | Collection[str] | None = None,
         **load_model_func_kwargs: Any,
-    ) -> Restored:
+    ) -> RestoreResult:
         """Load a checkpoint that Headway or Accelerate wrote.
 
         Loaders use the sample order of the interrupted epoch again, from its first batch. As with Accelerate, the
@@ -559,7 +564,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
                 f"{folder} was written by Accelerate, but this run's models are sharded; load it without sharding, then save it again"
             )
         models = self._checkpoints.list_models_to_load(folder)
-        restored = Reader(self, folder).restore(models, strict is not False)
+        restored = AccelerateReader(self, folder).restore(models, strict is not False)
         place.go_on_from(folder, parse_number(folder))
         log.info("%s was written by Accelerate: weights, optimizers, schedules and random streams are restored", folder)
         return restored

@@ -27,7 +27,7 @@ from headway.core.checkpoint.loading.restoring import (
     find_misfit,
     restore_object,
 )
-from headway.core.checkpoint.resume.comparison import Restored
+from headway.core.checkpoint.resume.comparison import RestoreResult
 from headway.core.checkpoint.state import make_optimizer_undo
 from headway.core.weights.compiled import remove_compiled_levels, rename_bare_items
 from headway.core.weights.export import save_object
@@ -70,7 +70,7 @@ def find_newest(parent: Path) -> Path | None:
     return newest if newest is not None and is_accelerate_checkpoint(newest) else None
 
 
-class Writer:
+class AccelerateWriter:
     """Save hook that writes Accelerate's files into a checkpoint.
 
     Args:
@@ -150,7 +150,7 @@ def _restore_tied_names(
         yield entry if own is None else own.state_dict()
 
 
-class Reader:
+class AccelerateReader:
     """Reader that restores the Accelerator's objects from a checkpoint directory that Accelerate wrote.
 
     Args:
@@ -162,7 +162,7 @@ class Reader:
         self._accelerator = accelerator
         self._folder = folder
 
-    def restore(self, models: list[torch.nn.Module], strict: bool = True) -> Restored:
+    def restore(self, models: list[torch.nn.Module], strict: bool = True) -> RestoreResult:
         """Read all files, restore the objects, and return a summary of what was restored. All ranks must call it.
 
         All ranks exchange their errors before any weights change. If any rank fails, all ranks undo their changes to
@@ -198,7 +198,7 @@ class Reader:
             _copy_into_model(model, state)
         if rng_states is not None:
             rng_states.set()
-        return Restored(self._folder, {"num_updates": self._accelerator.num_updates, "epoch": 0})
+        return RestoreResult(self._folder, {"num_updates": self._accelerator.num_updates, "epoch": 0})
 
     def _restore_objects(self, rollback: LoadRollback, problems: list[str]) -> None:
         """Restore optimizers, schedulers, custom objects and the gradient scaler, and record how to undo each change.

@@ -39,7 +39,7 @@ def _make_axis_rank(axis: str, doc: str) -> property:
     return property(read_coordinate, doc=doc)
 
 
-class _Reread:
+class _ComputedAttribute:
     """Descriptor of an attribute that is computed at each access until a script assigns a value to it.
 
     Args:
@@ -211,11 +211,11 @@ class AccelerateMembers(RankAware):
 
     # ---------------------------------------------------------------- prepared objects
 
-    _models = _Reread(lambda accelerator: accelerator._preparation.models)
-    _optimizers = _Reread(lambda accelerator: list(accelerator._preparation.optimizers))
-    _schedulers = _Reread(lambda accelerator: list(accelerator._preparation.schedulers))
-    _dataloaders = _Reread(lambda accelerator: list(accelerator._preparation.loaders))
-    _custom_objects = _Reread(lambda accelerator: list(accelerator._checkpoint_state.run.custom))
+    _models = _ComputedAttribute(lambda accelerator: accelerator._preparation.models)
+    _optimizers = _ComputedAttribute(lambda accelerator: list(accelerator._preparation.optimizers))
+    _schedulers = _ComputedAttribute(lambda accelerator: list(accelerator._preparation.schedulers))
+    _dataloaders = _ComputedAttribute(lambda accelerator: list(accelerator._preparation.loaders))
+    _custom_objects = _ComputedAttribute(lambda accelerator: list(accelerator._checkpoint_state.run.custom))
 
 
 def list_members() -> list[str]:

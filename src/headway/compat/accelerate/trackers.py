@@ -53,7 +53,7 @@ class GeneralTracker(Tracker):
         """Log the values of one step. The base class does nothing."""
 
 
-class _Named(Tracker if TYPE_CHECKING else object):  # type: ignore[misc]
+class _AccelerateInterface(Tracker if TYPE_CHECKING else object):  # type: ignore[misc]
     """Mixin that gives Headway's trackers the interface of Accelerate's trackers.
 
     The run's name is passed to the constructor, not to `start`. The methods only have an effect on the main process.
@@ -100,7 +100,7 @@ class _Named(Tracker if TYPE_CHECKING else object):  # type: ignore[misc]
         super().finish()
 
 
-class _OfProject(_Named):
+class _OfProject(_AccelerateInterface):
     """Mixin for trackers whose constructor requires the run's name.
 
     Args:
@@ -166,7 +166,7 @@ class AimTracker(_OfProject, AimAdapter, GeneralTracker):
         self.logging_dir = logging_dir
 
 
-class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
+class MLflowTracker(_AccelerateInterface, MLflowAdapter, GeneralTracker):
     """Tracker that logs runs to MLflow, with the constructor arguments of Accelerate's class.
 
     The environment variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN override the
@@ -249,7 +249,7 @@ class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
         self._package.log_figure(figure, artifact_file, **save_kwargs)
 
 
-class ClearMLTracker(_Named, ClearMLAdapter, GeneralTracker):
+class ClearMLTracker(_AccelerateInterface, ClearMLAdapter, GeneralTracker):
     """ClearML tracker. By default, the project and the task are both named `run_name`.
 
     Other keyword arguments are passed to `Task.init`.
@@ -289,7 +289,7 @@ class ClearMLTracker(_Named, ClearMLAdapter, GeneralTracker):
         self._run.get_logger().report_table(title=title, series=series, iteration=step, table_plot=rows, **kwargs)
 
 
-class DVCLiveTracker(_Named, DVCLiveAdapter, GeneralTracker):
+class DVCLiveTracker(_AccelerateInterface, DVCLiveAdapter, GeneralTracker):
     """DVCLive tracker. `run_name` is ignored, as in Accelerate.
 
     Args:

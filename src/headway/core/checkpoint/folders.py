@@ -61,7 +61,7 @@ def commit_checkpoint(staging: Path, final: Path, manifest: Manifest) -> None:
     Raises:
         OSError, CheckpointError: If the commit fails. An existing checkpoint at `final` is then unchanged.
     """
-    find_store(final).commit(staging, manifest, partial(scope.get_or_create(Locks).ensure_held, final))
+    find_store(final).commit(staging, manifest, partial(scope.get_or_create(HeldLocks).ensure_held, final))
 
 
 def list_committed(parent: Path) -> list[Path]:
@@ -134,7 +134,7 @@ def remove_old_checkpoints(
     return old
 
 
-class Locks:
+class HeldLocks:
     """Registry of the checkpoint locks that this process holds, shared by all Accelerators of the process.
 
     Several Accelerators of one process may save into one folder, so they use one lock.

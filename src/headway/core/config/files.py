@@ -8,7 +8,7 @@ from typing import Any
 from headway.common import atomic
 from headway.common.untrusted import read_regular_file, show_value
 from headway.core.config.launch import EARLIER_NAMES, SETTINGS, LaunchConfig
-from headway.core.config.load import Value
+from headway.core.config.load import SettingValue
 from headway.core.config.values import check_file_value, suggest_word
 from headway.errors import ConfigError
 
@@ -50,7 +50,7 @@ def _explain_nothing(key: str) -> str:
 
 def read_file_layer(
     named: str | None, environment: Mapping[str, str], explain: Explain = _explain_nothing
-) -> dict[str, Value]:
+) -> dict[str, SettingValue]:
     """Return the settings in the config file, each with its origin.
 
     Args:
@@ -155,7 +155,7 @@ def _check_shape(events: Iterable[Any], name: str) -> None:
             )
 
 
-def parse_config(content: bytes, name: str, explain: Explain = _explain_nothing) -> dict[str, Value]:
+def parse_config(content: bytes, name: str, explain: Explain = _explain_nothing) -> dict[str, SettingValue]:
     """Return the settings in a config file's content, each with its origin.
 
     Args:
@@ -169,7 +169,9 @@ def parse_config(content: bytes, name: str, explain: Explain = _explain_nothing)
     return read_settings(load_mapping(content, name), name, explain)
 
 
-def read_settings(mapping: Mapping[str, Any], name: str, explain: Explain = _explain_nothing) -> dict[str, Value]:
+def read_settings(
+    mapping: Mapping[str, Any], name: str, explain: Explain = _explain_nothing
+) -> dict[str, SettingValue]:
     """Return the settings in a parsed config file, each with its origin. Keys with a null value are left out.
 
     Args:
@@ -187,7 +189,7 @@ def read_settings(mapping: Mapping[str, Any], name: str, explain: Explain = _exp
             hint = explain(key) or suggest_word(key, list(KEYS)) or f"; there are {', '.join(KEYS)}"
             raise ConfigError(f"{key} ({origin}) is not a setting{hint}")
         if value is not None:  # `key:` without a value does not set the key
-            layer[key] = Value(check_file_value(SETTINGS[key], value, origin), origin)
+            layer[key] = SettingValue(check_file_value(SETTINGS[key], value, origin), origin)
     return layer
 
 

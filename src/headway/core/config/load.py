@@ -31,7 +31,7 @@ _OTHER_VARIABLES = tuple(
 
 
 @dataclass(frozen=True)
-class Value:
+class SettingValue:
     """Value of a setting, with its origin.
 
     Attributes:
@@ -43,11 +43,11 @@ class Value:
     origin: str
 
 
-Layer = Mapping[str, Value]
+Layer = Mapping[str, SettingValue]
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedSettings:
     """Settings of a launch, merged from all sources, each with its origin.
 
     Attributes:
@@ -81,7 +81,7 @@ class Resolved:
         return self.origins.get(name, "default")
 
 
-def resolve(layers: Sequence[Layer], *, force: bool = False) -> Resolved:
+def resolve(layers: Sequence[Layer], *, force: bool = False) -> ResolvedSettings:
     """Merge layers of settings, and return the merged settings with the origin of each value.
 
     Args:
@@ -91,17 +91,17 @@ def resolve(layers: Sequence[Layer], *, force: bool = False) -> Resolved:
     Raises:
         ConfigError: If a layer contains an unknown setting.
     """
-    chosen: dict[str, Value] = {}
+    chosen: dict[str, SettingValue] = {}
     for layer in layers:
         for name, value in layer.items():
             if name not in SETTINGS:
                 raise ConfigError(f"{name} ({value.origin}) is not a setting{suggest_word(name, list(SETTINGS))}")
             chosen.setdefault(name, value)
     config = LaunchConfig(**{name: entry.value for name, entry in chosen.items()})
-    return Resolved(config, {name: entry.origin for name, entry in chosen.items()}, force)
+    return ResolvedSettings(config, {name: entry.origin for name, entry in chosen.items()}, force)
 
 
-def read_environment_layer(environment: Mapping[str, str]) -> dict[str, Value]:
+def read_environment_layer(environment: Mapping[str, str]) -> dict[str, SettingValue]:
     """Return the settings in HEADWAY_* variables, each with its origin. Empty variables are ignored.
 
     Args:
@@ -120,7 +120,7 @@ def read_environment_layer(environment: Mapping[str, str]) -> dict[str, Value]:
         if variable in known:
             setting = known[variable]
             if environment[variable].strip():
-                found[setting.name] = Value(parse_text(setting, environment[variable], origin), origin)
+                found[setting.name] = SettingValue(parse_text(setting, environment[variable], origin), origin)
             continue
         hint = suggest_word(variable.removeprefix(env.PREFIX), [setting.name for setting in variables.values()])
         if hint:
@@ -132,7 +132,7 @@ def read_environment_layer(environment: Mapping[str, str]) -> dict[str, Value]:
 
 
 def encode_payload(
-    resolved: Resolved,
+    resolved: ResolvedSettings,
     num_processes: int,
     min_processes: int | None = None,
     device: str | None = None,
@@ -266,7 +266,7 @@ def resolve_run_setting(
     launched = None if content is None else content["settings"].get(name)
     origin = code_origin or f"{name}={code_value!r} in the code"
     if launched is not None:
-        launched_value = Value(
+        launched_value = SettingValue(
             check_file_value(SETTINGS[name], launched["value"], launched["origin"]), launched["origin"]
         )
         if not is_said:
@@ -283,7 +283,7 @@ def resolve_run_setting(
     return default, "default"
 
 
-def _make_conflict(name: str, told: Value, origin: str) -> str:
+def _make_conflict(name: str, told: SettingValue, origin: str) -> str:
     flag = f"--{name}" if told.value is True else f"--{name} {told.value}"
     return (
         f"{origin} against {flag} on the command line: take one of them out, "

@@ -46,7 +46,7 @@ class PeakMeter(Protocol):
         return  # by default there is nothing to stop
 
 
-class _Readers(weakref.WeakSet["PeakReader"]):
+class _PeakReaders(weakref.WeakSet["PeakReader"]):
     """Registry of all `PeakReader` objects of this process, as weak references."""
 
 
@@ -72,7 +72,7 @@ class PeakReader(PeakMeter):
             device = torch.device(device.type, current())
         self._device = device
         self._noted = 0
-        scope.get_or_create(_Readers).add(self)
+        scope.get_or_create(_PeakReaders).add(self)
 
     def read_peak(self) -> int:
         """Return the highest number of bytes that tensors used since the last reset."""
@@ -80,7 +80,9 @@ class PeakReader(PeakMeter):
 
     def reset(self) -> None:
         """Start a new measurement, after recording the peak for the other readers of this device."""
-        others = [each for each in scope.get_or_create(_Readers) if each is not self and each._device == self._device]
+        others = [
+            each for each in scope.get_or_create(_PeakReaders) if each is not self and each._device == self._device
+        ]
         if others and self._tell is not None:
             highest = int(self._tell(self._device))
             for other in others:
@@ -211,14 +213,14 @@ class MemoryMonitor:
         if self._meter is not None:
             raise StateError("this MemoryMonitor measures already; make another one for an inner block")
         self.device = check_device(self._wanted)
-        for other in scope.get_or_create(_Running):
+        for other in scope.get_or_create(_ActiveMonitors):
             other._read_peak()
         self._meter = meter = choose_meter(self.device)
         meter.reset()
         self.source = meter.source
         self._phase = "forward"
         self.peaks = {}
-        scope.get_or_create(_Running).append(self)
+        scope.get_or_create(_ActiveMonitors).append(self)
         self._stack.callback(self._end_measuring, meter)
         if self._by_phase:
             self._stack.enter_context(events.listen_to_phases(self._begin_phase))
@@ -234,7 +236,7 @@ class MemoryMonitor:
 
     def _end_measuring(self, meter: PeakMeter) -> None:
         self._read_peak()
-        scope.get_or_create(_Running).remove(self)
+        scope.get_or_create(_ActiveMonitors).remove(self)
         self._meter = None
         meter.close()
 
@@ -243,7 +245,7 @@ class MemoryMonitor:
         if self._meter is None:
             return
         peak = self._meter.read_peak()
-        for monitor in scope.get_or_create(_Running):
+        for monitor in scope.get_or_create(_ActiveMonitors):
             if monitor.device == self.device:
                 monitor.peaks[monitor._phase] = max(monitor.peaks.get(monitor._phase, 0), peak)
 
@@ -297,7 +299,7 @@ class MemoryMonitor:
         return f"peak memory {format_bytes(highest)} on {self.device} ({', '.join(parts)}), by {self.source}"
 
 
-class _Running(list[MemoryMonitor]):
+class _ActiveMonitors(list[MemoryMonitor]):
     """Registry of the monitors that are measuring.
 
     If one monitor resets the device's counter, it is reset for all monitors. So each reading is recorded in all of

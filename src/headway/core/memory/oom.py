@@ -70,7 +70,7 @@ _TEXTS = (
 )
 
 
-class _Counted(dict[torch.device, int]):
+class _CountedErrors(dict[torch.device, int]):
     """Number of out-of-memory errors per device when memory was last freed.
 
     If a device's allocator now reports a higher number, memory has run out since.
@@ -79,7 +79,7 @@ class _Counted(dict[torch.device, int]):
 
 def note_freed_memory() -> None:
     """Record that memory has been freed, so that earlier out-of-memory errors no longer indicate a shortage."""
-    counted = scope.get_or_create(_Counted)
+    counted = scope.get_or_create(_CountedErrors)
     for hardware, device in _list_devices_in_use():
         counted[device] = _count_device_ooms(hardware, device)
 
@@ -87,7 +87,7 @@ def note_freed_memory() -> None:
 def _is_short(hardware: Hardware, device: torch.device) -> bool:
     """Whether the allocator has run out since memory was last freed, or the driver has almost no memory left."""
     try:
-        now, before = _count_device_ooms(hardware, device), scope.get_or_create(_Counted).get(device, 0)
+        now, before = _count_device_ooms(hardware, device), scope.get_or_create(_CountedErrors).get(device, 0)
         if now > before or 0 < now < before:  # fewer: a script has reset the allocator's counters
             return True
         return read_free_and_total(hardware, device)[0] < _SHORT_BYTES

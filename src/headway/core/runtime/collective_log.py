@@ -21,7 +21,7 @@ In a vote, the ranks agree whether all of them have succeeded so far in the batc
 """
 
 
-class Step(NamedTuple):
+class RecordedCollective(NamedTuple):
     """A recorded collective.
 
     Attributes:
@@ -89,7 +89,7 @@ class CollectiveLog:
         Do nothing if no batch is being processed.
 
         Args:
-            step: Group name, operation, and any number of values, as in `Step`. They are recorded as JSON.
+            step: Group name, operation, and any number of values, as in `RecordedCollective`. They are recorded as JSON.
         """
         if not self.is_open:
             return
@@ -128,12 +128,12 @@ class CollectiveLog:
             self._tell = listener
 
 
-def parse_exchange(text: str | bytes) -> Step:
+def parse_exchange(text: str | bytes) -> RecordedCollective:
     """Parse a recorded collective from the JSON text that `CollectiveLog` passes to its listener."""
     group, operation, *values = json.loads(text)
-    return Step(group, operation, values)
+    return RecordedCollective(group, operation, values)
 
 
-def is_vote(step: Step) -> bool:
+def is_vote(step: RecordedCollective) -> bool:
     """Whether a recorded collective is a vote, in which the ranks agree whether all of them have succeeded so far."""
     return step.operation == "numbers" and step.values[:1] == [VOTE]

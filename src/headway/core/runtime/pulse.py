@@ -41,7 +41,7 @@ _IS_TOLD_AT, _SAVES_AT = 112, 113  # the only byte that the agent writes; whethe
 
 
 @dataclass(frozen=True)
-class _Text:
+class _TextField:
     """Text field of the file in which a rank records its state.
 
     The field consists of one byte with the index of the current slot, and two slots.
@@ -73,9 +73,9 @@ class _Text:
         return self.room - _SLOT.size
 
 
-_PHASE, _TRANSFER, _NOTE = _Text(192, 128), _Text(512, 128), _Text(1024, 17000)
-_LOG = _Text(_RING_AT + NUM_CALLS * _CALL.size, 4200)
-_RESUME_ADVICE = _Text(_LOG.at + 1 + 2 * _LOG.room, 4200)
+_PHASE, _TRANSFER, _NOTE = _TextField(192, 128), _TextField(512, 128), _TextField(1024, 17000)
+_LOG = _TextField(_RING_AT + NUM_CALLS * _CALL.size, 4200)
+_RESUME_ADVICE = _TextField(_LOG.at + 1 + 2 * _LOG.room, 4200)
 assert _PHASE.at + 1 + 2 * _PHASE.room <= _TRANSFER.at
 assert _TRANSFER.at + 1 + 2 * _TRANSFER.room <= _NOTE.at
 assert _NOTE.at + 1 + 2 * _NOTE.room <= _RING_AT

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from headway.core.runtime.collective_log import Step
+from headway.core.runtime.collective_log import RecordedCollective
 from headway.core.runtime.collectives.checked import Collectives
 from headway.errors import CollectiveError
 
@@ -89,7 +89,7 @@ class ReplayStrategy:
         Afterwards `join_collective` can be called.
         """
 
-    def list_members(self, step: Step) -> Sequence[int]:
+    def list_members(self, step: RecordedCollective) -> Sequence[int]:
         """Return the ranks that take part in a collective that the `CollectiveLog` contains.
 
         Raises:
@@ -97,7 +97,7 @@ class ReplayStrategy:
         """
         return self._collectives_of(step).list_ranks()
 
-    def join_collective(self, step: Step) -> None:
+    def join_collective(self, step: RecordedCollective) -> None:
         """Join a collective in which other ranks wait, with values that do not change its result.
 
         Args:
@@ -108,7 +108,7 @@ class ReplayStrategy:
         """
         self._collectives_of(step).stand_in(step)
 
-    def _collectives_of(self, step: Step) -> Collectives:
+    def _collectives_of(self, step: RecordedCollective) -> Collectives:
         for group in (self.everyone, self.data_group):
             if group.place == step.group:
                 return group

@@ -49,7 +49,7 @@ def in_notebook() -> bool:
     return kernel is not None and getattr(getattr(kernel, "session", None), "pid", os.getpid()) == os.getpid()
 
 
-class _Output:
+class _CellArea:
     """Redrawable area in the output of the current notebook cell. Front ends without HTML show text."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class _Output:
             self._handle.update(data, raw=True)
 
 
-class NotebookBar(_Output):
+class NotebookBar(_CellArea):
     """Progress bar in a notebook cell. The bars of inner loops are shown below it while these loops run."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class NotebookBar(_Output):
         self._redraw_output("".join(line for line, _ in lines), "\n".join(text for _, text in lines))
 
 
-class NotebookTable(_Output):
+class NotebookTable(_CellArea):
     """Table in the output of a notebook cell, which is redrawn when its rows change."""
 
     def show(self, rows: list[dict[str, str]]) -> None:
@@ -112,14 +112,14 @@ class NotebookTable(_Output):
         )
 
 
-class _Live(list[Progress]):
+class _SharedDisplay(list[Progress]):
     """Holder of the Rich progress display that all bars in this process's terminal share; empty if no bar is shown.
 
     Bars of inner loops are shown below the outer bar.
     """
 
 
-class _Cells(list[NotebookBar]):
+class _SharedNotebookBar(list[NotebookBar]):
     """Holder of the notebook bar that all loops in this process's notebook share; empty if no bar is shown.
 
     Bars of inner loops are shown below the outer bar.
@@ -158,7 +158,7 @@ class TerminalOutput:
 
     def __init__(self, bar: ShownBar, console: Console) -> None:
         self._room = console.width - len(bar.description) - _BAR - 3
-        self._live = scope.get_or_create(_Live)
+        self._live = scope.get_or_create(_SharedDisplay)
         self._is_outermost = not self._live
         if self._is_outermost:
             self._live.append(_new_bars(console))
@@ -187,7 +187,7 @@ class CellOutput:
     interval = 0.2
 
     def __init__(self) -> None:
-        self._cells = scope.get_or_create(_Cells)
+        self._cells = scope.get_or_create(_SharedNotebookBar)
         self._is_outermost = not self._cells
         if self._is_outermost:
             self._cells.append(NotebookBar())

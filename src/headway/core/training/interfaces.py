@@ -123,7 +123,7 @@ class WeightBuckets(Protocol):
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakRate:
     """Peak computing rate of a device.
 
     Attributes:
@@ -204,11 +204,11 @@ class ThroughputMeter(Protocol):
         """Count the FLOPs of the next batch of a prepared loader, and assume them for all later batches."""
 
     @property
-    def peak(self) -> Peak:
+    def peak(self) -> PeakRate:
         """Peak computing rate of one device in the run's precision. Can be set, in FLOP/s."""
 
     @peak.setter
-    def peak(self, flops_per_second: float | Peak) -> None: ...
+    def peak(self, flops_per_second: float | PeakRate) -> None: ...
 
     def paces(self) -> list[RankPace]:
         """Return the latest speed of each rank. A rank reports its speed once per `every` updates."""

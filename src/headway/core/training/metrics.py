@@ -37,7 +37,7 @@ def gather_for_metrics(
     """
     num_rows = None if loader is None else loader.num_rows
     num_valid = None if loader is None else loader.num_valid
-    plan = _Gathering(num_rows, num_valid, _get_full_size(loader), use_gather_object, collectives)
+    plan = _MetricGather(num_rows, num_valid, _get_full_size(loader), use_gather_object, collectives)
     put_together = plan.read(tree)
     plan.gather()
     return put_together()
@@ -74,7 +74,7 @@ def _get_full_size(loader: PreparedLoader | None) -> int | None:
 
 
 @dataclass
-class _Gathering:
+class _MetricGather:
     """One gather of a nested structure: the leaves to send, and later the values received from all ranks.
 
     Tensors are gathered together in one collective. Lists with one item per sample are gathered as objects.

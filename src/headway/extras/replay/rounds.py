@@ -34,7 +34,7 @@ from datetime import timedelta
 from torch.distributed import DistError
 
 from headway.core.runtime import process
-from headway.core.runtime.collective_log import CollectiveLog, Step, is_vote, parse_exchange
+from headway.core.runtime.collective_log import CollectiveLog, RecordedCollective, is_vote, parse_exchange
 from headway.core.runtime.control_plane import control
 from headway.core.runtime.control_plane.attendance import Attendance
 from headway.core.runtime.heartbeat import stop_before_shutdown
@@ -143,7 +143,7 @@ class CollectiveReplayer:
         """
         return self._channel.has_key(f"replay/{self.collective_log.number}/failed/{rank}")
 
-    def read_step(self, rank: int, index: int) -> Step | None:
+    def read_step(self, rank: int, index: int) -> RecordedCollective | None:
         """Return the collective with this index that a rank has entered, or None if the rank has not published it.
 
         Args:
@@ -241,7 +241,7 @@ class Rounds:
             main_process_only=False,
         )
 
-    def _join_or_skip(self, step: Step) -> None:
+    def _join_or_skip(self, step: RecordedCollective) -> None:
         """Take part in a collective if another rank of its process group has entered it. Otherwise skip it."""
         index = self._collective_log.position
         peers = [rank for rank in self._strategy.list_members(step) if rank != self._rank]
@@ -251,7 +251,7 @@ class Rounds:
         else:
             self._strategy.join_collective(found)
 
-    def _find_next_step(self) -> Step | None:
+    def _find_next_step(self) -> RecordedCollective | None:
         """Return the next collective that any other rank has entered.
 
         Return None if all other ranks ran out of memory before they entered one.
@@ -259,7 +259,7 @@ class Rounds:
         others = [rank for rank in range(self._runtime.world_size) if rank != self._rank]
         return self._find_step(self._collective_log.position, others)
 
-    def _find_step(self, index: int, ranks: Sequence[int]) -> Step | None:
+    def _find_step(self, index: int, ranks: Sequence[int]) -> RecordedCollective | None:
         """Return the collective with this index that one of the ranks has entered.
 
         Return None if all of these ranks ran out of memory before they entered it.

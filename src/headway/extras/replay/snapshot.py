@@ -10,7 +10,7 @@ bit. Otherwise everything is restored. Later steps use the existing state, and o
 reserved before the vote. An optimizer from outside torch can keep its state in any attribute. Its steps are made like
 first steps until one of them leaves the number and sizes of all tensors unchanged, and again once a step changes them.
 
-`Rewind` undoes several updates. It copies a run's state to host memory every n updates and keeps the last two
+`RewindCopies` undoes several updates. It copies a run's state to host memory every n updates and keeps the last two
 copies. A copy is made between two updates, before the next batch is requested. It contains what later updates change:
 parameters, optimizer state, buffers, schedules, RNG states, counters and registered objects. The position in the
 data is not included. After going back, the loop continues to read, so that the batches since the copy are left out. The
@@ -385,7 +385,7 @@ class StateHolder(Protocol):
 
 
 class RunCopy:
-    """Host-memory copy of a run's state between two updates, to which `Rewind` goes back.
+    """Host-memory copy of a run's state between two updates, to which `RewindCopies` goes back.
 
     Args:
         run: Run of the Accelerator.
@@ -422,7 +422,7 @@ class RunCopy:
 
 
 @dataclass(eq=False)
-class Rewind:
+class RewindCopies:
     """Periodic copies of the run's state, with which several updates can be undone.
 
     Args:

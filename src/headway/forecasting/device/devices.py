@@ -62,7 +62,7 @@ _H100 = (
 
 
 @dataclass(frozen=True)
-class Rates:
+class PeakRates:
     """Peak rates of a device as published by its manufacturer.
 
     Attributes:
@@ -98,7 +98,7 @@ class Device:
     overhead: tuple[int, int, int]
     cublas: int
     source: str
-    rates: Rates
+    rates: PeakRates
     processors: int = 100
 
     @property
@@ -118,7 +118,7 @@ class Device:
         return (f"{what}: {self.source}",) if self.is_cuda else ()
 
 
-def _make_rates(card: str, bandwidth: float) -> Rates:
+def _make_rates(card: str, bandwidth: float) -> PeakRates:
     """Return the peak rates of a GPU: the FLOP/s from its data sheet, and the given memory bandwidth.
 
     Args:
@@ -127,11 +127,11 @@ def _make_rates(card: str, bandwidth: float) -> Rates:
     """
     _, half, _, full = DATA_SHEETS[card]
     assert half is not None
-    return Rates(full * 1e12, half * 1e12, bandwidth * 1e9)
+    return PeakRates(full * 1e12, half * 1e12, bandwidth * 1e9)
 
 
 def _make_assumed(
-    name: str, memory: int, capability: tuple[int, int], rates: Rates, processors: int, cublas: int = _AMPERE
+    name: str, memory: int, capability: tuple[int, int], rates: PeakRates, processors: int, cublas: int = _AMPERE
 ) -> Device:
     return Device(name, memory * MIB, capability, _ASSUMED_RANGE, cublas, _ASSUMED, rates, processors)
 
@@ -141,9 +141,9 @@ def _make_v100(name: str, memory: int) -> Device:
     return Device(name, memory * MIB, (7, 0), overhead, _AMPERE, _V100, _make_rates("V100", 900), 80)
 
 
-_CPU_RATES = Rates(100e9, 100e9, 20e9)
+_CPU_RATES = PeakRates(100e9, 100e9, 20e9)
 """Assumed rates of a CPU. Processors differ too much for a table."""
-_UNKNOWN_RATES = Rates(20e12, 150e12, 1000e9)
+_UNKNOWN_RATES = PeakRates(20e12, 150e12, 1000e9)
 """Assumed rates of a GPU that is not in the table. They affect only the relative costs of operations."""
 
 DEVICES = {

@@ -178,14 +178,14 @@ def trace_repeated(
     except HeadwayError:  # some models cannot be called with fewer blocks than their config says
         return None
     if _summarize_trace(first) != _summarize_trace(third) or _expand_pieces(pieces, 2) != _expand_pieces(
-        [_Piece(_make_tokens(third))], 0
+        [_EventRun(_make_tokens(third))], 0
     ):
         return None
     proofs.append(RepeatProof(pieces, first, second))
     return _extrapolate_trace(pieces, first, second, count)
 
 
-def _extrapolate_trace(pieces: "list[_Piece]", first: Trace, second: Trace, count: int) -> Trace | None:
+def _extrapolate_trace(pieces: "list[_EventRun]", first: Trace, second: Trace, count: int) -> Trace | None:
     """Return the trace with `count` repetitions, or None if a free would have no matching allocation.
 
     Args:
@@ -218,7 +218,7 @@ class RepeatProof:
         second: Trace of the model with one repetition more than `first`.
     """
 
-    pieces: "list[_Piece]"
+    pieces: "list[_EventRun]"
     first: Trace
     second: Trace
 
@@ -241,7 +241,7 @@ class RepeatProof:
         ):
             return None
         tokens, here = _make_tokens(traced), 0
-        pieces: list[_Piece] = []
+        pieces: list[_EventRun] = []
         for piece in self.pieces:
             end = here + len(piece.tokens)
             sized = list(map(_apply_size, piece.tokens, tokens[here:end]))
@@ -250,9 +250,9 @@ class RepeatProof:
             )
             if len(sized) < len(piece.tokens) or None in sized or not repeats:
                 return None
-            pieces.append(_Piece([token for token in sized if token], piece.is_repeated))
+            pieces.append(_EventRun([token for token in sized if token], piece.is_repeated))
             here = end
-        if here < len(tokens) or _expand_pieces(pieces, 1) != _expand_pieces([_Piece(tokens)], 0):
+        if here < len(tokens) or _expand_pieces(pieces, 1) != _expand_pieces([_EventRun(tokens)], 0):
             return None
         return _extrapolate_trace(pieces, self.first, traced, count)
 
@@ -284,7 +284,7 @@ def _get_kin(event: MemoryEvent) -> _Kin:
     return event.num_bytes, event.what, event.kind, event.stream
 
 
-class _Token(NamedTuple):
+class _EventToken(NamedTuple):
     """Description of an allocation, a free or the start of a phase that can be compared between traces.
 
     The keys of events differ between traces, so a description contains no key.
@@ -310,30 +310,30 @@ class _Token(NamedTuple):
 
 
 @pause_garbage_collection()
-def _make_tokens(traced: Trace) -> list[_Token]:
+def _make_tokens(traced: Trace) -> list[_EventToken]:
     """Return descriptions of the events and phases of a trace. They contain no keys, so that traces can be compared."""
     begins: dict[int, list[str]] = defaultdict(list)
     for phase, index in traced.phases.items():
         begins[index].append(phase)
     in_use: dict[_Kin, list[int]] = defaultdict(list)
     kin_of: dict[int, _Kin] = {}
-    found: list[_Token] = []
+    found: list[_EventToken] = []
     for index, event in enumerate(traced.events):
-        found += [_Token(None, phase) for phase in begins[index]]
+        found += [_EventToken(None, phase) for phase in begins[index]]
         without = MemoryEvent(0, *event[1:])
         if event.num_bytes >= 0:
             kin_of[event.key] = kin = _get_kin(event)
             in_use[kin].append(event.key)
-            found.append(_Token(without))
+            found.append(_EventToken(without))
             continue
         kin = kin_of[event.key]
         place = in_use[kin].index(event.key)
-        found.append(_Token(without, "", kin, len(in_use[kin]) - 1 - place, place))
+        found.append(_EventToken(without, "", kin, len(in_use[kin]) - 1 - place, place))
         del in_use[kin][place]
-    return found + [_Token(None, phase) for phase in begins[len(traced.events)]]
+    return found + [_EventToken(None, phase) for phase in begins[len(traced.events)]]
 
 
-def _merge_tokens(one: _Token, other: _Token) -> _Token | None:
+def _merge_tokens(one: _EventToken, other: _EventToken) -> _EventToken | None:
     """Return one description that fits two events, or None if the events differ.
 
     A freed allocation has two positions among equal allocations in use: one counted from the newest and one from the
@@ -348,7 +348,7 @@ def _merge_tokens(one: _Token, other: _Token) -> _Token | None:
     return one._replace(newest=newest, oldest=oldest)
 
 
-def _merge_grown_token(one: _Token, other: _Token) -> _Token | None:
+def _merge_grown_token(one: _EventToken, other: _EventToken) -> _EventToken | None:
     """Return one description that fits two events which differ only in their bytes, or None if they differ in more.
 
     The result is also None for allocations of DDP buckets. Buckets have a maximum size, so their bytes do not grow by a
@@ -366,7 +366,7 @@ def _merge_grown_token(one: _Token, other: _Token) -> _Token | None:
     return merged and merged._replace(growth=size - one.event.num_bytes)
 
 
-def _apply_size(known: _Token, other: _Token) -> _Token | None:
+def _apply_size(known: _EventToken, other: _EventToken) -> _EventToken | None:
     """Return an event's description, with its bytes replaced by those of the same event at another batch size.
 
     Return None if the events differ in anything else: operation, kind of memory, or the position of the freed
@@ -389,7 +389,7 @@ def _apply_size(known: _Token, other: _Token) -> _Token | None:
     return placed and placed._replace(growth=known.growth)
 
 
-class _Piece(NamedTuple):
+class _EventRun(NamedTuple):
     """Consecutive event descriptions of a trace, and whether further repetitions of the model's blocks repeat them.
 
     Attributes:
@@ -397,12 +397,12 @@ class _Piece(NamedTuple):
         is_repeated: Whether each further repetition of the model's blocks adds the sequence once more.
     """
 
-    tokens: list[_Token]
+    tokens: list[_EventToken]
     is_repeated: bool = False
 
 
 @pause_garbage_collection()
-def _find_pieces(short: list[_Token], long: list[_Token]) -> list[_Piece] | None:
+def _find_pieces(short: list[_EventToken], long: list[_EventToken]) -> list[_EventRun] | None:
     """Find the events that one more repetition of the blocks adds to a trace.
 
     Args:
@@ -413,8 +413,8 @@ def _find_pieces(short: list[_Token], long: list[_Token]) -> list[_Piece] | None
         All events as a list of sequences, some of which are repeated. None if any added events do not repeat the events
         before them.
     """
-    pieces: list[_Piece] = []
-    same: list[_Token] = []
+    pieces: list[_EventRun] = []
+    same: list[_EventToken] = []
     here = there = 0
     while there < len(long):
         merged = _merge_tokens(short[here], long[there]) if here < len(short) else None
@@ -430,13 +430,13 @@ def _find_pieces(short: list[_Token], long: list[_Token]) -> list[_Piece] | None
             same.append(merged)
             here, there = here + 1, there + 1
             continue
-        pieces += [_Piece(same), _Piece(added, is_repeated=True)]
+        pieces += [_EventRun(same), _EventRun(added, is_repeated=True)]
         same = []
         there += len(added)
-    return [*pieces, _Piece(same)] if here == len(short) else None
+    return [*pieces, _EventRun(same)] if here == len(short) else None
 
 
-def _find_addition(ahead: list[_Token], long: list[_Token], begin: int) -> list[_Token] | None:
+def _find_addition(ahead: list[_EventToken], long: list[_EventToken], begin: int) -> list[_EventToken] | None:
     """Return the events that one more repetition of the model's blocks adds to a trace at `begin`, or None if none.
 
     Added events must repeat the events before them. If sequences of several lengths do so, the one after which the most
@@ -447,7 +447,7 @@ def _find_addition(ahead: list[_Token], long: list[_Token], begin: int) -> list[
         long: Event descriptions of the trace with one repetition more.
         begin: Index in `long`.
     """
-    found: list[_Token] | None = None
+    found: list[_EventToken] | None = None
     longest = 0
     for size in range(1, min(begin, len(long) - begin) + 1):
         follows = sum(1 for _ in takewhile(bool, map(_merge_tokens, ahead, long[begin + size : begin + size + _AHEAD])))
@@ -460,7 +460,7 @@ def _find_addition(ahead: list[_Token], long: list[_Token], begin: int) -> list[
 
 
 @pause_garbage_collection()
-def _expand_pieces(pieces: Iterable[_Piece], times: int) -> _Expanded | None:
+def _expand_pieces(pieces: Iterable[_EventRun], times: int) -> _Expanded | None:
     """Build the events and phases of a trace from its sequences, with each repeated sequence `times` times in a row.
 
     Args:

@@ -18,7 +18,7 @@ from headway.language_data.shards.copies import LocalCopies
 from headway.language_data.shards.formats import build_format, choose_compression, choose_format
 from headway.language_data.shards.index import ShardAccess, describe_content, load_tables
 from headway.language_data.shards.mds import list_shards
-from headway.language_data.shards.order import Places, ShardOrder, Stripes
+from headway.language_data.shards.order import RecordLocations, ShardOrder, Stripes
 from headway.language_data.shards.retry import RetryPolicy
 from headway.language_data.shards.storage import (
     RangeReader,
@@ -220,7 +220,7 @@ class ShardedDataset(Dataset[Any]):
         }
         return self.__dict__ | fresh
 
-    def _read_records(self, places: Places) -> list[Any]:
+    def _read_records(self, places: RecordLocations) -> list[Any]:
         records: list[Any] = [None] * len(places.blocks)
         by_block: dict[int, list[int]] = {}
         for number, block in enumerate(places.blocks.tolist()):

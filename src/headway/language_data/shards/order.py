@@ -23,7 +23,7 @@ _NUM_KEPT_WINDOWS = 8
 _MASK = 2**64 - 1
 
 
-class Places(NamedTuple):
+class RecordLocations(NamedTuple):
     """Locations of records.
 
     Attributes:
@@ -107,7 +107,7 @@ class ShardOrder:
     def __len__(self) -> int:
         return self._num_records
 
-    def locate(self, positions: Integers, epoch: int) -> Places:
+    def locate(self, positions: Integers, epoch: int) -> RecordLocations:
         """Return the locations of records: for each position in an epoch, the block and the index within the block."""
         plan = self._get_plan(epoch)
         if self._stripes.count > 1:
@@ -115,7 +115,7 @@ class ShardOrder:
         if self._buffer_size:
             positions = self._shuffle_in_windows(positions, epoch)
         ranks = numpy.searchsorted(plan.begins, positions, side="right") - 1
-        return Places(plan.blocks[ranks], positions - plan.begins[ranks])
+        return RecordLocations(plan.blocks[ranks], positions - plan.begins[ranks])
 
     def _get_plan(self, epoch: int) -> EpochPlan:
         key = epoch if self._buffer_size else 0

@@ -166,7 +166,7 @@ class OpenParquet:
         if number is None:
             check_count(0, count, self._name, offset)
             raise AssertionError("an indexed block has at least one record")
-        source = ReaderFile(Segment(data, offset), self._num_bytes)
+        source = ReaderFile(PartialFileReader(data, offset), self._num_bytes)
         try:
             opened = parquet.ParquetFile(source, metadata=self._metadata, pre_buffer=False)
             table = opened.read_row_group(number, columns=self._columns, use_threads=False).combine_chunks()
@@ -176,7 +176,7 @@ class OpenParquet:
         return TableBlock(table, self._name, offset)
 
 
-class Segment:
+class PartialFileReader:
     """Reader of byte ranges of a file, of which one part is in memory. Only this part can be read.
 
     Args:

@@ -46,7 +46,7 @@ from headway.launch.agent.shared_memory import SharedMemory
 from headway.launch.memory_watch import MemoryWatch
 from headway.launch.plan import AgentOrder
 from headway.launch.watch.hang_watch import GRACE as HANG_GRACE
-from headway.launch.watch.hang_watch import HangWatch, Worker
+from headway.launch.watch.hang_watch import HangWatch, ObservedRank
 from headway.log import silence_elastic
 
 GRACE = 15
@@ -294,7 +294,10 @@ class Agent(LocalElasticAgent):
             pids, paths = self._pids, self._files.pulses
             workers = worker_group.workers
             self._watch.begin_attempt(
-                [Worker(worker.global_rank, pids[worker.local_rank], paths[worker.local_rank]) for worker in workers],
+                [
+                    ObservedRank(worker.global_rank, pids[worker.local_rank], paths[worker.local_rank])
+                    for worker in workers
+                ],
                 workers[0].world_size,
             )
             self._is_watching = True

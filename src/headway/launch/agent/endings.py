@@ -18,7 +18,7 @@ from headway.common.tracebacks import remove_engine_noise, shorten_crash
 from headway.core.runtime.preempted_run import PreemptedRun
 from headway.launch.agent.records import RankExit
 from headway.launch.watch import report
-from headway.launch.watch.hang_watch import Hang
+from headway.launch.watch.hang_watch import DiagnosedHang
 
 _WHY = {
     -signal.SIGKILL: "; nothing in the kernel's counters says that memory ran out, so a person, a scheduler or a container's limit "
@@ -226,7 +226,7 @@ class HangReport:
         left: Process IDs of ranks on this machine that could not be killed.
     """
 
-    hang: Hang
+    hang: DiagnosedHang
     left: tuple[int, ...] = ()
 
     @property

@@ -48,7 +48,7 @@ _ANSWER = 1.0
 """Seconds that ranks have to write their stacks after they have received the signal that requests them."""
 
 
-class Machines(Protocol):
+class MachineConnections(Protocol):
     """Interface of the connections to the other machines, which exchange the state of ranks (`RankView` as dicts)."""
 
     def send_views(self, views: list[dict[str, Any]]) -> None:
@@ -62,7 +62,7 @@ class Machines(Protocol):
 
 
 @dataclass
-class Worker:
+class ObservedRank:
     """Rank of this machine, with its activity as observed from outside. Times are on this process's monotonic clock.
 
     Attributes:
@@ -107,7 +107,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Hang:
+class DiagnosedHang:
     """Hang that was diagnosed, with the stacks of this machine's ranks.
 
     Attributes:
@@ -134,18 +134,18 @@ class HangWatch:
         found: Diagnosed hang of the current attempt, or None.
     """
 
-    def __init__(self, timeout: float, say: Callable[[str], None], machines: Machines | None = None) -> None:
+    def __init__(self, timeout: float, say: Callable[[str], None], machines: MachineConnections | None = None) -> None:
         self._given = timeout
         self._timeout = timeout
         self._say = say
         self._machines = machines
-        self._workers: tuple[Worker, ...] = ()
+        self._workers: tuple[ObservedRank, ...] = ()
         self._world_size = 0
         self._said: set[tuple[int, str]] = set()
         self._thread: threading.Thread | None = None
-        self.found: Hang | None = None
+        self.found: DiagnosedHang | None = None
 
-    def begin_attempt(self, workers: Sequence[Worker], world_size: int) -> None:
+    def begin_attempt(self, workers: Sequence[ObservedRank], world_size: int) -> None:
         """Start watching the ranks after all of them have been started or restarted.
 
         Args:
@@ -176,7 +176,7 @@ class HangWatch:
             if self.found is None:
                 self._check_ranks(self._workers)
 
-    def _check_ranks(self, workers: tuple[Worker, ...]) -> None:
+    def _check_ranks(self, workers: tuple[ObservedRank, ...]) -> None:
         views = [self._read_view(worker) for worker in workers]
         everywhere = list(views)
         self._report_lingering_ranks(workers, views)
@@ -202,9 +202,9 @@ class HangWatch:
             views = [_use_live_stack(self._read_view(worker), dumps.get(worker.rank, "")) for worker in workers]
             verdict = judge.diagnose_hang([*views, *elsewhere], self._timeout)
         if verdict is not None and workers == self._workers:
-            self.found = Hang(verdict, dumps)
+            self.found = DiagnosedHang(verdict, dumps)
 
-    def _report_lingering_ranks(self, workers: tuple[Worker, ...], views: Sequence[RankView]) -> None:
+    def _report_lingering_ranks(self, workers: tuple[ObservedRank, ...], views: Sequence[RankView]) -> None:
         """Print which processes keep running after their scripts have ended, and the code that each one executes.
 
         Each process is reported only once.
@@ -234,7 +234,7 @@ class HangWatch:
                 return view.has_ended and min(view.phase_age, now - worker.active) > seconds
         return False
 
-    def _read_view(self, worker: Worker) -> RankView:
+    def _read_view(self, worker: ObservedRank) -> RankView:
         if worker.reader is None:
             worker.reader = pulse.HeartbeatFile(worker.path, is_writer=False)
         now = time.monotonic()
@@ -289,7 +289,9 @@ def describe_progress(path: Path) -> str:
     return f"update {reading.update}, micro-step {reading.micro_step}" if reading.update or reading.micro_step else ""
 
 
-def _dump_stacks(workers: Sequence[Worker], views: Sequence[RankView], *, of_ended: bool = False) -> dict[int, str]:
+def _dump_stacks(
+    workers: Sequence[ObservedRank], views: Sequence[RankView], *, of_ended: bool = False
+) -> dict[int, str]:
     """Request live stacks of all threads from the ranks, and return the text that arrives within a second, by rank.
 
     Ranks that have ended, are stopped or traced, or have no handler for the request are left out.

@@ -67,7 +67,7 @@ class _NamedTransfer:
         peer = group_src if group_dst is None else group_dst
         key = "group_dst" if self._op is dist.isend else "group_src"
         work = self._op(tensor, group=group, tag=tag, **{key: peer})
-        return None if work is None else _Awaited(work, self._name)
+        return None if work is None else _TransferHandle(work, self._name)
 
     def __eq__(self, other: object) -> bool:
         return other is self or other is self._op or (isinstance(other, _NamedTransfer) and other._op is self._op)
@@ -76,7 +76,7 @@ class _NamedTransfer:
         return hash(self._op)
 
 
-class _Awaited:
+class _TransferHandle:
     """Handle of a running transfer. Reports of hangs can name the transfer while a rank waits for it.
 
     Args:

@@ -292,11 +292,11 @@ class TensorParallel(SplitModel):
     def _register_hooks(self, module: torch.nn.Module, call: Any) -> None:
         if isinstance(call, LocalParameters):
             self._lent.append(call)
-        module.register_forward_pre_hook(call.before, with_kwargs=True)
+        module.register_forward_pre_hook(call.before_forward, with_kwargs=True)
         if hasattr(call, "after_any"):
             module.register_forward_hook(call.after_any, always_call=True)
         if hasattr(call, "after_forward"):
-            module.register_forward_hook(call.after, always_call=isinstance(call, LocalParameters))
+            module.register_forward_hook(call.after_forward, always_call=isinstance(call, LocalParameters))
 
     def _keep_cut(self, module: torch.nn.Module, output: torch.Tensor) -> Any:
         shape = torch.Size((*output.shape[:-1], styles.num_outputs(module)))

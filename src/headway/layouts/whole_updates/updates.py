@@ -45,7 +45,7 @@ _REFERENCES = (
 
 
 @dataclass
-class _Adopted:
+class _UpdatedOptimizer:
     """Data about one optimizer whose updates are made by `WholeUpdates`.
 
     Attributes:
@@ -125,7 +125,7 @@ class WholeUpdates:
         self._everyone = everyone
         self._is_forced = is_forced
         self._transfers = Transfers(everyone)
-        self._adopted: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Adopted] = weakref.WeakKeyDictionary()
+        self._adopted: weakref.WeakKeyDictionary[torch.optim.Optimizer, _UpdatedOptimizer] = weakref.WeakKeyDictionary()
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take over the updates of an optimizer if it cannot step on DTensors. Return whether they are taken over.
@@ -155,7 +155,7 @@ class WholeUpdates:
             ) from error
         if kind is UpdateKind.DIRECT:
             return False
-        self._adopted[optimizer] = _Adopted(kind, calls_closure_first=known is not None)
+        self._adopted[optimizer] = _UpdatedOptimizer(kind, calls_closure_first=known is not None)
         if bitsandbytes.keeps_low_bit_state(optimizer):
             bitsandbytes.register_overrides(optimizer)
         if kind is not UpdateKind.LOCAL:
@@ -215,7 +215,7 @@ class WholeUpdates:
 
     # ---------------------------------------------------------------- on local shards
 
-    def _call_on_shards(self, optimizer: torch.optim.Optimizer, found: _Adopted, method: str) -> None:
+    def _call_on_shards(self, optimizer: torch.optim.Optimizer, found: _UpdatedOptimizer, method: str) -> None:
         """Call a method of an optimizer while its groups and state contain this rank's shards as plain tensors.
 
         Args:
@@ -265,7 +265,7 @@ class WholeUpdates:
 
     # ---------------------------------------------------------------- by owners
 
-    def _assign_owners(self, optimizer: torch.optim.Optimizer, found: _Adopted) -> None:
+    def _assign_owners(self, optimizer: torch.optim.Optimizer, found: _UpdatedOptimizer) -> None:
         """Assign a rank as owner to each new parameter, and plan the transfers of all parameters.
 
         Other parameters keep their owner, which has their state. Do nothing if no parameter has been added or removed.
@@ -294,7 +294,7 @@ class WholeUpdates:
             return self._everyone.predict_boxes(parameters)
         return self._everyone.gather_objects([list(list_own_views(parameter)) for parameter in parameters])
 
-    def _call_on_owners(self, optimizer: torch.optim.Optimizer, found: _Adopted, method: str) -> None:
+    def _call_on_owners(self, optimizer: torch.optim.Optimizer, found: _UpdatedOptimizer, method: str) -> None:
         """Gather the parameters to their owners, call the optimizer, and scatter the results, bucket by bucket.
 
         While the optimizer updates a bucket, the next bucket is gathered and the previous one is scattered.
@@ -314,7 +314,7 @@ class WholeUpdates:
         buckets = [chosen] if is_whole else [
             [chosen[n] for n in bucket] for bucket in ownership.assign_buckets(parameters, owners, limit)
         ]  # fmt: skip
-        run = _Run(self._transfers, self._everyone.rank, optimizer, found, grads, method)
+        run = _OptimizerUpdate(self._transfers, self._everyone.rank, optimizer, found, grads, method)
         pending = run.start(buckets[0]) if chosen else None
         scattering: Callable[[], None] | None = None
         for number, bucket in enumerate(buckets if chosen else ()):
@@ -330,7 +330,7 @@ class WholeUpdates:
         if found.has_gaps and chosen and method == "step":
             self._copy_counters(optimizer, found, set(chosen))
 
-    def _gather_loaded_states(self, optimizer: torch.optim.Optimizer, found: _Adopted) -> None:
+    def _gather_loaded_states(self, optimizer: torch.optim.Optimizer, found: _UpdatedOptimizer) -> None:
         """Gather the sharded states of a loaded checkpoint to the ranks that own the parameters.
 
         The states are removed from all other ranks. Do nothing unless a load might have changed the state.
@@ -408,7 +408,7 @@ class WholeUpdates:
             optimizer.state.clear()
             optimizer.state.update(before)
 
-    def _copy_counters(self, optimizer: torch.optim.Optimizer, found: _Adopted, updated: set[int]) -> None:
+    def _copy_counters(self, optimizer: torch.optim.Optimizer, found: _UpdatedOptimizer, updated: set[int]) -> None:
         """Copy the numbers in each group, such as step counts, from a rank that has updated a parameter of the group.
 
         Numbers in the optimizer's attributes are copied from the owner of the first updated parameter.
@@ -429,7 +429,7 @@ class WholeUpdates:
         write_numbers(vars(optimizer), told[found.owners[min(updated)]][1])
 
 
-class _Run:
+class _OptimizerUpdate:
     """One update by one optimizer, bucket by bucket.
 
     Args:
@@ -446,7 +446,7 @@ class _Run:
         transfers: Transfers,
         rank: int,
         optimizer: torch.optim.Optimizer,
-        found: _Adopted,
+        found: _UpdatedOptimizer,
         grads: Sequence[torch.Tensor | None],
         method: str,
     ) -> None:

@@ -18,7 +18,7 @@ from headway.offload.placement.budget import (
 from headway.offload.placement.device_map import DeviceMap, check_device_map, check_presence, clean_device_map
 from headway.offload.placement.report import make_report
 from headway.offload.placement.sizes import Dtype
-from headway.offload.placement.solver import Solution, balance_loads, minimize_first_load, solve_placement
+from headway.offload.placement.solver import PlacementSolution, balance_loads, minimize_first_load, solve_placement
 from headway.offload.placement.survey import ModuleTree, survey_model
 from headway.offload.placement.workload import Workload
 
@@ -119,7 +119,7 @@ def _split_roles(budgets: Mapping[Device, int]) -> tuple[list[Device], list[Devi
 
 def _solve_placement(
     surveyed: ModuleTree, budgets: Mapping[Device, int], compute: list[Device], stores: list[Device]
-) -> Solution | None:
+) -> PlacementSolution | None:
     rooms = [budgets[device] for device in compute]
     return solve_placement(
         surveyed.parts, rooms, [budgets.get(store, UNLIMITED) for store in stores], compute == ["cpu"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from headway.common.text import format_bytes, format_columns
 from headway.offload.placement.budget import Device
-from headway.offload.placement.solver import Solution
+from headway.offload.placement.solver import PlacementSolution
 from headway.offload.placement.survey import ModuleTree
 
 
@@ -87,7 +87,11 @@ class PlacementReport:
 
 
 def make_report(
-    surveyed: ModuleTree, solution: Solution, devices: list[Device], num_compute: int, budgets: Mapping[Device, int]
+    surveyed: ModuleTree,
+    solution: PlacementSolution,
+    devices: list[Device],
+    num_compute: int,
+    budgets: Mapping[Device, int],
 ) -> PlacementReport:
     """Return the memory that a placement needs on each device.
 

@@ -23,7 +23,7 @@ _MAX_CHOICES = 512
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """Part of a model that a placement does not divide. Sizes are in bytes.
 
     Attributes:
@@ -43,7 +43,7 @@ class Part:
 
 
 @dataclass
-class Solution:
+class PlacementSolution:
     """Placement of all parts of a model.
 
     Attributes:
@@ -58,8 +58,8 @@ class Solution:
 
 
 def solve_placement(
-    parts: Sequence[Part], budgets: Sequence[int], stores: Sequence[int], may_hold_nothing: bool = False
-) -> Solution | None:
+    parts: Sequence[ModelPart], budgets: Sequence[int], stores: Sequence[int], may_hold_nothing: bool = False
+) -> PlacementSolution | None:
     """Place parts on compute devices in order. Parts that do not fit are placed in stores (main memory, disk).
 
     Args:
@@ -76,8 +76,8 @@ def solve_placement(
     """
     whole = _place_without_offloading(parts, budgets)
     if whole is not None:
-        return Solution(whole, min(whole, default=0))
-    best: Solution | None = None
+        return PlacementSolution(whole, min(whole, default=0))
+    best: PlacementSolution | None = None
     placed = -1
     for main in range(len(budgets)):
         found = _place_with_offloading(parts, budgets, stores, main)
@@ -91,7 +91,7 @@ def solve_placement(
     return best
 
 
-def _place_without_offloading(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | None:
+def _place_without_offloading(parts: Sequence[ModelPart], budgets: Sequence[int]) -> list[int] | None:
     """Place all parts on compute devices, first in order, then with each choice of devices for tied parts.
 
     Returns:
@@ -116,7 +116,7 @@ def _place_without_offloading(parts: Sequence[Part], budgets: Sequence[int]) -> 
     return None
 
 
-def _fill_devices(parts: Sequence[Part], budgets: Sequence[int], floor: Sequence[int] = ()) -> list[int] | None:
+def _fill_devices(parts: Sequence[ModelPart], budgets: Sequence[int], floor: Sequence[int] = ()) -> list[int] | None:
     """Assign parts to devices in order, and return the device of each part, or None if the parts do not fit.
 
     Each device takes as many parts as fit.
@@ -134,8 +134,8 @@ def _fill_devices(parts: Sequence[Part], budgets: Sequence[int], floor: Sequence
 
 
 def _place_with_offloading(
-    parts: Sequence[Part], budgets: Sequence[int], stores: Sequence[int], main: int
-) -> Solution | None:
+    parts: Sequence[ModelPart], budgets: Sequence[int], stores: Sequence[int], main: int
+) -> PlacementSolution | None:
     """Return the placement that offloads the fewest parts and uses `main` as the first compute device.
 
     Return None if there is no such placement.
@@ -157,10 +157,10 @@ def _place_with_offloading(
         device += [d] * (stop - len(device))
     device += [-1] * (n - end)
     _use_empty_devices(parts, budgets, main, device)
-    return Solution(device, main, True) if _fill_stores(parts, stores, device, len(budgets)) else None
+    return PlacementSolution(device, main, True) if _fill_stores(parts, stores, device, len(budgets)) else None
 
 
-def _find_best_cut(parts: Sequence[Part], budgets: Sequence[int], main: int) -> tuple[int, int] | None:
+def _find_best_cut(parts: Sequence[ModelPart], budgets: Sequence[int], main: int) -> tuple[int, int] | None:
     """Find the number of parts on the main device that leaves the fewest parts to offload.
 
     Args:
@@ -197,7 +197,7 @@ def _find_best_cut(parts: Sequence[Part], budgets: Sequence[int], main: int) -> 
     return None
 
 
-def _find_run_end(parts: Sequence[Part], budget: int, start: int, passing: int = 0) -> int:
+def _find_run_end(parts: Sequence[ModelPart], budget: int, start: int, passing: int = 0) -> int:
     """Return the index after the longest run of consecutive parts that starts at `start` and fits on a device.
 
     Args:
@@ -215,7 +215,7 @@ def _find_run_end(parts: Sequence[Part], budget: int, start: int, passing: int =
     return len(parts)
 
 
-def _find_run_ends(parts: Sequence[Part], budget: int) -> list[int]:
+def _find_run_ends(parts: Sequence[ModelPart], budget: int) -> list[int]:
     """Return the end (exclusive) of the longest run of parts that fits on a device, for each start index.
 
     The computation uses two pointers and a monotone queue of maxima.
@@ -249,7 +249,7 @@ def _find_run_ends(parts: Sequence[Part], budget: int) -> list[int]:
     return ends
 
 
-def _use_empty_devices(parts: Sequence[Part], budgets: Sequence[int], main: int, device: list[int]) -> None:
+def _use_empty_devices(parts: Sequence[ModelPart], budgets: Sequence[int], main: int, device: list[int]) -> None:
     """Move runs of offloaded parts to compute devices that are empty and have enough memory for them.
 
     Args:
@@ -279,7 +279,7 @@ def _use_empty_devices(parts: Sequence[Part], budgets: Sequence[int], main: int,
                 break
 
 
-def _fill_stores(parts: Sequence[Part], stores: Sequence[int], device: list[int], num_compute: int) -> bool:
+def _fill_stores(parts: Sequence[ModelPart], stores: Sequence[int], device: list[int], num_compute: int) -> bool:
     """Assign the offloaded parts, whose device is -1, to the stores in order. Return False if they do not fit.
 
     Args:
@@ -302,7 +302,7 @@ def _fill_stores(parts: Sequence[Part], stores: Sequence[int], device: list[int]
     return True
 
 
-def balance_loads(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | None:
+def balance_loads(parts: Sequence[ModelPart], budgets: Sequence[int]) -> list[int] | None:
     """Return the load of each device in the contiguous placement whose largest load is as small as possible.
 
     Within that bound, loads are as even as possible. Each device gets about an equal share of the parts that the
@@ -346,7 +346,7 @@ def _can_fit_sums(held: Sequence[int], budgets: Sequence[int]) -> bool:
     return end == len(held) - 1
 
 
-def _compute_even_loads(parts: Sequence[Part], caps: Sequence[int]) -> list[int]:
+def _compute_even_loads(parts: Sequence[ModelPart], caps: Sequence[int]) -> list[int]:
     """Return the load of each device in bytes, with the parts spread as evenly as possible.
 
     In order, each device gets about an equal share of the parts that the devices before it have not taken. It gets more
@@ -387,7 +387,7 @@ def _compute_even_loads(parts: Sequence[Part], caps: Sequence[int]) -> list[int]
     return loads
 
 
-def minimize_first_load(parts: Sequence[Part], budgets: Sequence[int]) -> list[int] | None:
+def minimize_first_load(parts: Sequence[ModelPart], budgets: Sequence[int]) -> list[int] | None:
     """Return the budgets, with the first one reduced as far as possible, or None if the parts do not fit at all.
 
     The first budget is reduced as long as the other devices can store the parts that no longer fit on the first device.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from headway.offload.placement.sizes import Dtype, TensorSizes, collect_class_names
-from headway.offload.placement.solver import Part
+from headway.offload.placement.solver import ModelPart
 from headway.offload.placement.workload import Workload, measure_demands
 
 _PARAMETER, _BUFFER, _TRANSIENT = range(3)
@@ -26,7 +26,7 @@ class ModuleTree:
 
     names: list[str]
     members: list[list[int]]
-    parts: list[Part]
+    parts: list[ModelPart]
 
     def make_device_map(self, device: list[int]) -> dict[str, int]:
         """Return the device index of each unit (indivisible module or tensor), by name.
@@ -95,7 +95,7 @@ def survey_model(
     for i in range(len(names)):
         members.setdefault(_find_root(group, i), []).append(i)
     parts = [
-        Part(
+        ModelPart(
             size=sum(sizes[i] for i in own),
             buffers=sum(buffers[i] for i in own),
             kept=sum(needs.get(names[i], (0, 0))[0] for i in own),

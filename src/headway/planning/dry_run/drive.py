@@ -38,7 +38,7 @@ class BatchStep(Protocol):
         """Return the loss of the entire batch."""
 
 
-class Forward:
+class MeasuredForward:
     """Forward pass of a training step in the run's precision. It records the memory that autograd keeps for backward.
 
     Args:
@@ -94,14 +94,14 @@ class StepDriver:
     Subclasses add the calls that other layouts need.
     """
 
-    def warm_up(self, forward: Forward) -> None:
+    def warm_up(self, forward: MeasuredForward) -> None:
         """Do the work that a training run does only once, before the measured update. The base class does nothing.
 
         Args:
             forward: Forward pass of the measured update.
         """
 
-    def run_update(self, forward: Forward, meter: "StepMeter") -> None:
+    def run_update(self, forward: MeasuredForward, meter: "StepMeter") -> None:
         """Run forward and backward. Gradients are reduced in backward.
 
         Args:
@@ -113,7 +113,7 @@ class StepDriver:
         meter.phase = "backward"
         self.run_backward(loss)
 
-    def end_forward(self, forward: Forward, loss: torch.Tensor) -> None:
+    def end_forward(self, forward: MeasuredForward, loss: torch.Tensor) -> None:
         """Record the end of forward. All memory that is still in use is now kept for backward.
 
         Args:
@@ -142,7 +142,7 @@ class ContextParallelDriver(StepDriver):
         self._strategy = strategy
         self._model = model
 
-    def warm_up(self, forward: Forward) -> None:
+    def warm_up(self, forward: MeasuredForward) -> None:
         """Call the model once without gradients.
 
         The first call also runs the unsplit model to compare the results. That work must not be counted.
@@ -181,12 +181,12 @@ class PipelineDriver(StepDriver):
                 "whose batch can be cut: an object with inputs(), loss(model, inputs) and __call__(model). Or use schedule='gpipe'"
             )
 
-    def warm_up(self, forward: Forward) -> None:
+    def warm_up(self, forward: MeasuredForward) -> None:
         """Run the schedule once, to determine which shapes the stages send to each other. Then drop the gradients."""
         self._run_schedule(forward)
         self._strategy.drop_gradients(forward.model.parameters())
 
-    def run_update(self, forward: Forward, meter: "StepMeter") -> None:
+    def run_update(self, forward: MeasuredForward, meter: "StepMeter") -> None:
         """Run an update's pipeline schedule, and reduce the gradients of parameters that are replicated over ranks."""
         if self._is_plain:
             super().run_update(forward, meter)
@@ -196,7 +196,7 @@ class PipelineDriver(StepDriver):
         meter.phase = "update"
         self._strategy.reduce_gradients()
 
-    def end_forward(self, forward: Forward, loss: torch.Tensor) -> None:
+    def end_forward(self, forward: MeasuredForward, loss: torch.Tensor) -> None:
         """Do nothing, because several micro-batches are in progress when a forward ends.
 
         The memory of activations is instead recorded from the tensors that autograd saves.
@@ -206,7 +206,7 @@ class PipelineDriver(StepDriver):
         """Run the backward of the loss, then that of each stage, from the last stage to the first."""
         self._strategy.backward(loss, 1.0, Precision())
 
-    def _run_schedule(self, forward: Forward) -> None:
+    def _run_schedule(self, forward: MeasuredForward) -> None:
         """Run the schedule on the step's batch, which is split into micro-batches if the schedule needs that."""
         step, model = forward.step, forward.model
         if self._is_plain or not isinstance(step, BatchStep):

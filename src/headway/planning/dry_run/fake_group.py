@@ -204,14 +204,14 @@ class PeerAnswers:
             self.answers.append({})
         known = self.answers[number]
         known[rank] = obj
-        return _Answers(known.get(each, _NOT_STORED) for each in range(num_ranks))
+        return _GatheredObjects(known.get(each, _NOT_STORED) for each in range(num_ranks))
 
 
 _NOT_STORED = object()
 """Placeholder for the object of a rank that has not stored one yet. None is an object that a rank can store."""
 
 
-class _Answers(list[Any]):
+class _GatheredObjects(list[Any]):
     """List of the objects that the ranks have passed to one collective.
 
     Reading the object of a rank that has not stored one yet raises AnswerNotReady.

@@ -21,7 +21,7 @@ from torch import nn
 from headway.accelerator import Accelerator
 from headway.common import scope
 from headway.common.callsite import Frame, is_headway_file, walk_stack
-from headway.core.checkpoint.resume.comparison import Restored
+from headway.core.checkpoint.resume.comparison import RestoreResult
 from headway.core.data.loader import PreparedLoader
 from headway.core.runtime.dry_run import begin_forecast
 from headway.errors import ConfigError, HeadwayError
@@ -278,8 +278,8 @@ class FilelessAccelerator(Accelerator):
     def save_state(self, output_dir: str | Path | None = None, *args: Any, **kwargs: Any) -> Path:
         return Path(output_dir or self.project_dir or ".")
 
-    def load_state(self, input_dir: str | Path | None = None, *args: Any, **kwargs: Any) -> Restored:
-        return Restored(Path(input_dir or self.project_dir or "."), {"num_updates": 0, "epoch": 0})
+    def load_state(self, input_dir: str | Path | None = None, *args: Any, **kwargs: Any) -> RestoreResult:
+        return RestoreResult(Path(input_dir or self.project_dir or "."), {"num_updates": 0, "epoch": 0})
 
     def resume(self, *args: Any, **kwargs: Any) -> None:
         return None

@@ -35,7 +35,7 @@ from headway.forecasting.tracing.step import choose_cuda_kernels, mark_model
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.offload.placement.meta_model import init_empty_weights
 from headway.planning._torch import FakeTensorMode
-from headway.planning.dry_run.drive import ContextParallelDriver, Forward, PipelineDriver, Step, StepDriver
+from headway.planning.dry_run.drive import ContextParallelDriver, MeasuredForward, PipelineDriver, Step, StepDriver
 from headway.planning.dry_run.fake_group import AnswerNotReady, KeepRealTensors, PeerAnswers, run_as_rank
 from headway.planning.dry_run.meter import SHARED, ActivationMeter, MeteredCollective, PlanEvent, StepMeter, Volume
 from headway.planning.dry_run.states import StateBytes, count_state_bytes, describe_states
@@ -338,7 +338,7 @@ def run_update(
             updates.adopt_optimizer(optimizer)
             if device.is_cuda:
                 choose_cuda_kernels(optimizer)
-        forward = Forward(step, model, precision, saved)
+        forward = MeasuredForward(step, model, precision, saved)
         drive.warm_up(forward)
         saved.reset_peak()
         # The tracker is the inner mode. So it sees operations on local shards, but not those that DTensor runs on full

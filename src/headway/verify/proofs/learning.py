@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from headway.verify.proofs.processes import find_diverged
-from headway.verify.records import RunRecord, Update
+from headway.verify.records import RunRecord, UpdateRecord
 from headway.verify.verdict import RunSet, Verdict, join
 
 KEY, TITLE = "learning", "what learns, learns"
@@ -49,7 +49,7 @@ def check_learning(runs: RunSet) -> Verdict:
     return Verdict(KEY, TITLE, "PASS", f"{len(trainable)} parameter tensors got gradients and changed{frozen}")
 
 
-def _check_finite(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+def _check_finite(facts: dict[str, Any], updates: list[UpdateRecord]) -> Verdict | None:
     """Return the failed verdict if an optimizer gets gradients that are NaN or infinite, else None.
 
     In fp16, infinite gradients are normal, because the loss scale is found by trying. Such updates are skipped.
@@ -66,7 +66,7 @@ def _check_finite(facts: dict[str, Any], updates: list[Update]) -> Verdict | Non
     return None
 
 
-def _check_optimizers(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+def _check_optimizers(facts: dict[str, Any], updates: list[UpdateRecord]) -> Verdict | None:
     """Return the failed verdict if a trainable parameter is in no optimizer, or if some frozen parameters are in one.
 
     Return None otherwise. If the optimizers contain all frozen parameters, none is reported, because scripts often pass
@@ -94,7 +94,7 @@ def _check_optimizers(facts: dict[str, Any], updates: list[Update]) -> Verdict |
     return None
 
 
-def _check_gradients(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+def _check_gradients(facts: dict[str, Any], updates: list[UpdateRecord]) -> Verdict | None:
     """Return the failed verdict if a trainable parameter gets no gradient or only zeros, else None.
 
     A bias may get only zeros if another parameter of its module does not.
@@ -121,7 +121,7 @@ def _check_gradients(facts: dict[str, Any], updates: list[Update]) -> Verdict | 
     return None
 
 
-def _check_experts(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+def _check_experts(facts: dict[str, Any], updates: list[UpdateRecord]) -> Verdict | None:
     """Return the failed verdict if an expert gets no gradient in any update, else None.
 
     Only parameters that stack the weights of all experts are examined.
@@ -137,7 +137,7 @@ def _check_experts(facts: dict[str, Any], updates: list[Update]) -> Verdict | No
     return None
 
 
-def _check_frozen_norms(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+def _check_frozen_norms(facts: dict[str, Any], updates: list[UpdateRecord]) -> Verdict | None:
     """Return the failed verdict if the running statistics of a frozen batch norm change, else None."""
     start = facts.get("initial", {})
     drifting = [
@@ -154,7 +154,7 @@ def _check_frozen_norms(facts: dict[str, Any], updates: list[Update]) -> Verdict
     )
 
 
-def _check_movement(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+def _check_movement(facts: dict[str, Any], updates: list[UpdateRecord]) -> Verdict | None:
     """Return the failed verdict if a trainable parameter with a gradient does not change, or a frozen one does.
 
     Return None otherwise.
@@ -183,7 +183,7 @@ def _check_movement(facts: dict[str, Any], updates: list[Update]) -> Verdict | N
     return None
 
 
-def _check_stale_gradients(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+def _check_stale_gradients(facts: dict[str, Any], updates: list[UpdateRecord]) -> Verdict | None:
     """Return the failed verdict if an optimizer changes a parameter after the script has frozen it, else None."""
     before = facts.get("initial", {})
     for update in updates:
@@ -198,7 +198,7 @@ def _check_stale_gradients(facts: dict[str, Any], updates: list[Update]) -> Verd
     return None
 
 
-def _check_discards(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+def _check_discards(facts: dict[str, Any], updates: list[UpdateRecord]) -> Verdict | None:
     """Return the failed verdict if `zero_grad` often discards the gradients of a batch before a step, else None."""
     found = [update for update in updates if update.discarded]
     if len(found) < 2:  # one batch may be left out on purpose
@@ -211,7 +211,7 @@ def _check_discards(facts: dict[str, Any], updates: list[Update]) -> Verdict | N
     )
 
 
-def _check_modes(facts: dict[str, Any], updates: list[Update]) -> Verdict | None:
+def _check_modes(facts: dict[str, Any], updates: list[UpdateRecord]) -> Verdict | None:
     """Return the failed verdict if a model with dropout or batch norms stays in evaluation mode, else None.
 
     Models that were never in training mode are accepted, because some scripts train in evaluation mode on purpose.
@@ -259,7 +259,7 @@ def _find_cut(first: RunRecord, name: str) -> str:
     return ""
 
 
-def _check_buffers(runs: RunSet, updates: list[Update]) -> Verdict | None:
+def _check_buffers(runs: RunSet, updates: list[UpdateRecord]) -> Verdict | None:
     """Return the failed verdict if calling the model in evaluation mode changes a persistent buffer, else None."""
     changing = runs.probed.fact.get("changes_in_evaluation", []) if runs.probed is not None else []
     if not changing:
@@ -283,7 +283,7 @@ def _check_replicas(runs: RunSet) -> Verdict | None:
     )
 
 
-def _describe_writer(name: str, updates: list[Update]) -> str:
+def _describe_writer(name: str, updates: list[UpdateRecord]) -> str:
     """Return where the script changes a tensor in place, as a phrase such as " at train.py:12"; "" if unknown."""
     lines = [line for update in updates for line in update.written.get(name, ())]
     return f" at {lines[0]}" if lines else ""

@@ -6,7 +6,7 @@ from headway.verify.blame import Blame, blame_parts
 from headway.verify.causes import explain_parts
 from headway.verify.compare import RunDifference, count_rows, count_samples, find_first_difference
 from headway.verify.proofs.samples import explain_other_contents
-from headway.verify.records import RunRecord, Update
+from headway.verify.records import RunRecord, UpdateRecord
 from headway.verify.verdict import RunSet, Verdict, describe_failure, join
 
 
@@ -547,7 +547,7 @@ def _find_cause_of_step(reference: RunRecord, other: RunRecord, found: RunDiffer
     )
 
 
-def _list_writers(updates: list[Update]) -> list[str]:
+def _list_writers(updates: list[UpdateRecord]) -> list[str]:
     """Return the lines of the script that changed parameters or buffers in place in any of the updates."""
     return list(dict.fromkeys(line for each in updates for lines in each.written.values() for line in lines))
 

@@ -3,7 +3,7 @@
 from headway.verify.blame import blame_repeat
 from headway.verify.causes import explain_repeat
 from headway.verify.compare import are_equal, count_samples, find_first_difference, find_other_norms
-from headway.verify.records import RunRecord, Update
+from headway.verify.records import RunRecord, UpdateRecord
 from headway.verify.verdict import RunSet, Verdict, describe_failure, join
 
 KEY, TITLE = "resume", "resume is exact"
@@ -248,7 +248,7 @@ def _explain_loss(first: RunRecord, resumed: RunRecord, update: int, where: str)
     return _make_failure(reason, (), advice, PAGE)
 
 
-def _explain_rates(resumed: RunRecord, ours: Update, theirs: Update, where: str) -> Verdict:
+def _explain_rates(resumed: RunRecord, ours: UpdateRecord, theirs: UpdateRecord, where: str) -> Verdict:
     """Return the failed verdict on learning rates that differ after a resume, with the script line that sets them.
 
     Args:
@@ -266,7 +266,7 @@ def _explain_rates(resumed: RunRecord, ours: Update, theirs: Update, where: str)
     )  # fmt: skip
 
 
-def _explain_step(resumed: RunRecord, ours: Update, theirs: Update, name: str, where: str) -> Verdict:
+def _explain_step(resumed: RunRecord, ours: UpdateRecord, theirs: UpdateRecord, name: str, where: str) -> Verdict:
     """Return the failed verdict on a parameter that differs after a resume, although gradients and rates are equal.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from headway.core.checkpoint import lock
-from headway.core.checkpoint.folders import Locks
+from headway.core.checkpoint.folders import HeldLocks
 from headway.core.checkpoint.lock import LockOwner
 from headway.core.checkpoint.stores.folder_lock import FolderLock
 from headway.errors import CheckpointError
@@ -114,7 +114,7 @@ def test_deleted_lock_file_is_recreated(tmp_path):
 
 
 def test_objects_of_one_process_share_a_lock(tmp_path):
-    locks = Locks()
+    locks = HeldLocks()
     locks.lock_folder(tmp_path / "a", "one", "start")
     assert locks.get_start_id(tmp_path / "a") == "start"
     locks.lock_folder(tmp_path / "a", "two", "start")
@@ -124,5 +124,5 @@ def test_objects_of_one_process_share_a_lock(tmp_path):
 
 def test_disk_without_locks_causes_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    Locks().lock_folder(tmp_path / "file" / "checkpoints", "one", "start")
+    HeldLocks().lock_folder(tmp_path / "file" / "checkpoints", "one", "start")
     assert "cannot be locked" in caplog.text

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from headway.core.config.activation_checkpointing import ActivationCheckpointing
-from headway.core.config.load import COMMAND_LINE, Value, encode_payload, resolve
+from headway.core.config.load import COMMAND_LINE, SettingValue, encode_payload, resolve
 from headway.core.config.preemption import Preemption
 from headway.core.config.run import (
     DataLoaderConfiguration,
@@ -59,7 +59,7 @@ def test_one_name_can_be_given_without_a_tuple():
 
 
 def test_launchers_number_of_micro_batches_meets_the_plugin(monkeypatch):
-    settings = {"gradient_accumulation_steps": Value(8, f"{COMMAND_LINE}: --gradient_accumulation_steps")}
+    settings = {"gradient_accumulation_steps": SettingValue(8, f"{COMMAND_LINE}: --gradient_accumulation_steps")}
     monkeypatch.setenv("HEADWAY_RUN", encode_payload(resolve([settings]), 1))
     for plugin in (GradientAccumulationPlugin(num_steps=4), GradientAccumulationPlugin(sync_each_batch=True)):
         with pytest.raises(

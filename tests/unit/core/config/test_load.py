@@ -8,7 +8,7 @@ from headway.common import env
 from headway.core.config.files import read_settings
 from headway.core.config.launch import SETTINGS, UNSET, LaunchConfig
 from headway.core.config.load import (
-    Value,
+    SettingValue,
     encode_payload,
     read_environment_layer,
     read_requested_num_processes,
@@ -23,11 +23,11 @@ def test_table_and_dataclass_name_the_same_settings():
 
 
 def test_strongest_layer_wins_with_its_origin():
-    told = {"num_processes": Value(2, "command line: --num_processes")}
+    told = {"num_processes": SettingValue(2, "command line: --num_processes")}
     variables = read_environment_layer({"HEADWAY_NUM_PROCESSES": "4", "HEADWAY_CPU": "yes"})
     file = {
-        "num_processes": Value(8, "file: f key num_processes"),
-        "mixed_precision": Value("bf16", "file: f key mixed_precision"),
+        "num_processes": SettingValue(8, "file: f key num_processes"),
+        "mixed_precision": SettingValue("bf16", "file: f key mixed_precision"),
     }
     resolved = resolve([told, variables, file])
     assert resolved.config == LaunchConfig(num_processes=2, cpu=True, mixed_precision="bf16")
@@ -40,13 +40,13 @@ def test_strongest_layer_wins_with_its_origin():
 
 
 def test_false_overrides_weaker_layers():
-    resolved = resolve([{"cpu": Value(False, "environment: HEADWAY_CPU")}, {"cpu": Value(True, "file")}])
+    resolved = resolve([{"cpu": SettingValue(False, "environment: HEADWAY_CPU")}, {"cpu": SettingValue(True, "file")}])
     assert resolved.get("cpu", None) is False
 
 
 def test_unknown_setting_is_refused():
     with pytest.raises(ConfigError, match=r"num_procs.*did you mean num_processes"):
-        resolve([{"num_procs": Value(1, "here")}])
+        resolve([{"num_procs": SettingValue(1, "here")}])
 
 
 def test_empty_variable_sets_nothing():
@@ -89,7 +89,10 @@ def _set_payload(*layers, num_processes=2, force=False):
 
 
 def test_payload_contains_what_workers_read():
-    layer = {"mixed_precision": Value("bf16", "command line: --mixed_precision"), "max_restarts": Value(3, "x")}
+    layer = {
+        "mixed_precision": SettingValue("bf16", "command line: --mixed_precision"),
+        "max_restarts": SettingValue(3, "x"),
+    }
     content = json.loads(encode_payload(resolve([layer]), 4))
     assert content == {
         "version": 1, "num_processes": 4, "force": False,
@@ -136,8 +139,8 @@ def test_invalid_value_in_the_payload_is_refused_with_its_name(name, value):
         resolve_run_setting(name, None, None)
 
 
-TOLD = {"mixed_precision": Value("bf16", "command line: --mixed_precision")}
-FILED = {"mixed_precision": Value("bf16", "file: f key mixed_precision")}
+TOLD = {"mixed_precision": SettingValue("bf16", "command line: --mixed_precision")}
+FILED = {"mixed_precision": SettingValue("bf16", "file: f key mixed_precision")}
 
 
 class TestRunSetting:
@@ -190,7 +193,7 @@ class TestRunSetting:
             assert resolve_run_setting("mixed_precision", "fp16", "no", code_origin=self.line)[0] == "fp16"
 
     def test_switch_is_named_without_a_value(self):
-        layer = {"cpu": Value(True, "command line: --cpu")}
+        layer = {"cpu": SettingValue(True, "command line: --cpu")}
         with _set_payload(layer), pytest.raises(ConfigError, match="against --cpu on the command line"):
             resolve_run_setting("cpu", False, False)
 
@@ -206,11 +209,11 @@ class TestRunSetting:
 
 def test_earlier_names_are_accepted_for_one_release(monkeypatch, tmp_path):
     assert read_environment_layer({"HEADWAY_PATIENCE": "7", "HEADWAY_MACHINE_PATIENCE": "8"}) == {
-        "timeout": Value(7.0, "environment: HEADWAY_PATIENCE"),
-        "machine_timeout": Value(8.0, "environment: HEADWAY_MACHINE_PATIENCE"),
+        "timeout": SettingValue(7.0, "environment: HEADWAY_PATIENCE"),
+        "machine_timeout": SettingValue(8.0, "environment: HEADWAY_MACHINE_PATIENCE"),
     }
     both = read_environment_layer({"HEADWAY_TIMEOUT": "9", "HEADWAY_PATIENCE": "7"})
-    assert both == {"timeout": Value(9.0, "environment: HEADWAY_TIMEOUT")}
+    assert both == {"timeout": SettingValue(9.0, "environment: HEADWAY_TIMEOUT")}
     assert read_settings({"patience": 5}, "f")["timeout"].value == 5.0
     monkeypatch.setenv("HEADWAY_PATIENCE", "6")
     assert resolve_run_setting("timeout", None, 600.0) == (6.0, "environment: HEADWAY_PATIENCE")

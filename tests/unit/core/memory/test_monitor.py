@@ -103,7 +103,7 @@ def test_prepared_objects_mark_forward_backward_and_step():
 def test_marks_without_a_monitor_have_no_effect():
     events.mark_phase("forward")
     assert not scope.get_or_create(events.Listeners).to_phases
-    assert not scope.get_or_create(monitor_file._Running)
+    assert not scope.get_or_create(monitor_file._ActiveMonitors)
 
 
 @LINUX
@@ -117,7 +117,7 @@ def test_inner_monitor_does_not_change_the_outer_one():
             del block
     assert outer.peak - start > 150 * MIB
     assert inner.peak - start < 120 * MIB
-    assert not scope.get_or_create(monitor_file._Running)
+    assert not scope.get_or_create(monitor_file._ActiveMonitors)
 
 
 def test_monitor_can_be_reused_but_not_nested_in_itself():

@@ -140,7 +140,7 @@ def simulated(monkeypatch):
     """Simulate a GPU with 1 TiB, of which 1 GiB is in use, and return its allocator."""
     allocator = SimulatedAllocator(1 << 40)
     allocator.malloc(1 << 30)
-    scope.drop(oom._Counted)
+    scope.drop(oom._CountedErrors)
     monkeypatch.setattr(oom, "HARDWARE", {"cuda": HARDWARE["cuda"]})
     monkeypatch.setattr(torch, "get_device_module", lambda kind: allocator)
     return allocator

@@ -1,6 +1,6 @@
 """Test the log of a batch's collectives, which records while a batch is open and sends its entries to a listener."""
 
-from headway.core.runtime.collective_log import VOTE, CollectiveLog, Step, is_vote, parse_exchange
+from headway.core.runtime.collective_log import VOTE, CollectiveLog, RecordedCollective, is_vote, parse_exchange
 
 
 def test_nothing_is_recorded_outside_a_batch() -> None:
@@ -28,8 +28,8 @@ def test_listener_gets_earlier_and_later_collectives_but_no_skipped_ones() -> No
     )  # a second request has no effect
     trail.record_entry("fsdp", "scatter", 0, 1, 8, "float32", "AVG")
     assert told == [
-        (0, Step("fsdp", "gather", [0, 1])),
-        (2, Step("fsdp", "scatter", [0, 1, 8, "float32", "AVG"])),
+        (0, RecordedCollective("fsdp", "gather", [0, 1])),
+        (2, RecordedCollective("fsdp", "scatter", [0, 1, 8, "float32", "AVG"])),
     ]
 
 
@@ -45,6 +45,6 @@ def test_listener_gets_nothing_of_a_finished_round() -> None:
 
 
 def test_vote_is_recognized_by_its_name() -> None:
-    assert is_vote(Step("all", "numbers", [VOTE, "", 8]))
-    assert not is_vote(Step("all", "numbers", ["numbers", "", 8]))
-    assert not is_vote(Step("all", "in place", [True, 0, []]))
+    assert is_vote(RecordedCollective("all", "numbers", [VOTE, "", 8]))
+    assert not is_vote(RecordedCollective("all", "numbers", ["numbers", "", 8]))
+    assert not is_vote(RecordedCollective("all", "in place", [True, 0, []]))

@@ -107,7 +107,7 @@ def test_error_hidden_by_a_library_is_recognized(simulate, monkeypatch) -> None:
     allocator = simulate(40 << 30)
     allocator.malloc(1 << 20)  # the weights
     monkeypatch.setattr(oom, "HARDWARE", {"cuda": CUDA})
-    scope.drop(oom._Counted)
+    scope.drop(oom._CountedErrors)
 
     def uses(rows: int) -> list[int]:
         try:
@@ -123,7 +123,7 @@ def test_missing_engine_for_another_reason_costs_at_most_one_more_attempt(simula
     allocator = simulate(40 << 30)
     allocator.malloc(1 << 20)  # the weights
     monkeypatch.setattr(oom, "HARDWARE", {"cuda": CUDA})
-    scope.drop(oom._Counted)
+    scope.drop(oom._CountedErrors)
     tried: list[int] = []
 
     def uses(rows: int) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 from headway.core.checkpoint.saving import writer
 from headway.core.runtime import pulse
 from headway.launch.agent.endings import HangReport
-from headway.launch.watch.hang_watch import HangWatch, Worker, describe_progress
+from headway.launch.watch.hang_watch import HangWatch, ObservedRank, describe_progress
 from headway.launch.watch.views import encode_view
 
 STDLIB = sysconfig.get_path("stdlib")
@@ -24,7 +24,7 @@ class RankFiles:
         for path in paths:
             pulse.create_pulse(path)
         self.pulses = [pulse.HeartbeatFile(path) for path in paths]
-        self.workers = [Worker(rank, os.getpid(), path) for rank, path in enumerate(paths)]
+        self.workers = [ObservedRank(rank, os.getpid(), path) for rank, path in enumerate(paths)]
         self.watch = HangWatch(timeout, said.append, machines)
         self.watch._workers, self.watch._world_size = tuple(self.workers), 2
         self.beat(0, "/u/train.py", 7)
@@ -69,7 +69,7 @@ def test_missing_rank_is_found_in_the_heartbeat_files(tmp_path, said):
 def test_requested_stack_dump_does_not_count_as_writing(tmp_path):
     path = tmp_path / "rank0.pulse"
     pulse.create_pulse(path)
-    worker = Worker(0, os.getpid(), path)
+    worker = ObservedRank(0, os.getpid(), path)
     with open(f"{path}.stacks", "w") as dump, open(tmp_path / "model", "w") as file:
         worker.update_activity(1.0)
         dump.write("a stack" * 9)

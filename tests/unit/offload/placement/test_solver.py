@@ -5,7 +5,7 @@ from itertools import combinations_with_replacement, product
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from headway.offload.placement.solver import Part, balance_loads, minimize_first_load, solve_placement
+from headway.offload.placement.solver import ModelPart, balance_loads, minimize_first_load, solve_placement
 
 DISK = 1 << 62
 
@@ -52,7 +52,7 @@ def draw_problem(draw, ties=False, plain=False):
     for _ in range(draw(st.integers(1, 7))):
         size = draw(st.integers(0, top))
         parts.append(
-            Part(
+            ModelPart(
                 size,
                 buffers=0 if plain else draw(st.integers(0, size)) // 2,
                 kept=0 if plain else draw(st.integers(0, 2)),
@@ -156,7 +156,7 @@ def test_balance_has_the_smallest_maximum(problem):
 
 
 def test_balance_leaves_no_device_empty():
-    assert balance_loads([Part(10)] * 9, [100] * 4) == [20, 20, 30, 20]
+    assert balance_loads([ModelPart(10)] * 9, [100] * 4) == [20, 20, 30, 20]
 
 
 @settings(max_examples=120, deadline=None)
@@ -173,12 +173,12 @@ def test_smallest_first_load_is_the_minimum(problem):
 
 
 def test_former_case_with_an_empty_device():
-    found = solve_placement([Part(k * 1000) for k in (40, 40, 160, 40, 40)], [170_000] * 3, [DISK])
+    found = solve_placement([ModelPart(k * 1000) for k in (40, 40, 160, 40, 40)], [170_000] * 3, [DISK])
     assert found.device == [0, 0, 1, 2, 2]
 
 
 def test_device_that_runs_offloaded_parts_need_not_hold_one():
-    parts = [Part(10), Part(10)]
+    parts = [ModelPart(10), ModelPart(10)]
     assert solve_placement(parts, [12], [DISK]) is None
     found = solve_placement(parts, [12], [DISK], may_hold_nothing=True)
     assert found.device == [1, 1]

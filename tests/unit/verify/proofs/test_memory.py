@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headway.verify.proofs.memory import check_memory
-from headway.verify.records import RunRecord, Update
+from headway.verify.records import RunRecord, UpdateRecord
 from headway.verify.request import RunRequest
 from headway.verify.verdict import RunSet
 
@@ -22,7 +22,7 @@ def make_record(
     (place / "output.txt").write_text(output)
     record = RunRecord(RunRequest(name, str(place), str(place)), 1, code, output, facts=[facts])
     updates = {
-        number: Update(number, [], [], {}, {}, {}, [], 0.1, 0, resident=100 * MIB + number * growth)
+        number: UpdateRecord(number, [], [], {}, {}, {}, [], 0.1, 0, resident=100 * MIB + number * growth)
         for number in range(1, 7)
     }
     record.updates.append(updates)

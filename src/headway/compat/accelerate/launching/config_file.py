@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.compat.accelerate.launching.layout_words import LAYOUT_SECTIONS, explain_key
 from headway.core.config.launch import SETTINGS, LaunchConfig
-from headway.core.config.load import Value, resolve
+from headway.core.config.load import SettingValue, resolve
 from headway.core.config.parallelism import LayoutRequest
 from headway.core.config.values import check_file_value, suggest_word
 from headway.errors import ConfigError
@@ -121,7 +121,7 @@ class Translation:
         layout: Layout that the file requests.
     """
 
-    layer: dict[str, Value] = field(default_factory=dict)
+    layer: dict[str, SettingValue] = field(default_factory=dict)
     lines: list[tuple[str, str]] = field(default_factory=list)
     num_lost: int = 0
     layout: LayoutRequest = field(default_factory=LayoutRequest)
@@ -149,7 +149,7 @@ class Translation:
             ConfigError: If the setting does not accept the value.
         """
         decided = check_file_value(SETTINGS[name], value, origin)
-        self.layer[name] = Value(decided, origin)
+        self.layer[name] = SettingValue(decided, origin)
         self.lines.append((key, f"{name}: {decided!r}"))
 
     def report_needless(self, key: str, reason: str) -> None:
@@ -192,7 +192,7 @@ def translate(data: Mapping[str, Any], name: str) -> Translation:
         made.lines.append((TOGETHER, f"strategy: {asked[0]!r}"))
     for setting, (found, key) in decided.items():
         origin = f"file: {name} key {key}"
-        made.layer[setting] = Value(check_file_value(SETTINGS[setting], found, origin), origin)
+        made.layer[setting] = SettingValue(check_file_value(SETTINGS[setting], found, origin), origin)
     return made
 
 

@@ -74,7 +74,7 @@ class SequentialHook(ModelHook):
         return module
 
 
-class _Attached:
+class _HookRegistration:
     """Registration of a hook on a module: torch's handles, and the no_grad contexts of forwards in progress."""
 
     def __init__(self, module: nn.Module, hook: ModelHook) -> None:
@@ -125,7 +125,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
             module = present.detach_hook(module)
     module = added.init_hook(module)
     module._hf_hook = hook  # type: ignore[assignment]
-    module._headway_hook = _Attached(module, hook)  # type: ignore[assignment]
+    module._headway_hook = _HookRegistration(module, hook)  # type: ignore[assignment]
     return module
 
 

@@ -37,7 +37,7 @@ _FUNCTIONS = ("GatheredParameters",)
 """Accelerate's functions whose names begin with a capital letter, like those of classes."""
 
 
-class Refused(type):
+class NotServedType(type):
     """Metaclass of placeholders for classes of Accelerate that Headway does not provide.
 
     Scripts can import the placeholders. Calling or subclassing one raises `NotServed`.
@@ -63,7 +63,7 @@ def make_refused(name: str, sentence: str) -> Any:
         sentence: Message of the error that the placeholder raises.
     """
     if name[:1].isupper() and name not in _FUNCTIONS:
-        return Refused(name, (), {"__doc__": sentence, "__module__": "accelerate"})
+        return NotServedType(name, (), {"__doc__": sentence, "__module__": "accelerate"})
 
     def raise_not_served(*args: object, **kwargs: object) -> NoReturn:
         raise NotServed(sentence)

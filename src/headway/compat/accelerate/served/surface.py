@@ -23,7 +23,7 @@ Status = Literal["served", "differs", "not served", "unknown"]
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServedName:
     """Description of how Headway provides one name of Accelerate.
 
     Attributes:
@@ -38,23 +38,23 @@ class Answer:
     note: str = ""
 
 
-def describe_name(name: str) -> Answer:
+def describe_name(name: str) -> ServedName:
     """Return a description of whether and how Headway provides one name of Accelerate.
 
     Args:
         name: Public name, module ("utils.dataclasses") or member ("Accelerator.step").
     """
     if name in REFUSED:
-        return Answer(name, "not served", REFUSED[name])
+        return ServedName(name, "not served", REFUSED[name])
     if name.startswith("Accelerator."):
-        return Answer(name, "served")
+        return ServedName(name, "served")
     if name in DIFFERENT:
-        return Answer(name, "differs", DIFFERENT[name])
+        return ServedName(name, "differs", DIFFERENT[name])
     if name in AS_ACCELERATE or name in SERVED or name in RENAMED or name in headway.__all__:
-        return Answer(name, "served")
+        return ServedName(name, "served")
     if name in NAMES:
-        return Answer(name, "not served", NAMES[name])
-    return Answer(name, "served" if name in MODULES_AS_ACCELERATE else "unknown")
+        return ServedName(name, "not served", NAMES[name])
+    return ServedName(name, "served" if name in MODULES_AS_ACCELERATE else "unknown")
 
 
 # -------------------------------------------------------------------- names in a script

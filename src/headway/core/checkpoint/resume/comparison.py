@@ -4,7 +4,7 @@ A resumed scheduler must continue with its learning rate and its count. The stat
 position and all settings, except the function of a LambdaLR, which the script creates anew. If that function uses the
 number of processes, it returns different values when this number changes.
 
-`Restored` is the result of `load_state` and `resume`.
+`RestoreResult` is the result of `load_state` and `resume`.
 """
 
 import math
@@ -151,7 +151,7 @@ def _find_jumps(scheduler: Any, state: Mapping[str, Any]) -> Iterator[tuple[floa
 
 
 @dataclass
-class Restored:
+class RestoreResult:
     """Result of a load: the checkpoint that was loaded, and its differences from this run.
 
     Attributes:
@@ -228,7 +228,7 @@ class RunComparison:
     @pause_garbage_collection()
     def check(
         self,
-        restored: Restored,
+        restored: RestoreResult,
         parts: StatefulObjects,
         found: CollectedState,
         saved: SavedRun,

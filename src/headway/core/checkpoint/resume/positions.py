@@ -68,10 +68,10 @@ class WindowSnapshot:
     num_calls: list[int]
     local_steps: list[int | None]
     pieces: dict[str, int | None]
-    changed: "Changed | None" = None
+    changed: "WindowStartCopies | None" = None
 
 
-class Changed:
+class WindowStartCopies:
     """Copies of the models' buffers and extra state at the start of an accumulation window.
 
     A resumed run repeats the window's forward passes. If it started from the buffers at the time of the save, batch

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 from headway.core.checkpoint.resume.objects import CheckpointedObjects
 from headway.core.checkpoint.resume.positions import (
-    Changed,
     EvaluationStart,
     EvaluationStarts,
     LaterLoaders,
     TrainingPasses,
     WindowSnapshot,
+    WindowStartCopies,
 )
 from headway.core.checkpoint.resume.saved import SavedRun
 from headway.core.checkpoint.resume.stand_ins import LocalState
@@ -231,7 +231,7 @@ class LoopProgress:
         changed = None
         if self._is_saving:
             rng_states = objects.read_rng_states()  # about 90 us
-            changed = Changed() if before is None or before.changed is None else before.changed
+            changed = WindowStartCopies() if before is None or before.changed is None else before.changed
             changed.record_state(objects.list_bare_models())
         epoch = self.next_epoch()
         self.window_start = WindowSnapshot(

@@ -10,7 +10,7 @@ from headway.core.checkpoint.loading.files import TargetLayout
 from headway.core.checkpoint.loading.reader import CheckpointReader
 from headway.core.checkpoint.loading.restoring import LoadRollback, restore_objects
 from headway.core.checkpoint.resume.batch import BatchPlan, GlobalBatch
-from headway.core.checkpoint.resume.comparison import Restored, RunComparison, recount_schedules
+from headway.core.checkpoint.resume.comparison import RestoreResult, RunComparison, recount_schedules
 from headway.core.checkpoint.resume.frozen import FrozenParameters
 from headway.core.checkpoint.resume.objects import CheckpointedObjects
 from headway.core.checkpoint.resume.positions import restore_loader_positions
@@ -66,7 +66,7 @@ class StateRestorer:
         is_strict: bool,
         hooks: Sequence[Callable[[list[torch.nn.Module], str], None]] = (),
         changed: Collection[str] | None = (),
-    ) -> Restored:
+    ) -> RestoreResult:
         """Load a checkpoint. Every rank must call it.
 
         If this fails before the weights are copied, all changes are undone, except those that load hooks have made. A
@@ -91,7 +91,7 @@ class StateRestorer:
         parts = self._frozen_weights.put_back(found, parts)
         self._local.replace_means(found)
         saved = read_run(manifest.about, found, run.runtime, run.precision, run.strategy.data_shard.count)
-        restored = Restored(path, manifest.about)
+        restored = RestoreResult(path, manifest.about)
         if hooks:  # hooks may load models themselves, so everything that does not depend on them is checked first
             parts.left_out = set(range(len(parts.models)))
             self._comparison.check(restored, parts, found, saved, is_strict, changed)

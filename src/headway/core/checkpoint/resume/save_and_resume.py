@@ -22,7 +22,7 @@ from headway.core import extensions
 from headway.core.checkpoint.folders import find_store
 from headway.core.checkpoint.format.manifest import MANIFEST
 from headway.core.checkpoint.resume.after_interrupt import explain_interrupts, publish_checkpoint
-from headway.core.checkpoint.resume.comparison import Restored
+from headway.core.checkpoint.resume.comparison import RestoreResult
 from headway.core.checkpoint.resume.positions import EvaluationStart
 from headway.core.checkpoint.resume.state import CheckpointState
 from headway.core.checkpoint.saving.place import CheckpointFolder
@@ -540,7 +540,7 @@ class Checkpoints:
         is_strict: bool,
         changed: str | Collection[str] | None = (),
         newest: Callable[[], Path | None] | None = None,
-    ) -> Restored:
+    ) -> RestoreResult:
         """Load a checkpoint after `prepare`. Every rank must call it.
 
         If this fails before the weights are copied, all changes are undone, except those that load hooks have made.
@@ -587,7 +587,7 @@ class Checkpoints:
 
     def _load_checkpoint(
         self, folder: Path, is_strict: bool, changed: Collection[str] | None, newest: Callable[[], Path | None] | None
-    ) -> Restored:
+    ) -> RestoreResult:
         """Load a checkpoint.
 
         If it proves damaged before anything has been changed, load the checkpoint that `newest` returns instead.
@@ -612,7 +612,7 @@ class Checkpoints:
 
     def resume(
         self, checkpoint: str | Path, is_strict: bool, run: str | None, changed: str | Collection[str] | None = ()
-    ) -> Restored | None:
+    ) -> RestoreResult | None:
         """Load a checkpoint and return a description of it. Every rank must call it.
 
         Return None if `checkpoint` is "latest" or "best" and there is no checkpoint.

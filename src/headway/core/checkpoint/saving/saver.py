@@ -73,7 +73,7 @@ class Saver:
         Raises:
             CheckpointError: On every rank that calls this method, if another run holds the lock.
         """
-        locks, runtime = scope.get_or_create(folders.Locks), self._runtime
+        locks, runtime = scope.get_or_create(folders.HeldLocks), self._runtime
         process.release_at_end(locks.release)
         with self._lock_guard:
             self._unwanted.discard(parent)
@@ -104,7 +104,7 @@ class Saver:
 
         The lock is kept if `lock_folder` is called for the folder before the save ends.
         """
-        locks = scope.get_or_create(folders.Locks)
+        locks = scope.get_or_create(folders.HeldLocks)
         with self._lock_guard:
             self._unwanted.add(parent)
 

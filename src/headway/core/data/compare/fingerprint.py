@@ -29,7 +29,7 @@ _TOLERANCE = 1e-2
 _Leaf = tuple[str, tuple[bool, Any]]
 
 
-class Column(NamedTuple):
+class SampleColumn(NamedTuple):
     """Values of one leaf of the sample tree, such as the label, in several samples.
 
     Attributes:
@@ -42,11 +42,11 @@ class Column(NamedTuple):
     values: tuple[Any, ...]
 
 
-Fingerprint = dict[str, Column]
+Fingerprint = dict[str, SampleColumn]
 """Mapping from the path of a leaf in a sample, such as "[0].shape", to the leaf's values in the compared samples."""
 
 
-class Likeness(Enum):
+class FingerprintComparison(Enum):
     """Result of comparing the fingerprints of several ranks.
 
     Attributes:
@@ -77,7 +77,7 @@ def take_fingerprint(samples: Sequence[Any]) -> Fingerprint:
     for path in dict.fromkeys(path for each in described for path in each):
         leaves = [each.get(path) for each in described]
         is_exact = all(leaf is None or leaf[0] for leaf in leaves)
-        found[path] = Column(is_exact, tuple(None if leaf is None else leaf[1] for leaf in leaves))
+        found[path] = SampleColumn(is_exact, tuple(None if leaf is None else leaf[1] for leaf in leaves))
     return found
 
 
@@ -92,7 +92,7 @@ def hash_fingerprint(fingerprint: Fingerprint, ignored: frozenset[str] = frozens
     return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 12)
 
 
-def compare_fingerprints(fingerprints: Sequence[Fingerprint]) -> tuple[Likeness, list[str]]:
+def compare_fingerprints(fingerprints: Sequence[Fingerprint]) -> tuple[FingerprintComparison, list[str]]:
     """Compare the fingerprints of all ranks.
 
     Args:
@@ -107,12 +107,12 @@ def compare_fingerprints(fingerprints: Sequence[Fingerprint]) -> tuple[Likeness,
         path for path in paths if any(not _have_like_values(first.get(path), each.get(path)) for each in fingerprints)
     ]
     if not differing:
-        return Likeness.SAME, []
+        return FingerprintComparison.SAME, []
     is_order_known = any(len(set(first[path].values)) > 1 for path in first if path not in differing)
     are_exact = any(path not in each or each[path].is_exact for path in differing for each in fingerprints)
     if not is_order_known:
-        return Likeness.DIFFERENT, differing
-    return (Likeness.UNCLEAR if are_exact else Likeness.SAME), differing
+        return FingerprintComparison.DIFFERENT, differing
+    return (FingerprintComparison.UNCLEAR if are_exact else FingerprintComparison.SAME), differing
 
 
 def describe_difference(fingerprints: Sequence[Fingerprint], path: str) -> str:
@@ -129,7 +129,7 @@ def describe_difference(fingerprints: Sequence[Fingerprint], path: str) -> str:
     return f"{path or 'the sample'} is {_describe_column(first)} on rank 0 and {_describe_column(other)} on rank {rank}"
 
 
-def _describe_column(column: Column | None) -> str:
+def _describe_column(column: SampleColumn | None) -> str:
     if column is None:
         return "missing"
     shown = column.values[:4]
@@ -140,7 +140,7 @@ def _describe_column(column: Column | None) -> str:
     return ", ".join(values) + (", ..." if len(column.values) > 4 else "")
 
 
-def _have_like_values(one: Column | None, other: Column | None) -> bool:
+def _have_like_values(one: SampleColumn | None, other: SampleColumn | None) -> bool:
     if one is None or other is None or one.is_exact or other.is_exact:
         return one == other
     return len(one.values) == len(other.values) and all(map(_are_close, one.values, other.values))

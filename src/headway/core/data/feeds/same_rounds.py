@@ -12,12 +12,12 @@ from itertools import count
 
 from headway.core.data.compare.fingerprint import (
     Fingerprint,
-    Likeness,
+    FingerprintComparison,
     compare_fingerprints,
     describe_difference,
     hash_fingerprint,
 )
-from headway.core.data.feeds.stream import Collated
+from headway.core.data.feeds.stream import CollatedStep
 from headway.core.data.sampling.shard import mark_last
 from headway.core.runtime.collectives.checked import Collectives
 from headway.errors import DataError
@@ -57,11 +57,11 @@ class SameRounds:
         self._name = name
         self._ignored: frozenset[str] = frozenset()
 
-    def __call__(self, parts: Iterator[Collated]) -> Iterator[tuple[Collated, bool]]:
-        """Return an iterator over pairs of (this rank's `Collated` item for one step, whether it is the last step).
+    def __call__(self, parts: Iterator[CollatedStep]) -> Iterator[tuple[CollatedStep, bool]]:
+        """Return an iterator over pairs of (this rank's `CollatedStep` item for one step, whether it is the last step).
 
         Args:
-            parts: `Collated` items that this rank reads, one per step.
+            parts: `CollatedStep` items that this rank reads, one per step.
 
         Raises:
             DataError: If the ranks' samples differ by more than augmentation, or if the number of samples in the first
@@ -69,14 +69,14 @@ class SameRounds:
         """
         return mark_last(self._compare_rounds(parts))
 
-    def _compare_rounds(self, parts: Iterator[Collated]) -> Iterator[Collated]:
+    def _compare_rounds(self, parts: Iterator[CollatedStep]) -> Iterator[CollatedStep]:
         for number in count():
             part = self._compare_round(next(parts, None), number)
             if part is None:
                 return
             yield part
 
-    def _compare_round(self, part: Collated | None, number: int) -> Collated | None:
+    def _compare_round(self, part: CollatedStep | None, number: int) -> CollatedStep | None:
         fingerprint = None if part is None else part.fingerprint
         own = 0.0 if fingerprint is None else hash_fingerprint(fingerprint, self._ignored)
         num_samples = 0 if part is None else part.num_samples
@@ -102,10 +102,10 @@ class SameRounds:
         """
         ranks: list[Fingerprint] = self._everyone.gather_objects(own)
         likeness, paths = compare_fingerprints(ranks)
-        if likeness is Likeness.DIFFERENT:
+        if likeness is FingerprintComparison.DIFFERENT:
             found = describe_difference(ranks, paths[0])
             raise DataError(_UNEQUAL_SAMPLES % (self._name, number + 1, found, _REMEDY))
-        if likeness is Likeness.UNCLEAR:
+        if likeness is FingerprintComparison.UNCLEAR:
             found = describe_difference(ranks, paths[0])
             log.warning_once(_UNCLEAR, self._name, number + 1, found, _REMEDY)
         # Leaves that differ by augmentation do so in every round. Floats that are only close have different hashes too,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from headway.core.data.feeds.protocol import UNCOUNTABLE
-from headway.core.data.feeds.stream import Collated
+from headway.core.data.feeds.stream import CollatedStep
 from headway.core.data.sampling.shard import mark_last
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.collectives.tree import copy_containers, copy_views
@@ -54,9 +54,9 @@ class SharedRounds:
     def __init__(self, collectives: Collectives, drop_last: bool) -> None:
         self._collectives = collectives
         self._drop_last = drop_last
-        self._spare: Collated | None = None
+        self._spare: CollatedStep | None = None
 
-    def __call__(self, parts: Iterator[Collated]) -> Iterator[tuple[Collated, bool]]:
+    def __call__(self, parts: Iterator[CollatedStep]) -> Iterator[tuple[CollatedStep, bool]]:
         """Return an iterator over pairs of (this rank's collated batch, whether it belongs to the last step).
 
         All ranks must iterate together.
@@ -69,11 +69,11 @@ class SharedRounds:
         """
         return mark_last(self._exchange_rounds(parts))
 
-    def _exchange_rounds(self, parts: Iterator[Collated]) -> Iterator[Collated]:
+    def _exchange_rounds(self, parts: Iterator[CollatedStep]) -> Iterator[CollatedStep]:
         while (part := self._exchange_counts(next(parts, None))) is not None:
             yield part
 
-    def _exchange_counts(self, part: Collated | None) -> Collated | None:
+    def _exchange_counts(self, part: CollatedStep | None) -> CollatedStep | None:
         if part is not None and part.batches:
             # The training loop may modify its batch (e.g. pop a key), so copy the containers of the spare batch.
             self._spare = part._replace(batches=copy_containers(part.batches))
@@ -92,11 +92,11 @@ class SharedRounds:
         num_samples = sum(counts.num_samples for counts in ranks)
         mine = part if part is not None else self._spare
         if mine is None:  # there is no spare batch yet, because all rounds so far were skipped to resume a pass
-            return Collated([], [], num_samples)
+            return CollatedStep([], [], num_samples)
         valid_counts = tuple(max(0, counts.num_rows) for counts in ranks)
         shares = [share._replace(valid_counts=valid_counts, num_samples=num_samples) for share in mine.shares]
         batches = mine.batches if part is not None else copy_containers(mine.batches)
-        return Collated(batches, shares, num_samples, mine.state)
+        return CollatedStep(batches, shares, num_samples, mine.state)
 
     def _send_spare(self, source: int) -> None:
         """Send one batch from rank `source` to the ranks that have none, which use copies of it as padding.
@@ -110,7 +110,7 @@ class SharedRounds:
         self._spare = given if spare is None else spare
 
 
-def _count_part(part: Collated | None, has_spare: bool) -> RoundCounts:
+def _count_part(part: CollatedStep | None, has_spare: bool) -> RoundCounts:
     """Return the numbers to send for one step.
 
     Args:

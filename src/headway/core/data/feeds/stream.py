@@ -65,7 +65,7 @@ class StreamReadOrder(NamedTuple):
     samples_per_step: int
 
 
-class Collated(NamedTuple):
+class CollatedStep(NamedTuple):
     """Result of the collate function for one step, in which every rank gets one batch.
 
     Attributes:
@@ -88,10 +88,10 @@ class Collated(NamedTuple):
     loose: list[Any] | None = None
 
 
-RoundMarker = Callable[[Iterator[Collated]], Iterator[tuple[Collated, bool]]]
-"""Function that marks the last step in an iterator over `Collated` objects, one per step.
+RoundMarker = Callable[[Iterator[CollatedStep]], Iterator[tuple[CollatedStep, bool]]]
+"""Function that marks the last step in an iterator over `CollatedStep` objects, one per step.
 
-It returns an iterator over pairs of (`Collated` of one step, whether it is the last step).
+It returns an iterator over pairs of (`CollatedStep` of one step, whether it is the last step).
 """
 
 
@@ -136,23 +136,23 @@ class StreamCollate:
         self._num_seen = 0
         self._opening: list[Any] | None = None
 
-    def __call__(self, samples: list[Any]) -> Collated:
+    def __call__(self, samples: list[Any]) -> CollatedStep:
         """Collate the slices of this process's ranks from the raw samples of one step on all ranks.
 
         The result has no batches if the step is skipped, or if its samples are too few and `keeps_loose` is set.
         """
         if self.keeps_loose and len(samples) < (self.split.round_size or 0):
-            return Collated([], [], 0, loose=samples)
+            return CollatedStep([], [], 0, loose=samples)
         if self._opening is None:
             self._opening = copy_containers(samples) if self.split.is_even else []
         if self._is_seeking:
             number = self._count_call()
             if number < self._num_skipped:
-                return Collated([], [], len(samples))
+                return CollatedStep([], [], len(samples))
             self._is_seeking = False
             if number == self._num_skipped:
                 samples = samples[self._num_cut :]
-        return self.collate_round(samples, self._opening) if samples else Collated([], [], 0)
+        return self.collate_round(samples, self._opening) if samples else CollatedStep([], [], 0)
 
     def _count_call(self) -> int:
         """Return the index, within the pass, of the step that is being collated.
@@ -164,7 +164,7 @@ class StreamCollate:
         self._num_seen += 1
         return number
 
-    def collate_round(self, samples: list[Any], opening: list[Any]) -> Collated:
+    def collate_round(self, samples: list[Any], opening: list[Any]) -> CollatedStep:
         """Collate the slices of this process's ranks from the raw samples of one step.
 
         Args:
@@ -184,7 +184,7 @@ class StreamCollate:
             num_rows = len(own) if self.is_batched else find_batch_size(batch)
             batches.append(batch)
             shares.append(RankBatch([], num_rows, sample_counts if self.is_batched else counts, num_samples, False))
-        return Collated(batches, shares, num_samples, fingerprint=fingerprint)
+        return CollatedStep(batches, shares, num_samples, fingerprint=fingerprint)
 
     def _count_items(self, items: list[Any]) -> tuple[int, ...] | None:
         rows = [self._count_item_rows(item) for item in items]
@@ -624,10 +624,10 @@ class StreamFeed:
         num_ranks = self._split_without_window.count if self._worker_reads_one_rank else 1
         return StreamReadOrder(1, num_workers, size // num_ranks)
 
-    def _mark_rounds(self) -> Iterator[tuple[Collated, bool]]:
+    def _mark_rounds(self) -> Iterator[tuple[CollatedStep, bool]]:
         return self._mark_last(self._attach_states(self._read_rounds()))
 
-    def _read_rounds(self) -> Iterator[Collated]:
+    def _read_rounds(self) -> Iterator[CollatedStep]:
         if self._joins_worker_batches:
             return self._join_batches(iter(self.inner))
         if self._collate.keeps_loose:
@@ -636,13 +636,13 @@ class StreamFeed:
             return iter(self.inner)
         return self._read_isolated(self._dataset_rng.call_with_states(lambda: iter(self.inner)))
 
-    def _join_batches(self, batches: Iterator[list[Any]]) -> Iterator[Collated]:
+    def _join_batches(self, batches: Iterator[list[Any]]) -> Iterator[CollatedStep]:
         while several := list(islice(batches, self._collate.split.count)):
             samples = [sample for batch in several for sample in batch]
             if not self._collate.split.drop_last or len(samples) == self._collate.split.round_size:
                 yield self._collate(samples)
 
-    def _regroup_leftovers(self, batches: Iterator[Collated]) -> Iterator[Collated]:
+    def _regroup_leftovers(self, batches: Iterator[CollatedStep]) -> Iterator[CollatedStep]:
         """Yield the batches of full steps, and of the steps that can be built from the workers' leftover samples.
 
         A worker's leftover samples are used in multiples of one rank's batch size, in order of arrival.
@@ -662,7 +662,7 @@ class StreamFeed:
                 yield self._collate.collate_round(loose[: size * split.count], [])
                 del loose[: size * split.count]
 
-    def _read_isolated(self, batches: Iterator[Collated]) -> Iterator[Collated]:
+    def _read_isolated(self, batches: Iterator[CollatedStep]) -> Iterator[CollatedStep]:
         """Yield the batches of an iterator, reading each one with the dataset's own RNG states (`DatasetRNGStates`).
 
         Args:
@@ -671,7 +671,7 @@ class StreamFeed:
         while (collated := self._dataset_rng.call_with_states(lambda: next(batches, None))) is not None:
             yield collated
 
-    def _attach_states(self, batches: Iterator[Collated]) -> Iterator[Collated]:
+    def _attach_states(self, batches: Iterator[CollatedStep]) -> Iterator[CollatedStep]:
         for collated in batches:
             if self._is_stateful:
                 collated = collated._replace(state=self.inner.state_dict())  # type: ignore[attr-defined]
@@ -680,7 +680,7 @@ class StreamFeed:
             if collated.num_samples:
                 yield collated
 
-    def _deliver_batches(self, rounds: Iterator[tuple[Collated, bool]]) -> Iterator[Delivery]:
+    def _deliver_batches(self, rounds: Iterator[tuple[CollatedStep, bool]]) -> Iterator[Delivery]:
         for collated, is_last in rounds:
             self._num_rounds += 1
             if self._records_dataset_state:

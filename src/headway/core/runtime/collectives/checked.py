@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from headway.common.callsite import find_call_site
 from headway.core.runtime.collective_ledger import CollectiveLedger, LedgerEntry
-from headway.core.runtime.collective_log import VOTE, CollectiveLog, Step
+from headway.core.runtime.collective_log import VOTE, CollectiveLog, RecordedCollective
 from headway.core.runtime.collectives.carried import as_carried, choose_arithmetic, view_as_carried
 from headway.core.runtime.collectives.tree import Tree, describe_structure, list_tensors, map_tensors, require_tensors
 from headway.core.runtime.control_plane.attendance import Attendance
@@ -560,7 +560,7 @@ class Collectives:
         """Return the global ranks of the group."""
         return [self._global_rank(rank) for rank in range(self.world_size)]
 
-    def stand_in(self, step: Step) -> None:
+    def stand_in(self, step: RecordedCollective) -> None:
         """Join a collective of the other ranks with values that do not change its result.
 
         A rank that has left a batch early calls this, so that its peers can finish.

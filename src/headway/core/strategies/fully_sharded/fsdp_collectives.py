@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from headway.core.runtime.collective_ledger import LedgerEntry
-from headway.core.runtime.collective_log import CollectiveLog, Step
+from headway.core.runtime.collective_log import CollectiveLog, RecordedCollective
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.fully_sharded.fsdp_state import iterate_groups
 from headway.core.weights.shards import get_dtype_name
@@ -206,7 +206,7 @@ class CommHooks:
         """
         self._models = [(one, [] if model is None or one is model else units) for one, units in self._models]
 
-    def unit(self, step: Step) -> FSDPUnit:
+    def unit(self, step: RecordedCollective) -> FSDPUnit:
         """Return the FSDP unit of a collective that was recorded in the `CollectiveLog`."""
         model_number, unit_number = step.values[:NUM_KEYS]
         unit: FSDPUnit = self._models[model_number][1][unit_number]

@@ -24,7 +24,7 @@ from headway.core.config.parallelism import ShardingOptions, TensorParallelOptio
 from headway.core.data.sampling.shard import ShardIndex
 from headway.core.precision.mixed import Precision
 from headway.core.runtime import process
-from headway.core.runtime.collective_log import Step
+from headway.core.runtime.collective_log import RecordedCollective
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.core.strategies.fully_sharded import dtensors, fsdp_collectives, fsdp_state, units
@@ -562,7 +562,7 @@ class MeshStrategy(Strategy):
             fsdp_state.prepare_to_gather(model)
             fsdp_state.discard_gradients(model)
 
-    def list_members(self, step: Step) -> Sequence[int]:
+    def list_members(self, step: RecordedCollective) -> Sequence[int]:
         """Return the ranks that take part in a collective of an FSDP unit or of a process group.
 
         Args:
@@ -572,7 +572,7 @@ class MeshStrategy(Strategy):
             return super().list_members(step)
         return self._comm_hooks.unit(step).ranks(step.operation)
 
-    def join_collective(self, step: Step) -> None:
+    def join_collective(self, step: RecordedCollective) -> None:
         """Join a collective of other ranks with this rank's shards, or with zeros as gradients.
 
         Args:

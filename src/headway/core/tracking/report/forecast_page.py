@@ -10,7 +10,7 @@ from typing import Any
 from headway.common.text import format_bytes
 from headway.core.tracking.report import looks
 from headway.core.tracking.report.looks import render_document
-from headway.core.tracking.report.tables import Fact, render_swatch, render_tiles
+from headway.core.tracking.report.tables import KeyFigure, render_swatch, render_tiles
 
 _WIDTH, _HEIGHT = 960, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 86, 16, 40, 48
@@ -53,15 +53,15 @@ def _render_header(title: str, found: Mapping[str, Any]) -> str:
 def _render_tiles(found: Mapping[str, Any]) -> str:
     span = f"from {format_bytes(found['least'])} to {format_bytes(found['most'])}: context and libraries vary"
     figures = [
-        Fact("in use on the device", format_bytes(found["total"]), span),
-        Fact("tensors", format_bytes(found["allocated"]), f"the most in {found['peak']}"),
-        Fact("allocator", format_bytes(found["reserved"]), "taken from the device by torch"),
+        KeyFigure("in use on the device", format_bytes(found["total"]), span),
+        KeyFigure("tensors", format_bytes(found["allocated"]), f"the most in {found['peak']}"),
+        KeyFigure("allocator", format_bytes(found["reserved"]), "taken from the device by torch"),
     ]
     if found["budget"] is not None:
-        figures.append(Fact("budget", format_bytes(found["budget"]), "of the whole process"))
+        figures.append(KeyFigure("budget", format_bytes(found["budget"]), "of the whole process"))
     for name, key in (("largest batch", "largest_batch"), ("longest sequence", "longest_sequence")):
         if found[key] is not None:
-            figures.append(Fact(name, f"{found[key]:,}", "that stays within the budget"))
+            figures.append(KeyFigure(name, f"{found[key]:,}", "that stays within the budget"))
     return render_tiles(figures)
 
 

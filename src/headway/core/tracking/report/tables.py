@@ -28,7 +28,7 @@ _MANY_SETTINGS = 24
 
 
 @dataclass(frozen=True)
-class Fact:
+class KeyFigure:
     """One figure in a report, with its name and an explanation.
 
     Attributes:
@@ -84,22 +84,22 @@ def format_time(seconds: float) -> str:
         return f"{seconds:g} s after 1970"
 
 
-def list_key_figures(run: RunData) -> list[Fact]:
+def list_key_figures(run: RunData) -> list[KeyFigure]:
     """Return the figures at the top of a report: updates, duration, losses, speed, memory and incidents.
 
     Figures that were not logged are left out.
     """
     found = []
     if run.last_step is not None:
-        found.append(Fact("Updates", format_value(run.last_step)))
+        found.append(KeyFigure("Updates", format_value(run.last_step)))
     attempts = f"{len(run.starts)} attempts" if len(run.starts) > 1 else ""
-    found.append(Fact("Duration", format_duration(run.seconds), attempts))
+    found.append(KeyFigure("Duration", format_duration(run.seconds), attempts))
     own = next((name for name in run.series if split_role(name) == ("", "loss")), "loss")
     if losses := _select_finite(run, own):
         tail = losses[-max(1, len(losses) // 50) :]
         note = f"from {format_value(losses[0])}" if len(losses) > 1 else ""
         note += f", mean of the last {len(tail)}" if len(tail) > 1 else ""
-        found.append(Fact("Training loss", format_value(sum(tail) / len(tail)), note))
+        found.append(KeyFigure("Training loss", format_value(sum(tail) / len(tail)), note))
     kinds = {
         kind: series
         for name, series in run.series.items()
@@ -110,7 +110,7 @@ def list_key_figures(run: RunData) -> list[Fact]:
         if evaluated := [point for point in series if abs(point[2]) < float("inf")]:
             best = min(evaluated, key=lambda point: point[2])
             found.append(
-                Fact(
+                KeyFigure(
                     f"Best {kind} loss",
                     format_value(best[2]),
                     f"at step {format_value(best[0])}" if run.has_steps else "",
@@ -124,7 +124,7 @@ def list_key_figures(run: RunData) -> list[Fact]:
         ("data_wait", "Waiting for data", "share"),
     ):
         if values := _select_finite(run, name):
-            found.append(Fact(title, format_value(median(values), unit), "median"))
+            found.append(KeyFigure(title, format_value(median(values), unit), "median"))
     waits = {
         name: values for name in run.series if name.startswith(WAIT_BY_RANK) and (values := _select_finite(run, name))
     }
@@ -132,20 +132,20 @@ def list_key_figures(run: RunData) -> list[Fact]:
         longest = max(waits, key=lambda name: median(waits[name]))
         share = format_value(median(waits[longest]), "share")
         rank = f"rank {longest.removeprefix(WAIT_BY_RANK)}"
-        found.append(Fact("Waits longest for data", rank, f"{share} of its time, median"))
+        found.append(KeyFigure("Waits longest for data", rank, f"{share} of its time, median"))
     peaks = [value for name in run.series if name.startswith("memory") for value in _select_finite(run, name)]
     if peaks:
-        found.append(Fact("Peak memory", format_value(max(peaks), "bytes")))
+        found.append(KeyFigure("Peak memory", format_value(max(peaks), "bytes")))
     troubles = Counter(event.kind for event in run.events if find_kind(event.kind).tone in ("bad", "warn"))
     if troubles:
         description = ", ".join(f"{count} {find_kind(kind).words}" for kind, count in troubles.most_common())
-        found.append(Fact("Incidents", str(troubles.total()), description))
+        found.append(KeyFigure("Incidents", str(troubles.total()), description))
     return found
 
 
-def _list_metrics(run: RunData) -> list[Fact]:
+def _list_metrics(run: RunData) -> list[KeyFigure]:
     """Return the metrics of a run other than losses, such as the accuracy of an evaluation, with their last values."""
-    found: list[Fact] = []
+    found: list[KeyFigure] = []
     for name, series in run.series.items():
         kind, rest = split_role(name)
         is_metric = rest.rpartition("_")[2] in _METRICS or (kind and not rest.endswith(_NO_METRICS))
@@ -154,7 +154,7 @@ def _list_metrics(run: RunData) -> list[Fact]:
             values = [value for _, _, value in points]
             note = f"from {format_value(min(values))} to {format_value(max(values))}" if len(values) > 1 else ""
             title = f"{kind} {rest}".strip().replace("_", " ").replace("/", " ")
-            found.append(Fact(title[:1].upper() + title[1:], format_value(values[-1]), note))
+            found.append(KeyFigure(title[:1].upper() + title[1:], format_value(values[-1]), note))
     return found
 
 
@@ -170,21 +170,21 @@ def _list_summary(run: RunData) -> list[tuple[str, str]]:
     return rows
 
 
-def list_environment(run: RunData) -> list[Fact]:
+def list_environment(run: RunData) -> list[KeyFigure]:
     """Return figures about a run's environment: times, project, processes, device, versions and the log's path."""
-    found = [Fact("Began", format_time(run.began)), Fact("Last line", format_time(run.began + run.seconds))]
-    found += [Fact("Project", run.project)] if run.project else []
+    found = [KeyFigure("Began", format_time(run.began)), KeyFigure("Last line", format_time(run.began + run.seconds))]
+    found += [KeyFigure("Project", run.project)] if run.project else []
     if run.starts:
         last = run.starts[-1]
         worlds = list(dict.fromkeys(start.world_size for start in run.starts))
         devices = list(dict.fromkeys(start.device for start in run.starts))
-        found.append(Fact("Processes", " → ".join(map(str, worlds))))
-        found.append(Fact("Device", " → ".join(devices)))
-        found.append(Fact("Attempts", str(len(run.starts))))
-        found += [Fact(name, str(version)) for name, version in last.versions.items()]
+        found.append(KeyFigure("Processes", " → ".join(map(str, worlds))))
+        found.append(KeyFigure("Device", " → ".join(devices)))
+        found.append(KeyFigure("Attempts", str(len(run.starts))))
+        found += [KeyFigure(name, str(version)) for name, version in last.versions.items()]
     if run.damaged:
-        found.append(Fact("Unreadable lines", ", ".join(map(str, run.damaged[:10])), "left out"))
-    found.append(Fact("Log", str(run.path)))
+        found.append(KeyFigure("Unreadable lines", ", ".join(map(str, run.damaged[:10])), "left out"))
+    found.append(KeyFigure("Log", str(run.path)))
     return found
 
 
@@ -241,7 +241,7 @@ def render_overview(runs: Sequence[RunData]) -> str:
     return f'<div class="card scroll figures">{_render_table(head, rows)}</div>'
 
 
-def render_tiles(figures: Sequence[Fact]) -> str:
+def render_tiles(figures: Sequence[KeyFigure]) -> str:
     """Return figures as HTML tiles with their names, values and notes, in rows of at most six."""
     cells = "".join(
         f"<div><dt>{escape(fact.name)}</dt><dd>{escape(fact.value)}<small>{escape(fact.note)}</small></dd></div>"
@@ -260,7 +260,7 @@ def _render_run_columns(runs: Sequence[RunData]) -> str:
     return "".join(f"<th>{render_swatch(index)}{escape(run.label)}</th>" for index, run in enumerate(runs))
 
 
-def _render_cell(fact: Fact | None) -> str:
+def _render_cell(fact: KeyFigure | None) -> str:
     if fact is None:
         return '<td class="none">-</td>'
     note = f"<small>{escape(fact.note)}</small>" if fact.note else ""
@@ -281,7 +281,7 @@ def render_single_values(runs: Sequence[RunData], values: Mapping[str, Sequence[
         cells = ""
         for run, each in zip(runs, found, strict=True):
             note = f"step {format_value(each[0])}" if each is not None and run.has_steps else ""
-            cells += _render_cell(None if each is None else Fact(name, format_figure(name, each[1]), note))
+            cells += _render_cell(None if each is None else KeyFigure(name, format_figure(name, each[1]), note))
         rows.append(f"<th>{escape(name)}</th>{cells}")
     head = f"<th>Name</th>{_render_run_columns(runs) if len(runs) > 1 else '<th>Value</th>'}"
     return (
@@ -359,7 +359,7 @@ def render_settings(runs: Sequence[RunData]) -> str:
     if len(runs) > 1:
         rows = [
             f"<th>{escape(name)}</th>"
-            + "".join(_render_cell(None if value is None else Fact(name, value)) for value in values)
+            + "".join(_render_cell(None if value is None else KeyFigure(name, value)) for value in values)
             for name, values in list_differences(runs)
         ]
         shown = '<p class="about">The runs were configured alike.</p>'

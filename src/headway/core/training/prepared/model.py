@@ -42,7 +42,7 @@ Look = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _CallState:
     """Call settings and call state of one prepared model.
 
     Attributes:
@@ -80,7 +80,7 @@ class PreparedModel:
 
         Some engines also run forwards without gradients. A forward inside a torch.func transform bypasses the engine.
         """
-        call: _Call = self.__dict__[_KEY]
+        call: _CallState = self.__dict__[_KEY]
         bare = super().__call__  # type: ignore[misc]
         if call.is_inside:
             return bare(*args, **kwargs)
@@ -142,7 +142,7 @@ class PreparedPart(PreparedModel):
         """
         # TorchDynamo cannot read frames.
         if (not torch.compiler.is_compiling() and is_called_by(functional_call.__code__)) or _is_transformed():
-            call: _Call = self.__dict__[_KEY]
+            call: _CallState = self.__dict__[_KEY]
             raise UnsupportedError(
                 f"torch.func cannot be used on {call.bare_class.__name__} under the {call.shards} strategy, where each process "
                 "holds a part of its parameters. Use the layout ddp"
@@ -237,7 +237,7 @@ def _get_module(model: Any) -> Any:
         AttributeError: If the attribute is read very often without a forward in between. This ends loops such as `while
             hasattr(model, "module"): model = model.module`, which remove nested wrappers.
     """
-    call: _Call = model.__dict__[_KEY]
+    call: _CallState = model.__dict__[_KEY]
     call.num_opened += 1
     if call.num_opened > _MOST_OPENED:
         call.num_opened = 0
@@ -298,7 +298,7 @@ def attach_engine(
             f"the class {bare.__qualname__} cannot be prepared, because it cannot be extended: {error}"
         ) from error
     serves_all = bool(getattr(engine, "serves_evaluation", False))
-    model.__dict__[_KEY] = _Call(bare, engine, autocast, keep_local, shards, looks, lone, serves_all)
+    model.__dict__[_KEY] = _CallState(bare, engine, autocast, keep_local, shards, looks, lone, serves_all)
 
 
 def refuse_copies(model: Any) -> None:
@@ -307,7 +307,7 @@ def refuse_copies(model: Any) -> None:
     Raises:
         UnsupportedError: If this process holds only part of the model.
     """
-    call: _Call = model.__dict__[_KEY]
+    call: _CallState = model.__dict__[_KEY]
     if call.shards is not None:
         raise UnsupportedError(
             f"{type(model).__name__} cannot be copied or pickled: under the {call.shards} strategy each process holds a part of it. "
