@@ -132,6 +132,23 @@ def test_average_equals_that_of_one_process(layout: str, num_ranks: int) -> None
     assert torch.equal(whole["head.weight"], whole["tokens.weight"])  # tied weights
 
 
+def average_unlike_weights(layout: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
+    torch.manual_seed(accelerator.process_index)  # prepare() gives all ranks the weights of rank 0
+    model = nn.Linear(4, 2)
+    ema = ExponentialMovingAverage(model, decay=0.5)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    accelerator.backward(model(torch.ones(2, 4, device=accelerator.device)).mean())
+    optimizer.step()
+    return [read_part(parameter) for parameter in model.parameters()], [each.clone() for each in ema.list_tensors()]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_average_created_before_prepare_begins_with_the_weights_of_rank_0(layout: str) -> None:
+    for weights, averages in run_ranks(average_unlike_weights, 2, layout):
+        assert all(map(torch.equal, weights, averages))
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(("layout", "num_ranks"), [("ep", 2), ("fsdp+ep=2", 4)])
 def test_distributed_experts_are_averaged(layout: str, num_ranks: int) -> None:

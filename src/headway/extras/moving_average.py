@@ -199,6 +199,7 @@ class ExponentialMovingAverage:
         self._num_updates = 0
         self._num_averaged = 0
         self._step: TrainingStep | None = None
+        self._joined: WeakSet[Run] = WeakSet()  # runs whose hooks call this object
         self._averages: dict[str, _Average] = {}
         self._ids: set[int] = set()
         self._owners: dict[int, tuple[int, bool]] = {}
@@ -244,13 +245,18 @@ class ExponentialMovingAverage:
             raise ConfigError(f"the model has an average called {self.name!r} already; give this one another name=")
         self._step = step
         self._add_averages()
+        if not self._num_updates:
+            # prepare() gives all ranks the weights of rank 0 or of a checkpoint, and an average begins with the weights.
+            self._update_averages(0.0)
         self._owners.clear()
         self._forget_window()
-        hooks = run.hooks
-        hooks.updated.append(partial(self._note_update, step))
-        hooks.before_learning.append(partial(self._begin_learning, step))
-        hooks.before_update.append(partial(self._begin_update, step))
-        run.around_save = partial(_restore_all, run.custom)
+        if run not in self._joined:
+            self._joined.add(run)
+            hooks = run.hooks
+            hooks.updated.append(partial(self._note_update, step))
+            hooks.before_learning.append(partial(self._begin_learning, step))
+            hooks.before_update.append(partial(self._refuse_update, step))
+            run.around_save = partial(_restore_all, run.custom)
         if not any(each is self for each in run.custom):
             run.custom.append(self)
 
@@ -310,16 +316,14 @@ class ExponentialMovingAverage:
             self._refuse_swapped("train the model")
             self._finish_update()
 
-    def _begin_update(self, step: TrainingStep) -> None:
-        """Before an optimizer steps, update the averages if they lack the update of an earlier accumulation window.
+    def _refuse_update(self, step: TrainingStep) -> None:
+        """Raise an error before an optimizer steps if the model contains averaged weights.
 
         Raises:
-            StateError: If the model holds averaged weights.
+            StateError: If the model contains averaged weights.
         """
         if step is self._step:
             self._refuse_swapped("step an optimizer")
-            if step.windows.current.number != self._window:
-                self._finish_update()
 
     def _finish_update(self) -> None:
         """Count the update that optimizers have reported, unless it has been counted already."""

@@ -1,6 +1,7 @@
 """Test `ExponentialMovingAverage` in one process: which updates count, what is averaged, and swapped weights."""
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -181,6 +182,42 @@ def test_optimizer_of_another_model_does_not_count() -> None:
             other_optimizer.step()
             other_optimizer.zero_grad()
     assert ema.num_updates == 3
+
+
+def test_two_optimizers_count_as_one_update_beside_another_model() -> None:
+    """Both models run backward before any optimizer steps, as docs/several_models.md shows."""
+    accelerator, model, _ = build_training()
+    accelerator.free_memory()
+    other = nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model[0], model[2], other)]
+    model, other, *optimizers = accelerator.prepare(model, other, *optimizers)
+    ema = ExponentialMovingAverage(model, decay=0.5)
+    wanted = read_weights(model)
+    for _ in range(3):
+        for each in (model, other):
+            with accelerator.accumulate(each):
+                accelerator.backward(each(torch.ones(2, 4)).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        wanted = mix_weights(wanted, read_weights(model), 0.5)
+    assert ema.num_updates == 3
+    assert_equal(read_average(ema), wanted)
+
+
+def test_run_that_is_joined_again_reports_each_update_once() -> None:
+    accelerator, model, optimizer = build_training()
+    ema = ExponentialMovingAverage(model, decay=0.5)
+    later = Accelerator(cpu=True)
+    later.prepare(model)
+    later.free_memory()
+    del later
+    gc.collect()
+    ema.update()  # joins the first run again
+    before = ema.num_updates
+    model, optimizer = accelerator.prepare(model, optimizer)
+    update_weights(accelerator, model, optimizer)
+    assert ema.num_updates == before + 1
 
 
 def test_without_a_prepared_optimizer_each_call_counts() -> None:
