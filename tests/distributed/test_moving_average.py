@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from headway import Accelerator, ExponentialMovingAverage, LocalSGD, PowerDecay, reconstruct_average
-from headway.errors import StateError, UnsupportedError
+from headway.errors import HeadwayError, StateError, UnsupportedError
 from tests.devices import ON_CPU
 from tests.distributed.layouts import VOCABULARY, gpt
 from tests.distributed.ranks import run_ranks
@@ -236,6 +236,30 @@ def save_power_averages(folder: Path, layout: str, kind: str) -> None:
             for average in averages:
                 average.save_snapshot(folder / f"{number}-{average.name}")
     accelerator.end_training()
+
+
+def save_where_rank_0_fails(folder: Path) -> list[str]:
+    accelerator = Accelerator(cpu=ON_CPU)
+    model = nn.Linear(4, 2)
+    average = ExponentialMovingAverage(accelerator.prepare(model), decay=PowerDecay(0.05))
+    accelerator.save_state(folder / "checkpoint")
+    if accelerator.is_main_process:
+        (folder / "snapshot/average.json").mkdir(parents=True)  # a folder where the file has to be
+    accelerator.wait_for_everyone()
+    errors = []
+    for name in ("checkpoint", "snapshot"):
+        with pytest.raises((HeadwayError, OSError)) as caught:
+            average.save_snapshot(folder / name)
+        errors.append(type(caught.value).__name__)
+    average.save_snapshot(folder / "other")
+    return errors
+
+
+def test_snapshot_that_rank_0_cannot_write_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(save_where_rank_0_fails, 2, tmp_path, timeout=60)
+    assert first[0] == "ConfigError"
+    assert second == ["CheckpointError"] * 2
+    assert (tmp_path / "other/average.json").is_file()
 
 
 @pytest.mark.parametrize(
