@@ -11,7 +11,7 @@ from torch import nn
 
 from headway import Accelerator, ExponentialMovingAverage, GradScalerKwargs, ProjectConfiguration, SpikePolicy
 from headway.errors import CheckpointError, ConfigError, StateError
-from headway.extras import moving_average
+from headway.extras import average_exchange
 
 
 def build_training(**settings: Any) -> tuple[Accelerator, nn.Module, Any]:
@@ -318,7 +318,7 @@ def test_buffers_are_copied_or_averaged(buffers: str) -> None:
 @pytest.fixture(params=[{}, {"device": "cpu"}, {"dtype": torch.float64}])
 def trained(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Accelerator, model, optimizer and average after two updates, for several options of the average."""
-    monkeypatch.setattr(moving_average, "_BUCKET_BYTES", 40)  # several buckets
+    monkeypatch.setattr(average_exchange, "_BUCKET_BYTES", 40)  # several buckets
     accelerator, model, optimizer = build_training()
     ema = ExponentialMovingAverage(model, decay=0.5, **request.param)
     for _ in range(2):
@@ -342,14 +342,14 @@ def test_weights_are_restored_after_an_error(trained: Any) -> None:
 def test_error_during_the_swap_leaves_the_trained_weights(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model, _, ema = trained
     before, averages = read_weights(model), read_average(ema)
-    swap_in, calls = moving_average._swap_in, iter(range(9))
+    swap_in, calls = average_exchange._swap_in, iter(range(9))
 
     def fail_at_second(bucket: Any) -> Any:
         if next(calls) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return swap_in(bucket)
 
-    monkeypatch.setattr(moving_average, "_swap_in", fail_at_second)
+    monkeypatch.setattr(average_exchange, "_swap_in", fail_at_second)
     with pytest.raises(torch.OutOfMemoryError), ema.swap_weights():
         pass
     assert_same_bits(read_weights(model), before)
