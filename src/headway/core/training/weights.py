@@ -256,13 +256,10 @@ def save_gathered(
     )
 
 
-_NO_TENSORS: Mapping[str, Any] = {}
-
-
 def run_on_rank_0(
     act: Callable[[], _T],
     collectives: Collectives,
-    whole: Mapping[str, Any] = _NO_TENSORS,
+    whole: Mapping[str, Any] | None = None,
     order: Iterable[str] = (),
 ) -> _T | None:
     """Run `act` on rank 0 while the other ranks send it the tensors in the given order, and then wait for its end.
@@ -272,7 +269,7 @@ def run_on_rank_0(
     Args:
         act: Function that rank 0 calls, such as one that writes a file.
         collectives: Collectives over all ranks.
-        whole: Tensors by name, sharded ones as `GatheredTensor`. Default: none.
+        whole: Tensors by name, sharded ones as `GatheredTensor`. None: `act` needs none.
         order: Names in the order in which `act` requests them.
 
     Returns:
@@ -289,7 +286,7 @@ def run_on_rank_0(
     except Exception as error:
         failure = error
     # Other ranks send what rank 0 requests. After a failure rank 0 receives the rest, so that no sender waits.
-    pass_by_all(whole[name] for name in order)
+    pass_by_all(whole[name] for name in order if whole is not None)
     told = collectives.broadcast_object(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure

@@ -409,7 +409,7 @@ class Checkpoints:
         The next training step or save locks the folder again.
         """
         if self._memory is not None:
-            self._memory.settle()
+            self._memory.finish_save()
         if self.guard is not None:
             self.guard.stop()
             self._state.progress.ask_before_batches(None)
@@ -561,7 +561,7 @@ class Checkpoints:
             )
         self._state.saver.wait()
         if self._memory is not None:
-            self._memory.settle()
+            self._memory.finish_save()
         restored = self._load(
             self.place.to_load(input_dir), is_strict, meant, newest or (None if input_dir else self.place.newest)
         )
