@@ -88,7 +88,7 @@ class MemoryCopies(Protocol):
     It is implemented by `headway.extras.memory_copies`.
     """
 
-    def settle(self) -> None:
+    def finish_save(self) -> None:
         """Wait until the state that is being copied has been committed."""
 
     def newest(self) -> Path | None:
