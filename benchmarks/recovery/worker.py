@@ -110,7 +110,7 @@ class Jobs:
         return lambda: None, lambda: None
 
     def _switch(self, is_off: bool) -> None:
-        self._memory.wait_until_complete()
+        self._memory.finish_save()
         self._memory._is_off = is_off
 
     def _async_save(self) -> None:

@@ -652,7 +652,7 @@ class Accelerator(RankAware):
 
         Prepared optimizers use the scaler automatically, so a loop does not need to call it.
         """
-        self.precision.finish_scale_update(len(self._preparation.optimizers))
+        self.precision.adjust_if_all_stepped(len(self._preparation.optimizers))
         return self.precision.scaler
 
     @property

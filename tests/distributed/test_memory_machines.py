@@ -47,7 +47,7 @@ def list_own_files(root: str) -> list[str]:
 def lose_and_resume(root: str, layout: str, lost: tuple[int, ...]) -> dict[str, Any]:
     parts = prepare_training(root, layout)
     losses = train(*parts, 5)
-    parts[0]._checkpoints._memory.wait_until_committed()
+    parts[0]._checkpoints._memory.finish_save()
     parts[0].wait_for_everyone()
     results: dict[str, Any] = {"held": list_own_files(root)}
     rank = parts[0].process_index

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from headway import Accelerator, ExponentialMovingAverage, LocalSGD, PowerDecay, reconstruct_average
-from headway.errors import StateError, UnsupportedError
+from headway.errors import HeadwayError, StateError, UnsupportedError
 from tests.devices import ON_CPU
 from tests.distributed.layouts import VOCABULARY, gpt
 from tests.distributed.ranks import run_ranks
@@ -132,6 +132,23 @@ def test_average_equals_that_of_one_process(layout: str, num_ranks: int) -> None
     assert torch.equal(whole["head.weight"], whole["tokens.weight"])  # tied weights
 
 
+def average_unlike_weights(layout: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
+    torch.manual_seed(accelerator.process_index)  # prepare() gives all ranks the weights of rank 0
+    model = nn.Linear(4, 2)
+    ema = ExponentialMovingAverage(model, decay=0.5)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    accelerator.backward(model(torch.ones(2, 4, device=accelerator.device)).mean())
+    optimizer.step()
+    return [read_part(parameter) for parameter in model.parameters()], [each.clone() for each in ema.list_tensors()]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_average_created_before_prepare_begins_with_the_weights_of_rank_0(layout: str) -> None:
+    for weights, averages in run_ranks(average_unlike_weights, 2, layout):
+        assert all(map(torch.equal, weights, averages))
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(("layout", "num_ranks"), [("ep", 2), ("fsdp+ep=2", 4)])
 def test_distributed_experts_are_averaged(layout: str, num_ranks: int) -> None:
@@ -219,6 +236,30 @@ def save_power_averages(folder: Path, layout: str, kind: str) -> None:
             for average in averages:
                 average.save_snapshot(folder / f"{number}-{average.name}")
     accelerator.end_training()
+
+
+def save_where_rank_0_fails(folder: Path) -> list[str]:
+    accelerator = Accelerator(cpu=ON_CPU)
+    model = nn.Linear(4, 2)
+    average = ExponentialMovingAverage(accelerator.prepare(model), decay=PowerDecay(0.05))
+    accelerator.save_state(folder / "checkpoint")
+    if accelerator.is_main_process:
+        (folder / "snapshot/average.json").mkdir(parents=True)  # a folder where the file has to be
+    accelerator.wait_for_everyone()
+    errors = []
+    for name in ("checkpoint", "snapshot"):
+        with pytest.raises((HeadwayError, OSError)) as caught:
+            average.save_snapshot(folder / name)
+        errors.append(type(caught.value).__name__)
+    average.save_snapshot(folder / "other")
+    return errors
+
+
+def test_snapshot_that_rank_0_cannot_write_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(save_where_rank_0_fails, 2, tmp_path, timeout=60)
+    assert first[0] == "ConfigError"
+    assert second == ["CheckpointError"] * 2
+    assert (tmp_path / "other/average.json").is_file()
 
 
 @pytest.mark.parametrize(

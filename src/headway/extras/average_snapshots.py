@@ -18,7 +18,7 @@ from headway.common.untrusted import read_regular_file
 from headway.core.checkpoint.format.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
 from headway.core.checkpoint.loading.reading import find_tensor_offset, read_file_header, read_files
 from headway.core.training.run import Run
-from headway.core.training.weights import save_gathered
+from headway.core.training.weights import run_on_rank_0, save_gathered
 from headway.core.weights.compiled import remove_compiled_levels
 from headway.core.weights.export import save_weights
 from headway.core.weights.files import StoredTensor, open_checkpoint
@@ -97,24 +97,29 @@ def write_snapshot(folder: str | Path, state: Mapping[str, Any], run: Run | None
         run: Run that has prepared the model, or None.
 
     Raises:
-        ConfigError: If the folder is a checkpoint.
+        ConfigError: If the folder is a checkpoint. Ranks other than 0 raise CheckpointError.
         CheckpointError: If the files cannot be written.
     """
     place = to_path(folder)
-    is_writer = run is None or run.runtime.rank == 0
-    if is_writer:
+
+    def remove_description() -> None:
         if (place / MANIFEST).exists():
             raise ConfigError(f"{place} is a checkpoint; give another folder for the snapshot of an average")
         (place / DESCRIPTION).unlink(missing_ok=True)
-    if run is None:
-        save_weights(state["average"].items(), place, "10GB")
-    else:
-        save_gathered(state["average"].items(), place, "10GB", run.strategy.everyone)
-    if is_writer:
+
+    def write_description() -> None:
         described = {key: value for key, value in state.items() if key != "average"}
         write_text(place / DESCRIPTION, json.dumps(described, indent=2) + "\n")
-    if run is not None:
-        run.strategy.everyone.barrier()
+
+    if run is None:
+        remove_description()
+        save_weights(state["average"].items(), place, "10GB")
+        write_description()
+    else:
+        everyone = run.strategy.everyone
+        run_on_rank_0(remove_description, everyone)
+        save_gathered(state["average"].items(), place, "10GB", everyone)
+        run_on_rank_0(write_description, everyone)
 
 
 def list_snapshots(folder: str | Path) -> list[Path]:

@@ -32,14 +32,13 @@ _KEY, _SEAL, _MOST = "compile_cache.key", 32, 4 * 2**30
 def write_artifacts(staging: Path, collectives: Collectives) -> None:
     """Write rank 0's compilation artifacts into a checkpoint, if anything was compiled. Every rank must call it.
 
+    If they cannot be exported or sealed, a warning is logged, and the checkpoint contains none.
+
     Args:
         staging: Staging directory of the save. Ranks that have no such directory write nothing.
         collectives: Collectives over all ranks.
     """
-    made: bytes | None = None
-    if collectives.rank == 0 and (saved := torch.compiler.save_cache_artifacts()) is not None:
-        made = _sign_artifacts(saved[0]) + saved[0]
-    made = collectives.broadcast_object(made)
+    made = collectives.broadcast_object(_export_artifacts() if collectives.rank == 0 else None)
     if made is None or not staging.is_dir():
         return
     path = staging / f".{FILE}-{collectives.rank}"
@@ -47,23 +46,37 @@ def write_artifacts(staging: Path, collectives: Collectives) -> None:
     os.replace(path, staging / FILE)  # ranks that share a disk replace each other's file, but all files are equal
 
 
+def _export_artifacts() -> bytes | None:
+    """Return this rank's compilation artifacts with their seal, or None if there are none or an error occurs.
+
+    The error is only logged, because the other ranks wait for this one, and the checkpoint is complete without them.
+    """
+    try:
+        saved = torch.compiler.save_cache_artifacts()
+        return None if saved is None else _sign_artifacts(saved[0]) + saved[0]
+    except Exception as error:
+        log.warning("compiled code is not saved in the checkpoint: %s: %s", type(error).__name__, error)
+        return None
+
+
 def load_artifacts(folder: Path) -> bool:
     """Load a checkpoint's compilation artifacts into this machine's caches. Call it before the first forward.
 
     Returns:
         Whether any artifacts were loaded. False if the checkpoint contains none. Also False, with a warning, if their
-            file cannot be read or has no valid seal.
+            file or this user's key cannot be read, or the seal is not valid.
     """
     path = folders.find_store(folder).get_content_folder() / FILE
     if not path.exists():
         return False
     try:
         data = read_regular_file(path, _MOST)
-    except CheckpointError as error:
+        seal, artifacts = data[:_SEAL], data[_SEAL:]
+        is_valid = hmac.compare_digest(seal, _sign_artifacts(artifacts))
+    except (CheckpointError, OSError) as error:
         log.warning("compiled code was not loaded from the checkpoint: %s", error)
         return False
-    seal, artifacts = data[:_SEAL], data[_SEAL:]
-    if not hmac.compare_digest(seal, _sign_artifacts(artifacts)):
+    if not is_valid:
         log.warning(
             "%s is ignored, because it was not sealed with this user's key: it is code, and may come from another person. Models "
             "are compiled again. If machines share no home directory, set HEADWAY_SECRET on all of them",

@@ -186,8 +186,8 @@ class MemoryTier:
         self._failure: str | None = None
         state.progress.before_batches.append(self._before_batch)
         step_hooks.before_micro_batch.append(self._before_micro_batch)
-        step_hooks.before_update.append(self.wait_until_complete)
-        step_hooks.before_swap.append(self.wait_until_complete)
+        step_hooks.before_update.append(self.finish_save)
+        step_hooks.before_swap.append(self.finish_save)
 
     # ---------------------------------------------------------------- after an update
 
@@ -211,7 +211,7 @@ class MemoryTier:
             return  # local SGD exchanges state only at the end of its blocks
         if holds_averages(state.run):  # an evaluation: the next batch of the training saves the trained weights
             return
-        self.wait_until_complete()
+        self.finish_save()
         self._last = update
         if not self._can_save():
             return
@@ -278,7 +278,7 @@ class MemoryTier:
         )
         self._background.start(self._job)
 
-    def wait_until_complete(self) -> None:
+    def finish_save(self) -> None:
         """Wait until the in-memory checkpoint in progress, if there is one, is complete on this machine.
 
         Must be called before parameters or other saved state are changed. A failure of the save is not raised. When the

@@ -19,7 +19,7 @@ preemption during an evaluation also saves the trained weights.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,19 +38,17 @@ from headway.core.training.prepared.registry import AcceleratorRegistry, Prepara
 from headway.core.training.run import Run
 from headway.core.training.step import TrainingStep
 from headway.core.weights.compiled import rename_bare_items, unwrap_compiled
-from headway.core.weights.pieces import ShardPiece, TensorBox, get_local_part, is_dtensor, iterate_boxes, replace_local
+from headway.core.weights.pieces import get_local_part
 from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.extras._torch import foreach_copy_, foreach_lerp_
+from headway.extras.average_exchange import WeightExchange, WeightPair, split_pairs
+from headway.extras.average_shards import copy_saved_average, list_boxes, make_empty_piece, slice_box, wrap_like
 from headway.extras.average_snapshots import write_snapshot
 from headway.extras.power_average import PowerDecay
 
 Decay = float | str | Callable[[int], float]
 """Decay of an average: a number, "mean", or a function of the number of the averaging step, which begins at 1."""
 
-_BUCKET_BYTES = 64 * 2**20
-"""Bytes of tensors that are exchanged or converted at once. This needs temporary memory of the same size."""
-_SCRATCH_BYTES = 256 * 2**10
-"""Size of the scratch buffer through which tensors in host memory are exchanged."""
 _LATE = (
     "ExponentialMovingAverage was created before prepare(), and its weights have the layout of a whole model; create it after "
     "prepare(), or pass it to prepare() together with the model"
@@ -108,10 +106,6 @@ class _Average:
 
     read: Callable[[], torch.Tensor]
     values: torch.Tensor | None
-
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""This rank's shard of a weight, and the averages of its elements."""
 
 
 class ExponentialMovingAverage:
@@ -199,13 +193,14 @@ class ExponentialMovingAverage:
         self._num_updates = 0
         self._num_averaged = 0
         self._step: TrainingStep | None = None
+        self._joined: WeakSet[Run] = WeakSet()  # runs whose hooks call this object
         self._averages: dict[str, _Average] = {}
         self._ids: set[int] = set()
         self._owners: dict[int, tuple[int, bool]] = {}
         self._stepped: set[int] = set()
         self._window = -1
         self._is_due = False
-        self._swapped: tuple[list[list[Pair]], list[list[torch.Tensor] | None]] | None = None
+        self._exchange: WeightExchange | None = None  # while the model contains the averages
         scope.get_or_create(ModelAverages).add(self)
         step = self._find_step()
         if step is not None:
@@ -244,13 +239,18 @@ class ExponentialMovingAverage:
             raise ConfigError(f"the model has an average called {self.name!r} already; give this one another name=")
         self._step = step
         self._add_averages()
+        if not self._num_updates:
+            # prepare() gives all ranks the weights of rank 0 or of a checkpoint, and an average begins with the weights.
+            self._update_averages(0.0)
         self._owners.clear()
         self._forget_window()
-        hooks = run.hooks
-        hooks.updated.append(partial(self._note_update, step))
-        hooks.before_learning.append(partial(self._begin_learning, step))
-        hooks.before_update.append(partial(self._begin_update, step))
-        run.around_save = partial(_restore_all, run.custom)
+        if run not in self._joined:
+            self._joined.add(run)
+            hooks = run.hooks
+            hooks.updated.append(partial(self._note_update, step))
+            hooks.before_learning.append(partial(self._begin_learning, step))
+            hooks.before_update.append(partial(self._refuse_update, step))
+            run.around_save = partial(_restore_all, run.custom)
         if not any(each is self for each in run.custom):
             run.custom.append(self)
 
@@ -310,16 +310,14 @@ class ExponentialMovingAverage:
             self._refuse_swapped("train the model")
             self._finish_update()
 
-    def _begin_update(self, step: TrainingStep) -> None:
-        """Before an optimizer steps, update the averages if they lack the update of an earlier accumulation window.
+    def _refuse_update(self, step: TrainingStep) -> None:
+        """Raise an error before an optimizer steps if the model contains averaged weights.
 
         Raises:
-            StateError: If the model holds averaged weights.
+            StateError: If the model contains averaged weights.
         """
         if step is self._step:
             self._refuse_swapped("step an optimizer")
-            if step.windows.current.number != self._window:
-                self._finish_update()
 
     def _finish_update(self) -> None:
         """Count the update that optimizers have reported, unless it has been counted already."""
@@ -410,25 +408,25 @@ class ExponentialMovingAverage:
             decay: Weight of the old averages.
         """
         for pairs in self._iterate_pairs():
-            weights, averages = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            weights, averages = [pair.weight for pair in pairs], [pair.average for pair in pairs]
             own = averages[0]
             if not decay or not (own.is_floating_point() or own.is_complex()):
                 foreach_copy_(averages, weights)
-            elif _is_alike(weights[0], own):
+            elif pairs[0].is_alike:
                 foreach_lerp_(averages, weights, 1.0 - decay)
             else:
-                for bucket in _iterate_buckets(pairs):
-                    converted = [weight.to(own.device, own.dtype) for weight, _ in bucket]
-                    foreach_lerp_([average for _, average in bucket], converted, 1.0 - decay)
+                for bucket in split_pairs(pairs):
+                    converted = [pair.weight.to(own.device, own.dtype) for pair in bucket]
+                    foreach_lerp_([pair.average for pair in bucket], converted, 1.0 - decay)
 
-    def _iterate_pairs(self) -> Iterator[list[Pair]]:
+    def _iterate_pairs(self) -> Iterator[list[WeightPair]]:
         """Yield lists of pairs of this rank's weights and averages, grouped by their dtypes and devices."""
-        alike: dict[tuple[Any, ...], list[Pair]] = {}
+        alike: dict[tuple[Any, ...], list[WeightPair]] = {}
         for each in self._averages.values():
             if each.values is not None:
                 weight, average = _read_local(each.read()), each.values
                 key = weight.dtype, weight.device, average.dtype, average.device
-                alike.setdefault(key, []).append((weight, average))
+                alike.setdefault(key, []).append(WeightPair(weight, average))
         yield from alike.values()
 
     def _add_averages(self) -> None:
@@ -470,8 +468,8 @@ class ExponentialMovingAverage:
         if known is None or known.values is None:
             values.copy_(weight)
         elif known.values.shape == tensor.shape:
-            for offsets, box in _list_boxes(tensor, values):
-                box.copy_(_slice_box(known.values, offsets, box.shape))
+            for offsets, box in list_boxes(tensor, values):
+                box.copy_(slice_box(known.values, offsets, box.shape))
         else:
             raise StateError(f"{_LATE} ({name} had the shape {tuple(known.values.shape)}, now {tuple(tensor.shape)})")
         self._averages[name] = _Average(read, values)
@@ -494,7 +492,7 @@ class ExponentialMovingAverage:
     @property
     def is_swapped(self) -> bool:
         """Whether the model currently contains these averages in place of its trained weights."""
-        return self._swapped is not None
+        return self._exchange is not None
 
     @contextmanager
     def swap_weights(self) -> Iterator[torch.nn.Module]:
@@ -542,35 +540,27 @@ class ExponentialMovingAverage:
         self._prepare_swap()
         with torch.no_grad():
             for pairs in self._iterate_started_pairs():
-                foreach_copy_([weight for weight, _ in pairs], [average for _, average in pairs])
+                foreach_copy_([pair.weight for pair in pairs], [pair.average for pair in pairs])
         self._finish_swap()
 
     def _swap_weights_in(self) -> None:
         """Exchange weights and averages, so that the model contains the averages."""
         self._refuse_swapped("enter swap_weights() again")
         self._prepare_swap()
-        buckets = [bucket for pairs in self._iterate_started_pairs() for bucket in _iterate_buckets(pairs)]
-        stash: list[list[torch.Tensor] | None] = []
-        try:
-            for bucket in buckets:
-                stash.append(_swap_in(bucket))
-        except BaseException:
-            _swap_out(buckets, stash)
-            raise
-        self._swapped = buckets, stash
+        self._exchange = WeightExchange(self._iterate_started_pairs())
         scope.get_or_create(SwappedModels).averages[self.model] = self
         self._finish_swap()
 
     def _swap_weights_out(self) -> None:
         """Put the trained weights back into the model."""
-        if self._swapped is not None:
+        if self._exchange is not None:
             self._free_gathered()
-            _swap_out(*self._swapped)
-        self._swapped = None
+            self._exchange.undo()
+        self._exchange = None
         scope.get_or_create(SwappedModels).averages.pop(self.model, None)
         self._finish_swap()
 
-    def _iterate_started_pairs(self) -> Iterator[list[Pair]]:
+    def _iterate_started_pairs(self) -> Iterator[list[WeightPair]]:
         """Yield the pairs of weights and averages, or nothing while the averages still equal the weights."""
         if self._num_updates >= self._update_after:
             yield from self._iterate_pairs()
@@ -678,7 +668,7 @@ class ExponentialMovingAverage:
         for name, weight in exported:
             if name in self._averages:
                 values = self._averages[name].values
-                yield name, _wrap_like(weight, values) if values is not None else _make_empty_piece(weight, self.dtype)
+                yield name, wrap_like(weight, values) if values is not None else make_empty_piece(weight, self.dtype)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `state_dict` returned under any layout.
@@ -712,7 +702,7 @@ class ExponentialMovingAverage:
         with torch.no_grad():
             for name, values in saved.items():
                 if name in targets:
-                    _copy_saved_average(targets[name], values)
+                    copy_saved_average(targets[name], values)
         self._forget_window()
         self._num_updates = int(state["num_updates"])
         self._num_averaged = int(state["num_averaged"])
@@ -839,158 +829,3 @@ def _read_local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor as a plain tensor that shares its memory."""
     local = dtensors.get_local_shard(tensor)
     return get_local_part(tensor) if hasattr(local, "fsdp_pre_all_gather") else local
-
-
-def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device
-
-
-def _iterate_buckets(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    """Yield lists of pairs, each with at most `_BUCKET_BYTES` of weights or averages. A larger pair is alone."""
-    bucket: list[Pair] = []
-    size = 0
-    for pair in pairs:
-        num_bytes = max(each.numel() * each.element_size() for each in pair)
-        if bucket and size + num_bytes > _BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(pair)
-        size += num_bytes
-    if bucket:
-        yield bucket
-
-
-@torch.no_grad()
-def _swap_in(bucket: Sequence[Pair]) -> list[torch.Tensor] | None:
-    """Exchange weights and averages. If their dtypes or devices differ, only copy the averages into the weights.
-
-    Args:
-        bucket: Pairs of weights and averages with equal dtypes and devices.
-
-    Returns:
-        Copies of the weights if dtype or device differ, else None.
-    """
-    weights, averages = [pair[0] for pair in bucket], [pair[1] for pair in bucket]
-    if _is_alike(weights[0], averages[0]):
-        if weights[0].device.type == "cpu" and all(each.is_contiguous() for pair in bucket for each in pair):
-            _exchange_in_cache(weights, averages)
-        else:
-            copies = [weight.clone() for weight in weights]
-            foreach_copy_(weights, averages)
-            foreach_copy_(averages, copies)
-        return None
-    stash = [weight.to(averages[0].device, copy=True) for weight in weights]
-    foreach_copy_(weights, averages)
-    return stash
-
-
-def _exchange_in_cache(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
-    """Exchange the values of two lists of contiguous tensors in host memory, pair by pair.
-
-    The values pass through a scratch buffer that fits into the CPU's cache. Copies of whole tensors would be written to
-    main memory and read again, which takes about twice as long.
-    """
-    size = _SCRATCH_BYTES // ones[0].element_size()
-    scratch = torch.empty(size, dtype=ones[0].dtype)
-    for one, other in zip(ones, others):
-        flat, flat_other = one.view(-1), other.view(-1)
-        for start in range(0, len(flat), size):
-            here, there = flat[start : start + size], flat_other[start : start + size]
-            part = scratch[: len(here)]
-            part.copy_(here)
-            here.copy_(there)
-            there.copy_(part)
-
-
-@torch.no_grad()
-def _swap_out(buckets: Sequence[Sequence[Pair]], stash: Sequence[list[torch.Tensor] | None]) -> None:
-    """Put the trained weights back, for as many buckets as `_swap_in` has processed.
-
-    Args:
-        buckets: All buckets of pairs of weights and averages.
-        stash: Results of `_swap_in` for the first buckets, in order.
-    """
-    for bucket, copies in zip(buckets, stash):
-        if copies is None:
-            _swap_in(bucket)
-        else:
-            foreach_copy_([weight for weight, _ in bucket], copies)
-
-
-def _slice_box(whole: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """Return the part of a tensor with the given offsets and shape, as a view."""
-    return whole[tuple(slice(start, start + size) for start, size in zip(offsets, shape))]
-
-
-def _view_like(box: torch.Tensor, local: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the part of `values` at the position that `box` has in `local`, as a view.
-
-    Args:
-        box: View of a part of `local`.
-        local: This rank's shard of a weight.
-        values: Averages with the shape and strides of `local`.
-    """
-    return values.as_strided(box.shape, box.stride(), box.storage_offset() - local.storage_offset())
-
-
-def _list_boxes(tensor: torch.Tensor, values: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """Return the rectangular parts (boxes) of a weight that this rank's shard consists of.
-
-    Args:
-        tensor: Weight, as a plain tensor or a DTensor.
-        values: Averages with the shape and strides of this rank's shard of the weight.
-
-    Returns:
-        Pairs of (offsets of the box in the whole tensor, part of `values` for the box).
-    """
-    if not is_dtensor(tensor):
-        return [((0,) * tensor.ndim, values)]
-    return [(offsets, values[where]) for offsets, where in iterate_boxes(tensor)]
-
-
-def _wrap_like(weight: Any, values: torch.Tensor) -> Any:
-    """Return averages as a tensor, DTensor or `ShardPiece` that is sharded like a weight.
-
-    Args:
-        weight: Weight, as the run's strategy exports it.
-        values: Averages of this rank's shard of the weight.
-    """
-    if is_dtensor(weight):
-        return replace_local(weight, values, weight.stride())
-    if not isinstance(weight, ShardPiece):
-        return values
-    local = get_local_part(weight)
-    boxes = tuple(TensorBox(box.offsets, _view_like(box.values, local, values), box.is_written) for box in weight.boxes)
-    own = None if weight.local is None else values
-    return ShardPiece(tuple(weight.shape), values.dtype, boxes, own, weight.split)
-
-
-def _make_empty_piece(weight: Any, dtype: torch.dtype | None) -> Any:
-    """Return an empty `ShardPiece` for the average of a weight that only other ranks of a pipeline hold.
-
-    Args:
-        weight: Description of the weight.
-        dtype: Dtype of the average, or None for the dtype of the weight, but at least float32.
-    """
-    chosen = torch.promote_types(weight.dtype, torch.float32) if dtype is None else dtype
-    return ShardPiece(tuple(weight.shape), chosen, (), None, getattr(weight, "split", None))
-
-
-def _copy_saved_average(target: Any, saved: Any) -> None:
-    """Copy saved averages into this rank's averages.
-
-    Args:
-        target: This rank's averages, as `ExponentialMovingAverage._export_averages` yields them.
-        saved: Saved averages, as a whole tensor or with the layout of `target`.
-    """
-    if is_dtensor(target):
-        if is_dtensor(saved):
-            get_local_part(target).copy_(get_local_part(saved))
-        else:
-            dtensors.put_whole(target, saved)
-    elif isinstance(target, ShardPiece):
-        known = {box.offsets: box.values for box in saved.boxes} if isinstance(saved, ShardPiece) else None
-        for box in target.boxes:
-            box.values.copy_(_slice_box(saved, box.offsets, box.values.shape) if known is None else known[box.offsets])
-    else:
-        target.copy_(saved)

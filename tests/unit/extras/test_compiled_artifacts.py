@@ -97,3 +97,19 @@ def test_no_file_is_written_if_nothing_was_compiled(tmp_path, home, monkeypatch)
     monkeypatch.setattr(compiled.torch.compiler, "save_cache_artifacts", lambda: None)
     compiled.write_artifacts(tmp_path, Collectives(process.start(cpu=True)))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_key_that_cannot_be_read_or_made_is_no_error(tmp_path, home, monkeypatch, caplog):
+    """On many clusters, compute nodes cannot write to the home folder. Other ranks would wait for a rank that raises."""
+    monkeypatch.setattr(compiled.torch.compiler, "save_cache_artifacts", lambda: (b"code", "info"))
+    monkeypatch.setattr(compiled.torch.compiler, "load_cache_artifacts", lambda data: "info")
+    collectives = Collectives(process.start(cpu=True))
+    compiled.write_artifacts(tmp_path, collectives)
+    shutil.rmtree(home)
+    home.touch()  # no folder can be made here
+    assert not compiled.load_artifacts(tmp_path)
+    assert "was not loaded" in caplog.text
+    (tmp_path / compiled.FILE).unlink()
+    compiled.write_artifacts(tmp_path, collectives)
+    assert "is not saved" in caplog.text
+    assert [each for each in tmp_path.iterdir() if each != home] == []

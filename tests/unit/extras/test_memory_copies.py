@@ -51,7 +51,7 @@ def run_training(tmp_path, stop_after=None, every=1, save_at=(), each=lambda num
                 if number in save_at:
                     accelerator.save_state()
                 if number == stop_after:
-                    accelerator._checkpoints._memory.wait_until_committed()
+                    accelerator._checkpoints._memory.finish_save()
                     accelerator.end_training()
                     return losses, restored
     accelerator.end_training()

@@ -1,6 +1,7 @@
 """Test `ExponentialMovingAverage` in one process: which updates count, what is averaged, and swapped weights."""
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from headway import Accelerator, ExponentialMovingAverage, GradScalerKwargs, ProjectConfiguration, SpikePolicy
 from headway.errors import CheckpointError, ConfigError, StateError
-from headway.extras import moving_average
+from headway.extras import average_exchange
 
 
 def build_training(**settings: Any) -> tuple[Accelerator, nn.Module, Any]:
@@ -183,6 +184,42 @@ def test_optimizer_of_another_model_does_not_count() -> None:
     assert ema.num_updates == 3
 
 
+def test_two_optimizers_count_as_one_update_beside_another_model() -> None:
+    """Both models run backward before any optimizer steps, as docs/several_models.md shows."""
+    accelerator, model, _ = build_training()
+    accelerator.free_memory()
+    other = nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model[0], model[2], other)]
+    model, other, *optimizers = accelerator.prepare(model, other, *optimizers)
+    ema = ExponentialMovingAverage(model, decay=0.5)
+    wanted = read_weights(model)
+    for _ in range(3):
+        for each in (model, other):
+            with accelerator.accumulate(each):
+                accelerator.backward(each(torch.ones(2, 4)).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        wanted = mix_weights(wanted, read_weights(model), 0.5)
+    assert ema.num_updates == 3
+    assert_equal(read_average(ema), wanted)
+
+
+def test_run_that_is_joined_again_reports_each_update_once() -> None:
+    accelerator, model, optimizer = build_training()
+    ema = ExponentialMovingAverage(model, decay=0.5)
+    later = Accelerator(cpu=True)
+    later.prepare(model)
+    later.free_memory()
+    del later
+    gc.collect()
+    ema.update()  # joins the first run again
+    before = ema.num_updates
+    model, optimizer = accelerator.prepare(model, optimizer)
+    update_weights(accelerator, model, optimizer)
+    assert ema.num_updates == before + 1
+
+
 def test_without_a_prepared_optimizer_each_call_counts() -> None:
     model = nn.Linear(2, 1)
     ema = ExponentialMovingAverage(model, decay=0.5)
@@ -281,7 +318,7 @@ def test_buffers_are_copied_or_averaged(buffers: str) -> None:
 @pytest.fixture(params=[{}, {"device": "cpu"}, {"dtype": torch.float64}])
 def trained(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Accelerator, model, optimizer and average after two updates, for several options of the average."""
-    monkeypatch.setattr(moving_average, "_BUCKET_BYTES", 40)  # several buckets
+    monkeypatch.setattr(average_exchange, "_BUCKET_BYTES", 40)  # several buckets
     accelerator, model, optimizer = build_training()
     ema = ExponentialMovingAverage(model, decay=0.5, **request.param)
     for _ in range(2):
@@ -305,14 +342,14 @@ def test_weights_are_restored_after_an_error(trained: Any) -> None:
 def test_error_during_the_swap_leaves_the_trained_weights(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model, _, ema = trained
     before, averages = read_weights(model), read_average(ema)
-    swap_in, calls = moving_average._swap_in, iter(range(9))
+    swap_in, calls = average_exchange._swap_in, iter(range(9))
 
     def fail_at_second(bucket: Any) -> Any:
         if next(calls) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return swap_in(bucket)
 
-    monkeypatch.setattr(moving_average, "_swap_in", fail_at_second)
+    monkeypatch.setattr(average_exchange, "_swap_in", fail_at_second)
     with pytest.raises(torch.OutOfMemoryError), ema.swap_weights():
         pass
     assert_same_bits(read_weights(model), before)

@@ -296,6 +296,6 @@ def _read_memory_fraction(hardware: Hardware, device: torch.device) -> float:
 
 def _ask_runtime(hardware: Hardware, device: torch.device) -> tuple[int, int]:
     ask = hardware.find_memory_function("mem_get_info")
-    assert ask is not None, "whoever calls has seen to it"
+    assert ask is not None, "callers check that the device reports its memory"
     free, total = ask(device)
     return int(free), int(total)

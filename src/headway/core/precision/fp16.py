@@ -118,7 +118,7 @@ class Fp16Precision(Bf16Precision):
             self._stepped.clear()
             self._dropped.clear()
 
-    def finish_scale_update(self, num_optimizers: int) -> None:
+    def adjust_if_all_stepped(self, num_optimizers: int) -> None:
         """Update the loss scale if all optimizers have stepped, so that no gradients of the old scale remain.
 
         Args:

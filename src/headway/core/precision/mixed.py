@@ -79,7 +79,7 @@ class Precision:
         Does nothing while an optimizer's gradients are unscaled: between its `unscale` and its `step` or `discard`.
         """
 
-    def finish_scale_update(self, num_optimizers: int) -> None:
+    def adjust_if_all_stepped(self, num_optimizers: int) -> None:
         """Update the loss scale if all optimizers have stepped, so that a later read returns the new value.
 
         Args:

@@ -1,23 +1,32 @@
 """Training step, which implements the Accelerator's methods for one micro-batch.
 
-A loop usually calls them in this order:
+An update uses the gradients of all micro-batches in its accumulation window. The gradient is the exact mean over all
+items (samples or tokens) of the window on all ranks. The step therefore weights each loss by its number of items, and
+divides it by the number of items that the whole window is expected to have, its nominal weight. If the window turns out
+to have another number, its gradients are multiplied once by the quotient. `windows.py` explains the formula, and holds
+the state of the windows.
 
-::
+A loop usually calls the methods in this order::
 
-    accumulate     MicroBatch enters: finds the accumulation window (`windows.py`), and whether gradients are reduced
-    backward       weights the loss and runs autograd; the last backward of a window sums weights over ranks and makes
-                   gradients final
-    clip, step,    take effect once gradients are final, and do nothing before
-    zero_grad
-    (block ends)   MicroBatch exits: after an error the gradients of the window are dropped
+    with accumulate:  `MicroBatch` enters: finds the window, and whether this micro-batch reduces gradients over ranks
+        backward      `backward` checks the loss, `weigh_micro_batch` counts its items, and `run_backward` multiplies the
+                      loss and runs autograd. In the window's last backward, `close_window` makes gradients final
+        clip          `clip` or `clip_value`, once gradients are final
+        step          `PreparedOptimizer` calls `apply_update`, once gradients are final
+        zero_grad     `PreparedOptimizer` calls `clear_gradients`, once gradients are final
+    (block ends)      `MicroBatch` exits: `handle_error` drops the window's gradients after an error
 
-`TrainingStep` is the common base class. `WholeStep` runs each batch once. The step in `headway.extras.replay` splits a
-batch into pieces (smaller micro-batches), and repeats the batch if memory ran out. A step receives all objects that it
-needs in its constructor.
+Each set of models that trains in turns has its own window, so clip, step and zero_grad first find the window of their
+parameters (`find_window_of`). The file contains four classes:
+
+- `StepGuard` watches losses and gradients, and may refuse an update. This base class only warns.
+- `MicroBatch` is the context manager that `accumulate` returns.
+- `TrainingStep` is the base class of the steps. A step receives all objects that it needs in its constructor.
+- `WholeStep` runs each batch once. Another step, in `headway.extras.replay`, splits a batch into pieces (smaller
+  micro-batches), and repeats the batch if memory ran out.
 
 This code runs for every micro-batch of every run, so disabled features must cost nothing. A disabled feature is an
-empty list or a flag that is set at construction, not a call that does nothing. `windows.py` contains the formula for
-loss weights and the state of the accumulation windows.
+empty list or a flag that is set at construction, not a call that does nothing.
 """
 
 import math
@@ -375,7 +384,7 @@ class TrainingStep(ABC):
         """
         windows = self.windows
         shard = self.strategy.data_shard
-        loader = windows.active[-1] if windows.active else windows.loader
+        loader = windows.loader
         counts = None if loader is None else loader.pass_position.share.valid_counts
         if weight is not None:
             is_filler = counts is not None and counts[shard.index] == 0

@@ -229,7 +229,7 @@ def gather_state(tensors: Iterable[tuple[str, Any]], collectives: Collectives) -
         }
         return {name: found[tied.get(name, name)] for name in named}
 
-    return _run_on_rank_0(put_together, whole, list(whole), collectives) or {}
+    return run_on_rank_0(put_together, collectives, whole, list(whole)) or {}
 
 
 def save_gathered(
@@ -253,23 +253,26 @@ def save_gathered(
     kept, tied = split_ties(named)
     whole = wrap_sharded(kept, collectives)
     every = [(name, whole[tied.get(name, name)]) for name, _ in named]
-    _run_on_rank_0(
-        lambda: save_weights(every, folder, max_shard_size), whole, list_write_order(whole, max_shard_size), collectives
+    run_on_rank_0(
+        lambda: save_weights(every, folder, max_shard_size), collectives, whole, list_write_order(whole, max_shard_size)
     )
 
 
-def _run_on_rank_0(
-    act: Callable[[], _T], whole: Mapping[str, Any], order: Iterable[str], collectives: Collectives
+def run_on_rank_0(
+    act: Callable[[], _T],
+    collectives: Collectives,
+    whole: Mapping[str, Any] | None = None,
+    order: Iterable[str] = (),
 ) -> _T | None:
-    """Run `act` on rank 0 while the other ranks send it the tensors in the given order.
+    """Run `act` on rank 0 while the other ranks send it the tensors in the given order, and then wait for its end.
 
     If `act` fails, rank 0 still receives the remaining tensors, so that all ranks continue together.
 
     Args:
         act: Function that rank 0 calls, such as one that writes a file.
-        whole: Tensors by name, sharded ones as `GatheredTensor`.
-        order: Names in the order in which `act` requests them.
         collectives: Collectives over all ranks.
+        whole: Tensors by name, sharded ones as `GatheredTensor`. None: `act` needs none.
+        order: Names in the order in which `act` requests them.
 
     Returns:
         The result of `act` on rank 0, and None on the other ranks.
@@ -285,7 +288,7 @@ def _run_on_rank_0(
     except Exception as error:
         failure = error
     # Other ranks send what rank 0 requests. After a failure rank 0 receives the rest, so that no sender waits.
-    pass_by_all(whole[name] for name in order)
+    pass_by_all(whole[name] for name in order if whole is not None)
     told = collectives.broadcast_object(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure

@@ -88,7 +88,7 @@ class MemoryCopies(Protocol):
     It is implemented by `headway.extras.memory_copies`.
     """
 
-    def wait_until_committed(self) -> None:
+    def finish_save(self) -> None:
         """Wait until the state that is being copied has been committed."""
 
     def find_newest(self) -> Path | None:
@@ -417,7 +417,7 @@ class Checkpoints:
         The next training step or save locks the folder again.
         """
         if self._memory is not None:
-            self._memory.wait_until_committed()
+            self._memory.finish_save()
         if self.guard is not None:
             self.guard.stop()
             self._state.progress.ask_before_batches(None)
@@ -569,7 +569,7 @@ class Checkpoints:
             )
         self._state.saver.wait()
         if self._memory is not None:
-            self._memory.wait_until_committed()
+            self._memory.finish_save()
         restored = self._load_checkpoint(
             self.place.to_load(input_dir), is_strict, meant, newest or (None if input_dir else self.place.find_newest)
         )

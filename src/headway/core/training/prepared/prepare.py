@@ -535,12 +535,14 @@ class Preparation:
         if self.tick_base == (num_processes, accumulation):
             return
         self._tick_base = (num_processes, accumulation)
+        before = self.rule
         if isinstance(self.rule, StepsPerProcess):
             self.rule = StepsPerProcess(num_processes)
         elif isinstance(self.rule, StepsPerMicroBatch | KeptSteps):
             self.rule = KeptSteps(num_processes * accumulation, self._windows.num_steps)
         for scheduler in self.schedulers:
-            scheduler.set_rule(self.rule)
+            if scheduler.rule is before:  # schedules that an engine's configuration defines count updates
+                scheduler.set_rule(self.rule)
 
     # ---------------------------------------------------------------- loaders' evenness, the end
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator
 from headway.core.config.run import GradientAccumulationPlugin
+from headway.core.strategies.placeholders import SchedulerPlaceholder
 from headway.core.training.checks.schedule_lengths import get_schedule_length
 from headway.core.training.prepared.scheduler import (
     StepsPerMicroBatch,
@@ -116,6 +117,18 @@ def test_ticks_kept_twice_are_those_of_the_first_run() -> None:
     accelerator._preparation.keep_ticks(3, 1)
     accelerator._preparation.keep_ticks(2, 3)
     assert train_and_list_rates(accelerator, *parts)[3] == 94
+
+
+def test_schedule_of_an_engine_counts_updates_after_a_resume_on_other_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accelerator, _, optimizer, _, schedule = build()
+    real = StepLR(optimizer.optimizer, 1)
+    monkeypatch.setattr(accelerator.strategy, "replace_placeholder", lambda placeholder, share: real)
+    defined = accelerator.prepare(SchedulerPlaceholder())
+    for num_processes in (4, 2):
+        accelerator._preparation.keep_ticks(num_processes, 1)
+        assert (schedule.rule.ticks(1), defined.rule.ticks(1)) == (num_processes, 1)
 
 
 def test_settings_choose_the_rule() -> None:
