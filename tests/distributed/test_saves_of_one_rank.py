@@ -316,6 +316,21 @@ def test_rank_that_does_not_write_returns_the_folder_of_the_writing_rank(tmp_pat
     assert third == first[2:]
 
 
+def save_on_all_ranks_then_on_the_last(root):
+    accelerator = Training(f"{root}/run", total_limit=None).accelerator
+    names = [accelerator.save_state().name]
+    if accelerator.is_last_process:
+        names.append(accelerator.save_state().name)
+    accelerator.wait_for_everyone()
+    return [*names, accelerator.save_state().name]
+
+
+def test_rank_that_has_not_taken_the_lock_can_save_alone(tmp_path):
+    first, last = run_ranks(save_on_all_ranks_then_on_the_last, 2, str(tmp_path))
+    assert first == ["checkpoint_0", "checkpoint_2"]
+    assert last == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+
+
 def save_best(root):
     training = Training(f"{root}/best", total_limit=1, keep_best="max")
     for metric in (0.1, 0.9, 0.3):

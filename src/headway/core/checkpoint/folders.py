@@ -142,16 +142,26 @@ class HeldLocks:
 
     def __init__(self) -> None:
         self._held: dict[Path, PlaceLock] = {}
+        self._starts: dict[Path, str] = {}
         atexit.register(self.release)
 
     def get_start_id(self, folder: Path) -> str:
-        """Return the launch ID (`LockOwner.start`) with which this process locked a folder, or "" if it has not.
+        """Return the launch ID (`LockOwner.start`) with which this run has locked a folder. Return "" if it has not.
 
         Args:
             folder: Folder of checkpoints.
         """
         known = self._held.get(folder)
-        return "" if known is None else known.start
+        return self._starts.get(folder, "") if known is None else known.start
+
+    def note_start_id(self, folder: Path, start: str) -> None:
+        """Record that another rank of this run has locked a folder, so that this rank can save there alone.
+
+        Args:
+            folder: Folder of checkpoints.
+            start: Launch ID with which the rank has locked it, as in `LockOwner`.
+        """
+        self._starts[folder] = start
 
     def lock_folder(self, folder: Path, run: str, start: str) -> None:
         """Lock a folder. If this process has locked the folder already, check that it still holds the lock.
@@ -189,7 +199,8 @@ class HeldLocks:
 
     def release(self, folder: Path | None = None) -> None:
         """Release the lock that this process holds on a folder, or all its locks if `folder` is None."""
-        for each in [folder] if folder is not None else list(self._held):
+        for each in [folder] if folder is not None else [*self._held, *(self._starts.keys() - self._held.keys())]:
+            self._starts.pop(each, None)
             if (known := self._held.pop(each, None)) is not None:
                 with contextlib.suppress(OSError, CheckpointError):  # the lock file cannot be read or removed
                     known.release()

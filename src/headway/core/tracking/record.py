@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -326,6 +327,8 @@ def _convert_to_mapping(config: Any) -> dict[str, Any]:
         return dict(config)
     if hasattr(config, "__dict__") and not isinstance(config, type):
         return dict(vars(config))
+    if is_dataclass(config) and not isinstance(config, type):  # with slots, it has no `__dict__`
+        return {each.name: getattr(config, each.name) for each in fields(config)}
     raise ConfigError(f"config={config!r} is not a configuration; give a mapping, a dataclass or an argparse.Namespace")
 
 

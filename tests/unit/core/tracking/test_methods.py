@@ -3,6 +3,7 @@
 import argparse
 import logging
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
@@ -118,8 +119,20 @@ def test_without_trackers_any_value_can_be_logged():
         accelerator.log(values)
 
 
+@dataclass
+class Config:
+    lr: float = 0.1
+
+
+@dataclass(slots=True)
+class SlottedConfig:
+    lr: float = 0.1
+
+
 @pytest.mark.parametrize(
-    "config", [argparse.Namespace(lr=0.1), {"lr": 0.1}, None], ids=["namespace", "mapping", "none"]
+    "config",
+    [argparse.Namespace(lr=0.1), {"lr": 0.1}, None, Config(), SlottedConfig()],
+    ids=["namespace", "mapping", "none", "dataclass", "dataclass with slots"],
 )
 def test_configurations_of_every_type_are_logged(config):
     accelerator = build_accelerator()

@@ -29,7 +29,7 @@ import torch
 from torch.utils.data import sampler as samplers
 
 from headway.core.checkpoint._torch import foreach_copy_
-from headway.core.checkpoint.format.values import encode_value
+from headway.core.checkpoint.format.values import encode_value, find_references
 from headway.core.checkpoint.loading.restoring import LoadRollback
 from headway.core.checkpoint.resume.saved import SavedRun
 from headway.core.checkpoint.state import CollectedState
@@ -112,6 +112,8 @@ class WindowStartCopies:
         collected.tensors.update((name, kept) for name, kept in self._buffers.items() if name in collected.tensors)
         for index, (kept, extra) in enumerate(zip(self._extra, collected.state["extra"])):
             for name in kept.keys() & extra.keys():
+                for reference in find_references(extra[name]):
+                    del collected.tensors[reference["name"]]
                 extra[name] = encode_value(kept[name], f"extra/{index}/{name}", collected.tensors)
 
 

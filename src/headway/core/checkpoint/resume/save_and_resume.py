@@ -618,7 +618,7 @@ class Checkpoints:
         Return None if `checkpoint` is "latest" or "best" and there is no checkpoint.
 
         Args:
-            checkpoint: Folder of the checkpoint, "latest" or "best".
+            checkpoint: Folder of the checkpoint, or one of the texts "latest" and "best".
             is_strict: Whether to refuse any difference from this run.
             run: ID of the run whose checkpoints count with "latest" or "best". None: the checkpoints of all runs, or
                 with "best" those of this run if it has any.
@@ -632,7 +632,10 @@ class Checkpoints:
                 `keep_best`.
             StateError: If other ranks continue without calling it.
         """
-        find = {"latest": self._find_newest, "best": self._find_best}.get(str(checkpoint))
+        # A Path always names a folder, even Path("latest").
+        find = {"latest": self._find_newest, "best": self._find_best}.get(
+            checkpoint if isinstance(checkpoint, str) else ""
+        )
         folder = to_path(checkpoint).expanduser().absolute() if find is None else find(run)
         if folder is None:
             if find == self._find_best and self._state.run.clock.num_updates:

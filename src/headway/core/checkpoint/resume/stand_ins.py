@@ -11,7 +11,7 @@ The terms of all ranks' elements are added, so a base model has equal digests in
 element changes the digest.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -161,7 +161,7 @@ _ODD, _MIX, _WRAP = -7046029254386353131, -4417276706812531889, 2**64
 _BLOCK = 2**20
 """Number of elements that are processed at once when a digest is computed."""
 _NUM_SAMPLED = 4096
-"""Number of evenly spaced elements of a tensor that are compared before its digest is used again."""
+"""Maximum number of evenly spaced elements of a tensor that are compared before its digest is used again."""
 _CHANGED = (
     "%d frozen weights have changed since this run first saved or loaded them (%s, for example). With save_frozen=False, this "
     "checkpoint does not hold them, so a run can resume from it only on a base model that has been changed in the same way. "
@@ -252,14 +252,16 @@ class FrozenWeights:
 
         Every rank must call it unless `is_alone` is True. The digest of a sharded tensor covers the shards of all
         ranks. Digests are cached until a tensor changes. torch does not count changes through `.data`. They are found
-        if they change one of `_NUM_SAMPLED` elements.
+        if they change one of up to `_NUM_SAMPLED` elements.
 
         Args:
             tensors: Tensors by name, in the same order on all ranks.
             is_alone: Whether only this rank calls it. Its tensors must then be unsharded.
         """
+        local = {name: get_local_part(value) for name, value in tensors.items()}
+        samples = _read_samples(local)
         keys = {
-            name: (get_memory_key(value), _torch.read_version(local := get_local_part(value)), _read_sample(local))
+            name: (get_memory_key(value), _torch.read_version(local[name]), samples[name])
             for name, value in tensors.items()
         }
         new = [name for name, key in keys.items() if name not in self._known or self._known[name][0] != key]
@@ -277,10 +279,23 @@ class FrozenWeights:
         return {name: self._known[name][1] for name in tensors}
 
 
-def _read_sample(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of evenly spaced elements of a tensor."""
-    flat = view_as_bits(tensor.detach()).reshape(-1)
-    return get_raw_bytes(flat[:: max(1, flat.numel() // _NUM_SAMPLED)]).numpy().tobytes()
+def _read_samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """Return the bytes of evenly spaced elements of each tensor. The host waits only once for each device.
+
+    Args:
+        tensors: Tensors by name.
+    """
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        flat = view_as_bits(tensor.detach()).reshape(-1)
+        sample = flat[:: max(1, -(-flat.numel() // _NUM_SAMPLED))].clone(memory_format=torch.contiguous_format)
+        by_device.setdefault(tensor.device, {})[name] = sample.view(torch.uint8)
+    found: dict[str, bytes] = {}
+    for samples in by_device.values():
+        joined = torch.cat([*samples.values()]).cpu()
+        parts = torch.split(joined, [each.numel() for each in samples.values()])
+        found.update((name, part.numpy().tobytes()) for name, part in zip(samples, parts))
+    return found
 
 
 def _list_enclosing(name: str) -> tuple[str, str]:

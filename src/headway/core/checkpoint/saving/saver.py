@@ -97,6 +97,7 @@ class Saver:
             failures = {text for text in self._collectives.gather_objects(failure) if text is not None}
             if failures:
                 raise CheckpointError("; ".join(sorted(failures)))
+        locks.note_start_id(parent, name[1])
         return str(name[0])
 
     def release_lock(self, parent: Path) -> None:

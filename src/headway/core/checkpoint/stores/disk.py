@@ -153,10 +153,14 @@ class DiskStore:
     def point_latest(self) -> None:
         """Write the checkpoint's name to the file `latest` next to it.
 
-        The file is replaced by a rename that is not flushed to the disk here, so after a power failure it may still
-        contain the former name. `remove` flushes the rename before it deletes any checkpoint.
+        Do nothing if a checkpoint, or a link to one, already has that name. The file is replaced by a rename that is not
+        flushed to the disk here, so after a power failure it may still contain the former name. `remove` flushes the
+        rename before it deletes any checkpoint.
         """
-        with open_replacement(self.folder.parent / LATEST) as staged:
+        pointer = self.folder.parent / LATEST
+        if (pointer / MANIFEST).exists():
+            return
+        with open_replacement(pointer) as staged:
             write_forced(staged, os.fsencode(f"{self.folder.name}\n"))
 
     # ---------------------------------------------------------------- find

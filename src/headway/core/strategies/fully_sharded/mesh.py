@@ -606,7 +606,7 @@ class MeshStrategy(Strategy):
         broadcast if the options disable it, or if the model is in evaluation mode.
 
         Raises:
-            StateError: If a rank used fewer parameters than at the first update (see `ParameterUsage.settle`).
+            StateError: If a rank used fewer parameters than at the first update (see `ParameterUsage.remove_unused_gradients`).
             PrepareError: If gradients that must be equal on all ranks of a mesh axis differ.
         """
         for each in self._prepared:

@@ -503,6 +503,26 @@ def test_unwritable_latest_file_does_not_fail_a_save(caplog):
     assert "the file 'latest' beside it could not be written" in caplog.text
 
 
+def test_checkpoint_can_be_named_latest(caplog):
+    accelerator, *objects = build(automatic_checkpoint_naming=False)
+    for name in ("latest", "step_1"):
+        train_epoch(accelerator, *objects, num=1)
+        accelerator.save_state(name)
+    assert "could not be written" not in caplog.text
+    again, *_ = build(automatic_checkpoint_naming=False)
+    assert again.resume("latest") is None
+    assert again.resume(Path("latest")).about["num_updates"] == again.resume("./latest").about["num_updates"] == 1
+
+
+def test_link_named_latest_is_kept():
+    accelerator, *_ = build(automatic_checkpoint_naming=False)
+    accelerator.save_state("checkpoints/first")
+    Path("checkpoints/latest").unlink()
+    Path("checkpoints/latest").symlink_to("first")
+    accelerator.save_state("checkpoints/second")
+    assert Path("checkpoints/latest").is_symlink()
+
+
 @pytest.mark.parametrize("load", ["resume", "load_state"])
 def test_newest_checkpoint_is_compared_with_its_hashes_in_one_pass(load, monkeypatch):
     accelerator, model, optimizer, loader = build()

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, GradientAccumulationPlugin, ProjectConfiguration
+from headway.core.checkpoint.format.manifest import read_manifest
 
 STEPS, NUM_BATCHES = 3, 9
 
@@ -93,6 +94,36 @@ def test_state_that_is_not_reset_to_the_window_start_is_reported(tmp_path, caplo
     caplog.clear()
     run.train(save_at={STEPS + 2: tmp_path / "two"})
     assert "but for registered objects, which are saved as they are now" in caplog.text
+
+
+class CountingInTensor(torch.nn.Linear):
+    """Module whose extra state contains a tensor."""
+
+    def __init__(self):
+        super().__init__(3, 1)
+        self.count = torch.zeros(1000)
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+def test_tensors_of_extra_states_are_saved_once_in_mid_window(tmp_path):
+    run = Run(str(tmp_path))
+    run.model, run.optimizer = run.accelerator.prepare(
+        model := CountingInTensor(), torch.optim.SGD(model.parameters(), 0.1)
+    )
+    run.train(save_at=(1,))  # later windows record their start
+    folder = run.train(save_at=(STEPS,))
+    assert [name for name in read_manifest(folder).tensors if name.startswith("extra/")] == [
+        "extra/1/_extra_state.count"
+    ]
 
 
 class CrossingRun:
