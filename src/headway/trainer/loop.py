@@ -325,7 +325,7 @@ class Training:
         is_best = counts and record_if_best(state, args, metrics)
         if is_best and is_saved:
             state.best_model_checkpoint = self.newest
-        if self._prepared.is_by_metric:
+        if self._prepared.is_by_metric and state.global_step:  # as in transformers, `eval_on_start` does not count
             self._prepared.scheduler.step(metrics[args.wanted_metric or "eval_loss"])
         if args.save_strategy == "best":
             control.should_save |= is_best
