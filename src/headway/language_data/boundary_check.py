@@ -355,4 +355,5 @@ def _evaluate_model(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, mode in modes.items():
-            module.training = mode
+            if module.training != mode:
+                module.train(mode)  # some modules, such as LoRA layers, change their weights in `train` and `eval`

@@ -79,6 +79,14 @@ def set_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
                 module.train(is_training)
 
 
+def _is_in_training_mode(optimizer: Any) -> bool:
+    """Whether an optimizer has modes and is not in evaluation mode. True if its mode is unknown."""
+    if not (hasattr(optimizer, "eval") and hasattr(optimizer, "train")):
+        return False
+    groups = getattr(optimizer, "param_groups", None) or [{}]
+    return any(group.get("train_mode", True) for group in groups)
+
+
 class Evaluation:
     """One pass over a loader without updates, which computes the mean loss and yields predictions.
 
@@ -214,13 +222,14 @@ class Evaluator:
 
         Args:
             model: The Trainer's model.
-            optimizer: Optimizer. It is set to evaluation mode too if it has modes, as schedule-free optimizers do.
+            optimizer: Optimizer. If it has modes, as schedule-free optimizers do, and is in training mode, it is set to
+                evaluation mode too.
         """
         if self._sessions:
             with self._enter_session(EvaluationSession(self._sessions[-1].model)) as session:
                 yield session
             return
-        switched: list[Any] = [each for each in (optimizer,) if hasattr(each, "eval") and hasattr(each, "train")]
+        switched: list[Any] = [optimizer] if _is_in_training_mode(optimizer) else []
         if not self._is_in_training:
             model = self._accelerator.prepare_model(model, evaluation_mode=True)
         weights: AbstractContextManager[Any] = nullcontext() if self.average is None else self.average.swap_weights()

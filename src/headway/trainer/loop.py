@@ -172,6 +172,7 @@ class Training:
         """Run all epochs and return the results. The Trainer's docstring shows the order of the events."""
         args, events = self._args, self._events
         self._model.train()
+        self._prepared.optimizer.train()
         events.call_event("on_train_begin")
         if self._accelerator.num_processes > 1:  # a script may add a callback on its main process only
             has_foreign = self._accelerator.collectives.reduce_numbers([events.has_foreign], "max")[0]
@@ -325,7 +326,7 @@ class Training:
         is_best = counts and record_if_best(state, args, metrics)
         if is_best and is_saved:
             state.best_model_checkpoint = self.newest
-        if self._prepared.is_by_metric:
+        if self._prepared.is_by_metric and state.global_step:  # as in transformers, `eval_on_start` does not count
             self._prepared.scheduler.step(metrics[args.wanted_metric or "eval_loss"])
         if args.save_strategy == "best":
             control.should_save |= is_best
@@ -366,10 +367,17 @@ class Training:
         accelerator, state, args = self._accelerator, self._events.state, self._args
         seconds = time.monotonic() - self._began_at
         accelerator.wait_for_save()
+        self._prepared.optimizer.eval()  # a schedule-free optimizer then leaves the weights that evaluations use
         if args.load_best_model_at_end and state.best_model_checkpoint and state.best_global_step != state.global_step:
             log.info("the weights of update %s are loaded: %s", state.best_global_step, state.best_model_checkpoint)
             accelerator.strategy.free_gathered(self._model)
             load_weights(state.best_model_checkpoint, self._model, is_average=self._prepared.average is not None)
+            if any("train_mode" in group for group in self._prepared.optimizer.param_groups):
+                log.warning(
+                    "the loaded weights are those with which the schedule-free optimizer trains, not the averages that were "
+                    "evaluated; to get these, load %s with its optimizer, and call optimizer.eval()",
+                    state.best_model_checkpoint,
+                )
         elif self._prepared.average is not None:
             self._prepared.average.copy_to_model()
         metrics = compute_speed("train", seconds, self._num_samples, state.global_step - self._first_update)

@@ -100,6 +100,23 @@ def test_models_written_by_hand(kind: type[Attending], routes: bool, dtype: torc
             check_document_boundaries(kind(starts_again=False, routes=routes).to(dtype), collate)
 
 
+class Merging(nn.Linear):
+    """Layer that merges its weights in evaluation mode, as the LoRA layers of some libraries do."""
+
+    is_merged = False
+
+    def train(self, mode: bool = True) -> "Merging":
+        self.is_merged = not mode
+        return super().train(mode)
+
+
+def test_layers_that_merge_weights_in_evaluation_mode_separate_them_again() -> None:
+    model = Attending()
+    model.head.__class__ = Merging
+    check_document_boundaries(model, PackingCollator())
+    assert not model.head.is_merged
+
+
 def test_models_that_get_no_boundaries_are_refused() -> None:
     with pytest.raises(PrepareError, match="Recurrent ignores the boundaries"):
         check_document_boundaries(Recurrent(), PackingCollator())

@@ -8,7 +8,7 @@ import torch
 
 from headway import Trainer, TrainerCallback
 from headway.errors import StateError
-from tests.unit.trainer.models import Net, Points, arguments, cross_entropy
+from tests.unit.trainer.models import Net, Points, arguments, cross_entropy, weights
 
 
 @pytest.mark.parametrize("name", ["linear", "reduce_lr_on_plateau", "own"])
@@ -45,3 +45,27 @@ def test_optimizer_can_be_read_after_training(tmp_path, name):
     assert held[0]() is None
     assert trainer.train().global_step == 4  # with a new optimizer
     assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_schedule_free_optimizer_trains_and_leaves_the_averaged_weights(tmp_path):
+    schedulefree = pytest.importorskip("schedulefree", reason="schedulefree is not installed")
+    model, data = Net(), Points(20)
+    optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.01)
+    optimizer.train()
+    for start in range(0, 20, 4):
+        optimizer.zero_grad()
+        cross_entropy(model(data.x[start : start + 4]), data.y[start : start + 4]).backward()
+        optimizer.step()
+    optimizer.eval()
+    with torch.no_grad():
+        expected = cross_entropy(model(data.x), data.y).item()
+
+    given = {"lr_scheduler_type": "constant", "train_sampling_strategy": "sequential", "max_grad_norm": 0}
+    given |= {"eval_strategy": "steps", "eval_steps": 2}
+    kind = schedulefree.AdamWScheduleFree, {"lr": 0.01}
+    trainer = Trainer(Net(), arguments(tmp_path, **given), train_dataset=data, eval_dataset=data, loss_function=cross_entropy,
+                      optimizer_cls_and_kwargs=kind)  # fmt: skip
+    trainer.train()
+    assert torch.allclose(weights(trainer.model), weights(model), atol=1e-6)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-6)
+    assert torch.allclose(weights(trainer.model), weights(model), atol=1e-6)

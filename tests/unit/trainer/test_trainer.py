@@ -476,9 +476,10 @@ def test_training_stops_without_improvement(tmp_path):
         make(tmp_path, evaluation=Points(4), **BEST).train()
 
 
-def test_plateau_lowers_the_learning_rate(tmp_path):
-    trainer = make(tmp_path, evaluation=Points(4), metrics=ScriptedMetric([0.5, 0.4, 0.3, 0.2, 0.1]),
-                   lr_scheduler_type="reduce_lr_on_plateau",
+@pytest.mark.parametrize(("scores", "on_start"), [([], False), ([0.9], True)])
+def test_plateau_lowers_the_learning_rate(tmp_path, scores, on_start):
+    trainer = make(tmp_path, evaluation=Points(4), metrics=ScriptedMetric([*scores, 0.5, 0.4, 0.3, 0.2, 0.1]),
+                   lr_scheduler_type="reduce_lr_on_plateau", eval_on_start=on_start,
                    lr_scheduler_kwargs={"patience": 0, "factor": 0.5}, **BEST)  # fmt: skip
     trainer.train()
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]

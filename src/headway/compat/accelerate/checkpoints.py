@@ -31,6 +31,7 @@ from headway.core.checkpoint.resume.comparison import RestoreResult
 from headway.core.checkpoint.state import make_optimizer_undo
 from headway.core.weights.compiled import remove_compiled_levels, rename_bare_items
 from headway.core.weights.export import save_object
+from headway.core.weights.pieces import get_memory_key
 from headway.errors import CheckpointError
 from headway.log import get_logger
 
@@ -134,20 +135,29 @@ class AccelerateWriter:
 def _restore_tied_names(
     models: list[torch.nn.Module], weights: list[dict[str, torch.Tensor]]
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Yield each model's state dict in Accelerate's format, in which a tied tensor occurs under each of its names.
+    """Yield each state dict in Accelerate's format, in which a tied tensor occurs under each of its names.
 
     Args:
         models: Models of the checkpoint.
-        weights: State dicts of the models in Headway's format, which contains a tied tensor only once.
+        weights: State dicts in Headway's format, which contains a tied tensor only once. Save hooks may have removed
+            some of them, or changed their values.
     """
-    left = list(models)
+    known = [model.state_dict() for model in models]
     for entry in weights:
-        own = next(
-            (model for model in left if entry.keys() <= dict(rename_bare_items(model.state_dict().items())).keys()),
-            None,
-        )
-        left = [model for model in left if model is not own]
-        yield entry if own is None else own.state_dict()
+        own = next((each for each in known if entry.keys() <= dict(rename_bare_items(each.items())).keys()), None)
+        yield entry if own is None else _add_tied_names(entry, own)
+
+
+def _add_tied_names(entry: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return a state dict with the names of a model's own state dict, including those of tied tensors.
+
+    Args:
+        entry: State dict in Headway's format, which contains a tied tensor only once.
+        own: State dict of a model that has all names of `entry`.
+    """
+    bare = dict(zip(own, dict(rename_bare_items(own.items()))))
+    kept = {get_memory_key(value): entry[bare[name]] for name, value in own.items() if bare[name] in entry}
+    return {name: entry.get(bare[name], kept.get(get_memory_key(value), value)) for name, value in own.items()}
 
 
 class AccelerateReader:

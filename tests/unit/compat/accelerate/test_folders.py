@@ -104,3 +104,22 @@ def test_staging_folder_of_a_killed_save_is_not_a_checkpoint(tmp_path):
     assert accelerator.load_state().folder == saved
     with pytest.raises(CheckpointError, match="checkpoint_0"):
         accelerator.load_state(str(left))
+
+
+def test_files_contain_what_save_hooks_left(tmp_path):
+    """The values are compared with those of the models, which have equal names."""
+    accelerator = AccelerateAccelerator(cpu=True)
+    first, second = accelerator.prepare(torch.nn.Linear(2, 1), torch.nn.Linear(2, 1))
+    handle = accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.pop(0))
+    accelerator.save_state(tmp_path / "removed")
+    handle.remove()
+    assert torch.equal(load_file(tmp_path / "removed" / "model.safetensors")["weight"], second.weight)
+    assert not (tmp_path / "removed" / "model_1.safetensors").exists()
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, folder: weights[0].update(weight=torch.zeros(1, 2))
+    )
+    accelerator.save_state(tmp_path / "changed")
+    found = load_file(tmp_path / "changed" / "model.safetensors")
+    assert torch.equal(found["weight"], torch.zeros(1, 2))
+    assert torch.equal(found["bias"], first.bias)
+    assert torch.equal(load_file(tmp_path / "changed" / "model_1.safetensors")["weight"], second.weight)
