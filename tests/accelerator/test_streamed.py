@@ -58,7 +58,7 @@ from headway.core.checkpoint.saving.snapshot import HostCopies
 tensors = {"a": torch.ones(300, device="toy:0"), "b": torch.ones(30, device="toy:1"), "c": torch.ones(3)}
 snapshot = HostCopies()
 torch.toy.forget_waits()
-taken = snapshot.take(tensors, tensors)
+taken = snapshot.copy_tensors(tensors, tensors)
 assert not any(torch.toy.waits().values()), torch.toy.waits()
 assert [str(each.stream.device) for each in taken.arrivals] == ["toy:0", "toy:1"]
 for each in taken.arrivals:

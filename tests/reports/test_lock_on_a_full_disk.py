@@ -14,9 +14,9 @@ from headway.errors import CheckpointError
 FULL = """
 import resource, sys
 from pathlib import Path
-from headway.core.checkpoint.folders import Locks
+from headway.core.checkpoint.folders import HeldLocks
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-Locks().hold(Path(sys.argv[1], "checkpoints"), "theirs", "their start")
+HeldLocks().lock_folder(Path(sys.argv[1], "checkpoints"), "theirs", "their start")
 print(sorted(each.name for each in Path(sys.argv[1]).iterdir()))
 """
 

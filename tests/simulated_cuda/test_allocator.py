@@ -20,12 +20,12 @@ def compare(seed, expandable, num_streams):
         if live and draw.random() < 0.48:
             key = draw.choice(list(live))
             del live[key]
-            model.free(key)
+            model.free_memory(key)
         else:
             size, stream = draw.randint(1, draw.choice([4 << 10, 1 << 20, 12 << 20, 200 << 20])), draw.randrange(num_streams)
             with torch.cuda.stream(streams[stream]):
                 live[step] = torch.empty(size, dtype=torch.uint8, device="cuda")
-            model.allocate(step, size, stream)
+            model.allocate_memory(step, size, stream)
         held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         assert held == (model.allocated, model.reserved), (seed, step, held)
 

@@ -109,7 +109,7 @@ class CallTrace:
         self.is_on = self._is_enabled
 
     def pause_recording(self) -> None:
-        """Stop recording calls until `begin` or `resume` is called."""
+        """Stop recording calls until `begin_batch` or `resume` is called."""
         self.is_on = False
 
     def resume(self) -> None:

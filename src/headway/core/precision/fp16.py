@@ -110,7 +110,7 @@ class Fp16Precision(Bf16Precision):
         """Grow or shrink the loss scale once for all steps since the last change.
 
         Do nothing if no optimizer has stepped or discarded gradients since then. Also do nothing while an optimizer's
-        gradients are unscaled: between its `unscale` and its `step` or `discard`.
+        gradients are unscaled: between its `unscale` and its `step` or `discard_gradients`.
         """
         if (self._stepped or self._dropped) and self._unscaled <= self._stepped:
             self.scaler.update()
@@ -133,7 +133,7 @@ class Fp16Precision(Bf16Precision):
         Do nothing if they are already unscaled, or the scaler is disabled.
 
         Raises:
-            StateError: If a loss was scaled after the gradients were unscaled, without a step or `discard` in between.
+            StateError: If a loss was scaled after the gradients were unscaled, without a step or `discard_gradients` in between.
         """
         key = id(optimizer)
         is_waiting = key in self._unscaled and key not in self._stepped

@@ -50,7 +50,7 @@ class Precision:
         name: Value of the Accelerator's `mixed_precision`.
         is_mixed: Whether forward passes run under torch.autocast.
         scaler: Gradient scaler. None if losses are not scaled. The training step then does not call `scale_loss`,
-            `adjust`, `unscale` and `discard`.
+            `update_scale`, `unscale` and `discard_gradients`.
     """
 
     name = "no"
@@ -76,7 +76,7 @@ class Precision:
     def update_scale(self) -> None:
         """Update the loss scale for completed steps.
 
-        Does nothing while an optimizer's gradients are unscaled: between its `unscale` and its `step` or `discard`.
+        Does nothing while an optimizer's gradients are unscaled: between its `unscale` and its `step` or `discard_gradients`.
         """
 
     def adjust_if_all_stepped(self, num_optimizers: int) -> None:

@@ -164,7 +164,7 @@ class ShardedModels:
         Args:
             model: Sharded model.
             how: Layout and options with which it was sharded.
-            kept: Value that `find` returns if the model is prepared a second time.
+            kept: Value that `find_record` returns if the model is prepared a second time.
         """
         self._known[model] = how, kept
 

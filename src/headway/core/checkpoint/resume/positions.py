@@ -106,7 +106,7 @@ class WindowStartCopies:
     def put_into(self, collected: CollectedState) -> None:
         """Replace the buffers and extra states in a collected state with the copies from the start of the window.
 
-        The window is the accumulation window in which `note` was called. Parameters and optimizer states are not
+        The window is the accumulation window in which `record_state` was called. Parameters and optimizer states are not
         replaced. Names that are missing in `collected` are skipped.
         """
         collected.tensors.update((name, kept) for name, kept in self._buffers.items() if name in collected.tensors)

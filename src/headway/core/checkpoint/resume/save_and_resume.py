@@ -426,7 +426,7 @@ class Checkpoints:
     def start_watching(self) -> None:
         """Listen again for requests to stop the run, and replace any other listener.
 
-        Do nothing if `watch` has not started a listener. Outside the main thread, only log a message.
+        Do nothing if `start_listening` has not started a listener. Outside the main thread, only log a message.
         """
         if self.guard is None:
             return

@@ -117,7 +117,7 @@ class LocalState:
     def resume_blocks(self, parts: StatefulObjects, steps: Sequence[int | None]) -> None:
         """Set the step at which each local SGD block continues when it is entered, and this rank's weights for it.
 
-        Call it after `take`, and after the state has been restored.
+        Call it after `replace_means`, and after the state has been restored.
 
         Args:
             parts: Restored objects.

@@ -133,7 +133,7 @@ class CheckpointFolder:
         Whether `input_dir` exists is not checked. If it is None, every rank must call this method.
 
         Raises:
-            CheckpointError: If `input_dir` is None and there is no checkpoint, or `newest` raises this error.
+            CheckpointError: If `input_dir` is None and there is no checkpoint, or `find_newest` raises this error.
             ConfigError: If `input_dir` is None, and checkpoints are not named automatically.
         """
         if input_dir is not None:

@@ -130,7 +130,7 @@ class Saver:
         """Write a checkpoint. Every rank must call it with the same folder unless `policy.is_alone` is True.
 
         First wait for an earlier background save. Without `policy.is_blocking`, return once the state has been copied
-        or its copies are scheduled. A failure of the background thread is then raised by `poll`, `wait` or the next
+        or its copies are scheduled. A failure of the background thread is then raised by `raise_background_error`, `wait` or the next
         save.
 
         Args:

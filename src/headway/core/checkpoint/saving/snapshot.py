@@ -63,7 +63,7 @@ class SteadyTensors:
 class OverlappedCopy:
     """Copies between host tensors, made while the next forward and backward pass runs.
 
-    The thread that writes the checkpoint makes them, unless another thread calls `settle` first.
+    The thread that writes the checkpoint makes them, unless another thread calls `protect_copies` first.
 
     Args:
         pairs: Pairs of (target, source).
@@ -248,7 +248,7 @@ class HostCopies:
             self._reserved = pinned_memory.start_in_threads(sizes, self._allocate, max_threads=2)
 
     def protect_copies(self) -> None:
-        """Ensure that later changes of the source tensors cannot affect the copies that `overlap` has started.
+        """Ensure that later changes of the source tensors cannot affect the copies that `copy_overlapped` has started.
 
         Copies between host tensors are completed. The current stream of each device waits for copies from that device.
         This method must be called before the sources change.
@@ -262,8 +262,8 @@ class HostCopies:
         """Copy the tensors that this rank writes. Copies of tensors in `steady` overlap with later computation.
 
         Host tensors in `steady` are copied by the thread that waits for the snapshot's arrivals. Device tensors in
-        `steady` are copied on a separate stream. `settle` must be called before a tensor in `steady` changes. Other
-        tensors, and inference tensors, are copied as in `take`.
+        `steady` are copied on a separate stream. `protect_copies` must be called before a tensor in `steady` changes. Other
+        tensors, and inference tensors, are copied as in `copy_tensors`.
 
         Args:
             tensors: The state to save, by name.

@@ -213,7 +213,7 @@ def create_staging(job: SaveJob) -> None:
 def mark_as_writing(job: SaveJob) -> None:
     """Create the file that marks this rank as writing. Do nothing if this rank writes no part of the checkpoint.
 
-    It must be called after `begin` has run on the rank that commits the checkpoint on this disk.
+    It must be called after `create_staging` has run on the rank that commits the checkpoint on this disk.
     """
     if job.share.part is not None:
         (job.staging / f".writing-{job.share.part}").touch()

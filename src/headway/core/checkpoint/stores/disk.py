@@ -102,7 +102,7 @@ class DiskStore:
         Raises:
             OSError: If the directory does not exist or cannot be renamed. Errors of the removal itself are ignored.
         """
-        # The name ends with the save's nonce of 16 digits. With another nonce, `sweep` still finds the directory.
+        # The name ends with the save's nonce of 16 digits. With another nonce, `remove_leftovers` still finds the directory.
         aside = self.folder.with_name(f"{self.folder.name[:-16]}{secrets.token_hex(8)}")
         os.rename(self.folder, aside)
         shutil.rmtree(aside, ignore_errors=True)

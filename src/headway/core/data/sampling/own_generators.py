@@ -56,7 +56,7 @@ class OwnGenerators:
     def start_epoch(self) -> None:
         """Start an epoch with the loaded states if there are any, or else with the generators' current states.
 
-        If an `agree` function was given, all ranks use rank 0's states. The states are stored, so that `rewind` can
+        If an `agree` function was given, all ranks use rank 0's states. The states are stored, so that `rewind_epoch` can
         return to them.
         """
         texts = self._read_states() if self._loaded is None else self._loaded

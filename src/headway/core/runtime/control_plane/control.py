@@ -54,7 +54,7 @@ UNTIL_ENDED = 30.0
 class Control:
     """Client of the control plane. `current()` returns the client of this process.
 
-    Only one vote can be in progress at a time, but on any thread (such as autograd's). `set`, `get`, `has` and `abort`
+    Only one vote can be in progress at a time, but on any thread (such as autograd's). `set`, `get`, `has_key` and `abort`
     can be called on any thread at any time.
 
     Args:

@@ -2,7 +2,7 @@
 
 Shards hold different values, so their values do not reveal a change on one rank. torch's version counters do,
 because they count in-place operations. An optimizer step increases them, too. Its increase is measured in the first
-step after each call to `look`, and subtracted in the next call. Writes through `.data` are not counted. A change that
+step after each call to `find_changed`, and subtracted in the next call. Writes through `.data` are not counted. A change that
 every rank makes counts as correct, whatever its values.
 """
 
@@ -51,7 +51,7 @@ class ShardWrites:
         return [name for name, now, last, each in rows if now != last + self._num_steps * each], self._per_step
 
     def begin_step(self) -> None:
-        """Record the version counters before an optimizer step. Only the first step after a call to `look` counts."""
+        """Record the version counters before an optimizer step. Only the first step after a call to `find_changed` counts."""
         self._before = self._read_versions() if self._has_looked else None
         self._has_looked = False
 
