@@ -156,7 +156,7 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         return found[0] + b"".join(self.read_range(PART, sum(self.list_part_sizes())))
 
     def read_text(self, *_: Any, **__: Any) -> str:
-        """Return the content of the file, decoded from UTF-8.
+        """Return the content of the file, decoded from UTF-8. Arguments of `Path.read_text`, such as `encoding`, are ignored.
 
         Raises:
             FileNotFoundError: If the file does not exist.

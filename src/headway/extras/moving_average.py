@@ -311,7 +311,9 @@ class ExponentialMovingAverage:
             self._finish_update()
 
     def _refuse_update(self, step: TrainingStep) -> None:
-        """Raise an error before an optimizer steps if the model contains averaged weights.
+        """Before an optimizer makes its step, raise an error if the model contains averaged weights.
+
+        Do nothing if `step` belongs to another run.
 
         Raises:
             StateError: If the model contains averaged weights.

@@ -275,7 +275,10 @@ class SpikeGuard(FiniteGuard):
         return num_bad == 0
 
     def after_step(self, window: AccumulationWindow, did_step: bool) -> None:
-        """Add the losses and the gradient norm of an update to the recent values, once per accumulation window.
+        """Add the losses and the gradient norm of an update to the values from which the limits are computed.
+
+        Values are added once per accumulation window. This also ends a row of spikes. With the action "go_back", it does
+        so only after `updates` further updates.
 
         Args:
             window: Accumulation window of the update.

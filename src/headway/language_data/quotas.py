@@ -335,13 +335,15 @@ class QuotaOrder:
         """Return the release and the deadline of a sample, which limit its position in the order.
 
         The release is the first position at which the sample may be placed. The deadline is the position before which
-        it must have been placed. A sample that the weights never grant completely has the deadline `sys.maxsize`. If
+        it must have been placed. A sample that the weights never grant in full has the deadline `sys.maxsize`. If
         they grant no part of it, its release is `sys.maxsize`, too.
 
         Args:
             source: Index of the source.
             number: Number of the sample in its source, counted from 1.
-            piece_number: Index of the range of constant weights (`WeightRange`) in which to begin the search.
+            piece_number: Index of the range of constant weights (`WeightRange`) in which to begin the search. A position
+                before the start of that range is not exact: the release is then its start, and the deadline is at most
+                its start.
         """
         release = maxsize
         pieces = self._pieces
@@ -525,7 +527,8 @@ class QuotaOrder:
         it must have been placed.
 
         Args:
-            index: Index of the range of constant weights (`WeightRange`) in which to begin the search.
+            index: Index of the range of constant weights (`WeightRange`) in which to begin the search. A position before
+                the start of that range is not exact.
             source: Index of the source.
             first: Number of the first sample, counted from 1.
             last: Number of the last sample.

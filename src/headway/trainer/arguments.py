@@ -45,7 +45,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 @accept_other_names
 @dataclass
 class TrainingArguments(UnknownMembers):
-    """Arguments of a `Trainer`. An unknown name raises an error that suggests the most similar one.
+    """Arguments of a `Trainer`.
+
+    Some other names are accepted, too, such as `lr` and `batch_size` (`headway.trainer.argument_names.ACCEPTED`). Any
+    other unknown name raises an error with advice, such as a similar name.
 
     Attributes:
         output_dir: Folder or URL (`s3://bucket/run`) for checkpoints and the run's log. None: "trainer_output".
@@ -59,18 +62,18 @@ class TrainingArguments(UnknownMembers):
         lr_scheduler_type: Name of the learning-rate schedule, one of `headway.trainer.schedules.SCHEDULES`.
         lr_scheduler_kwargs: Additional arguments of the schedule.
         warmup_steps: Updates of linear warm-up. Below 1: that fraction of all updates.
-        warmup_ratio: Older name of `warmup_steps` as a fraction of all updates.
+        warmup_ratio: Older form of a `warmup_steps` below 1. Both together are an error.
         weight_decay: Weight decay. Biases and parameters of norms are exempt.
         adam_beta1: First beta of Adam-type optimizers.
         adam_beta2: Second beta of Adam-type optimizers.
         adam_epsilon: Epsilon of Adam-type optimizers.
         optim: Name of the optimizer, one of `headway.trainer.optimizer.OPTIMIZERS`.
         optim_args: Additional arguments of the optimizer, as "name=value, name=value".
-        max_grad_norm: Global norm to which gradients are clipped. 0: do not clip.
+        max_grad_norm: Global norm to which gradients are clipped. 0 or None: do not clip.
         bf16: Whether to use bf16 mixed precision. If neither this nor `fp16` is set, the launcher's setting applies.
         fp16: Whether to use fp16 mixed precision.
-        ema_decay: Decay of an exponential moving average of the weights. Evaluations use the averages, and so does the
-            model after the training. None: no average.
+        ema_decay: Decay of an exponential moving average of the weights. Evaluations use the averages. After
+            training, the model's weights are the averages. None: no average.
         ema_kwargs: Additional arguments of `headway.ExponentialMovingAverage`, such as `{"update_after": 100}`.
         label_smoothing_factor: Fraction of each target's probability that is spread evenly over all classes.
         gradient_checkpointing: Whether to recompute activations in backward instead of storing them.

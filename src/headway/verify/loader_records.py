@@ -88,9 +88,9 @@ class LoaderRecorder:
         preparation.prepare_loader = prepare_shared
 
     def watch_loader(self, loader: PreparedLoader, deliveries: Iterator[Any]) -> Iterator[Any]:
-        """Yield a loader's batches to the script, and record each batch and how long the script waited for it.
+        """Yield the pairs of `deliveries` to the script, and record each batch and how long the script waited for it.
 
-        The rows of each batch are reversed if the request asks for it.
+        If `RunRequest.reverses_rows` is set, the rows of each yielded batch are reversed.
 
         Args:
             loader: Loader that the script iterates over.

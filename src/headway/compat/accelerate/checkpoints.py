@@ -149,11 +149,13 @@ def _restore_tied_names(
 
 
 def _add_tied_names(entry: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return a state dict with the names of a model's own state dict, including those of tied tensors.
+    """Return the values of `entry` under all names of a model's state dict, including each name of a tied tensor.
+
+    A tensor that `entry` does not contain, for example because a save hook removed it, keeps the model's current value.
 
     Args:
         entry: State dict in Headway's format, which contains a tied tensor only once.
-        own: State dict of a model that has all names of `entry`.
+        own: The model's state dict. It has all names of `entry`.
     """
     bare = dict(zip(own, dict(rename_bare_items(own.items()))))
     kept = {get_memory_key(value): entry[bare[name]] for name, value in own.items() if bare[name] in entry}

@@ -238,9 +238,10 @@ class RunFeed:
     def log(
         self, given: Mapping[str, Any], step: int, log_kwargs: Mapping[str, Mapping[str, Any]], said: int | None
     ) -> None:
-        """Log the values of one step to the run log and to every tracker.
+        """Log the values of one step to the run log, and to each tracker those that its attribute `takes` allows.
 
-        If the run log cannot store a value because of its type, this is reported once per name.
+        If the run log cannot store a value because of its type, it contains the name and the type once. A warning
+        follows if no tracker accepts such values.
 
         Args:
             given: Values by name, as the script passed them.

@@ -592,7 +592,7 @@ class TrainingStep(ABC):
             self.precision.unscale(optimizer)
 
     def _list_optimizers_of(self, parameters: list[Any]) -> list[torch.optim.Optimizer]:
-        """Return torch's own optimizers that hold one of these parameters."""
+        """Return the wrapped optimizers (not Headway's wrappers) that hold at least one of these parameters."""
         wanted = set(map(id, parameters))
         every = [prepared.optimizer for prepared in self.prepared.optimizers]
         return [each for each in every if any(id(p) in wanted for group in each.param_groups for p in group["params"])]

@@ -421,10 +421,12 @@ class AccumulationWindows:
     def find_latest(self, models: Container[int]) -> AccumulationWindow | None:
         """Return the latest accumulation window that trained one of these models, or None.
 
-        A window that was prepared for the first micro-batch of a resumed run has trained nothing yet.
+        A window that was only prepared for the first micro-batch of a resumed run is skipped, because it has trained
+        nothing yet.
 
         Args:
-            models: `id` of each model. If the current window has no models, it is returned for any value.
+            models: `id` of each model. If the current window has no models, as for a backward outside `accumulate`, it
+                is returned whatever `models` contains.
         """
         if not self.current.models:
             return self.current

@@ -385,7 +385,9 @@ class StateHolder(Protocol):
 
 
 class RunCopy:
-    """Host-memory copy of a run's state between two updates, to which `RewindCopies` goes back.
+    """Copy of a run's state between two updates, to which `RewindCopies` goes back.
+
+    Parameters and optimizer states are copied to host memory, and buffers on their own device. Gradients are not copied.
 
     Args:
         run: Run of the Accelerator.

@@ -312,8 +312,9 @@ class ExpertCall:
         chosen = index.reshape(-1)
         order = chosen.argsort(stable=True)
         owners, sent, received = self._count_rows(chosen, num_local)
-        # FSDP divides experts' gradients only by the number of ranks that share the experts. So `after_forward` divides gradients by the
-        # size of "ep". Gradients of the tokens must not be divided, so this exchange multiplies them by that size again.
+        # FSDP divides experts' gradients only by the number of ranks that share the experts. So `after_forward` divides
+        # gradients by the size of "ep". Gradients of the tokens must not be divided, so this exchange multiplies them
+        # by that size again.
         rows = hidden.index_select(0, order // index.shape[-1])
         rows = exchange_rows(rows, axis, sent, received, axis.size, self._record_exchange)
         is_idle = not rows.shape[0]

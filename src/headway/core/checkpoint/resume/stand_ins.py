@@ -280,7 +280,9 @@ class FrozenWeights:
 
 
 def _read_samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """Return the bytes of evenly spaced elements of each tensor. The host waits only once for each device.
+    """Return the bytes of up to `_NUM_SAMPLED` evenly spaced elements of each tensor, by name.
+
+    A difference from an earlier sample shows that a tensor was changed. The host waits only once for each device.
 
     Args:
         tensors: Tensors by name.

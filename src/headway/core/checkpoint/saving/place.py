@@ -69,8 +69,8 @@ class CheckpointFolder:
         Raises:
             CheckpointError: If an earlier run has a checkpoint with the next number or a higher one. Also if a copy
                 that a user made has the next checkpoint's name. Both apply only to automatic naming.
-            ConfigError: If `output_dir` is None or not allowed in an object store. With automatic naming, if the
-                project has no directory.
+            ConfigError: Without automatic naming, if `output_dir` is None or an address that an object store does not
+                allow. With automatic naming, if the project has no directory.
         """
         if not self.is_automatic:
             if output_dir is None:

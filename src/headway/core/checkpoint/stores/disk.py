@@ -153,7 +153,7 @@ class DiskStore:
     def point_latest(self) -> None:
         """Write the checkpoint's name to the file `latest` next to it.
 
-        Do nothing if a checkpoint, or a link to one, already has that name. The file is replaced by a rename that is not
+        Do nothing if a checkpoint, or a link to one, is itself named `latest`. The file is replaced by a rename that is not
         flushed to the disk here, so after a power failure it may still contain the former name. `remove` flushes the
         rename before it deletes any checkpoint.
         """

@@ -88,10 +88,10 @@ class CallParticipants:
     Attributes:
         ranks: Ranks that take part, in ascending order, including this one.
         call_site: Line of user code that makes the call.
-        elsewhere: Text that names the lines of user code that the other ranks have reached instead; empty if all ranks
-            take part.
-        note: Text that the first of the participating ranks passed to `find_participants`. If all ranks take part, the
-            text that this rank passed.
+        elsewhere: Text that says where the other ranks are instead: a line of user code, or the end of the script. Empty
+            if all ranks take part.
+        note: Text that the first of the participating ranks passed to `find_participants`. If all ranks take part, or if
+            this rank passed no text, the text that this rank passed.
     """
 
     ranks: tuple[int, ...]

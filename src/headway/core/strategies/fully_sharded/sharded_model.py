@@ -73,9 +73,9 @@ class ShardedModel:
             self.lost_writes.check_assigned()  # otherwise assigned weights would be evaluated silently
 
     def release_splits(self) -> None:
-        """Undo the changes that the splits along mesh axes have made, except to the parameters.
+        """Remove what the splits along mesh axes have added to the model, such as hooks and patched functions.
 
-        Examples are hooks and patched functions.
+        The parameters stay split.
         """
         for split in self.splits:
             split.release()

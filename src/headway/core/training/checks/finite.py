@@ -137,9 +137,10 @@ class FiniteGuard(StepGuard):
         run.windows.restarted.append(self.reset_state)
 
     def reset_state(self) -> None:
-        """Drop the records of all accumulation windows, because the run continues from a loaded state.
+        """Drop the records of all accumulation windows, because the windows themselves were dropped.
 
-        Accumulation windows are numbered anew then. The total number of skipped updates is kept.
+        This happens when a state is loaded, for example. The number of skips in a row is reset, and the total number of
+        skipped updates is kept.
         """
         self._records, self._record = {}, WindowRecord()
         self.num_in_row, self.has_stopped = 0, False

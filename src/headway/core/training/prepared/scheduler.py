@@ -53,10 +53,7 @@ class StepsPerProcess:
         return f"counted in the updates of the single-process loop: {ticks} an update"
 
     def ticks(self, window_length: int) -> int:
-        """Return the number of scheduler steps for one update, `num_processes`.
-
-        The number of micro-batches in the update, `window_length`, has no effect.
-        """
+        """Return `num_processes`, the number of scheduler steps for one update of any number of micro-batches."""
         return self.num_processes
 
 
@@ -77,7 +74,8 @@ class StepsPerMicroBatch:
     @property
     def reason(self) -> str:
         """Explanation of the number of scheduler steps per update, for the log."""
-        return f"counted in single-process micro-batches: {self.num_processes} ticks for each micro-batch of the update"
+        ticks = "1 tick" if self.num_processes == 1 else f"{self.num_processes} ticks"
+        return f"counted in single-process micro-batches: {ticks} for each micro-batch of the update"
 
     def ticks(self, window_length: int) -> int:
         """Return the number of scheduler steps for one update of `window_length` micro-batches.
