@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy
-import torch
 
 from headway.core.data.feeds.protocol import State
 from headway.core.data.sampling.handover import DatasetHandover
