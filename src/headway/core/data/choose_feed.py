@@ -21,9 +21,10 @@ from headway.core.data.feeds.protocol import BatchFeed
 from headway.core.data.feeds.same_rounds import SameRounds
 from headway.core.data.feeds.shared_rounds import SharedRounds
 from headway.core.data.feeds.stream import OwnShards, StreamFeed, is_shardable
+from headway.core.data.sampling.handover import DatasetHandover
 from headway.core.data.sampling.loader_generator import BaseSeed, LoaderGenerator
 from headway.core.data.sampling.order import LoadingRules, RandomSource, SampleOrder, SamplerOrder, get_length
-from headway.core.data.sampling.rng import Agree, read_text
+from headway.core.data.sampling.rng import Agree
 from headway.core.data.sampling.shard import BatchSplit, SampleSplit, ShardIndex
 from headway.core.runtime.collectives.checked import Collectives
 from headway.errors import DataError
@@ -192,7 +193,7 @@ class FeedRecipe:
         agree = self._agree if self.is_synchronized else None
         worker_reads_one_rank = split.is_spread and split.count > 1 and self.loader.num_workers > 1
         rounds = self._build_comparison()
-        draws = None if rounds is None else self._broadcast_rng_states
+        handover = DatasetHandover(self.stream, self._agree) if self.rules.compares_streams else None
         return StreamFeed(
             loader=self.loader,
             split=split,
@@ -204,7 +205,7 @@ class FeedRecipe:
             is_shared=self.is_shared,
             worker_reads_one_rank=worker_reads_one_rank,
             agree_rounds=rounds,
-            share_draws=draws,
+            handover=handover,
         )
 
     def _build_comparison(self) -> SameRounds | None:
@@ -215,21 +216,6 @@ class FeedRecipe:
         if self.everyone is None or self.is_dispatched or not self.rules.compares_streams:
             return None
         return SameRounds(self.everyone, type(self.loader.dataset).__name__)
-
-    def _broadcast_rng_states(self, is_resumed: bool) -> str:
-        """Return rank 0's global RNG states as text, for one pass over an iterable dataset.
-
-        All ranks must call this method.
-
-        Args:
-            is_resumed: Whether this rank resumes a pass. It then ignores the result, because it has already loaded its
-                RNG states from a checkpoint.
-        """
-        assert self.everyone is not None
-        text = "" if is_resumed else self.stream.pack_sampler_states()
-        if self.stream.is_global and not is_resumed:
-            self.stream.draw_seed()  # advance the generator, so that the next pass gets another state
-        return str(self.everyone.broadcast_object(text or read_text()))
 
     def _build_sharded_feed(self, kind: type[DataLoader[Any]], collectives: Collectives) -> StreamFeed:
         self._check_sources()

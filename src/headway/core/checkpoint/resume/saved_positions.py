@@ -44,6 +44,8 @@ def _check_loader(loader: TypedReader, hardware: Hardware) -> None:
         source["num_rounds"].read_integer()
     for each in source.find_given("is_idle"):
         each.read_flag()
+    for each in (number for several in source.find_given("handover") for number in several.read_items()):
+        each.read_integer(0, 2)
     if "workers" in source.read_mapping():
         workers = source["workers"]
         workers["num_batches"].read_integer()

@@ -35,6 +35,7 @@ from headway.core.data.feeds.protocol import UNCOUNTABLE, Delivery, State
 from headway.core.data.feeds.shuffle_buffers import has_shuffle_buffer
 from headway.core.data.feeds.worker import rebuild_loader, set_on_reader
 from headway.core.data.sampling.dataset_rng import DatasetRNGStates
+from headway.core.data.sampling.handover import DatasetHandover
 from headway.core.data.sampling.loader_generator import BaseSeed, seed_generator
 from headway.core.data.sampling.own_generators import OwnGenerators
 from headway.core.data.sampling.rng import Agree
@@ -247,9 +248,8 @@ class StreamFeed:
             False.
         agree_rounds: Function that compares the samples of each step on all ranks and marks the last step. Default:
             None, to mark the last step without a comparison.
-        share_draws: Function that returns, as text, the global RNG states with which the dataset is read in a pass.
-            They are equal on all ranks. Its argument is whether the pass is resumed and needs no new states. Default:
-            None, to let the dataset draw from this process's global generators.
+        handover: Source of the global RNG states with which the dataset is read in a pass, equal on all ranks.
+            Default: None, to let the dataset draw from this process's global generators.
 
     Attributes:
         source: User's loader.
@@ -269,7 +269,7 @@ class StreamFeed:
         is_shared: bool = False,
         worker_reads_one_rank: bool = False,
         agree_rounds: RoundMarker | None = None,
-        share_draws: Callable[[bool], str] | None = None,
+        handover: DatasetHandover | None = None,
     ) -> None:
         self._is_shared = is_shared
         self._worker_reads_one_rank = worker_reads_one_rank
@@ -294,7 +294,7 @@ class StreamFeed:
         # states of their own. Nor does a stateful loader, which does not read samples again when it is resumed.
         self._isolates_dataset_rng = not (self._is_stateful or self.inner.num_workers)
         self._dataset_rng = DatasetRNGStates()  # stays empty if the dataset does not get its own RNG states
-        self._share_draws = share_draws if self._isolates_dataset_rng else None
+        self._handover = handover if self._isolates_dataset_rng else None
         self._num_rounds = 0
         self._inner_state: Any = None
         self._keeps_dataset_state = False
@@ -446,7 +446,8 @@ class StreamFeed:
         reads_alone = shards is None and self._split_without_window.count == 1 and not self._is_shared
         self._base_seed.start_pass(self.inner, is_given=reads_alone)
         self._generators.start_epoch()
-        self._dataset_rng.start_pass(self._share_draws)
+        is_shared = self._handover is not None and self._handover.is_needed
+        self._dataset_rng.start_pass(self._handover if is_shared else None)
 
     def _choose_dataset_recording(self) -> None:
         """Determine whether the dataset's state is recorded after each step of this pass, and discard earlier states."""
@@ -693,7 +694,7 @@ class StreamFeed:
                     counts = None if share.valid_counts is None else tuple(share.valid_counts)
                     share = share._replace(is_last=is_last, valid_counts=counts)
                 yield batch, share
-        self._dataset_rng.end_pass()
+        self._dataset_rng.end_pass(is_complete=True)
 
     def _store_dataset_state(self, state: Any) -> None:
         """Store the dataset's state after a step, and record whether it changes from step to step.

@@ -15,16 +15,21 @@ dataset does not use is not changed.
 """
 
 import ctypes
-import hashlib
 import random
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy
-import torch
 
 from headway.core.data.feeds.protocol import State
-from headway.core.data.sampling.rng import STATE_WRITERS, GlobalGenerators, read_state_text, write_state_text
+from headway.core.data.sampling.handover import DatasetHandover
+from headway.core.data.sampling.rng import (
+    STATE_WRITERS,
+    derive_state,
+    has_same_state,
+    read_state_text,
+    write_state_text,
+)
 from headway.core.runtime import seed
 
 Result = TypeVar("Result")
@@ -81,35 +86,46 @@ class DatasetRNGStates:
         self._starts: dict[int, tuple[int, str]] = {}
         self._num_fetched = 0
         self._loaded: dict[int, tuple[int, str]] = {}
-        self._is_shared = False
+        self._shared: DatasetHandover | None = None
 
-    def end_pass(self) -> None:
+    def end_pass(self, is_complete: bool = False) -> None:
         """End the pass, and set the global generators to the dataset's states.
 
         Generators from which the dataset has not drawn keep their states. If all ranks share the dataset's states, no
-        global generator is changed.
+        global generator is changed, because the ranks' global states can differ.
+
+        Args:
+            is_complete: Whether the dataset was read to its end. Shared states then return to the run's stream.
+                Default: False.
         """
-        for place, state in self._dataset.items():
-            if not self._is_shared:  # states that are equal on all ranks must not become this rank's global states
+        if self._shared is None:
+            for place, state in self._dataset.items():
                 STATE_WRITERS[place](state)
+        elif is_complete and 0 in self._starts:
+            starts = {place: text for place, (_, text) in self._starts.items()}
+            changed = {
+                place: state
+                for place, state in self._dataset.items()
+                if write_state_text(state, place) != starts[place]
+            }
+            self._shared.end_pass(read_state_text(starts[0], 0), changed)
         self._dataset = {}
         self._starts = {}
 
-    def start_pass(self, share: Callable[[bool], str] | None = None) -> None:
+    def start_pass(self, shared: DatasetHandover | None = None) -> None:
         """Start a pass from the loaded states, from states shared by all ranks, or from the current global states.
 
         Args:
-            share: Function that returns the states of all three generators as text (as `read_text` does), equal on all
-                ranks. Its argument is whether states were loaded, which take precedence. Default: None, the dataset
-                draws from this process's generators.
+            shared: Source of states that are equal on all ranks. States that were loaded take precedence. Default:
+                None, the dataset draws from this process's generators.
         """
         self.end_pass()
         self._num_fetched = 0
         self._starts = self._loaded
         self._loaded = {}
-        self._is_shared = share is not None
-        if share is not None:
-            parts = share(bool(self._starts)).split(" ")
+        self._shared = shared
+        if shared is not None:
+            parts = shared.start_pass(bool(self._starts)).split(" ")
             self._starts = {place: (0, part) for place, part in enumerate(parts)} | self._starts
 
     def call_with_states(self, act: Callable[[], Result]) -> Result:
@@ -135,10 +151,10 @@ class DatasetRNGStates:
                 if place in self._dataset:
                     self._dataset[place] = now
                     STATE_WRITERS[place](was)
-                elif not _is_same(now, was):
+                elif not has_same_state(now, was):
                     self._starts[place] = self._num_fetched, write_state_text(was, place)
                     self._dataset[place] = now
-                    STATE_WRITERS[place](_derive_state(now, place))
+                    STATE_WRITERS[place](derive_state(now, place))
             self._num_fetched += 1
 
     def state(self) -> State:
@@ -156,7 +172,7 @@ class DatasetRNGStates:
         They become the global states when the next pass starts. The result has the form of `state`, with -1 as number
         of fetches. It is empty if all ranks share the states, because the next pass then gets new ones.
         """
-        if self._is_shared:
+        if self._shared is not None:
             return {}  # the next pass gets new states
         ends = [[place, -1, write_state_text(state, place)] for place, state in sorted(self._dataset.items())]
         return {"lines": ends} if ends else {}
@@ -167,29 +183,3 @@ class DatasetRNGStates:
         self._loaded = {place: line for place, line in lines.items() if line[0] >= 0}
         self._dataset = {place: read_state_text(text, place) for place, (number, text) in lines.items() if number < 0}
         self._starts = {}
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two states of one generator are equal.
-
-    For Python's Mersenne Twister, it is sufficient to compare the position and a few words. A draw moves the position,
-    and when the position returns to its old value, all words have been replaced.
-    """
-    if one is other:
-        return True
-    if isinstance(one, torch.Tensor):
-        return bool(one.numpy().tobytes() == other.numpy().tobytes())
-    if isinstance(one[1], numpy.ndarray):
-        return bool(one[2:] == other[2:]) and numpy.array_equal(one[1], other[1])
-    return bool(one[2] == other[2] and all(one[1][at] == other[1][at] for at in (-1, 0, 1)))
-
-
-def _derive_state(state: Any, place: int) -> Any:
-    """Return a new RNG state that is computed from `state`, but yields unrelated random numbers.
-
-    Args:
-        state: State of a global generator.
-        place: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
-    """
-    digest = hashlib.blake2b(write_state_text(state, place).encode(), digest_size=8, person=b"training").digest()
-    return GlobalGenerators.from_seed(int.from_bytes(digest, "little") >> 1).states[place]

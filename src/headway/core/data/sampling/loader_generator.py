@@ -6,9 +6,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.core.data.sampling.rng import (
+    STATE_WRITERS,
     decode,
     encode,
-    pack_seeded,
+    pack_completed,
     read_text,
 )
 from headway.core.runtime import seed
@@ -70,17 +71,39 @@ class LoaderGenerator:
         """Return the state of the stream as text. The base seed of a loader's workers can be drawn from it."""
         return encode(self._generator.get_state())
 
-    def pack_sampler_states(self) -> str:
-        """Return the RNG states of torch, Python and NumPy with which a user's sampler draws, as text.
+    def lend_states(self) -> str:
+        """Return the RNG states of torch, Python and NumPy with which a sampler or dataset starts to draw, as text.
 
-        If the stream is a copy of torch's generator, it is advanced by one draw, so that the next epoch gets other
-        states.
+        Afterwards, the stream must be moved with `write_states`, so that nothing else draws the same numbers. If the
+        stream is a copy of torch's generator, the process's global generator is advanced by one draw.
         """
         if self._generator is torch.default_generator:
             return read_text()
-        text = pack_seeded(self._generator.get_state())
-        self.draw_seed()  # so that the next epoch starts at another state
+        text = pack_completed(self._generator.get_state())
+        _draw_seed(torch.default_generator)
+        self._was_fresh = False
         return text
+
+    def write_states(self, states: dict[int, Any]) -> None:
+        """Continue with the given states. No effect without states.
+
+        A copy of torch's generator has no states of Python and NumPy, which are computed from torch's. If only these
+        are given, it is advanced by one draw.
+
+        Args:
+            states: States by the index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
+        """
+        if self.is_global:
+            for place, state in states.items():
+                STATE_WRITERS[place](state)
+        elif 0 in states:
+            self._generator.set_state(states[0])
+        elif states:
+            _draw_seed(self._generator)
+
+    def has_torch_state(self, state: torch.Tensor) -> bool:
+        """Whether the stream's next numbers are those of a torch generator with the given state."""
+        return torch.equal(self._generator.get_state(), state)
 
     @property
     def is_global(self) -> bool:

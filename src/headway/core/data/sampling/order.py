@@ -30,6 +30,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from headway.core.config.run import DataLoaderConfiguration
 from headway.core.data.feeds.protocol import State
 from headway.core.data.loader import PreparedLoader
+from headway.core.data.sampling.handover import SamplerHandover
 from headway.core.data.sampling.loader_generator import LoaderGenerator
 from headway.core.data.sampling.own_generators import OwnGenerators
 from headway.core.data.sampling.rng import Agree, GlobalGenerators
@@ -276,6 +277,8 @@ class SamplerOrder:
         self._expected: State = {}
         self._global: str | None = None
         self._loaded_global: str | None = None
+        self._handover: SamplerHandover | None = None
+        self._loaded_handover: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
@@ -305,13 +308,24 @@ class SamplerOrder:
             return self._draw_resumed(
                 expected, lambda: self._draw_items(GlobalGenerators.from_seed(mix_seed(self.seed, epoch)))
             )
-        text, self._loaded_global = self._loaded_global, None
-        draws_here = text is None and self._stream.is_global
-        text = self._stream.pack_sampler_states() if text is None else text
-        agreed = self._global = text if self._agree is None else self._agree(text)
-        if draws_here and agreed == text:
-            return self._draw_directly()
-        return self._draw_resumed(expected, lambda: self._draw_items(GlobalGenerators.from_text(agreed)))
+        handover, agreed = self._start_handover()
+        return self._draw_resumed(expected, lambda: self._draw_items(GlobalGenerators.from_text(agreed), handover))
+
+    def _start_handover(self) -> tuple[SamplerHandover, str]:
+        """Return the object that moves the run's stream in this pass, and the sampler's global RNG states as text."""
+        loaded, self._loaded_global = self._loaded_global, None
+        saved, self._loaded_handover = self._loaded_handover, None
+        text = self._stream.lend_states() if loaded is None else loaded
+        agreed = str(text if self._agree is None else self._agree(text))
+        if loaded is not None:
+            older = SamplerHandover.continue_older(self._stream)
+            handover = older if saved is None else SamplerHandover(self._stream, saved)
+        elif self._stream.is_global and agreed != text:
+            handover = SamplerHandover.without_effect(self._stream)  # this rank's training has other RNG states
+        else:
+            handover = SamplerHandover(self._stream)
+        self._global, self._handover = agreed, handover
+        return handover, agreed
 
     def _draw_resumed(self, expected: State, draw: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return the items of a pass over the sampler, starting with the first item of the interrupted pass.
@@ -343,44 +357,52 @@ class SamplerOrder:
         warn(_OTHER_ORDER.format(kind=type(self.sampler).__name__), HeadwayWarning, stacklevel=2)
         return chain(drawn, items)
 
-    def _draw_directly(self) -> Iterator[Any]:
-        """Yield the sampler's items. As in plain torch, the first item is drawn with this process's global generators.
+    def _draw_items(self, rng_states: GlobalGenerators, handover: SamplerHandover | None = None) -> Iterator[Any]:
+        """Yield the sampler's items, drawn with separate global RNG states.
 
-        Most samplers draw all their random numbers at that time. Later items are drawn with a copy of the generators.
-        If they were drawn with the global generators, the sampler's draws would alternate with those of training, and
-        could not be repeated after a resume.
+        If the sampler drew with the process's own states, its draws would alternate with those of training, and could
+        not be repeated after a resume.
+
+        Args:
+            rng_states: States with which the sampler starts.
+            handover: Object that moves the run's stream. Default: None, the states do not come from the stream.
         """
-        iterator = iter(self.sampler)
-        first = list(islice(iterator, 1))
-        begun = self._read_sampler()
-        rng_states = GlobalGenerators.from_current()  # before training draws
-        yield from first
-        yield from self._draw_chunks(iterator, rng_states, first, begun)
-
-    def _draw_items(self, rng_states: GlobalGenerators) -> Iterator[Any]:
+        before = rng_states.states
         with rng_states:
             iterator = iter(self.sampler)
-            first = [] if self._stateful is None else list(islice(iterator, 1))
+            first = list(islice(iterator, 1))
+        if handover is not None:
+            handover.record_first(before, rng_states.states)
         begun = self._read_sampler()
         yield from first
-        yield from self._draw_chunks(iterator, rng_states, first, begun)
+        yield from self._draw_chunks(iterator, rng_states, handover, first, begun)
 
     def _read_sampler(self) -> Any:
         return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
 
     def _draw_chunks(
-        self, iterator: Iterator[Any], rng_states: GlobalGenerators, before: Sequence[Any], begun: Any
+        self,
+        iterator: Iterator[Any],
+        rng_states: GlobalGenerators,
+        handover: SamplerHandover | None,
+        first: Sequence[Any],
+        begun: Any,
     ) -> Iterator[Any]:
         # A sampler might draw again if more items are requested than it has. That must not happen in mid-epoch.
-        length, num_taken, is_first = get_length(self.sampler), len(before), True
+        length, num_taken, is_first = get_length(self.sampler), len(first), True
         while True:
             wanted = _CHUNK if length is None else min(_CHUNK, max(1, length - num_taken))
+            before = rng_states.states
             with rng_states:
                 chunk = list(islice(iterator, wanted))
+            if handover is not None:
+                handover.record_later(before, rng_states.states)
             if is_first:
-                is_first, self._mark = False, self._describe_state([*before, *chunk], begun)
+                is_first, self._mark = False, self._describe_state([*first, *chunk], begun)
             yield from chunk
             if len(chunk) < wanted:
+                if handover is not None:
+                    handover.end(rng_states.states)
                 return
             num_taken += wanted
 
@@ -394,11 +416,21 @@ class SamplerOrder:
         Args:
             is_running: Whether an epoch is in progress.
         """
-        taken = self._global if is_running else self._loaded_global
-        own = {**self._own.state(is_running), **({} if taken is None else {"global": taken})}
+        own = {**self._own.state(is_running), **self._describe_draws(is_running)}
         if not is_running:
             return {**own, **self._expected}
         return {**own, **self._mark}
+
+    def _describe_draws(self, is_running: bool) -> State:
+        """Return the global RNG states of the pass, and the progress of its handover; empty if there are none."""
+        taken = self._global if is_running else self._loaded_global
+        handover = self._loaded_handover
+        if is_running and self._handover is not None:
+            handover = self._handover.state()
+        return {
+            **({} if taken is None else {"global": taken}),
+            **({} if taken is None or handover is None else {"handover": handover}),
+        }
 
     def state_after_break(self) -> State:
         """Return the current states of the sampler's own generators, with which the next epoch continues."""
@@ -429,6 +461,7 @@ class SamplerOrder:
         """
         self._own.load_state(state)
         self._loaded_global = state.get("global")
+        self._loaded_handover = state.get("handover")
         self._expected = {name: state[name] for name in _MARK if name in state}
 
 

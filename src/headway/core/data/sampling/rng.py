@@ -1,6 +1,7 @@
 """Global RNG states of torch, Python and NumPy: replace them within a block, and convert them to text."""
 
 import base64
+import hashlib
 import random
 import struct
 import zlib
@@ -25,7 +26,8 @@ STATE_WRITERS: tuple[Callable[[Any], Any], ...] = (
     lambda state: numpy.random.set_state(state),
 )
 """Functions that set the global RNG states of torch, Python and NumPy, in this order."""
-_States = tuple[torch.Tensor, Any, Any]
+States = tuple[torch.Tensor, Any, Any]
+"""RNG states of torch, Python and NumPy, in this order."""
 
 
 class GlobalGenerators:
@@ -37,7 +39,7 @@ class GlobalGenerators:
         states: States of the three generators inside the block, as of the end of the latest block.
     """
 
-    def __init__(self, states: "_States") -> None:
+    def __init__(self, states: States) -> None:
         self.states = states
         self._outside = states
 
@@ -70,13 +72,18 @@ def read_text() -> str:
     return _pack_states(_read_global())
 
 
-def pack_seeded(state: torch.Tensor) -> str:
+def pack_completed(state: torch.Tensor) -> str:
     """Return global RNG states as text: `state` for torch, and states seeded from it for Python and NumPy.
 
     Args:
         state: State of a torch generator.
     """
     return _pack_states(_complete_states(state))
+
+
+def pack_seeded(seed: int) -> str:
+    """Return global RNG states as text, seeded by `seed`."""
+    return _pack_states(GlobalGenerators.from_seed(seed).states)
 
 
 def write_text(text: str) -> None:
@@ -135,7 +142,33 @@ def complete_state_text(text: str, place: int) -> str:
     return " ".join(parts)
 
 
-def _complete_states(state: torch.Tensor) -> "_States":
+def has_same_state(one: Any, other: Any) -> bool:
+    """Whether two states of one generator are equal.
+
+    For Python's Mersenne Twister, it is sufficient to compare the position and a few words. A draw moves the position,
+    and when the position returns to its old value, all words have been replaced.
+    """
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor):
+        return bool(one.numpy().tobytes() == other.numpy().tobytes())
+    if isinstance(one[1], numpy.ndarray):
+        return bool(one[2:] == other[2:]) and numpy.array_equal(one[1], other[1])
+    return bool(one[2] == other[2] and all(one[1][at] == other[1][at] for at in (-1, 0, 1)))
+
+
+def derive_state(state: Any, place: int) -> Any:
+    """Return a new RNG state that is computed from `state`, but yields unrelated random numbers.
+
+    Args:
+        state: State of a global generator.
+        place: Index of the generator: 0 for torch, 1 for Python, 2 for NumPy.
+    """
+    digest = hashlib.blake2b(write_state_text(state, place).encode(), digest_size=8, person=b"training").digest()
+    return GlobalGenerators.from_seed(int.from_bytes(digest, "little") >> 1).states[place]
+
+
+def _complete_states(state: torch.Tensor) -> States:
     """Return states of all three generators: `state` for torch, and states seeded from it for Python and NumPy.
 
     Args:
@@ -145,7 +178,7 @@ def _complete_states(state: torch.Tensor) -> "_States":
     return state, random.Random(seed).getstate(), numpy.random.RandomState(seed).get_state()
 
 
-def _pack_states(states: "_States") -> str:
+def _pack_states(states: States) -> str:
     # Python's and NumPy's global generators are Mersenne twisters of 624 words.
     state, (_, words, gauss), (_, keys, position, has_gauss, cached) = states
     parts = [
@@ -156,7 +189,7 @@ def _pack_states(states: "_States") -> str:
     return " ".join(base64.b64encode(part).decode("ascii") for part in parts)
 
 
-def _unpack_states(text: str) -> "_States":
+def _unpack_states(text: str) -> States:
     first, second, third = (base64.b64decode(part) for part in text.split(" "))
     has_python_gauss, gauss = _PYTHON.unpack_from(second)
     words = tuple(numpy.frombuffer(second, "<u4", offset=_PYTHON.size).tolist())
@@ -176,10 +209,10 @@ def decode(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-def _read_global() -> _States:
+def _read_global() -> States:
     return seed.read_torch(), random.getstate(), numpy.random.get_state()
 
 
-def _write_global(states: _States) -> None:
+def _write_global(states: States) -> None:
     for write, state in zip(STATE_WRITERS, states):
         write(state)

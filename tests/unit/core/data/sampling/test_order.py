@@ -68,7 +68,7 @@ def test_neighboring_seeds_and_epochs_give_different_orders():
 def test_drawing_keeps_the_global_rng_state():
     before = torch.get_rng_state()
     PureOrder(range(10), True, 1).draw_order(0)
-    list(make_order(Shuffling(100, "torch")).draw(0))
+    list(make_order(Shuffling(100, "torch")).draw_order(0))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -110,7 +110,7 @@ def test_seeking_in_eight_million_rows_slices_one_permutation():
 @pytest.mark.parametrize("source", ["torch", "python", "numpy"])
 def test_sampler_without_a_generator_is_a_function_of_seed_and_epoch(source):
     def draw_order(seed, epoch, noise):
-        iterator = make_order(Shuffling(200, source), seed).draw(epoch)
+        iterator = make_order(Shuffling(200, source), seed).draw_order(epoch)
         out = []
         for index in iterator:
             out.append(index)
@@ -132,7 +132,7 @@ def test_training_draws_as_if_the_sampler_did_not(source):
             drawn.append((torch.rand(()).item(), random.random(), numpy.random.rand()))
         return drawn
 
-    assert draw_in_training(make_order(Shuffling(150, source)).draw(0)) == draw_in_training(range(150))
+    assert draw_in_training(make_order(Shuffling(150, source)).draw_order(0)) == draw_in_training(range(150))
 
 
 @pytest.mark.parametrize(
@@ -165,21 +165,21 @@ def test_drawn_order_equals_the_plain_samplers_and_leaves_the_same_state():
     state = torch.get_rng_state()
     torch.manual_seed(3)
     order = make_drawn_order(sampler)
-    assert [order.draw(0).tolist(), order.draw(1).tolist()] == expected
+    assert [order.draw_order(0).tolist(), order.draw_order(1).tolist()] == expected
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_saved_drawn_order_is_repeated_without_drawing():
     order = make_drawn_order(RandomSampler(range(50)))
-    second = [order.draw(0).tolist(), order.draw(1).tolist()][1]
+    second = [order.draw_order(0).tolist(), order.draw_order(1).tolist()][1]
     resumed = make_drawn_order(RandomSampler(range(50)))
     resumed.load_state(order.state(is_running=True))
     before = torch.get_rng_state()
     resumed.draw_ahead()
     assert resumed.state(is_running=False) == order.state(is_running=True)
-    assert resumed.draw(1).tolist() == second
+    assert resumed.draw_order(1).tolist() == second
     assert torch.equal(torch.get_rng_state(), before)
-    assert resumed.draw(2).tolist() != second
+    assert resumed.draw_order(2).tolist() != second
     assert order.state(is_running=False) == {}
 
 
@@ -189,13 +189,13 @@ def test_order_drawn_ahead_for_workers_is_the_order_of_the_pass():
     expected = RandomSampler(range(20))
     order.draw_ahead()
     torch.manual_seed(3)
-    assert order.draw(0).tolist() == list(expected)
+    assert order.draw_order(0).tolist() == list(expected)
 
 
 def test_drawn_order_is_that_of_rank_0():
     told = {}
     orders = [make_drawn_order(range(30), lambda number: told.setdefault("number", number)) for _ in range(2)]
-    assert orders[0].draw(0).tolist() == orders[1].draw(0).tolist()
+    assert orders[0].draw_order(0).tolist() == orders[1].draw_order(0).tolist()
 
 
 @pytest.mark.parametrize("source", ["torch", "python", "numpy"])
@@ -206,22 +206,23 @@ def test_sampler_that_draws_at_once_leaves_the_state_of_a_plain_one(source):
 
     def draw_with_training(order):
         torch.manual_seed(5), random.seed(5), numpy.random.seed(5)
-        return [(index, torch.rand(()).item(), random.random(), numpy.random.rand()) for index in order]
+        return [(index, torch.rand(()).item(), random.random(), numpy.random.rand()) for index in order()]
 
     sampler = AtOnce(150, source)
-    assert draw_with_training(make_order(sampler, is_seedable=False).draw(0)) == draw_with_training(sampler)
+    order = make_order(sampler, is_seedable=False)
+    assert draw_with_training(lambda: order.draw_order(0)) == draw_with_training(lambda: sampler)
 
 
 @pytest.mark.parametrize("source", ["torch", "python", "numpy"])
 def test_sampler_that_draws_step_by_step_can_be_repeated(source):
     order = make_order(Shuffling(150, source), is_seedable=False)
     first = []
-    for index in order.draw(0):
+    for index in order.draw_order(0):
         first.append(index)
         torch.rand(1), random.random(), numpy.random.rand()  # training draws in between
     resumed = make_order(Shuffling(150, source), is_seedable=False)
     resumed.load_state(order.state(is_running=True))
-    assert list(resumed.draw(0)) == first
+    assert list(resumed.draw_order(0)) == first
 
 
 @pytest.mark.parametrize("is_seedable", [True, False])
@@ -232,29 +233,29 @@ def test_epoch_is_repeated_from_its_state(is_seedable, has_generator):
         return make_order(WeightedRandomSampler([1.0] * 50, 50, generator=generator), is_seedable=is_seedable)
 
     order = make()
-    list(order.draw(0))
-    second = order.draw(1)
+    list(order.draw_order(0))
+    second = order.draw_order(1)
     begun = [next(second) for _ in range(7)]
     state = order.state(is_running=True)
     rest = list(second)
-    third = list(order.draw(2))
+    third = list(order.draw_order(2))
     resumed = make()
     resumed.load_state(state)
     assert resumed.state(is_running=False) == state
-    assert list(resumed.draw(1)) == begun + rest
+    assert list(resumed.draw_order(1)) == begun + rest
     if has_generator:
-        assert list(resumed.draw(2)) == third
+        assert list(resumed.draw_order(2)) == third
 
 
 def test_between_epochs_the_state_is_that_of_the_next_epoch():
     sampler = SubsetRandomSampler(range(30), generator=torch.Generator().manual_seed(1))
     order = make_order(sampler)
-    list(order.draw(0))
+    list(order.draw_order(0))
     state = order.state(is_running=False)
-    expected = list(order.draw(1))
+    expected = list(order.draw_order(1))
     resumed = make_order(SubsetRandomSampler(range(30), generator=torch.Generator().manual_seed(99)))
     resumed.load_state(state)
-    assert list(resumed.draw(1)) == expected
+    assert list(resumed.draw_order(1)) == expected
 
 
 def test_all_ranks_use_the_state_of_rank_0():
@@ -267,7 +268,7 @@ def test_all_ranks_use_the_state_of_rank_0():
         generator = torch.Generator().manual_seed(rank)
         return make_order(SubsetRandomSampler(range(30), generator=generator), agree=agree)
 
-    assert list(order(0).draw(0)) == list(order(1).draw(0))
+    assert list(order(0).draw_order(0)) == list(order(1).draw_order(0))
 
 
 def test_ranks_with_equal_rng_states_draw_and_others_use_those_of_rank_0():
@@ -278,12 +279,12 @@ def test_ranks_with_equal_rng_states_draw_and_others_use_those_of_rank_0():
     torch.manual_seed(5)
     texts = []
     alike = make_order(Shuffling(9, "torch"), is_seedable=False, agree=lambda text: texts.append(text) or text)
-    assert list(alike.draw(0)) == expected
+    assert list(alike.draw_order(0)) == expected
 
     torch.manual_seed(6)
     other = make_order(Shuffling(9, "torch"), is_seedable=False, agree=lambda text: texts[0])
     own = torch.get_rng_state()
-    assert list(other.draw(0)) == expected
+    assert list(other.draw_order(0)) == expected
     assert torch.equal(torch.get_rng_state(), own)
     assert not torch.equal(torch.rand(1), after)
 

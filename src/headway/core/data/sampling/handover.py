@@ -1,0 +1,150 @@
+"""Pass random number sequences from a run's stream to a sampler or dataset and back, so that no two epochs overlap.
+
+A sampler or dataset that draws from the global generators starts an epoch with the RNG states of the run's stream
+(`LoaderGenerator`). Two parts of a program must never continue from one state. So the stream moves on whenever the
+sampler or dataset draws::
+
+    sampler's first item       drawn with the stream's states; the stream continues after it, as in plain torch
+    its first later draw       the sampler keeps its sequence; the stream continues with a state derived from it
+    end of the sampler         the stream continues where the sampler's sequence ended, as in plain torch
+
+Most samplers draw all their random numbers for the first item. Those that draw later need a separate sequence until
+their end, because a resumed run repeats all of the sampler's draws at once. An iterable dataset whose RNG states are
+equal on all ranks has a separate sequence from the beginning of a pass.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from headway.core.data.sampling.loader_generator import LoaderGenerator
+from headway.core.data.sampling.rng import (
+    Agree,
+    States,
+    derive_state,
+    has_same_state,
+    pack_seeded,
+    read_state_text,
+    read_text,
+)
+
+_UNUSED, _RUNNING, _ENDED = range(3)
+
+
+class SamplerHandover:
+    """Moves the run's stream in step with one pass over a sampler.
+
+    Args:
+        stream: Random number stream whose states the sampler starts with.
+        saved: Result of `state` for an interrupted pass that this pass repeats. Draws after which the stream had moved
+            then do not move it again. Default: None, a new pass.
+    """
+
+    def __init__(self, stream: LoaderGenerator, saved: Sequence[int] | None = None) -> None:
+        self._stream = stream
+        self._stage, *places = saved or (_UNUSED,)
+        self._separated = set(places)  # generators (0 torch, 1 Python, 2 NumPy) with separate sequences
+
+    @classmethod
+    def without_effect(cls, stream: LoaderGenerator) -> "SamplerHandover":
+        """Return an object that never moves the stream."""
+        return cls(stream, (_ENDED,))
+
+    @classmethod
+    def continue_older(cls, stream: LoaderGenerator) -> "SamplerHandover":
+        """Return an object for a pass that a version of Headway without handovers has saved.
+
+        In such a version, the first item moved the process's global generators, but not a copy of them.
+        """
+        return cls(stream, (_RUNNING if stream.is_global else _UNUSED,))
+
+    def record_first(self, before: States, after: States) -> None:
+        """Let the stream continue after the draws for the sampler's first item.
+
+        Args:
+            before: Global RNG states before these draws.
+            after: Global RNG states after these draws.
+        """
+        if self._stage == _UNUSED:
+            self._stage = _RUNNING
+            self._stream.write_states({place: after[place] for place in _find_changed(before, after)})
+
+    def record_later(self, before: States, after: States) -> None:
+        """Separate the stream from the sequences of generators from which the sampler draws after its first item.
+
+        Args:
+            before: Global RNG states before the sampler yielded some later items.
+            after: Global RNG states after it yielded them.
+        """
+        if self._stage != _ENDED:
+            new = [place for place in _find_changed(before, after) if place not in self._separated]
+            self._separated.update(new)
+            self._stream.write_states({place: derive_state(before[place], place) for place in new})
+
+    def end(self, states: States) -> None:
+        """Let the stream continue where separate sequences ended.
+
+        Args:
+            states: Global RNG states after the sampler's last draw.
+        """
+        if self._stage != _ENDED:
+            self._stage = _ENDED
+            self._stream.write_states({place: states[place] for place in sorted(self._separated)})
+
+    def state(self) -> list[int]:
+        """Return the progress of this pass: its stage, and the indices of generators with separate sequences."""
+        return [self._stage, *sorted(self._separated)]
+
+
+class DatasetHandover:
+    """Gives an iterable dataset the RNG states of the run's stream, and moves the stream accordingly.
+
+    Args:
+        stream: Random number stream from which the run's loaders draw.
+        agree: Function that returns rank 0's value on every rank; None if this process reads alone.
+    """
+
+    def __init__(self, stream: LoaderGenerator, agree: Agree | None) -> None:
+        self._stream = stream
+        self._is_alone = agree is None
+        self._agree: Agree = agree or (lambda value: value)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the dataset must not draw from this process's global generators.
+
+        A process that reads alone and draws from these generators needs no handover.
+        """
+        return not (self._is_alone and self._stream.is_global)
+
+    def start_pass(self, is_resumed: bool) -> str:
+        """Return RNG states as text, equal on all ranks, for one pass over the dataset. All ranks must call this method.
+
+        Args:
+            is_resumed: Whether this rank resumes a pass. It then ignores the result, because it has already loaded its
+                RNG states from a checkpoint, and its stream has moved already.
+        """
+        if is_resumed:
+            return str(self._agree(read_text()))
+        if self._stream.is_global:  # training draws from it, so the dataset gets states from a drawn seed
+            return str(self._agree(pack_seeded(self._stream.draw_seed())))
+        text = str(self._agree(self._stream.lend_states()))
+        self._stream.write_states({0: derive_state(read_state_text(text.split(" ")[0], 0), 0)})
+        return text
+
+    def end_pass(self, begun: Any, changed: dict[int, Any]) -> None:
+        """Let the stream continue where the dataset's draws ended.
+
+        Args:
+            begun: State of torch's generator with which the dataset started the pass.
+            changed: Final states of the generators from which the dataset has drawn, by index.
+        """
+        if self._stream.is_global:
+            return
+        if 0 in changed:
+            self._stream.write_states({0: changed[0]})
+        elif not changed and self._stream.has_torch_state(derive_state(begun, 0)):
+            self._stream.write_states({0: begun})  # nothing was drawn
+
+
+def _find_changed(before: States, after: States) -> list[int]:
+    return [place for place in range(3) if not has_same_state(before[place], after[place])]
