@@ -135,6 +135,9 @@ class MemoryExhausted(HeadwayError, RuntimeError):
 class CollectiveError(HeadwayError, RuntimeError):
     """Raised if ranks call different collectives or pass arguments that do not match, or if another rank has failed."""
 
+    is_on_all_ranks = False
+    """Whether every rank of the run raises this error, because ranks called different collectives."""
+
 
 class CheckpointError(HeadwayError, RuntimeError):
     """Raised if a checkpoint or a file of weights cannot be written, read or loaded.

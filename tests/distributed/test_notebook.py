@@ -57,3 +57,24 @@ def test_one_process_runs_without_agent_and_gets_the_precision() -> None:
 def test_zero_processes_is_an_error() -> None:
     with pytest.raises(ConfigError, match="num_processes=0"):
         debug_launcher(print, (), 0)
+
+
+def test_hang_is_reported_after_the_timeout(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang() -> None:
+        import time
+
+        import torch
+
+        from headway import Accelerator
+
+        accelerator = Accelerator()
+        if accelerator.process_index == 1:
+            time.sleep(300)
+        accelerator.gather(torch.ones(1))
+
+    monkeypatch.setenv("HEADWAY_TIMEOUT", "5")
+    with pytest.raises(LaunchError):
+        debug_launcher(hang)
+    assert "this run hangs: rank 1 of 2 is missing from gather" in capsys.readouterr().out

@@ -8,6 +8,7 @@ listing shows, that cost money, and that obstore cannot find. Folders are prefix
 
 import contextlib
 import io
+import os
 import queue
 import re
 import shutil
@@ -15,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from headway.common.object_client import ObjectClient, ObjectInfo, get_client
 from headway.common.range_file import RangeFile
@@ -30,6 +31,7 @@ SCHEMES = ("s3", "gs", "az")
 
 They repeat the "store" rows of `headway.core.extensions`, which this layer must not import.
 """
+_T = TypeVar("_T")
 _URL = re.compile(rf"({'|'.join(SCHEMES)})://")
 _MANGLED = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)")
 _PART_NAME = re.compile(r"(.+)\.part-(\d{5,})")
@@ -208,8 +210,24 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
             start += count
 
 
+def expand_home(place: _T) -> _T:
+    """Return a path of the same type in which a leading `~` is replaced by the home directory.
+
+    Args:
+        place: Path or URL. None is returned unchanged.
+    """
+    text = os.path.expanduser(str(place))
+    if text == str(place):
+        return place
+    kind: Any = type(place)
+    expanded: _T = kind(text)
+    return expanded
+
+
 def to_path(place: str | Path) -> Path:
     """Return `place` as a file system path, or as an `ObjectPath` if it is the URL of an object store.
+
+    A leading `~` is replaced by the home directory.
 
     Raises:
         ConfigError: If a URL was passed through `Path` (which removes a slash), or names no bucket.
@@ -220,7 +238,7 @@ def to_path(place: str | Path) -> Path:
     if isinstance(place, Path) and _MANGLED.match(text):
         raise ConfigError(f"{place!r} is a URL that lost a slash in Path(); give the URL as text")
     if not _URL.match(text):
-        return Path(place)
+        return Path(expand_home(place))
     path = ObjectPath(text)
     if len(path.parts) < 2:
         raise ConfigError(f"{text!r} names no bucket; give a URL such as s3://bucket/run")

@@ -22,7 +22,7 @@ from headway.common import env
 from headway.common.optional import require
 from headway.common.text import format_bytes
 from headway.core.config.launch import SETTINGS
-from headway.core.config.load import SettingValue, resolve
+from headway.core.config.load import SettingValue, read_function_layer, resolve
 from headway.core.config.values import check_file_value
 from headway.errors import ConfigError, LaunchError
 from headway.launch import machine, plan
@@ -58,6 +58,8 @@ def notebook_launcher(
     cpu: bool = False,
 ) -> list[Any]:
     """Call `function(*args)` on every accelerator of this machine, or in `num_processes` processes.
+
+    HEADWAY_* variables, such as HEADWAY_TIMEOUT, set what the arguments leave open. Those for several machines are ignored.
 
     Args:
         function: Any function, including one defined in a cell. It creates its own Accelerator.
@@ -123,7 +125,8 @@ def notebook_launcher(
         # The new processes must find the function's module, so they get this process's sys.path.
         environment["PYTHONPATH"] = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         program = Program("headway.launch.cell", (folder,), "module")
-        planned = plan.make_plan(resolve([layer]), program, machine.inspect_machine(environment), environment)
+        resolved = resolve([layer, read_function_layer(environment)])
+        planned = plan.make_plan(resolved, program, machine.inspect_machine(environment), environment)
         _report_used_memory()
         code = _run(planned, environment)
         if code:

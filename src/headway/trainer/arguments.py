@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from headway.common import env
-from headway.common.object_path import to_path
+from headway.common.object_path import expand_home, to_path
 from headway.core.config.activation_checkpointing import ActivationCheckpointing
 from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
@@ -229,7 +229,8 @@ class TrainingArguments(UnknownMembers):
     accelerator_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        self.output_dir = "trainer_output" if self.output_dir is None else self.output_dir
+        self.output_dir = "trainer_output" if self.output_dir is None else expand_home(self.output_dir)
+        self.logging_dir = expand_home(self.logging_dir)
         for name in CHOICES.keys() - {"log_level"}:
             value = getattr(self, name)
             # Enumerations of other libraries have the word as their value.

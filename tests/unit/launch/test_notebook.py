@@ -96,3 +96,16 @@ def test_invalid_arguments_are_refused(arguments, message):
 def test_debug_launcher_requires_a_number():
     with pytest.raises(ConfigError, match=r"num_processes='2' .* must be a whole number"):
         debug_launcher(print, (), "2")
+
+
+def test_variables_set_what_arguments_leave_open(resolve_arguments, monkeypatch):
+    monkeypatch.setenv("HEADWAY_TIMEOUT", "8")
+    monkeypatch.setenv("HEADWAY_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("HEADWAY_NUM_MACHINES", "2")
+    config = resolve_arguments(2, "no")
+    assert (config.timeout, config.mixed_precision, config.num_processes) == (8, "no", 2)
+    assert config.num_machines is UNSET
+    assert resolve_arguments(2).mixed_precision == "bf16"
+    monkeypatch.setenv("HEADWAY_TIMEOUTS", "8")
+    with pytest.raises(ConfigError, match="HEADWAY_TIMEOUT"):
+        notebook_launcher(print)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.common import env
+from headway.common.object_path import expand_home
 from headway.common.optional import is_available
 from headway.compat.accelerate.launching.environment import str_to_bool
 from headway.core.tracking import base
@@ -76,7 +77,7 @@ class _AccelerateInterface(Tracker if TYPE_CHECKING else object):  # type: ignor
             run: Name, directory and settings of the run, as the Accelerator defines them.
         """
         project = self.run_name or run.project
-        folder = run.folder if self.logging_dir is None else Path(self.logging_dir).absolute() / project
+        folder = run.folder if self.logging_dir is None else Path(expand_home(self.logging_dir)).absolute() / project
         super().begin(replace(run, project=project, folder=folder))
 
     @on_main_process

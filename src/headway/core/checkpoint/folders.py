@@ -8,13 +8,13 @@ to get the store of a checkpoint.
 import atexit
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from headway.common import scope
-from headway.common.object_path import ObjectPath, open_writable
+from headway.common.object_path import ObjectPath
 from headway.core import extensions
 from headway.core.checkpoint.format.foreign import list_checkpoint_names
 from headway.core.checkpoint.format.manifest import Manifest, read_manifest
@@ -35,19 +35,6 @@ def find_store(folder: Path) -> CheckpointStore:
         store: CheckpointStore = extensions.load("store", folder.scheme)(folder)
         return store
     return DiskStore(folder)
-
-
-def call_save_hook(hook: Callable[[Path], None], staging: Path) -> None:
-    """Call a hook with the staging directory of a save. The hook may add files to the checkpoint.
-
-    In an object store, the hook gets a temporary local folder, whose files are uploaded after the call.
-
-    Args:
-        hook: Function of the folder.
-        staging: Staging directory, or prefix in an object store.
-    """
-    with open_writable(staging) as folder:
-        hook(folder)
 
 
 def commit_checkpoint(staging: Path, final: Path, manifest: Manifest) -> None:

@@ -135,6 +135,9 @@ _HARDWARE, _TRAINING, _MACHINES, _CARE, _SCRIPT = "Hardware", "Training", "Sever
 
 _LAYOUT = "Layout"
 
+FIXED_FOR_FUNCTIONS = (_MACHINES, _SCRIPT)
+"""Groups of settings that `notebook_launcher` chooses by its arguments alone."""
+
 
 def _make_setting_field(
     group: str, text: str, *, takes_value: bool = False, is_for_workers: bool | None = None, **more: Any

@@ -12,7 +12,7 @@ from typing import Any
 
 from headway.common import env
 from headway.common.untrusted import parse_json
-from headway.core.config.launch import EARLIER_NAMES, SETTINGS, LaunchConfig, Unset
+from headway.core.config.launch import EARLIER_NAMES, FIXED_FOR_FUNCTIONS, SETTINGS, LaunchConfig, Unset
 from headway.core.config.launch import UNSET as UNSET
 from headway.core.config.values import check_file_value, parse_text, suggest_word
 from headway.errors import ConfigError
@@ -129,6 +129,21 @@ def read_environment_layer(environment: Mapping[str, str]) -> dict[str, SettingV
                 f"the environment variable {variable} is not a setting; did you mean {SETTINGS[close].variable}? Rename it"
             )
     return found
+
+
+def read_function_layer(environment: Mapping[str, str]) -> dict[str, SettingValue]:
+    """Return the settings in HEADWAY_* variables that apply to a function launched from a notebook.
+
+    Settings of several machines and of the started program are left out, because the launching function chooses them.
+
+    Args:
+        environment: Environment variables by name.
+
+    Raises:
+        ConfigError: If a value is invalid, or a variable looks like a misspelled setting.
+    """
+    layer = read_environment_layer(environment)
+    return {name: value for name, value in layer.items() if SETTINGS[name].group not in FIXED_FOR_FUNCTIONS}
 
 
 def encode_payload(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headway.common.callsite import find_call_site
+from headway.common.object_path import expand_home
 from headway.core.config.load import COMMAND_LINE, UNSET, resolve_run_setting
 from headway.core.config.values import KwargsHandler, report_unknown_keywords
 from headway.errors import ConfigError
@@ -237,7 +238,8 @@ def resolve_loading(config: DataLoaderConfiguration | None, split_batches: bool)
 def resolve_project(folder: str | Path | None, config: ProjectConfiguration | None) -> ProjectConfiguration:
     """Return the project configuration from the Accelerator's `project_dir` and `project_config`.
 
-    The result is a read-only copy, in which `logging_dir` is `project_dir` unless it was set.
+    The result is a read-only copy, in which `logging_dir` is `project_dir` unless it was set, and a leading `~` is
+    replaced by the home directory.
 
     Args:
         folder: Argument `project_dir` of the Accelerator, or None.
@@ -255,7 +257,9 @@ def resolve_project(folder: str | Path | None, config: ProjectConfiguration | No
     chosen = config or ProjectConfiguration(project_dir=folder)
     if chosen.project_dir is None and folder is not None:
         chosen = replace(chosen, project_dir=folder)
-    return chosen.with_defaults().freeze_copy()
+    chosen = chosen.with_defaults()
+    expanded = replace(chosen, project_dir=expand_home(chosen.project_dir), logging_dir=expand_home(chosen.logging_dir))
+    return expanded.freeze_copy()
 
 
 def _check_kind(name: str, given: object, kind: type) -> None:

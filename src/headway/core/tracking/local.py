@@ -198,9 +198,14 @@ class MLflowAdapter(PackageAdapter):
             self._package.log_artifact(str(path), run_id=self._run.info.run_id, **kwargs)
 
     def finish(self) -> None:
-        """End the run, unless the script started it itself."""
-        if self._is_own:
+        """End the run, unless the script started or ended it itself. A run that the script has started stays active."""
+        if not self._is_own:
+            return
+        run_id, active = self._run.info.run_id, self._package.active_run()
+        if active is not None and active.info.run_id == run_id:
             self._package.end_run()
+        elif self._package.get_run(run_id).info.status == "RUNNING":  # end_run() would end the active run
+            self._package.MlflowClient().set_terminated(run_id)
 
 
 class AimAdapter(PackageAdapter):

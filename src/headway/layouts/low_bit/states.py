@@ -195,11 +195,24 @@ def prepare_low_bit_shards(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def restore_generators(optimizer: torch.optim.Optimizer) -> None:
+    """Restore the random generators after a step that has failed, if `EqualRounding` had seeded them.
+
+    Args:
+        optimizer: The user's optimizer.
+    """
+    for hook in getattr(optimizer, _torch.HOOKS, {}).values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, EqualRounding):
+            owner.restore()
+
+
 class EqualRounding:
     """Step hooks that give all ranks equal random numbers for stochastic rounding, so that replicas stay equal.
 
     Otherwise each rank would draw from its own generator, whose state depends on the rank's data and dropout. Before
-    each step, the generators are seeded with the number of the update. After the step, their states are restored.
+    each step, the generators are seeded with the number of the update. After the step, their states are restored. torch
+    does not call the second hook if the step raises, so `restore_generators` must be called then.
 
     Args:
         optimizer: Optimizer of torchao.
@@ -216,13 +229,17 @@ class EqualRounding:
         seed = int(max(steps, default=0))
         kinds = {p.device.type for group in optimizer.param_groups for p in group["params"]} - {"cpu", "meta"}
         modules: list[Any] = [torch, *(torch.get_device_module(kind) for kind in sorted(kinds))]
-        self._before = [(module, module.get_rng_state()) for module in modules]
+        # A failed step that was tried again has left the generators seeded, so the earlier states are kept.
+        self._before = self._before or [(module, module.get_rng_state()) for module in modules]
         torch.default_generator.manual_seed(seed)
         for module in modules[1:]:
             module.manual_seed(seed)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Restore the states that the random generators had before the step."""
+        self.restore()
+
+    def restore(self) -> None:
+        """Restore the states that the random generators had before the step. Do nothing between steps."""
         for module, state in self._before:
             module.set_rng_state(state)
         self._before = []

@@ -1,10 +1,12 @@
 """Test the settings that the user's code passes to the Accelerator."""
 
 import inspect
+from pathlib import Path
 
 import pytest
+import torch
 
-from headway import Accelerator
+from headway import Accelerator, TrainingArguments
 from headway.core.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.core.config.torch_kwargs import GradScalerKwargs
 from headway.errors import CallError, ConfigError
@@ -65,3 +67,23 @@ def test_assigned_values_are_checked_by_the_accelerator():
     project = ProjectConfiguration()
     project.set_directories("runs")
     assert Accelerator(cpu=True, project_config=project).logging_dir == "runs"
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_leading_tilde_is_the_home_directory(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    project = ProjectConfiguration(kind("~/run"), kind("~/logs"), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    assert accelerator.project_dir == kind(tmp_path / "home/run")
+    accelerator.init_trackers("p")
+    accelerator.save_state()
+    accelerator.end_training()
+    assert (tmp_path / "home/run/checkpoints/checkpoint_0").is_dir()
+    assert (tmp_path / "home/logs/p/log.jsonl").is_file()
+    assert Accelerator(cpu=True, project_dir=kind("~/run")).logging_dir == kind(tmp_path / "home/run")
+    arguments = TrainingArguments(output_dir=kind("~/out"), logging_dir=kind("~/logs"))
+    assert (arguments.output_dir, arguments.logging_dir) == (kind(tmp_path / "home/out"), kind(tmp_path / "home/logs"))
+    accelerator.save_model(torch.nn.Linear(1, 1), kind("~/model"))
+    assert list((tmp_path / "home/model").iterdir())
+    assert not (tmp_path / "~").exists()

@@ -175,6 +175,18 @@ def test_mlflow(tmp_path):
     assert mlflow.active_run() is None
     assert client.get_run(own_id).data.tags["note"] == "ended"
     accelerator.end_training()
+    # The end of the tracker's run ends no other run, even if the script has started one afterwards.
+    for is_ended in (True, False):
+        accelerator = start("mlflow")
+        own_id = accelerator.get_tracker("mlflow", unwrap=True).info.run_id
+        if is_ended:
+            mlflow.end_run("KILLED")
+        other = mlflow.start_run(nested=True)
+        accelerator.end_training()
+        assert client.get_run(own_id).info.status == ("KILLED" if is_ended else "FINISHED")
+        assert mlflow.active_run().info.run_id == other.info.run_id
+        mlflow.end_run()
+    mlflow.end_run()
     # A run that the script has started is used, and not ended.
     with mlflow.start_run() as own:
         accelerator = start("mlflow")

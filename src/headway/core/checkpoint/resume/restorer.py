@@ -19,6 +19,7 @@ from headway.core.checkpoint.resume.saved import SavedRun, read_run
 from headway.core.checkpoint.resume.stand_ins import FrozenWeights, LocalState
 from headway.core.runtime.events import notify_listeners
 from headway.core.runtime.seed import seed_from_update
+from headway.errors import CheckpointError, CollectiveError
 
 
 class StateRestorer:
@@ -92,12 +93,14 @@ class StateRestorer:
         self._local.replace_means(found)
         saved = read_run(manifest.about, found, run.runtime, run.precision, run.strategy.data_shard.count)
         restored = RestoreResult(path, manifest.about)
-        if hooks:  # hooks may load models themselves, so everything that does not depend on them is checked first
+        # A script may register a hook on some ranks only.
+        num_hooks = int(max(run.collectives.gather_numbers([float(len(hooks))]))[0])
+        if num_hooks:  # hooks may load models themselves, so everything that does not depend on them is checked first
             parts.left_out = set(range(len(parts.models)))
             self._comparison.check(restored, parts, found, saved, is_strict, changed)
             wanted = list(parts.models)
-            for hook in hooks:
-                hook(wanted, str(path))
+            for index in range(num_hooks):
+                self._call_load_hook(hooks[index] if index < len(hooks) else None, wanted, path)
             parts.left_out = {i for i, model in enumerate(parts.models) if not any(model is each for each in wanted)}
         plan = self._comparison.check(restored, parts, found, saved, is_strict, changed)
         is_new = "data" in (changed or ())
@@ -123,6 +126,38 @@ class StateRestorer:
         self._frozen_parameters.expect_frozen(saved.frozen, str(path))
         self._local.resume_blocks(parts, saved.local_steps)
         return restored
+
+    def _call_load_hook(
+        self, hook: Callable[[list[torch.nn.Module], str], None] | None, wanted: list[torch.nn.Module], path: Path
+    ) -> None:
+        """Call a load hook, and raise an error on every rank if it fails on one.
+
+        Args:
+            hook: Function of the list of models and the folder. None: only other ranks have a hook.
+            wanted: Models that will be loaded. The hook may remove some.
+            path: Folder of the checkpoint.
+
+        Raises:
+            CheckpointError: If the hook has failed on another rank only.
+        """
+        failure: Exception | None = None
+        try:
+            if hook is not None:
+                hook(wanted, str(path))
+        except Exception as error:
+            # If all ranks have an error already, some of them raise it in the exchange below.
+            if isinstance(error, CollectiveError) and error.is_on_all_ranks:
+                raise
+            failure = error
+        try:
+            told = self._objects.exchange_errors(None if failure is None else f"{type(failure).__name__}: {failure}")
+        except CollectiveError:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure
+        if told:
+            raise CheckpointError(f"{path} was not loaded, because a load hook failed:\n  " + "\n  ".join(told))
 
     def _restore_position(self, saved: SavedRun, plan: BatchPlan, is_new: bool, rollback: LoadRollback) -> None:
         """Restore the gradient scaler, the global batch, the loaders' positions and the RNG states.

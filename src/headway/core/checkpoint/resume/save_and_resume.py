@@ -328,14 +328,14 @@ class Checkpoints:
                         Path(staging), self._collectives
                     )
                 )
-            fill = (lambda staging: self._call_save_hooks(hooks, collected, staging)) if hooks else None
+            fills = self._make_fills(hooks, collected) if hooks else ()
             where = state.progress.get_position(before)  # runs user code, so it comes before the RNG states are read
             state.saver.save(
                 folder,
                 collected,
                 about,
                 policy,
-                fill,
+                fills,
                 lambda: state.collector.add_rng_states(collected, before, is_alone),
             )
         self.last_folder = folder
@@ -344,7 +344,13 @@ class Checkpoints:
             self._last = folder, where
         return folder
 
-    def _call_save_hooks(self, hooks: Sequence[SaveHook], collected: CollectedState, staging: Path) -> None:
+    def _make_fills(self, hooks: Sequence[SaveHook], collected: CollectedState) -> list[Callable[[Path], None]]:
+        """Return functions that call each save hook, and at the end remove the weights that hooks have saved themselves.
+
+        Args:
+            hooks: Save hooks.
+            collected: State of the save, from which weights are removed.
+        """
         models = self._state.objects.models
         weights = [
             {
@@ -355,14 +361,19 @@ class Checkpoints:
             for index in range(len(models))
         ]
         before = list(weights)
-        for hook in hooks:
+
+        def call_hook(hook: SaveHook, staging: Path) -> None:
             hook(models, weights, str(staging))
-        for index, own in enumerate(before):
-            if not any(own is each for each in weights):
-                for name in own:
-                    del collected.tensors[f"model/{index}/{name}"]
-                for name in [each for each in collected.aliases if each.startswith(f"model/{index}/")]:
-                    del collected.aliases[name]
+
+        def remove_saved_weights(staging: Path) -> None:
+            for index, own in enumerate(before):
+                if not any(own is each for each in weights):
+                    for name in own:
+                        del collected.tensors[f"model/{index}/{name}"]
+                    for name in [each for each in collected.aliases if each.startswith(f"model/{index}/")]:
+                        del collected.aliases[name]
+
+        return [*(partial(call_hook, hook) for hook in hooks), remove_saved_weights]
 
     def wait(self) -> None:
         """Wait until a background save has finished. Every rank must call it.

@@ -6,16 +6,17 @@ disk gets a complete replica of the checkpoint, written by the ranks of that mac
 manifests on all machines have equal hashes.
 """
 
+import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from headway.common import scope
-from headway.common.object_path import to_path
+from headway.common.object_path import open_writable, to_path
 from headway.core import extensions
 from headway.core.checkpoint import folders
 from headway.core.checkpoint.format.manifest import read_manifest
@@ -27,7 +28,7 @@ from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.weights.pieces import is_spread
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, CollectiveError
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -124,7 +125,7 @@ class Saver:
         collected: CollectedState,
         about: Mapping[str, Any],
         policy: writer.SavePolicy,
-        fill: Callable[[Path], None] | None = None,
+        fills: Sequence[Callable[[Path], None]] = (),
         seal: Callable[[], None] | None = None,
     ) -> None:
         """Write a checkpoint. Every rank must call it with the same folder unless `policy.is_alone` is True.
@@ -138,9 +139,10 @@ class Saver:
             collected: State to save, in the same order on all ranks.
             about: The manifest's `about` section, the same on all ranks.
             policy: Options of the save: which checkpoints to keep, whether the save blocks, and others.
-            fill: Hook called on every rank with the staging directory. It may add files, or remove tensors from
-                `collected`. Default: None, no hook.
-            seal: Hook called after `fill`, which adds the last parts of the state to `collected`. Default: None, no
+            fills: Hooks called on every rank with the staging directory. They may add files, or remove tensors from
+                `collected`. After each hook, ranks exchange errors, because the next one may contain collectives.
+                Default: (), no hooks.
+            seal: Hook called after `fills`, which adds the last parts of the state to `collected`. Default: None, no
                 hook.
 
         Raises:
@@ -161,17 +163,29 @@ class Saver:
         _check_spread(collected, share, is_alone)
         job = replace(job, share=share)
         try:
-            self._run_save(job, fill, seal)
+            self._run_save(job, fills, seal)
         except BaseException:  # such as Ctrl-C while this rank waits for others
             writer.remove_staging(job)
             raise
 
     def _run_save(
-        self, job: writer.SaveJob, fill: Callable[[Path], None] | None, seal: Callable[[], None] | None
+        self, job: writer.SaveJob, fills: Sequence[Callable[[Path], None]], seal: Callable[[], None] | None
     ) -> None:
         self._run_on_all(partial(writer.create_staging, job), job)
-        if fill is not None:
-            self._run_on_all(partial(folders.call_save_hook, fill, job.staging), job)
+        # A script may register a hook on some ranks only.
+        numbers = [[float(len(fills))]]
+        if not job.policy.is_alone:
+            numbers = self._collectives.gather_numbers(numbers[0])
+        num_fills = int(max(numbers)[0])
+        if num_fills:
+            with contextlib.ExitStack() as stack:
+                # In an object store, hooks share a temporary local folder, whose files are uploaded at the end.
+                folder = self._run_on_all(lambda: stack.enter_context(open_writable(job.staging)), job)
+                for fill in fills:
+                    self._run_on_all(partial(fill, folder), job)
+                for _ in range(num_fills - len(fills)):
+                    self._run_on_all(lambda: None, job)
+                self._run_on_all(stack.close, job)
 
         def complete_content() -> CollectedState:
             if seal is not None:
@@ -266,7 +280,8 @@ class Saver:
             job: Save to which `act` belongs.
 
         Raises:
-            CheckpointError: If `act` raises an `Exception` on any rank.
+            CheckpointError: If `act` raises an `Exception` on any rank. Also if ranks are at different collectives, for
+                example because `act` has failed on this rank, and contains a collective on another one.
         """
         result: _T | None = None
         failure: str | None = None
@@ -276,8 +291,15 @@ class Saver:
         # Hooks can raise any error. All ranks must raise one, and the staging directory must be removed.
         except Exception as error:
             failure, cause = f"{type(error).__name__}: {error}", error
-        is_alone = job.policy.is_alone
-        told = {self._runtime.rank: failure} if is_alone else dict(enumerate(self._collectives.gather_objects(failure)))
+        told = {self._runtime.rank: failure}
+        # If all ranks have an error already, some of them raise it in this exchange. Another one would have no partner.
+        has_told = isinstance(cause, CollectiveError) and cause.is_on_all_ranks
+        if not job.policy.is_alone and not has_told:
+            try:
+                told = dict(enumerate(self._collectives.gather_objects(failure)))
+            except CollectiveError as error:
+                told[self._runtime.rank] = failure or str(error)
+                cause = cause or error
         failed = [f"rank {rank}: {text}" for rank, text in told.items() if text is not None]
         if failed:
             writer.remove_staging(job)

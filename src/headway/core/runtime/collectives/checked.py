@@ -602,10 +602,12 @@ class Collectives:
             f"  rank {self._global_rank(rank)}: {operation} #{entry.sequence} at {site} of {signature or 'nothing'}"
             for rank, (operation, site, signature, _) in enumerate(lines)
         )
-        raise CollectiveError(
+        error = CollectiveError(
             f"ranks called collectives that do not fit together:\n{calls}\nEvery rank must make the same calls in the same order, "
             "with equal structures, dtypes and shapes (dim 0 may differ in gather; pad_across_processes evens another out)"
         )
+        error.is_on_all_ranks = self.world_size == self.runtime.world_size
+        raise error
 
     def _all_gather_objects(self, obj: Any) -> list[Any]:
         out: list[Any] = [None] * self.world_size

@@ -255,7 +255,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         phases = step.hooks.phases
         for listener in phases:
             listener("step")
-        did_step = not window.is_empty and step.apply_update(self.optimizer, self._strategy, closure)
+        did_step = not window.is_empty and self._apply_update(closure)
         for listener in phases:
             listener("forward")
         # If the batch was replayed within the update, the window may be another one.
@@ -273,6 +273,20 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 note_update(self.optimizer, window.number)
         if not window.is_empty and (step.guard.is_judge or not did_step):
             step.guard.after_step(window, did_step)
+
+    def _apply_update(self, closure: Callable[[], Any] | None) -> bool:
+        """Make the update, and return whether the parameters were updated.
+
+        Args:
+            closure: Closure as for a torch optimizer, or None.
+        """
+        try:
+            return self._step.apply_update(self.optimizer, self._strategy, closure)
+        except BaseException:
+            low_bit = find_low_bit_extension(self.optimizer)
+            if low_bit is not None:  # torch calls no post hooks after an error
+                low_bit.restore_generators(self.optimizer)
+            raise
 
     def _is_final(self, window: AccumulationWindow, closure: Callable[[], Any] | None) -> bool:
         """Whether a call to step() comes at the end of an accumulation window, so that it may update the parameters.
