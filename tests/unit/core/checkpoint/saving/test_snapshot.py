@@ -183,14 +183,14 @@ def test_memory_pinned_in_advance_is_used_by_the_first_copies(monkeypatch):
     monkeypatch.setattr(pinned_memory, "ARENA", 1024)
     devices = Devices()
     snapshot = HostCopies(devices.mark_position, devices.allocate)
-    snapshot.reserve_memory(2 * 1024 + 5)
+    snapshot.start_pinning(2 * 1024 + 5)
     wait_until(lambda: devices.num_pinned == 2048)
     taken = snapshot.copy_tensors(make_state(devices), VALUES)
     assert devices.num_pinned == 2048 + 2048  # one tensor of 1,200 bytes has an arena of its own
     for arrival in taken.arrivals:
         arrival.wait()
     assert all(torch.equal(taken.tensors[name], value) for name, value in VALUES.items())
-    snapshot.reserve_memory(1 << 20)  # has no effect, because memory exists
+    snapshot.start_pinning(1 << 20)  # has no effect, because memory exists
     assert devices.num_pinned == 4096
 
 
