@@ -31,6 +31,7 @@ from headway.trainer.data import Batch, get_length
 from headway.trainer.logs import Log
 from headway.trainer.loss import split_label_count
 from headway.trainer.metrics import Accumulated, Measure, StreamingMetric, check_padding, make_named_metrics
+from headway.trainer.optimizer import set_optimizer_mode
 from headway.trainer.results import EvalLoopOutput, Metrics, compute_speed
 
 StepOutput = tuple[torch.Tensor | None, Tree, Tree]
@@ -208,13 +209,14 @@ class Evaluator:
 
         Args:
             model: The Trainer's model.
-            optimizer: Optimizer. It is set to evaluation mode too if it has modes, as schedule-free optimizers do.
+            optimizer: Optimizer. A schedule-free one is set to evaluation mode, too, and stays in it. The next training
+                step ends this mode.
         """
         if self._sessions:
             with self._enter_session(Session(self._sessions[-1].model)) as session:
                 yield session
             return
-        switched: list[Any] = [each for each in (optimizer,) if hasattr(each, "eval") and hasattr(each, "train")]
+        set_optimizer_mode(optimizer, is_training=False)  # before the average replaces the weights
         if not self._is_in_training:
             model = self._accelerator.prepare_model(model, evaluation_mode=True)
         weights: AbstractContextManager[Any] = nullcontext() if self.average is None else self.average.swap_weights()
@@ -225,12 +227,8 @@ class Evaluator:
                 weights,
                 self._enter_session(Session(model)) as session,
             ):
-                for each in switched:
-                    each.eval()
                 yield session
         finally:
-            for each in switched:
-                each.train()
             if not self._is_in_training:
                 self._accelerator.free_memory()
 

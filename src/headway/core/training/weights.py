@@ -7,6 +7,7 @@ checkpoint is loaded, each rank reads only its own shards, once, and directly in
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from headway.common.object_path import open_writable, to_path
 from headway.common.text import format_bytes
+from headway.core import extensions
 from headway.core.runtime.collectives.checked import Collectives, digest_text
 from headway.core.runtime.control_plane.attendance import Attendance
 from headway.core.runtime.control_plane.conditional_calls import RankConditionalCallCheck
@@ -358,6 +361,49 @@ class WholeWeights:
         if not (attended.elsewhere or everyone.has_ended):
             everyone.barrier()
 
+    def save_adapters(self, model: torch.nn.Module, folder: str | Path) -> None:
+        """Write a model's adapters from rank 0 with its `save_pretrained`, such as PEFT's. The base is not written.
+
+        Ranks call it and wait as in `save`.
+
+        Args:
+            model: Model with adapters.
+            folder: Directory or URL to write to.
+
+        Raises:
+            UnsupportedError: If the model is sharded, and only some ranks make the call.
+            StateError: If the model is sharded, and the process group has ended.
+        """
+        everyone = self._strategy.everyone
+        tensors = self.export(model, "save_model", is_safe=False)
+        attended = self._runtime.scope.get_or_create(Attendance).find_participants("save_model")
+        self._write_adapters(model, tensors, folder, attended.ranks[0])
+        if not (attended.elsewhere or everyone.has_ended):
+            everyone.barrier()
+
+    def _write_adapters(
+        self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], folder: str | Path, writer: int
+    ) -> None:
+        """Write a model's adapters from one rank. All ranks must call it if tensors are sharded.
+
+        Args:
+            model: Model with adapters.
+            tensors: Tensors of the model, from `export`.
+            folder: Directory or URL to write to.
+            writer: Rank that writes. It is 0 if tensors are sharded.
+        """
+        is_writer = self._runtime.rank == writer
+        place: AbstractContextManager[str | Path] = nullcontext(folder)
+        if is_writer:
+            place = open_writable(to_path(folder))
+        with place as local:
+            if any(map(is_spread, tensors.values())):
+                # A released model has lost its adapted method, but its tensors can still be sharded.
+                methods = extensions.load("feature", "sharded_adapters")(model, self._strategy, self._runtime)
+                methods["save_pretrained"](model, local)
+            elif is_writer:
+                model.save_pretrained(local, state_dict=dict(tensors))  # type: ignore[operator]
+
     def publish(
         self, model: torch.nn.Module, folder: Path, max_shard_size: int | str, parts: Sequence[object] = ()
     ) -> None:
@@ -373,9 +419,7 @@ class WholeWeights:
             parts: Objects to save in addition to the model, such as a tokenizer. Default: ().
         """
         if has_adapters(model):
-            state = self.state_dict(model)
-            if self._runtime.rank == 0:
-                model.save_pretrained(folder, state_dict=dict(state))  # type: ignore[operator]
+            self._write_adapters(model, self.export(model, "save_pretrained", is_safe=False), folder, 0)
         else:
             self.save(model, folder, max_shard_size, True)
         if self._runtime.rank == 0:
