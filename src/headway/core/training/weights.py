@@ -7,7 +7,6 @@ checkpoint is loaded, each rank reads only its own shards, once, and directly in
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +16,6 @@ import torch
 
 from headway.common.object_path import open_writable, to_path
 from headway.common.text import format_bytes
-from headway.core import extensions
 from headway.core.runtime.collectives.checked import Collectives, digest_text
 from headway.core.runtime.control_plane.attendance import Attendance
 from headway.core.runtime.control_plane.conditional_calls import RankConditionalCallCheck
@@ -392,17 +390,10 @@ class WholeWeights:
             folder: Directory or URL to write to.
             writer: Rank that writes. It is 0 if tensors are sharded.
         """
-        is_writer = self._runtime.rank == writer
-        place: AbstractContextManager[str | Path] = nullcontext(folder)
-        if is_writer:
-            place = open_writable(to_path(folder))
-        with place as local:
-            if any(map(is_spread, tensors.values())):
-                # A released model has lost its adapted method, but its tensors can still be sharded.
-                methods = extensions.load("feature", "sharded_adapters")(model, self._strategy, self._runtime)
-                methods["save_pretrained"](model, local)
-            elif is_writer:
-                model.save_pretrained(local, state_dict=dict(tensors))  # type: ignore[operator]
+        state = gather_state(tensors.items(), self._strategy.everyone)
+        if self._runtime.rank == writer:
+            with open_writable(to_path(folder)) as local:
+                model.save_pretrained(local, state_dict=dict(state))  # type: ignore[operator]
 
     def publish(
         self, model: torch.nn.Module, folder: Path, max_shard_size: int | str, parts: Sequence[object] = ()
