@@ -117,7 +117,6 @@ class ForeignConfig:
     "config",
     [
         {"split_batches": True},
-        {"even_batches": True},
         {"even_batches": False},
         {"dispatch_batches": True},
         {"use_seedable_sampler": True},
@@ -133,7 +132,7 @@ def test_names_of_accelerator_config(tmp_path, config):
     for name, value in config.items():
         if hasattr(loading, name):
             assert getattr(loading, name) == value
-    assert loading.even_batches == config.get("even_batches", False)
+    assert not loading.even_batches
 
 
 def test_forms_of_accelerator_config(tmp_path):
@@ -159,6 +158,7 @@ def test_forms_of_accelerator_config(tmp_path):
         ({"accelerator_config": "missing.json"}, "cannot be read"),
         ({"accelerator_config": "[1]"}, "cannot be read"),
         ({"accelerator_config": 3}, "give a dict"),
+        ({"accelerator_config": {"even_batches": True}}, "count them twice|needs no repeated rows"),
         ({"tf32": True}, r"help\(headway.TrainingArguments\) list the supported names"),
     ],
 )  # fmt: skip
