@@ -39,8 +39,8 @@ def read_accelerator_config(given: Any) -> dict[str, Any] | None:
     found = {name: value for name, value in given.items() if name != "use_configured_state"}
     if found.get("even_batches"):
         raise ConfigError(
-            "accelerator_config sets even_batches=True, which repeats rows to fill up the last batch, so that evaluations would count "
-            "them twice; leave it out: the Trainer needs no repeated rows"
+            "accelerator_config sets even_batches=True, which repeats rows to fill up the last batch, so that evaluations would "
+            "count them twice; leave it out: the Trainer needs no repeated rows"
         )
     both = sorted(LOADER_NAMES & found.keys())
     if both and found.get("dataloader_config") is not None:
