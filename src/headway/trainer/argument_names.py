@@ -65,8 +65,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 For arguments that are not listed, these are the values in `_OFF`.
 """
 OTHERWISE = (
-    "docs/trainer.md lists the supported names; transformers' own Trainer, with all of its features, runs under "
-    "`headway launch --as accelerate`"
+    "help(headway.Trainer) and help(headway.TrainingArguments) list the supported names; transformers' own Trainer, with all "
+    "of its features, runs under `headway launch --as accelerate`"
 )
 
 

@@ -17,6 +17,7 @@ from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.collectives.ranks import RankAware
 from headway.errors import ConfigError
+from headway.trainer.accelerator_settings import pop_accumulation_steps, read_accelerator_config, splits_batches
 from headway.trainer.argument_checks import check_values
 from headway.trainer.argument_names import UnknownMembers, accept_other_names
 
@@ -91,7 +92,7 @@ class TrainingArguments(UnknownMembers):
         report_to: Trackers in addition to the JSON lines: "none", "all", a name or a list of names.
         log_level: Level of Headway's messages. None and "passive" do not change it.
         disable_tqdm: Whether to print lines instead of a progress bar.
-        eval_strategy: "no", "steps" or "epoch".
+        eval_strategy: "no", "steps" or "epoch". With "steps", the last update is evaluated, too.
         eval_steps: Updates between two evaluations. Below 1: that fraction of all updates. None: `logging_steps`.
         eval_delay: Updates (epochs if `eval_strategy="epoch"`) before the first evaluation.
         eval_on_start: Whether to evaluate before the first update.
@@ -113,7 +114,7 @@ class TrainingArguments(UnknownMembers):
         greater_is_better: Whether a greater metric is better. None: True unless the metric's name ends in "loss".
         seed: Seed of all random number generators.
         data_seed: Seed of the order of the data. None: `seed`.
-        dataloader_drop_last: Whether to omit an incomplete last batch.
+        dataloader_drop_last: Whether to omit an incomplete last batch of the training data. Evaluations use all rows.
         dataloader_num_workers: Number of worker processes that load data. 0: the training process loads it.
         dataloader_pin_memory: Whether batches are copied to pinned memory.
         dataloader_persistent_workers: Whether worker processes are kept between epochs.
@@ -142,8 +143,9 @@ class TrainingArguments(UnknownMembers):
         hub_token: Token for the Hub, as in `Accelerator.push_to_hub`.
         hub_private_repo: Whether the repository is private, as in `Accelerator.push_to_hub`.
         hub_revision: Branch to upload to, as in `Accelerator.push_to_hub`.
-        accelerator_config: Additional arguments of `headway.Accelerator` by name. If "project_config" is a dict, it
-            changes only the fields that it names, such as `keep_in_memory`.
+        accelerator_config: Additional arguments of `headway.Accelerator` by name, as a dict or the path of a JSON file.
+            If "project_config" is a dict, it changes only the fields that it names, such as `keep_in_memory`. Names
+            of transformers' `AcceleratorConfig` are allowed, too, and so is such an object.
 
     Raises:
         ConfigError: If a name or value is not allowed, or two arguments contradict each other.
@@ -226,7 +228,7 @@ class TrainingArguments(UnknownMembers):
     hub_token: str | None = None
     hub_private_repo: bool | None = None
     hub_revision: str | None = None
-    accelerator_config: dict[str, Any] | None = None
+    accelerator_config: dict[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         self.output_dir = "trainer_output" if self.output_dir is None else expand_home(self.output_dir)
@@ -239,6 +241,10 @@ class TrainingArguments(UnknownMembers):
         if asked in ("true", "false"):  # a command line passes it as text or as a path
             object.__setattr__(self, "resume_from_checkpoint", asked == "true")
         self.gradient_checkpointing = False if self.gradient_checkpointing is None else self.gradient_checkpointing
+        self.accelerator_config = read_accelerator_config(self.accelerator_config)
+        self.gradient_accumulation_steps = pop_accumulation_steps(
+            self.accelerator_config, self.gradient_accumulation_steps
+        )
         for name, value in check_values(self, TrainingArguments).items():
             setattr(self, name, value)
         self._take_old_forms()
@@ -291,6 +297,11 @@ class TrainingArguments(UnknownMembers):
             raise ConfigError(
                 "auto_find_batch_size=True and per_device_train_batch_size='largest' both see to memory: the first cuts batches of "
                 "the size you give, the second chooses the size; give one"
+            )
+        if self.per_device_train_batch_size == "largest" and splits_batches(self.accelerator_config):
+            raise ConfigError(
+                "per_device_train_batch_size='largest' searches for rows per process, but split_batches=True in accelerator_config "
+                "makes the batch size that of all processes; give one"
             )
         if not self.dataloader_num_workers and (
             self.dataloader_persistent_workers or self.dataloader_prefetch_factor is not None
@@ -509,5 +520,6 @@ def _replace_objects_by_text(arguments: TrainingArguments) -> TrainingArguments:
     """
     made = object.__new__(type(arguments))
     made.__dict__.update(vars(arguments))
-    made.accelerator_config = {name: repr(value) for name, value in (arguments.accelerator_config or {}).items()}
+    config = read_accelerator_config(arguments.accelerator_config) or {}
+    made.accelerator_config = {name: repr(value) for name, value in config.items()}
     return made

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from headway.accelerator import Accelerator
-from headway.core.config.run import DataLoaderConfiguration, ProjectConfiguration
+from headway.core.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.errors import ConfigError
 from headway.extras.moving_average import ExponentialMovingAverage
 from headway.log import get_logger
+from headway.trainer.accelerator_settings import ACCUMULATION, LOADER_NAMES, read_accelerator_config
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.checkpoints import find_next_number
 
@@ -117,27 +118,39 @@ def create_accelerator(args: TrainingArguments) -> Accelerator:
         iteration=find_next_number(folder),
         keep_best=keep,
     )
-    loading = DataLoaderConfiguration(
+    given = read_accelerator_config(args.accelerator_config) or {}
+    loading: dict[str, Any] = {
         # Do not fill up an incomplete last batch: no row is seen twice, and any number of processes gives equal results.
-        even_batches=False,
-        data_seed=args.seed if args.data_seed is None else args.data_seed,
-        non_blocking=None if args.dataloader_pin_memory else False,
-    )
+        "even_batches": False,
+        "data_seed": args.seed if args.data_seed is None else args.data_seed,
+        "non_blocking": None if args.dataloader_pin_memory else False,
+    }
+    loading |= {name: given.pop(name) for name in LOADER_NAMES & given.keys()}
     settings: dict[str, Any] = {
         "cpu": args.use_cpu or None,
         "mixed_precision": args.mixed_precision,
         "project_config": project,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "scheduler_ticks": "updates",
-        "dataloader_config": loading,
+        "dataloader_config": DataLoaderConfiguration(**loading),
         "microbatching": "auto" if args.auto_find_batch_size else None,
         "log_with": args.trackers or None,
     }
+    options = given.pop(ACCUMULATION, None)
+    if options and "gradient_accumulation_steps" not in given:
+        steps = settings.pop("gradient_accumulation_steps")
+        settings["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=steps, **options)
     # Settings without an argument, such as preemption or the guard against non-finite losses, are passed this way.
-    given = dict(args.accelerator_config or {})
     if isinstance(given.get("project_config"), dict):
         given["project_config"] = replace(project, **given["project_config"])
-    return Accelerator(**{**settings, **given})
+    made = Accelerator(**{**settings, **given})
+    if options and made.gradient_accumulation_steps != args.gradient_accumulation_steps:
+        # With 1, the plugin leaves the number to the launcher.
+        raise ConfigError(
+            f"the launcher sets gradient_accumulation_steps to {made.gradient_accumulation_steps}, but the TrainingArguments to "
+            f"{args.gradient_accumulation_steps}; set it in one place"
+        )
+    return made
 
 
 def checkpoint_activations(args: TrainingArguments, accelerator: Accelerator, model: torch.nn.Module) -> None:

@@ -37,6 +37,7 @@ from headway.trainer.metrics import (
     check_padding,
     make_named_metrics,
 )
+from headway.trainer.optimizer import set_optimizer_mode
 from headway.trainer.results import EvalLoopOutput, Metrics, compute_speed
 
 StepOutput = tuple[torch.Tensor | None, Tree, Tree]
@@ -77,14 +78,6 @@ def set_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
         for module, is_training in modes:  # `train` also changes the modules inside, which come later in this list
             if module.training != is_training:
                 module.train(is_training)
-
-
-def _is_in_training_mode(optimizer: Any) -> bool:
-    """Whether an optimizer has modes and is not in evaluation mode. True if its mode is unknown."""
-    if not (hasattr(optimizer, "eval") and hasattr(optimizer, "train")):
-        return False
-    groups = getattr(optimizer, "param_groups", None) or [{}]
-    return any(group.get("train_mode", True) for group in groups)
 
 
 class Evaluation:
@@ -222,14 +215,14 @@ class Evaluator:
 
         Args:
             model: The Trainer's model.
-            optimizer: Optimizer. If it has modes, as schedule-free optimizers do, and is in training mode, it is set to
-                evaluation mode too.
+            optimizer: Optimizer. A schedule-free one is set to evaluation mode, too, and stays in it. The next training
+                step ends this mode.
         """
         if self._sessions:
             with self._enter_session(EvaluationSession(self._sessions[-1].model)) as session:
                 yield session
             return
-        switched: list[Any] = [optimizer] if _is_in_training_mode(optimizer) else []
+        set_optimizer_mode(optimizer, is_training=False)  # before the average replaces the weights
         if not self._is_in_training:
             model = self._accelerator.prepare_model(model, evaluation_mode=True)
         weights: AbstractContextManager[Any] = nullcontext() if self.average is None else self.average.swap_weights()
@@ -240,12 +233,8 @@ class Evaluator:
                 weights,
                 self._enter_session(EvaluationSession(model)) as session,
             ):
-                for each in switched:
-                    each.eval()
                 yield session
         finally:
-            for each in switched:
-                each.train()
             if not self._is_in_training:
                 self._accelerator.free_memory()
 

@@ -25,6 +25,7 @@ from headway.trainer.builder import (
 from headway.trainer.columns import drop_columns
 from headway.trainer.data import get_length
 from headway.trainer.loss import split_label_count
+from headway.trainer.optimizer import set_optimizer_mode
 from headway.trainer.signature import ForwardSignature
 
 log = get_logger(__name__)
@@ -159,6 +160,7 @@ class LargestBatch:
 
     def _run_updates(self, accelerator: Accelerator, loader: PreparedLoader) -> None:
         model, optimizer = accelerator.prepare(self.model, self.create_optimizer())
+        set_optimizer_mode(optimizer, is_training=True)
         for batch in loader:
             inputs, num_items = split_label_count(batch)
             for piece in accelerator.microbatches(inputs):

@@ -13,7 +13,8 @@ from headway.accelerator import Accelerator
 from headway.common.object_path import open_writable, to_path
 from headway.core.memory.monitor import MemoryMonitor
 from headway.core.memory.use import memory_use
-from headway.core.weights.export import write_configurations
+from headway.core.training.weights import WholeWeights
+from headway.core.weights.export import has_adapters, write_configurations
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState
 from headway.trainer.results import Metrics
@@ -58,6 +59,8 @@ class FileMethods:
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Write the files of the model, the processing class and the arguments. `save_model` calls it.
 
+        Of a model with adapters, such as PEFT's, only the adapters are written, in their own format.
+
         If a subclass overrides this method, only rank 0 calls it.
 
         Args:
@@ -66,7 +69,9 @@ class FileMethods:
         """
         folder = to_path(output_dir) if output_dir else self.args.folder
         save: Any = getattr(self.model, "save_pretrained", None)
-        if state_dict is None or not callable(save):
+        if state_dict is None and has_adapters(self.model):
+            WholeWeights(self.accelerator.strategy, self.accelerator.runtime).save_adapters(self.model, folder)
+        elif state_dict is None or not callable(save):
             self.accelerator.save_model(self.model, folder)
         else:
             with open_writable(folder) as local:

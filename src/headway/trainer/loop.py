@@ -25,6 +25,7 @@ from headway.trainer.data import Batch, get_length
 from headway.trainer.logs import TrainingLog
 from headway.trainer.loss import split_label_count
 from headway.trainer.loss_book import LossBook
+from headway.trainer.optimizer import has_modes, set_optimizer_mode
 from headway.trainer.results import Metrics, TrainOutput, compute_speed
 from headway.trainer.source_losses import mask_padding, split_sources
 
@@ -167,12 +168,12 @@ class Training:
         self._caught_up_at = -1
         self._num_samples = 0
         self._has_foreign = False
+        self._has_modes = has_modes(prepared.optimizer)
 
     def run(self) -> TrainOutput:
         """Run all epochs and return the results. The Trainer's docstring shows the order of the events."""
         args, events = self._args, self._events
         self._model.train()
-        self._prepared.optimizer.train()
         events.call_event("on_train_begin")
         if self._accelerator.num_processes > 1:  # a script may add a callback on its main process only
             has_foreign = self._accelerator.collectives.reduce_numbers([events.has_foreign], "max")[0]
@@ -245,6 +246,8 @@ class Training:
     def _train_on_batch(self, batch: Batch) -> None:
         """Run forward and backward on a batch. If it ends the accumulation window, make the update."""
         accelerator, loader = self._accelerator, self._loader
+        if self._has_modes:
+            self._prepared.optimizer.train()  # a resumed run, an evaluation or a save has set it to evaluation mode
         num_rows = loader.num_rows or 1
         if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
             self._meter.add(tokens=batch["input_ids"].numel())
@@ -274,6 +277,8 @@ class Training:
             values["grad_norm"] = self._accelerator.clip_grad_norm_(self._model.parameters(), limit)
         self._events.call_event("on_pre_optimizer_step")
         values["learning_rate"] = float(optimizer.param_groups[0]["lr"])
+        if self._has_modes:
+            optimizer.train()  # a callback may have evaluated
         optimizer.step()
         self._events.call_event("on_optimizer_step")
         if not self._prepared.is_by_metric:
@@ -357,7 +362,11 @@ class Training:
                 make_checkpoint_path(accelerator.project_dir or ".", accelerator.save_iteration)
             )
         metric = None if value is None or math.isnan(value) else float(value)
-        self.newest = str(accelerator.save_state(blocking=False, metric=metric))
+        set_optimizer_mode(self._prepared.optimizer, is_training=False)
+        # The next training step changes the weights of a schedule-free optimizer before its forward, so a copy that is
+        # taken during that forward would be too late.
+        is_blocking = self._has_modes and accelerator.project_configuration.overlap_saves
+        self.newest = str(accelerator.save_state(blocking=is_blocking, metric=metric))
         self._last_saved = state.global_step
         self._events.call_event("on_save")
 
@@ -367,17 +376,11 @@ class Training:
         accelerator, state, args = self._accelerator, self._events.state, self._args
         seconds = time.monotonic() - self._began_at
         accelerator.wait_for_save()
-        self._prepared.optimizer.eval()  # a schedule-free optimizer then leaves the weights that evaluations use
+        set_optimizer_mode(self._prepared.optimizer, is_training=False)  # before other weights are loaded
         if args.load_best_model_at_end and state.best_model_checkpoint and state.best_global_step != state.global_step:
             log.info("the weights of update %s are loaded: %s", state.best_global_step, state.best_model_checkpoint)
             accelerator.strategy.free_gathered(self._model)
             load_weights(state.best_model_checkpoint, self._model, is_average=self._prepared.average is not None)
-            if any("train_mode" in group for group in self._prepared.optimizer.param_groups):
-                log.warning(
-                    "the loaded weights are those with which the schedule-free optimizer trains, not the averages that were "
-                    "evaluated; to get these, load %s with its optimizer, and call optimizer.eval()",
-                    state.best_model_checkpoint,
-                )
         elif self._prepared.average is not None:
             self._prepared.average.copy_to_model()
         metrics = compute_speed("train", seconds, self._num_samples, state.global_step - self._first_update)

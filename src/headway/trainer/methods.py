@@ -26,6 +26,7 @@ from headway.trainer.evaluation import Evaluator, StepOutput, count_rows, select
 from headway.trainer.logs import FileMethods, Log
 from headway.trainer.loss import call_model, drop_loss, find_named_loss
 from headway.trainer.metrics import MetricSettings
+from headway.trainer.optimizer import set_optimizer_mode
 from headway.trainer.packing import Packer
 from headway.trainer.sanity_check import EvaluationSanityCheck
 from headway.trainer.signature import ForwardSignature
@@ -197,6 +198,7 @@ class LegacyMembers(FileMethods, UnknownMembers):
             URL of the commit on the main process; None on other processes.
         """
         args = self.args
+        set_optimizer_mode(self.optimizer, is_training=False)
         self.create_model_card(**kwargs)
         home = args.folder
         return self.accelerator.push_to_hub(

@@ -17,19 +17,20 @@ class DefaultFlowCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Request the logging, evaluation and saving that are due after this number of updates.
 
-        After the last update, request the end of training, and with `save_strategy="steps"` also a checkpoint.
+        After the last update, request the end of training, and with the strategy "steps" also an evaluation and a
+        checkpoint.
         """
         step = state.global_step
+        is_last = step >= state.max_steps
         if (step == 1 and args.logging_first_step) or _is_due(args.logging_strategy, step, state.logging_steps):
             control.should_log = True
-        if _is_due(args.eval_strategy, step, state.eval_steps) and step >= args.eval_delay:
+        # The result of the last updates must not be lost, and must be able to be the best one.
+        if step >= args.eval_delay and _is_due(args.eval_strategy, step, state.eval_steps, is_last):
             control.should_evaluate = True
-        if _is_due(args.save_strategy, step, state.save_steps):
+        if _is_due(args.save_strategy, step, state.save_steps, is_last):
             control.should_save = True
-        if step >= state.max_steps:
+        if is_last:
             control.should_training_stop = True
-            # The result of the last updates must not be lost.
-            control.should_save |= args.save_strategy == "steps"
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -40,8 +41,8 @@ class DefaultFlowCallback(TrainerCallback):
         control.should_save |= args.save_strategy == "epoch"
 
 
-def _is_due(strategy: str, step: int, every: int) -> bool:
-    return strategy == "steps" and step % every == 0
+def _is_due(strategy: str, step: int, every: int, is_last: bool = False) -> bool:
+    return strategy == "steps" and (is_last or step % every == 0)
 
 
 class EarlyStoppingCallback(TrainerCallback):

@@ -35,7 +35,7 @@ from headway.trainer.loop import PreparedTraining, Training, count_updates
 from headway.trainer.loss import LossFunction
 from headway.trainer.loss_book import LossBook
 from headway.trainer.methods import EvaluationMethods, check_overrides, list_overridden
-from headway.trainer.optimizer import create_optimizer, list_decaying_names, make_stateless
+from headway.trainer.optimizer import create_optimizer, list_decaying_names, make_stateless, set_optimizer_mode
 from headway.trainer.packing import Packer
 from headway.trainer.rules import DefaultFlowCallback
 from headway.trainer.schedules import create_schedule, stretch_schedule
@@ -327,6 +327,7 @@ class Trainer(EvaluationMethods):
                 accelerator.wait_for_save()
             except CheckpointError as error:
                 log.warning("the last checkpoint was not written: %s", error)
+            set_optimizer_mode(self.optimizer, is_training=False)  # after an error, too, the model has final weights
         for callback in self.callbacks.all:
             if isinstance(callback, ProgressCallback):
                 callback.close()
@@ -423,7 +424,7 @@ class Trainer(EvaluationMethods):
         Args:
             args: Ignored. Accepted for compatibility with transformers.
         """
-        num_shards = self.accelerator.strategy.data_shard.count
+        num_shards = 1 if self.accelerator.split_batches else self.accelerator.strategy.data_shard.count
         return self._train_batch_size * self.args.gradient_accumulation_steps * num_shards
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
@@ -576,10 +577,14 @@ class Trainer(EvaluationMethods):
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Write the weights as safetensors, the model's config and the processing class. Every rank must call it.
 
+        Of a model with adapters, such as PEFT's, write the adapters and their config instead. A schedule-free optimizer
+        is set to evaluation mode first, until the next training step.
+
         Args:
             output_dir: Folder to write to. None: `output_dir` of the arguments.
             _internal_call: Whether to skip the upload that the arguments request.
         """
+        set_optimizer_mode(self.optimizer, is_training=False)
         if list_overridden(type(self), ["_save"]):
             # An overridden _save is called on the main process only, as in transformers; ours is collective.
             if self.accelerator.is_main_process:

@@ -238,7 +238,7 @@ def test_models_that_train_on_one_batch_make_no_update_while_it_is_repeated():
     assert num_batches == 3 + 1
     assert [optimizer.num_updates for _, optimizer, _ in sets] == [3, 2, 3]
     assert [scheduler.last_epoch for *_, scheduler in sets] == [3, 2, 3]
-    assert accelerator.non_finite.get_origin.operation == "aten.log"
+    assert accelerator.non_finite.origin.operation == "aten.log"
     assert accelerator.non_finite.num_skipped == 1
 
 
@@ -267,7 +267,7 @@ def test_window_of_too_many_batches_is_not_run_again(caplog, monkeypatch, has_ev
             optimizer.step()
             optimizer.zero_grad()
     assert num_batches == 12 + (3 if has_evaluation else 0)
-    assert (accelerator.non_finite.get_origin is not None) == has_evaluation
+    assert (accelerator.non_finite.origin is not None) == has_evaluation
     assert ("more than 3 batches" in caplog.text) != has_evaluation
 
 

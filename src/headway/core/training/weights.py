@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from headway.common.object_path import open_writable, to_path
 from headway.common.text import format_bytes
 from headway.core.runtime.collectives.checked import Collectives, digest_text
 from headway.core.runtime.control_plane.attendance import Attendance
@@ -361,6 +362,42 @@ class WholeWeights:
         if not (attended.elsewhere or everyone.has_ended):
             everyone.barrier()
 
+    def save_adapters(self, model: torch.nn.Module, folder: str | Path) -> None:
+        """Write a model's adapters from rank 0 with its `save_pretrained`, such as PEFT's. The base is not written.
+
+        Ranks call it and wait as in `save`.
+
+        Args:
+            model: Model with adapters.
+            folder: Directory or URL to write to.
+
+        Raises:
+            UnsupportedError: If the model is sharded, and only some ranks make the call.
+            StateError: If the model is sharded, and the process group has ended.
+        """
+        everyone = self._strategy.everyone
+        tensors = self.export(model, "save_model", is_safe=False)
+        attended = self._runtime.scope.get_or_create(Attendance).find_participants("save_model")
+        self._write_adapters(model, tensors, folder, attended.ranks[0])
+        if not (attended.elsewhere or everyone.has_ended):
+            everyone.barrier()
+
+    def _write_adapters(
+        self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], folder: str | Path, writer: int
+    ) -> None:
+        """Write a model's adapters from one rank. All ranks must call it if tensors are sharded.
+
+        Args:
+            model: Model with adapters.
+            tensors: Tensors of the model, from `export`.
+            folder: Directory or URL to write to.
+            writer: Rank that writes. It is 0 if tensors are sharded.
+        """
+        state = gather_state(tensors.items(), self._strategy.everyone)
+        if self._runtime.rank == writer:
+            with open_writable(to_path(folder)) as local:
+                model.save_pretrained(local, state_dict=dict(state))  # type: ignore[operator]
+
     def publish(
         self, model: torch.nn.Module, folder: Path, max_shard_size: int | str, parts: Sequence[object] = ()
     ) -> None:
@@ -376,9 +413,7 @@ class WholeWeights:
             parts: Objects to save in addition to the model, such as a tokenizer. Default: ().
         """
         if has_adapters(model):
-            state = self.state_dict(model)
-            if self._runtime.rank == 0:
-                model.save_pretrained(folder, state_dict=dict(state))  # type: ignore[operator]
+            self._write_adapters(model, self.export(model, "save_pretrained", is_safe=False), folder, 0)
         else:
             self.save(model, folder, max_shard_size, True)
         if self._runtime.rank == 0:

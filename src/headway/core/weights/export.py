@@ -304,6 +304,8 @@ def _remove_stale(folder: Path, current: set[str]) -> None:
 def write_configurations(model: torch.nn.Module, folder: Path, parts: Iterable[object] = ()) -> None:
     """Write a model's configuration files into a folder, and its tokenizer's files if the tokenizer is known.
 
+    If the model has adapters, the files of its base are not written, because the folder contains only the adapters.
+
     Args:
         model: Model as the user created it, without wrappers.
         folder: Existing folder.
@@ -311,7 +313,8 @@ def write_configurations(model: torch.nn.Module, folder: Path, parts: Iterable[o
             the tokenizer's files are copied from the folder or Hub cache from which the model was loaded.
     """
     config = getattr(model, "config", None)
-    if callable(getattr(config, "save_pretrained", None)):
+    is_whole = not has_adapters(model)
+    if is_whole and callable(getattr(config, "save_pretrained", None)):
         told = copy.deepcopy(config)
         if not getattr(told, "architectures", None):
             told.architectures = [type(model).__name__]  # type: ignore[union-attr]
@@ -320,7 +323,7 @@ def write_configurations(model: torch.nn.Module, folder: Path, parts: Iterable[o
     for part in own:
         part.save_pretrained(folder)  # type: ignore[attr-defined]
     settings = getattr(model, "generation_config", None)
-    if callable(getattr(settings, "save_pretrained", None)):
+    if is_whole and callable(getattr(settings, "save_pretrained", None)):
         try:
             settings.save_pretrained(folder)  # type: ignore[union-attr]
         except ValueError as error:  # contradictory settings must not make the save fail
