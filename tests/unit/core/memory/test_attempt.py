@@ -13,7 +13,7 @@ class StubControlPlane:
 
     world_size = 1
 
-    def has(self, key):
+    def has_key(self, key):
         return True
 
     def count(self, key):

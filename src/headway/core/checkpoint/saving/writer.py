@@ -138,7 +138,11 @@ class SaveJob:
             return
         try:
             folders.remove_old_checkpoints(
-                self.final.parent, self.policy.keep, self.policy.protected, self.about.get("run")
+                self.final.parent,
+                self.policy.keep,
+                self.policy.protected,
+                self.about.get("run"),
+                owns_parent=self.policy.owns_parent,
             )
         except (OSError, ObjectStoreError) as error:
             log.warning_once("%s is saved, but older checkpoints could not be looked through: %s", self.final, error)
