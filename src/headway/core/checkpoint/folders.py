@@ -26,8 +26,6 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_AUTOMATIC_NAME = re.compile(r"checkpoint_\d+")
-
 
 def find_store(folder: Path) -> CheckpointStore:
     """Return the store (disk or object store) of a checkpoint, or of a folder of checkpoints."""
@@ -97,24 +95,23 @@ def read_run_id(folder: Path) -> str | None:
 
 
 def remove_old_checkpoints(
-    parent: Path, keep: int, protected: Iterable[Path] = (), run: str | None = None, *, owns_parent: bool = False
+    parent: Path, keep: int, protected: Iterable[Path] = (), run: str | None = None, prefix: str = "checkpoint_"
 ) -> list[Path]:
     """Remove old checkpoints from a folder, and return their paths.
 
-    The newest `keep` checkpoints, protected checkpoints, and copies that a user made are not removed. Unless
-    `owns_parent` is set, the same holds for checkpoints whose name is not `checkpoint_<n>`, because the script has
-    named them. They do not count, either. If a removal fails, only a warning is logged. The returned list contains that
-    checkpoint nevertheless.
+    The newest `keep` checkpoints, protected checkpoints, and copies that a user made are not removed. The
+    script has named checkpoints whose name is not `prefix` and a number. They are not removed and do not count. If a
+    removal fails, only a warning is logged. The returned list contains that checkpoint nevertheless.
 
     Args:
         parent: Folder that holds the checkpoints.
         keep: Number of newest checkpoints to keep. Values below 1 count as 1.
         protected: Additional checkpoints to keep, regardless of their age. Default: (), none.
         run: ID of the run whose checkpoints are counted and removed. Default: None, the checkpoints of all runs.
-        owns_parent: Whether Headway has named all checkpoints in the folder. Default: False.
+        prefix: Part of the names before the number. Default: "checkpoint_", for automatic naming.
     """
     safe = {path.resolve() for path in protected}
-    named = [path for path in list_originals(parent) if owns_parent or _AUTOMATIC_NAME.fullmatch(path.name)]
+    named = [path for path in list_originals(parent) if re.fullmatch(re.escape(prefix) + r"\d+", path.name)]
     own = [path for path in named if run is None or read_run_id(path) == run]
     old = [path for path in own[max(1, keep) :] if path.resolve() not in safe]
     for path in old:

@@ -142,7 +142,7 @@ class SaveJob:
                 self.policy.keep,
                 self.policy.protected,
                 self.about.get("run"),
-                owns_parent=self.policy.owns_parent,
+                self.final.name.rstrip("0123456789"),
             )
         except (OSError, ObjectStoreError) as error:
             log.warning_once("%s is saved, but older checkpoints could not be looked through: %s", self.final, error)
