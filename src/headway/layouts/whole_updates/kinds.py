@@ -139,7 +139,9 @@ def try_kind(optimizer: torch.optim.Optimizer) -> UpdateKind:
             whole.run(_step_together)
             whole.check_references()
             if not whole.has_changes():
-                raise TrialRefused("in a trial, it changed none of the parameters in its param_groups")
+                raise TrialRefused(
+                    f"in a trial of {_NUM_UPDATES} updates, it changed none of the parameters in its param_groups"
+                )
             cut, apart = _Trial(optimizer, shapes, is_cut=True), _Trial(optimizer, shapes)
             cut.run(_step_apart)
             if whole.is_close_to(cut):
