@@ -76,7 +76,9 @@ def learning_rate_changed_on_one_rank() -> None:
         accelerator, model, optimizer, _ = prepare_training(strategy=layout)
         if accelerator.process_index == 1:
             optimizer.param_groups[0]["lr"] = 0.3
-        with pytest.raises(StateError, match=r"'lr' of parameter group 0 is 0\.1 on rank 0, 0\.3 on rank 1"):
+        with pytest.raises(
+            StateError, match=r"'lr' of parameter group 0 is 0\.1 on rank 0, 0\.3 on rank 1\. Give the optimizer"
+        ):
             update(accelerator, model, optimizer)
 
 

@@ -1,7 +1,12 @@
 """Optimizers that need whole matrices, on shards: losses of plain PyTorch on one process, and states in other layouts."""
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+from headway import Accelerator
+from headway.errors import UnsupportedError
 from tests.distributed.ranks import run_ranks
 from tests.distributed.scenarios import capture_warnings
 from tests.distributed.whole_updates import MAKERS, TOLERANCES, run_by_hand, run_prepared
@@ -32,6 +37,37 @@ def test_muon_and_adafactor_match_one_process_and_resume_elsewhere(tmp_path):
 
 def test_matrix_optimizer_with_convolutions_and_batched_matrices():
     check_layout("fsdp", 2, ["MatrixOptimizer"], "mixed")
+
+
+class KeepsParameters(torch.optim.SGD):
+    """Steps on the parameters that the constructor got."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.mine = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.mine:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+
+
+def prepare_kept_parameters() -> None:
+    message = r"in its attribute 'mine'.*from param_groups"
+    accelerator, model = Accelerator(cpu=True, strategy="fsdp"), torch.nn.Linear(4, 4)
+    optimizer = KeepsParameters(model.parameters(), 0.1)
+    accelerator.prepare(model)
+    with pytest.raises(UnsupportedError, match=message):
+        accelerator.prepare(optimizer)
+    accelerator, model = Accelerator(cpu=True, strategy="fsdp"), torch.nn.Linear(4, 4)
+    optimizer = KeepsParameters(model.parameters(), 0.1)
+    with pytest.raises(UnsupportedError, match=message):
+        accelerator.prepare(optimizer, model)
+
+
+def test_optimizer_that_keeps_its_parameters_is_refused_on_all_ranks():
+    run_ranks(prepare_kept_parameters, 2)
 
 
 def list_warnings(layout: str) -> list[str]:

@@ -24,6 +24,10 @@ _PRECISIONS = {None: {}, "no": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True
 _INSTEAD = {
     "epochs": "use num_train_epochs",
     "adafactor": "use optim='adafactor'",
+    "fsdp": "start the script with `headway launch --strategy fsdp`",
+    "fsdp_config": "start the script with `headway launch --strategy fsdp` (options: docs/layouts.md#options)",
+    "deepspeed": "start the script with `headway launch --strategy zero2` (or zero1, zero3), or use your own loop with "
+    "DeepSpeedPlugin(hf_ds_config=...)",
     "early_stopping_patience": "use callbacks=[EarlyStoppingCallback(early_stopping_patience=...)] of the Trainer",
     "evaluate_during_training": "use eval_strategy='steps'",
     "save_only_model": "checkpoints are always whole: for weights alone, call trainer.save_model(folder)",

@@ -45,6 +45,14 @@ def test_arguments_of_transformers_that_are_not_accepted(name):
         assert "`headway launch --as accelerate`" in told or "; " not in told
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "strategy"),
+    [("fsdp", "full_shard", "fsdp"), ("fsdp_config", {"version": 2}, "fsdp"), ("deepspeed", "ds.json", "zero2")],
+)
+def test_layouts_of_transformers_name_the_launch_option(name, value, strategy):
+    assert f"`headway launch --strategy {strategy}`" in catch_refusal(**{name: value})
+
+
 def test_arguments_that_would_change_results_or_files_are_refused():
     for asked in ({"average_tokens_across_devices": False}, {"save_safetensors": False}, {"eval_do_concat_batches": False},
                   {"save_only_model": True}, {"bf16_full_eval": True}):  # fmt: skip

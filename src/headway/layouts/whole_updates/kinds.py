@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from headway.core.training.prepared.objects import contains_any, find_reference, iterate_parameters
 from headway.layouts.low_bit import bitsandbytes
 from headway.layouts.low_bit.states import keeps_low_bit_state
 from headway.layouts.whole_updates import _torch
@@ -98,6 +99,8 @@ _SIZES = (160, 136, 4, 4)
 
 Optimizers treat small matrices differently, often below 128.
 """
+_LEAST_RATE = 1e-3
+"""Smallest learning rate in a trial. With a rate near 0, as at the start of a warm-up, all trials would look alike."""
 _TOLERANCE = 1e-5
 """Largest difference at which two trials count as equal, relative to the largest change of a parameter's elements."""
 
@@ -122,16 +125,23 @@ def try_kind(optimizer: torch.optim.Optimizer) -> UpdateKind:
     or if its step needs a closure, the kind is `DIRECT`.
 
     Raises:
-        TrialRefused: If the optimizer keeps its parameters, or their IDs, outside of its parameter groups and state.
+        TrialRefused: If the optimizer keeps its parameters, or their IDs, outside of its parameter groups and state. Also
+            if the updates of a copy change no parameter.
     """
     if _holds_other_state(optimizer):
         return UpdateKind.DIRECT
+    if place := find_reference(optimizer, {id(parameter) for parameter in iterate_parameters(optimizer)}):
+        raise TrialRefused(f"it keeps parameters, or their IDs, in {place}")
     shapes = [_choose_shapes(group["params"]) for group in optimizer.param_groups]
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             whole = _Trial(optimizer, shapes)
             whole.run(_step_together)
             whole.check_references()
+            if not whole.has_changes():
+                raise TrialRefused(
+                    f"in a trial of {_NUM_UPDATES} updates, it changed none of the parameters in its param_groups"
+                )
             cut, apart = _Trial(optimizer, shapes, is_cut=True), _Trial(optimizer, shapes)
             cut.run(_step_apart)
             if whole.is_close_to(cut):
@@ -197,6 +207,10 @@ class _Trial:
                 own += self._parts[-1]
             groups.append(own)
         self.optimizer = copy_optimizer(optimizer, groups)
+        for group in self.optimizer.param_groups:
+            rate = group.get("lr")
+            if is_number(rate) and rate < _LEAST_RATE:
+                group["lr"] = torch.full_like(rate, _LEAST_RATE) if isinstance(rate, torch.Tensor) else _LEAST_RATE
         self.parameters = [p for own in groups for p in own]
 
     def _split_value(self, value: torch.Tensor) -> list[torch.Tensor]:
@@ -235,6 +249,10 @@ class _Trial:
             change = [part.detach() - piece for part, piece in zip(parts, self._split_value(value))]
             self._changes.append(self._join_parts(value, change))
 
+    def has_changes(self) -> bool:
+        """Whether the trial updates changed any parameter."""
+        return any(bool((change != 0).any()) for change in self._changes)
+
     def is_close_to(self, other: "_Trial") -> bool:
         """Whether another trial made nearly equal changes to the parameters and to the numbers in parameter groups."""
         is_alike = all(
@@ -270,35 +288,11 @@ class _Trial:
         """
         keys = {id(p) for p in self.parameters}
         keys |= {p.data_ptr() for p in self.parameters}
-        for name, value in vars(self.optimizer).items():
-            if name not in ("state", "param_groups", "defaults") and _contains_any(value, keys, 0):
-                raise TrialRefused(f"it keeps parameters, or their IDs, in its attribute {name!r}")
+        if place := find_reference(self.optimizer, keys):
+            raise TrialRefused(f"it keeps parameters, or their IDs, in {place}")
         for state in self.optimizer.state.values():
-            if _contains_any(state, keys, 0):
+            if contains_any(state, keys):
                 raise TrialRefused("its state refers to parameters, or to their IDs")
-
-
-def _contains_any(value: Any, keys: set[int], depth: int) -> bool:
-    """Whether a value is or contains a parameter, or the ID or data pointer of one.
-
-    Args:
-        value: Value to search, including nested collections.
-        keys: IDs and data pointers of the parameters.
-        depth: Number of collections around the value. The search stops at a depth of 5.
-    """
-    if isinstance(value, torch.nn.Parameter):
-        return id(value) in keys
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value in keys
-    if depth > 4 or isinstance(value, torch.optim.Optimizer):
-        return False
-    if isinstance(value, dict):
-        return any(
-            _contains_any(key, keys, depth + 1) or _contains_any(item, keys, depth + 1) for key, item in value.items()
-        )
-    if isinstance(value, list | tuple | set):
-        return any(_contains_any(item, keys, depth + 1) for item in value)
-    return False
 
 
 def copy_optimizer(optimizer: Any, groups: Sequence[Sequence[torch.nn.Parameter]]) -> Any:

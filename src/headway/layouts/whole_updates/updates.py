@@ -137,8 +137,8 @@ class WholeUpdates:
             optimizer: The user's optimizer.
 
         Raises:
-            UnsupportedError: If the optimizer keeps its parameters, or their IDs, outside of its groups and state. Also
-                if it keeps low-bit states and needs norms of whole parameters.
+            UnsupportedError: If the optimizer keeps its parameters, or their IDs, outside of its groups and state, or if
+                updates of a copy change nothing. Also if it keeps low-bit states and needs norms of whole parameters.
         """
         if optimizer in self._adopted:
             return True

@@ -52,6 +52,34 @@ class ById(optim.SGD):
         return super().step()
 
 
+class KeepsParameters(optim.Optimizer):
+    """Steps on parameters that the constructor has stored in an attribute, or in an option of its group."""
+
+    def __init__(self, params: Any, lr: float, keeps: str = "parameters") -> None:
+        super().__init__(params, {"lr": lr})
+        (group,) = self.param_groups
+        self.mine: Any = None
+        if keeps == "IDs":
+            self.mine = {id(p): lr for p in group["params"]}
+        elif keeps == "option":
+            group["mine"] = list(group["params"])
+        elif keeps == "closure":
+            mine = list(group["params"])
+            self.mine = lambda: mine
+        elif keeps == "alias":
+            self.mine = group["params"]
+        else:
+            self.mine = [list(group["params"])]
+        self.keeps = keeps
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        kept = {"alias": lambda: self.mine, "closure": self.mine}.get(self.keeps, lambda: self.mine[0])()
+        for p in kept:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
 class NeedsClosure(optim.SGD):
     def step(self, closure: Any = None) -> Any:
         if closure is None:
@@ -93,6 +121,25 @@ def test_trial_finds_the_kind_and_changes_nothing(kind, expected):
 def test_optimizer_that_keeps_ids_of_parameters_is_refused():
     with pytest.raises(TrialRefused, match="attribute 'known'"):
         try_kind(ById(make_parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("keeps", "told"),
+    [
+        ("parameters", "attribute 'mine'"), ("IDs", "attribute 'mine'"), ("option", "the option 'mine'"),
+        ("closure", "changed none of the parameters"),
+    ],
+)  # fmt: skip
+def test_optimizer_whose_constructor_keeps_parameters_is_refused(keeps, told):
+    with pytest.raises(TrialRefused, match=told):
+        try_kind(KeepsParameters(make_parameters(), lr=0.1, keeps=keeps))
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-12, torch.tensor(0.0)])
+def test_learning_rate_at_the_start_of_a_warmup_does_not_hide_the_kind(rate):
+    optimizer = RowMeans(make_parameters(), lr=rate)
+    assert try_kind(optimizer) is UpdateKind.OWNED
+    assert optimizer.param_groups[0]["lr"] == rate
 
 
 def test_optimizer_that_cannot_be_tried_is_updated_by_one_rank():

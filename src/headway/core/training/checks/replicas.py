@@ -41,6 +41,10 @@ _REMEDY = (
     "Change them alike on all ranks (the same seed for what is drawn, no condition on the rank around it), or before prepare(), "
     "which gives all ranks rank 0's values"
 )
+_REMEDY_FOR_OPTIONS = (
+    "Give the optimizer equal options on all ranks when it is created (prepare() does not send them), and change them alike on all "
+    "ranks: no condition on the rank, and for ReduceLROnPlateau a metric that is reduced over all ranks"
+)
 _SEVERAL_MODELS = (
     ". Or the ranks computed their losses with different models: gradients of one were then averaged with those of another. Put "
     "the models into one module, and pass kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
@@ -195,7 +199,8 @@ class ReplicaCheck:
                 if any(not _are_close(value, other) for other in values):
                     told = ", ".join(f"{other} on rank {rank}" for rank, other in zip(group.list_ranks(), values))
                     self._report_drift(
-                        f"the optimizers of the ranks are not alike: {key!r} of parameter group {number} is {told}"
+                        f"the optimizers of the ranks are not alike: {key!r} of parameter group {number} is {told}",
+                        _REMEDY_FOR_OPTIONS,
                     )
 
     # ---------------------------------------------------------------- parameters
@@ -268,10 +273,10 @@ class ReplicaCheck:
             )
             self._warn_once("bits", f"{num_rounded} parameters differ between ranks in their last bits: {what}")
 
-    def _report_drift(self, text: str) -> None:
+    def _report_drift(self, text: str, remedy: str = _REMEDY) -> None:
         if self._is_strict:
-            raise StateError(f"{text}. {_REMEDY}")
-        self._warn_once("drift", f"{text}. {_REMEDY}")
+            raise StateError(f"{text}. {remedy}")
+        self._warn_once("drift", f"{text}. {remedy}")
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._told:

@@ -1,6 +1,6 @@
 """Registry of the objects that an Accelerator has prepared, in order of preparation."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +67,50 @@ class SchedulerEntry(Protocol):
 def iterate_parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """Return an iterator over the parameters in all groups of a torch optimizer."""
     return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def find_reference(optimizer: torch.optim.Optimizer, keys: Collection[int]) -> str | None:
+    """Return the place in which an optimizer keeps parameters, or their IDs, outside of its parameter lists and state.
+
+    The result is the name of an attribute, or of an option of a parameter group, or None if there is no such place. An
+    attribute that is the parameter list of a group itself does not count, because its contents are exchanged in place.
+
+    Args:
+        optimizer: Optimizer to search.
+        keys: IDs of the parameters, or other integers that identify them.
+    """
+    lists = {id(group["params"]) for group in optimizer.param_groups}
+    for name, value in vars(optimizer).items():
+        if name not in ("state", "param_groups", "defaults") and id(value) not in lists and contains_any(value, keys):
+            return f"its attribute {name!r}"
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if name != "params" and contains_any(value, keys):
+                return f"the option {name!r} of its parameter groups"
+    return None
+
+
+def contains_any(value: Any, keys: Collection[int], depth: int = 0) -> bool:
+    """Whether a value is or contains a tensor, or the ID of one.
+
+    Args:
+        value: Value to search, including nested collections.
+        keys: IDs of the tensors, or other integers that identify them.
+        depth: Number of collections around the value. The search stops at a depth of 5. Default: 0.
+    """
+    if isinstance(value, torch.Tensor):
+        return id(value) in keys
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value in keys
+    if depth > 4 or isinstance(value, torch.optim.Optimizer):
+        return False
+    if isinstance(value, dict):
+        return any(
+            contains_any(key, keys, depth + 1) or contains_any(item, keys, depth + 1) for key, item in value.items()
+        )
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(contains_any(item, keys, depth + 1) for item in value)
+    return False
 
 
 class PreparedObjects:

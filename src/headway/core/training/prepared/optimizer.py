@@ -19,12 +19,12 @@ from headway.core import extensions
 from headway.core.runtime import process
 from headway.core.runtime.control_plane.conditional_calls import RankConditionalCallCheck
 from headway.core.strategies.base import Strategy
-from headway.core.training.prepared.objects import iterate_parameters
+from headway.core.training.prepared.objects import find_reference, iterate_parameters
 from headway.core.training.prepared.registry import AcceleratorRegistry
 from headway.core.training.step import TrainingStep
 from headway.core.training.windows import AccumulationWindow
 from headway.core.weights.pieces import is_dtensor
-from headway.errors import PrepareError, StateError
+from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -453,10 +453,19 @@ def repoint_parameters(optimizer: torch.optim.Optimizer, strategy: Strategy) -> 
     Args:
         optimizer: User's optimizer.
         strategy: Strategy that set up the parameters' model.
+
+    Raises:
+        UnsupportedError: If the optimizer keeps replaced parameters, or their IDs, outside of its groups and state.
     """
     num_exchanged = 0
-    is_moved = any(strategy.find_current(parameter) is not parameter for parameter in iterate_parameters(optimizer))
-    with _convert_low_bit_states(optimizer, is_moved):
+    replaced = {id(p) for p in iterate_parameters(optimizer) if strategy.find_current(p) is not p}
+    if replaced and (place := find_reference(optimizer, replaced)):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} cannot train a sharded model: it keeps parameters, or their IDs, in {place}. prepare() "
+            "replaces parameters by shards, and the optimizer would keep the old ones. Let it read parameters from param_groups, or "
+            "train with strategy='ddp'"
+        )
+    with _convert_low_bit_states(optimizer, bool(replaced)):
         for group in optimizer.param_groups:
             given = group["params"]
             now = [strategy.find_current(parameter) for parameter in given]
