@@ -48,13 +48,18 @@ def fail_in_hooks(folder: str) -> None:
         for handle in handles:
             handle.remove()
         assert accelerator.gather(torch.ones(1)).sum() == 2  # ranks are still in step
+    seen: list[str] = []
+    handles = []
     if accelerator.process_index == 1:  # only one rank has these hooks
-        accelerator.register_save_state_pre_hook(lambda models, weights, place: Path(place, "own.txt").write_text("1"))
-        seen = []
-        accelerator.register_load_state_pre_hook(lambda models, place: seen.append(Path(place, "own.txt").read_text()))
+        handles = [
+            accelerator.register_save_state_pre_hook(lambda models, weights, place: Path(place, "own").write_text("1")),
+            accelerator.register_load_state_pre_hook(lambda models, place: seen.append(Path(place, "own").read_text())),
+        ]
     accelerator.save_state(folder)
     accelerator.load_state(folder)
-    assert accelerator.process_index != 1 or seen == ["1"]
+    assert seen == ["1"] * accelerator.process_index
+    for handle in handles:
+        handle.remove()
     for hooks in ([fail], [fail, gather], [fail, use_torch]):
         handles = [accelerator.register_load_state_pre_hook(hook) for hook in hooks]
         kind, message = (

@@ -544,6 +544,8 @@ class _OptimizerUpdate:
     def raise_first_error(self) -> None:
         """Raise the first error of this rank's updates, if any. Must be called after all transfers have ended.
 
+        Other ranks go on to their next collective, and fail when this process ends.
+
         If this rank has updated nothing, its optimizer is marked as stepped, so that torch's schedulers do not warn.
         """
         if self._counters is None and self._method == "step":
