@@ -171,7 +171,7 @@ if sys.argv[1] == "fails":
         raise ValueError("bad luck")
     plane.vote([1.0])
 if sys.argv[1] == "restarts":
-    assert not plane.has("mark"), "an old attempt's key"
+    assert not plane.has_key("mark"), "an old attempt's key"
     for number in range(20):
         assert plane.vote([number, rank], "sum") == [2 * number, 1]
     plane.set("mark", b"1")
