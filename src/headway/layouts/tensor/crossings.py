@@ -2,7 +2,18 @@
 
 The backward of each conversion also consists of these conversions, so that it can be differentiated again (for a
 gradient penalty). In this module, a `whole` tensor is equal on all ranks of the axis. A `part` is one rank's shard, and
-a `term` is one rank's summand.
+a `term` is one rank's summand::
+
+    function              forward                          backward
+    copy_to_split_region  returns the whole unchanged      sum_terms
+    sum_terms             all-reduce of terms              copy_to_split_region
+    take_part             whole -> part                    join
+    join                  all-gather of parts              take_part
+    join_for_terms        all-gather of parts              reduce_scatter_terms
+    reduce_scatter_terms  reduce-scatter of terms          join_for_terms
+
+`join` is for computations that are identical on all ranks, so that each rank has the whole gradient. `join_for_terms` is
+for computations that differ between ranks, so that the ranks' gradients must be added.
 
 Ranks of one group have equal RNG states, so that dropout on replicated activations is equal on all of them. On sharded
 activations, an equal state would give each rank's heads identical dropout masks. So a rank then uses a state that is
@@ -23,9 +34,9 @@ from headway.core.runtime import seed
 from headway.errors import DataError
 from headway.layouts.tensor._torch import functional_collectives
 
-Noted = Callable[[], AbstractContextManager[None]]
+RecordingContext = Callable[[], AbstractContextManager[None]]
 """Function that returns a context manager. A collective that runs in this context is recorded for reports of hangs."""
-Way = Callable[[torch.Tensor], torch.Tensor]
+TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 """Function that converts a tensor, such as from replicated to sharded or from sharded to replicated."""
 
 
@@ -53,24 +64,28 @@ class SplitAxis:
 
 class _Crossing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, there: Way, back: Way) -> torch.Tensor:
-        ctx.back = back
-        return there(given)
+    def forward(
+        ctx: Any, given: torch.Tensor, convert: TensorFunction, convert_gradient: TensorFunction
+    ) -> torch.Tensor:
+        ctx.convert_gradient = convert_gradient
+        return convert(given)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.back(grad), None, None
+        return ctx.convert_gradient(grad), None, None
 
 
-def apply_with_backward(given: torch.Tensor, there: Way, back: Way) -> torch.Tensor:
-    """Return `there(given)`, with `back` as its backward. Autograd does not record the operations within `there`.
+def apply_with_backward(given: torch.Tensor, convert: TensorFunction, convert_gradient: TensorFunction) -> torch.Tensor:
+    """Return `convert(given)`, with `convert_gradient` as its backward.
+
+    Autograd does not record the operations within `convert`.
 
     Args:
         given: Tensor to convert.
-        there: Function that converts the tensor in forward.
-        back: Function that converts the gradient in backward.
+        convert: Function that converts the tensor in forward.
+        convert_gradient: Function that converts the gradient in backward.
     """
-    return _Crossing.apply(given, there, back)  # type: ignore[no-any-return, no-untyped-call]
+    return _Crossing.apply(given, convert, convert_gradient)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def view_unchanged(given: torch.Tensor) -> torch.Tensor:
@@ -211,7 +226,12 @@ def reduce_scatter(terms: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
 
 
 def exchange_rows(
-    rows: torch.Tensor, axis: SplitAxis, sent: list[int], received: list[int], grad_factor: float, noted: Noted
+    rows: torch.Tensor,
+    axis: SplitAxis,
+    sent: list[int],
+    received: list[int],
+    grad_factor: float,
+    noted: RecordingContext,
 ) -> torch.Tensor:
     """Send rows to other ranks, and return the rows received from them (all-to-all). Differentiable.
 

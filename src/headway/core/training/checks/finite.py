@@ -97,6 +97,9 @@ class FiniteGuard(StepGuard):
     If an fp16 gradient scaler (torch's or DeepSpeed's) checks gradients itself, this guard only finds out whether a
     loss caused the overflow.
 
+    `SpikeGuard` is a subclass that also refuses finite values. It overrides `_is_good_loss`, `_is_good`, `_read_norm`,
+    `_agree_on_update` and `_refuse_update`.
+
     Args:
         chosen: `NonFinitePolicy`, or only its action, such as "skip".
         run: Run of the Accelerator. The action "stop" ends the iteration over its training loaders.
@@ -243,9 +246,12 @@ class FiniteGuard(StepGuard):
             NonFiniteError: If the update may not be made, and the policy demands an error.
         """
         if self._search is not None and self._search.is_repeating:
-            return self._search.is_of(window) and self._explain_origin(window)
+            if self._search.is_of(window):  # other models make no update on the repeated batch, either
+                self._report_origin(window)
+            return False
         if self._owes_error and not (self._search is not None and self._search.is_armed):
-            return self._explain_origin(window)
+            self._report_origin(window)
+            return False
         if self._has_scaler:
             return True
         record = self._open_record(window)
@@ -408,10 +414,8 @@ class FiniteGuard(StepGuard):
             for loader in self._windows.trained_on:
                 loader.stop()
 
-    def _explain_origin(self, window: AccumulationWindow) -> bool:
+    def _report_origin(self, window: AccumulationWindow) -> None:
         """Report the origin of the non-finite value, after an accumulation window was run a second time to trace it.
-
-        Return False, because the window makes no update.
 
         Raises:
             NonFiniteError: If the policy demands an error.
@@ -435,7 +439,6 @@ class FiniteGuard(StepGuard):
             self._owes_error = False
             raise NonFiniteError(self.report)
         log.warning("%s", self.report)
-        return False
 
     def _find_culprits(self, parameters: Sequence[torch.Tensor]) -> list[str]:
         """Return the names of parameters whose gradients are not finite, in the models' order."""
