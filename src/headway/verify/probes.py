@@ -409,7 +409,8 @@ def _preserve_model(model: torch.nn.Module) -> Iterator[None]:
             for buffer, value in buffers:
                 buffer.copy_(value)
         for module, mode in modes:
-            module.training = mode
+            if module.training != mode:
+                module.train(mode)  # some modules, such as LoRA layers, change their weights in `train` and `eval`
         torch.set_rng_state(state)
 
 

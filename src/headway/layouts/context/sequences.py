@@ -511,14 +511,17 @@ def ignore_some_labels(kwargs: dict[str, Any], labels: Collection[str], ignored:
 @contextmanager
 def enter_evaluation(model: torch.nn.Module) -> Iterator[None]:
     """Return a context in which the model is in evaluation mode, without gradients."""
-    training = [module for module in model.modules() if module.training]
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for module in training:
-            module.training = True
+        for module, is_training in modes:
+            if module.training != is_training:
+                module.train(
+                    is_training
+                )  # some modules, such as LoRA layers, change their weights in `train` and `eval`
 
 
 def describe_difference(whole: Any, cut: Any, is_exact: bool, is_loss_joined: bool = False) -> str:

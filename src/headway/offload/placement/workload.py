@@ -113,7 +113,7 @@ def _run_on_meta(
     watched = {name: modules[name] for name in names if name in modules}
     tensors = _make_meta_tensors(model, workload.dtype or dtype)
     arguments = _make_arguments(model, workload)
-    was_training = [module for module in modules.values() if module.training]
+    modes = [(module, module.training) for module in modules.values()]
     try:
         with ExitStack() as stack:
             model.eval()
@@ -132,8 +132,11 @@ def _run_on_meta(
             "model without a workload and leave room in max_memory"
         ) from error
     finally:
-        for module in was_training:
-            module.training = True
+        for module, is_training in modes:
+            if module.training != is_training:
+                module.train(
+                    is_training
+                )  # some modules, such as LoRA layers, change their weights in `train` and `eval`
     return found, sum(returned.values())
 
 

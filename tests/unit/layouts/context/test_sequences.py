@@ -113,3 +113,21 @@ def test_evaluation_mode_is_undone() -> None:
         assert not any(module.training for module in model.modules())
         assert not torch.is_grad_enabled()
     assert [module.training for module in model] == [True, False]
+
+
+class MergingLinear(torch.nn.Linear):
+    """Linear layer that merges its weights in evaluation mode, like a LoRA layer."""
+
+    is_merged = False
+
+    def train(self, mode: bool = True) -> "MergingLinear":
+        self.is_merged = not mode
+        return super().train(mode)
+
+
+def test_layers_that_merge_weights_in_evaluation_mode_separate_them_again() -> None:
+    model = torch.nn.Sequential(MergingLinear(2, 2), torch.nn.Dropout(), torch.nn.BatchNorm1d(2).eval())
+    with sequences.enter_evaluation(model):
+        assert model[0].is_merged
+    assert not model[0].is_merged
+    assert [module.training for module in model] == [True, True, False]
