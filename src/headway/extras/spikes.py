@@ -292,7 +292,7 @@ class SpikeGuard(FiniteGuard):
                 self._losses.add(loss)
             self._new_losses = []
             self._num_since += 1
-            if self._num_since >= self.spike_policy.updates:
+            if self._rewind is None or self._num_since >= self.spike_policy.updates:
                 self._spikes_in_row = 0
             self._state().notes[NOTE] = self.snapshot()
 

@@ -247,14 +247,6 @@ def test_too_many_spikes_in_a_row_raise_an_error():
         Training(rows, on_spike=SpikePolicy(max_in_row=3)).train()
 
 
-def test_spike_in_every_second_update_raises_an_error():
-    rows = make_data(80, dict.fromkeys(range(40, 80, 2), 1000.0))
-    with pytest.raises(SpikeError, match="4 spikes in a row are more than max_in_row=3"):
-        Training(rows, on_spike=SpikePolicy(max_in_row=3)).train()
-    run = Training(rows, on_spike=SpikePolicy(max_in_row=3, updates=1)).train()  # one update in between separates them
-    assert run.guard.num_spikes == 20
-
-
 def test_repeated_rollbacks_end_with_an_error():
     rows = make_data(80, dict.fromkeys(range(40, 80, 3), 1000.0))
     with pytest.raises(SpikeError, match="more than max_in_row=3"):

@@ -54,11 +54,11 @@ class SpikePolicy:
         window: Number of recent losses or norms from which the quartiles are computed, at least 32. Spikes are left
             out.
         warm_up: Number of losses or norms that must be recorded before one can be a spike.
-        updates: Number of updates that separate two spikes that are not in a row (see `max_in_row`). With "go_back" also
-            the minimum number of updates to go back: the state is copied to host memory every `updates` updates, and
+        updates: Minimum number of updates to go back. The state is copied to host memory every `updates` updates, and
             two copies are kept.
-        max_in_row: Maximum number of spikes that are skipped or undone in a row. Two spikes are in a row if there are
-            fewer than `updates` updates between them. If yet another spike follows, SpikeError is raised.
+        max_in_row: Maximum number of spikes that are skipped or undone in a row. With "skip", two spikes are in a row if
+            no update is made between them. With "go_back", they are in a row if fewer than `updates` updates are made
+            between them. If yet another spike follows, SpikeError is raised.
 
     Raises:
         ConfigError: If the action is unknown, or a number is out of range.
