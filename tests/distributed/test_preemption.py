@@ -315,7 +315,7 @@ def run_other_loops(root):
 def test_other_loops_and_limits(tmp_path):
     first, second = run_ranks(run_other_loops, 2, str(tmp_path))
     assert first["check_flag"] == second["check_flag"]
-    assert first["check_flag"].index(True) in (3, 4)
+    assert first["check_flag"].index(True) in (2, 3, 4)
     assert "preempted by the end of the allotted time after update" in first["reach_time_limit"]
     assert first["reach_time_limit"] == second["reach_time_limit"]
     assert first["train_without_loader"] == second["train_without_loader"]
