@@ -112,7 +112,9 @@ class SimulatedLane:
 
     def copy(self, target, source):
         assert threading.get_ident() in self.bound
-        memory = target.detach()  # not the tensor itself, because queued work does not keep it alive
+        # Not the tensor itself, because queued work does not keep it alive. A real copy increases the version counter when it
+        # is queued, not when it runs, so `data`, which has a counter of its own.
+        memory = target.data
 
         def run():
             memory.copy_(source)

@@ -141,7 +141,7 @@ def test_cold_forward_is_equal_and_reads_ahead(placed):
     while not all(is_resident(parameter) for parameter in model.parameters()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert "forwards/s" in offload_pace(model).format_line()
+    assert "forwards/s" in offload_pace(model).words()
 
 
 def test_nothing_is_copied(placed):
