@@ -141,6 +141,9 @@ def create_accelerator(args: TrainingArguments) -> Accelerator:
         steps = settings.pop("gradient_accumulation_steps")
         settings["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=steps, **options)
     # Settings without an argument, such as preemption or the guard against non-finite losses, are passed this way.
+    if isinstance(given.get("dataloader_config"), DataLoaderConfiguration):
+        # Its default is True, with which evaluations would count repeated rows twice.
+        given["dataloader_config"] = replace(given["dataloader_config"], even_batches=False)
     if isinstance(given.get("project_config"), dict):
         given["project_config"] = replace(project, **given["project_config"])
     made = Accelerator(**{**settings, **given})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from headway import Trainer, TrainingArguments
+from headway import DataLoaderConfiguration, Trainer, TrainingArguments
 from headway.errors import ConfigError
 from tests.unit.trainer.models import Net, Points, arguments, cross_entropy, llama, weights
 
@@ -133,6 +133,15 @@ def test_names_of_accelerator_config(tmp_path, config):
         if hasattr(loading, name):
             assert getattr(loading, name) == value
     assert not loading.even_batches
+
+
+def test_configuration_of_loaders_repeats_no_rows(tmp_path):
+    config = DataLoaderConfiguration(data_seed=3)  # even_batches=True by default
+    trainer = Trainer(
+        Net(), arguments(tmp_path, accelerator_config={"dataloader_config": config}), loss_function=cross_entropy
+    )
+    loading = trainer.accelerator.dataloader_config
+    assert (loading.even_batches, loading.data_seed) == (False, 3)
 
 
 def test_forms_of_accelerator_config(tmp_path):
