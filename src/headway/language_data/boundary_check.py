@@ -17,14 +17,14 @@ model. So it causes a change of about the same size, even if the model's outputs
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from headway.core.training.evaluation_mode import use_evaluation_mode
 from headway.errors import PrepareError
 from headway.language_data.packing import IGNORED, LABELS, POSITIONS, TOKENS
 from headway.log import get_logger
@@ -68,7 +68,7 @@ def check_document_boundaries(model: torch.nn.Module, collate: Collate, *, is_ha
             model does not accept the entries of the batch, or returns neither logits nor a loss.
     """
     probe = _BoundaryProbe(model, collate)
-    with _evaluate_model(model), torch.no_grad():
+    with use_evaluation_mode(model), torch.no_grad():
         outputs = probe.measure()
     half = _is_half(model) if is_half is None else is_half
     verdict = judge_boundaries(outputs, is_half=half)
@@ -341,19 +341,3 @@ def _choose_tokens(model: torch.nn.Module) -> list[int]:
 
 def _is_half(model: torch.nn.Module) -> bool:
     return any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model.parameters())
-
-
-@contextmanager
-def _evaluate_model(model: torch.nn.Module) -> Iterator[None]:
-    """Return a context in which the model is in evaluation mode.
-
-    On exit, the training mode of each module is restored.
-    """
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            if module.training != mode:
-                module.train(mode)  # some modules, such as LoRA layers, change their weights in `train` and `eval`

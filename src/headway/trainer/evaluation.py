@@ -23,6 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from headway.accelerator import Accelerator
 from headway.core.data.loader import PreparedLoader
 from headway.core.runtime.collectives.tree import Tree, list_tensors
+from headway.core.training.evaluation_mode import use_evaluation_mode
 from headway.extras.moving_average import ExponentialMovingAverage
 from headway.log import get_logger
 from headway.trainer.callbacks import Events
@@ -62,22 +63,6 @@ class PredictionMethods(Protocol):
             prediction_loss_only: Whether to omit predictions and labels.
             ignore_keys: Names of model outputs that are not predictions. None: those that the model's config names.
         """
-
-
-@contextmanager
-def set_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Return a context manager that sets the model to evaluation mode. At its end, each module gets its earlier mode.
-
-    A module that the user has set to evaluation mode, such as a frozen batch norm, thus stays in it.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, is_training in modes:  # `train` also changes the modules inside, which come later in this list
-            if module.training != is_training:
-                module.train(is_training)
 
 
 class Evaluation:
@@ -228,7 +213,7 @@ class Evaluator:
         weights: AbstractContextManager[Any] = nullcontext() if self.average is None else self.average.swap_weights()
         try:
             with (
-                set_evaluation_mode(model),
+                use_evaluation_mode(model),
                 self._log.measure_phase("evaluation"),
                 weights,
                 self._enter_session(EvaluationSession(model)) as session,

@@ -12,10 +12,11 @@ from headway.accelerator import Accelerator
 from headway.core.data.loader import PreparedLoader
 from headway.core.runtime.collectives.tree import to_device
 from headway.core.runtime.seed import read_rng_states, write_rng_states
+from headway.core.training.evaluation_mode import use_evaluation_mode
 from headway.errors import MetricError
 from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
-from headway.trainer.evaluation import _SPEED, Evaluator, PredictionMethods, read_rows, set_evaluation_mode
+from headway.trainer.evaluation import _SPEED, Evaluator, PredictionMethods, read_rows
 from headway.trainer.loss import split_label_count
 from headway.trainer.metrics import MetricSettings, check_wanted, make_named_metrics
 from headway.trainer.results import Metrics
@@ -185,7 +186,7 @@ def preserve_modes_and_buffers(model: torch.nn.Module) -> Iterator[None]:
     """
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
-        with set_evaluation_mode(model), torch.no_grad():
+        with use_evaluation_mode(model), torch.no_grad():
             yield
     finally:
         with torch.no_grad():

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from headway.core.training.evaluation_mode import use_evaluation_mode
 from headway.verify.calls import find_line, get_function_name
 from headway.verify.fingerprints import walk_tensors
 
@@ -397,20 +398,15 @@ def _preserve_model(model: torch.nn.Module) -> Iterator[None]:
 
     When the context ends, buffers, the training modes of modules and the CPU random number generator are restored.
     """
-    modes = [(each, each.training) for each in model.modules()]
     buffers = [(each, each.detach().clone()) for each in model.buffers()]
     state = torch.get_rng_state()
-    model.eval()
     try:
-        with torch.no_grad():
+        with use_evaluation_mode(model), torch.no_grad():
             yield
     finally:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        for module, mode in modes:
-            if module.training != mode:
-                module.train(mode)  # some modules, such as LoRA layers, change their weights in `train` and `eval`
         torch.set_rng_state(state)
 
 

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from headway.core.config.parallelism import TensorParallelOptions, TorchContextParallelConfig
 from headway.core.runtime.collectives import tree
 from headway.core.runtime.collectives.checked import Collectives
+from headway.core.training.evaluation_mode import use_evaluation_mode
 from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.layouts.context._torch import is_fake
 from headway.layouts.tensor.crossings import (
@@ -511,17 +512,8 @@ def ignore_some_labels(kwargs: dict[str, Any], labels: Collection[str], ignored:
 @contextmanager
 def enter_evaluation(model: torch.nn.Module) -> Iterator[None]:
     """Return a context in which the model is in evaluation mode, without gradients."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, is_training in modes:
-            if module.training != is_training:
-                module.train(
-                    is_training
-                )  # some modules, such as LoRA layers, change their weights in `train` and `eval`
+    with use_evaluation_mode(model), torch.no_grad():
+        yield
 
 
 def describe_difference(whole: Any, cut: Any, is_exact: bool, is_loss_joined: bool = False) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from headway.core.training.evaluation_mode import use_evaluation_mode
 from headway.errors import ConfigError, DeviceMapError
 from headway.offload._torch import TorchDispatchMode, tree_leaves, tree_map_only
 from headway.offload.placement.sizes import Dtype, parse_dtype
@@ -113,10 +114,9 @@ def _run_on_meta(
     watched = {name: modules[name] for name in names if name in modules}
     tensors = _make_meta_tensors(model, workload.dtype or dtype)
     arguments = _make_arguments(model, workload)
-    modes = [(module, module.training) for module in modules.values()]
     try:
         with ExitStack() as stack:
-            model.eval()
+            stack.enter_context(use_evaluation_mode(model))
             stack.enter_context(torch.no_grad())
             stack.enter_context(_watch_modules(watched, record))
             stack.enter_context(_FusedOperations())
@@ -131,12 +131,6 @@ def _run_on_meta(
             f"{', '.join(arguments)} ({error}). Give inputs={{argument: tensor}} with the shapes to be run, or place the "
             "model without a workload and leave room in max_memory"
         ) from error
-    finally:
-        for module, is_training in modes:
-            if module.training != is_training:
-                module.train(
-                    is_training
-                )  # some modules, such as LoRA layers, change their weights in `train` and `eval`
     return found, sum(returned.values())
 
 
