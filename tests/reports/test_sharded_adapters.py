@@ -1,5 +1,6 @@
 """Tests of PEFT adapters saved on all ranks as PEFT documents: they match plain PyTorch and can be loaded again."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from headway import Accelerator
+from headway.core.training.weights import GatheredTensor, WholeWeights
 from tests.distributed.ranks import run_ranks
 
 peft = pytest.importorskip("peft")
@@ -103,3 +105,60 @@ def test_adapters_saved_on_all_ranks_match_plain_pytorch(
         assert weights.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def build_native_model() -> Any:
+    """Return a transformers model whose adapter transformers itself has added."""
+    model = build_base_model()
+    torch.manual_seed(1)
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], r=2))
+    return model
+
+
+def save_in_each_way(folder: str) -> dict[str, int]:
+    """Save adapters of sharded models in each way. Return the numbers of values that rank 0 has gathered, by way."""
+    gathered: list[int] = []
+    assemble = GatheredTensor.assemble
+
+    def record(tensor: GatheredTensor) -> torch.Tensor:
+        gathered.append(tensor.shape.numel())
+        return assemble(tensor)
+
+    counts: dict[str, int] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GatheredTensor, "assemble", record)
+        for name, build in {"peft": partial(build_adapter_model, "lora"), "native": build_native_model}.items():
+            accelerator = Accelerator(cpu=True, strategy="fsdp")
+            model = build()
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(list_trainable(model), 0.1))
+            train(model, optimizer, accelerator.backward)
+            ways = {
+                "save_pretrained": lambda folder: model.save_pretrained(folder),
+                "save_state": lambda folder: accelerator.save_state(folder, weights="huggingface"),
+                "trainer": lambda folder: WholeWeights(accelerator.strategy, accelerator.runtime).save_adapters(
+                    model, folder
+                ),
+            }
+            for way, save_to in ways.items():
+                gathered.clear()
+                save_to(f"{folder}/{name}-{way}")
+                counts[f"{name}-{way}"] = sum(gathered)
+                accelerator.wait_for_everyone()
+            accelerator.free_memory()
+    return counts
+
+
+def test_saving_adapters_does_not_gather_the_base(tmp_path: Path) -> None:
+    counts, of_other_rank = run_ranks(save_in_each_way, 2, str(tmp_path))
+    assert not any(of_other_rank.values())
+    for name, build in {"peft": partial(build_adapter_model, "lora"), "native": build_native_model}.items():
+        model = build()
+        train(model, torch.optim.SGD(list_trainable(model), 0.1), torch.Tensor.backward)
+        model.save_pretrained(tmp_path / "plain" / name)
+        expected = load_file(tmp_path / "plain" / name / "adapter_model.safetensors")
+        for way in ("save_pretrained", "save_state", "trainer"):
+            assert counts[f"{name}-{way}"] == sum(tensor.numel() for tensor in expected.values()), (name, way)
+            weights = load_file(tmp_path / f"{name}-{way}" / "adapter_model.safetensors")
+            assert weights.keys() == expected.keys()
+            for key, value in expected.items():
+                torch.testing.assert_close(weights[key], value, rtol=1e-3, atol=1e-5, msg=f"{name} {way} {key}")

@@ -16,6 +16,7 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from headway.core.runtime import process
+from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.strategies.base import Strategy
 from headway.core.strategies.fully_sharded.dtensors import put_whole
@@ -110,6 +111,17 @@ def _is_peft_model(model: Any) -> bool:
     """Whether the model is a PeftModel. False if PEFT has not been imported. This function does not import it."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def _saves_only_adapters(model: Any) -> bool:
+    """Whether the model's `save_pretrained` writes its adapters without the base.
+
+    True for a PeftModel, and for a transformers model with adapters (`model.add_adapter`). Other libraries, such as
+    diffusers, set the same attributes, but write the base, too.
+    """
+    transformers = sys.modules.get("transformers")
+    is_transformers_model = transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    return _is_peft_model(model) or (is_transformers_model and getattr(model, "_hf_peft_config_loaded", False))
 
 
 def _make_refusal(method: str, text: str, layout: str) -> Callable[..., Any]:
@@ -235,18 +247,44 @@ def _gather_and_save(
     Raises:
         CheckpointError: On the other ranks, if rank 0 fails.
     """
-    everyone = strategy.everyone
     tensors = weights.export(model, "save_pretrained", is_safe=False)
-    spread = {name: each for name, each in tensors.items() if is_spread(each)}
-    empty = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in spread.items()}
+    state = gather_written_tensors(model, tensors, strategy.everyone, given)
+    return _run_on_main(lambda: write(state), strategy.everyone)
 
-    def choose_tensors() -> set[str]:
-        return _choose_adapter_tensors(model, {**tensors, **empty}, given) if _is_peft_model(model) else set(tensors)
 
-    chosen = _run_on_main(choose_tensors, everyone, is_shared=True)
-    state = gather_state(((name, each) for name, each in tensors.items() if name in chosen), everyone)
-    rest = {name: empty.get(name, each) for name, each in tensors.items() if name not in chosen}
-    return _run_on_main(lambda: write(rest | state), everyone)
+def gather_written_tensors(
+    model: Any, tensors: Mapping[str, Any], everyone: Collectives, given: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Gather the tensors of a sharded model that its `save_pretrained` writes. Every rank must call this function.
+
+    If only adapters are written, only they are gathered, because the base may be larger than the memory of one machine.
+
+    Args:
+        model: Sharded model.
+        tensors: Tensors of the model by name, with sharded ones as shards.
+        everyone: Collectives over all ranks.
+        given: Arguments of `save_pretrained` by name. Default: None, only the folder is given.
+
+    Returns:
+        State dict for the argument `state_dict` of `save_pretrained`. On rank 0, gathered tensors are on the CPU, and
+        sharded tensors that are not written are meta tensors. On other ranks, all sharded tensors are meta tensors.
+
+    Raises:
+        CheckpointError: On every rank, if ranks hold different tensors. If rank 0 fails to choose or gather the
+            tensors, it raises its own error, and the other ranks raise CheckpointError.
+    """
+    placeholders = {
+        name: torch.empty(each.shape, dtype=each.dtype, device="meta")
+        for name, each in tensors.items()
+        if is_spread(each)
+    }
+    chosen = set(tensors)
+    if _saves_only_adapters(model):
+        chosen = _run_on_main(
+            lambda: _choose_adapter_tensors(model, {**tensors, **placeholders}, given or {}), everyone, is_shared=True
+        )
+    gathered = gather_state(((name, each) for name, each in tensors.items() if name in chosen), everyone)
+    return {**tensors, **placeholders, **gathered}
 
 
 def _run_on_main(act: Callable[[], Any], everyone: Any, is_shared: bool = False) -> Any:
@@ -280,8 +318,11 @@ def _run_on_main(act: Callable[[], Any], everyone: Any, is_shared: bool = False)
 def _choose_adapter_tensors(model: Any, state: Mapping[str, torch.Tensor], given: Mapping[str, Any]) -> set[str]:
     """Return the names of the tensors that PEFT writes for the adapters, so that the base model is not gathered.
 
+    A PeftModel writes all its adapters unless `selected_adapters` is given. A transformers model with adapters writes
+    the active one.
+
     Args:
-        model: PeftModel.
+        model: PeftModel, or transformers model with adapters of its own.
         state: State dict of the model, in which sharded tensors have no values.
         given: Arguments of `save_pretrained` by name.
     """
@@ -291,7 +332,11 @@ def _choose_adapter_tensors(model: Any, state: Mapping[str, torch.Tensor], given
     names = {id(tensor): name for name, tensor in state.items()}
     own = {name: each for name, each in state.items() if name.startswith(f"{_ENCODERS}.")}
     encoders = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in own.items()}
-    for adapter in given.get("selected_adapters") or model.peft_config:
+    if _is_peft_model(model):
+        adapters = given.get("selected_adapters") or model.peft_config
+    else:
+        adapters = model.active_adapters()
+    for adapter in adapters:
         with _replace_encoders(model, encoders):
             written = get_peft_model_state_dict(
                 model,

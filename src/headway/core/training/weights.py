@@ -16,6 +16,7 @@ import torch
 
 from headway.common.object_path import open_writable, to_path
 from headway.common.text import format_bytes
+from headway.core import extensions
 from headway.core.runtime.collectives.checked import Collectives, digest_text
 from headway.core.runtime.control_plane.attendance import Attendance
 from headway.core.runtime.control_plane.conditional_calls import RankConditionalCallCheck
@@ -393,10 +394,12 @@ class WholeWeights:
             folder: Directory or URL to write to.
             writer: Rank that writes. It is 0 if tensors are sharded.
         """
-        state = gather_state(tensors.items(), self._strategy.everyone)
+        state = dict(tensors)
+        if any(map(is_spread, tensors.values())):
+            state = extensions.load("feature", "gather_written_tensors")(model, tensors, self._strategy.everyone)
         if self._runtime.rank == writer:
             with open_writable(to_path(folder)) as local:
-                model.save_pretrained(local, state_dict=dict(state))  # type: ignore[operator]
+                model.save_pretrained(local, state_dict=state)  # type: ignore[operator]
 
     def publish(
         self, model: torch.nn.Module, folder: Path, max_shard_size: int | str, parts: Sequence[object] = ()
