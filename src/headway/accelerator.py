@@ -643,7 +643,7 @@ class Accelerator(RankAware):
                 loss = loss_fn(outputs, targets)
         """
         if autocast_handler is not None and not autocast_handler.enabled:
-            return self.runtime.hardware.without_autocast()
+            return self.runtime.hardware.disable_autocast()
         return self.precision.autocast()
 
     @property

@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
 from headway.common import callsite, env, scope
-from headway.common.untrusted import parse_whole_number, show_value
+from headway.common.untrusted import parse_whole_number, shorten_repr
 from headway.errors import ConfigError
 
 LEVEL = "HEADWAY_LOG_LEVEL"
@@ -93,7 +93,7 @@ def _add_users_line(text: str) -> str:
 
     The warning is returned unchanged if it already names this location, or if no user code is on the stack.
     """
-    frame = callsite.find_users_frame()
+    frame = callsite.find_user_frame()
     if frame is None:
         return text
     place = callsite.Frame.from_frame(frame)
@@ -172,7 +172,7 @@ def _parse_level(asked: str | int, origin: str) -> int:
         number = logging.getLevelName(str(asked).upper())  # returns a string if there is no such level
     if isinstance(number, bool) or not isinstance(number, int):
         raise ConfigError(
-            f"the log level {show_value(asked)} ({origin}) must be debug, info, warning, error or critical, or a number such as 10"
+            f"the log level {shorten_repr(asked)} ({origin}) must be debug, info, warning, error or critical, or a number such as 10"
         )
     return number
 

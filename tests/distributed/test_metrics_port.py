@@ -120,7 +120,7 @@ def test_metrics_of_one_process_and_error_for_a_taken_port(tmp_path):
 
 def make_reading(*calls: tuple[int, float, float | None], beat: float = 100.0) -> PulseReading:
     return PulseReading(
-        pid=1, beat=beat, calls=tuple(PulseCall(n, "all_reduce", "", at, left) for n, at, left in calls)
+        pid=1, last_beat=beat, calls=tuple(PulseCall(n, "all_reduce", "", at, left) for n, at, left in calls)
     )
 
 

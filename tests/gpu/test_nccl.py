@@ -77,7 +77,7 @@ def test_the_earliest_open_collective_is_found_while_the_device_is_at_work(singl
 def test_several_tensors_in_one_launch(single_rank_group):
     device = torch.device("cuda", 0)
     assert can_coalesce(None, device)
-    assert group.has_waiting_engine()
+    assert group.has_blocking_backend()
     found = [torch.full((size,), float(size), device=device) for size in (1, 5, 300)]
     for is_sum in (True, False):
         for work in start_collectives(

@@ -16,7 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headway.common import scope
-from headway.common.callsite import find_users_line
+from headway.common.callsite import find_user_line
 from headway.common.tracebacks import ExceptionHook, format_short_traceback
 from headway.errors import HeadwayError
 from headway.launch.agent.endings import FailureReport
@@ -87,7 +87,7 @@ def make_mistake(name: str, layout: str, folder: str) -> Outcome:
         except Exception as error:
             trace = f"{format_short_traceback(error)[0]}{scope.get_or_create(ExceptionHook).format_notes(error)}"
             outcome.error = ExceptionRecord(
-                type(error).__name__, str(error), find_users_line(error.__traceback__), trace, time.time()
+                type(error).__name__, str(error), find_user_line(error.__traceback__), trace, time.time()
             )
             outcome.is_ours = isinstance(error, HeadwayError)
     if row.cells[layout].kind == "equal" and outcome.error is None:

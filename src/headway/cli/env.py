@@ -22,7 +22,7 @@ _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "datasets", "torch
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "SLURM_JOB_ID")
 
 
-def collect_facts() -> dict[str, str]:
+def get_progress_texts() -> dict[str, str]:
     """Return versions, hardware and configuration of this installation as text by name.
 
     This includes environment variables that affect a run, but not the values of secrets.
@@ -85,7 +85,7 @@ def _describe_memory() -> str:
 
 
 def _run_env(as_json: bool) -> None:
-    found = collect_facts()
+    found = get_progress_texts()
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @contextmanager
-def open_replacement(path: Path, has_rivals: bool = False) -> Iterator[Path]:
+def open_replacement(path: Path, has_other_writers: bool = False) -> Iterator[Path]:
     """Yield a temporary path to write to. If the block succeeds, rename the file to `path`.
 
     A reader of `path` sees either the old file or the complete new one. If the block raises, the old file stays and the
@@ -16,11 +16,11 @@ def open_replacement(path: Path, has_rivals: bool = False) -> Iterator[Path]:
 
     Args:
         path: File to create or replace.
-        has_rivals: Whether other processes might write this file at the same time. Each process then uses a different
+        has_other_writers: Whether other processes might write this file at the same time. Each process then uses a different
             temporary name. Default: False.
     """
-    rival = f".{secrets.token_hex(4)}" if has_rivals else ""
-    staged = path.with_name(f".{path.name}{rival}.tmp")
+    unique_suffix = f".{secrets.token_hex(4)}" if has_other_writers else ""
+    staged = path.with_name(f".{path.name}{unique_suffix}.tmp")
     try:
         yield staged
         staged.replace(path)
@@ -30,14 +30,14 @@ def open_replacement(path: Path, has_rivals: bool = False) -> Iterator[Path]:
         raise
 
 
-def write_text(path: Path, text: str, has_rivals: bool = False) -> None:
-    """Write `text` to `path` atomically, in UTF-8.
+def write_text(path: Path, text: str, has_other_writers: bool = False) -> None:
+    """Write `text` to `path` in UTF-8. A reader sees either the old file or the complete new one.
 
     Args:
         path: File to create or replace.
         text: New content of the file.
-        has_rivals: Whether other processes might write this file at the same time. Each process then uses a different
+        has_other_writers: Whether other processes might write this file at the same time. Each process then uses a different
             temporary name. Default: False.
     """
-    with open_replacement(path, has_rivals) as staged:
+    with open_replacement(path, has_other_writers) as staged:
         staged.write_text(text, encoding="utf-8")

@@ -14,19 +14,26 @@ from functools import lru_cache
 from itertools import islice
 from types import CodeType, FrameType, TracebackType
 
-_GENERATED = ("<frozen ", "<string>", "<__array_function__", "<eval_with_key>", "<attrs generated", "<decorator-gen")
+_GENERATED_FILES = (
+    "<frozen ",
+    "<string>",
+    "<__array_function__",
+    "<eval_with_key>",
+    "<attrs generated",
+    "<decorator-gen",
+)
 """Pseudo file names of code that Python and libraries generate.
 
 Any other name without a file (notebook cell, console, exec) is user code.
 """
 
-_HEADWAY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_HEADWAY_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 _PATHS = sysconfig.get_paths()
 
 _FOLDERS = sorted({_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")})
 
-_LIBRARIES = (*_GENERATED, _HEADWAY, *(folder + os.sep for folder in _FOLDERS))
+_LIBRARY_PREFIXES = (*_GENERATED_FILES, _HEADWAY_FOLDER, *(folder + os.sep for folder in _FOLDERS))
 """Path prefixes of code that is not the user's.
 
 They are computed at import (2 ms), because a later lookup might run while the disk fails.
@@ -62,13 +69,13 @@ class Frame:
 
 def is_headway_file(file: str) -> bool:
     """Whether `file` belongs to the Headway package."""
-    return file.startswith(_HEADWAY)
+    return file.startswith(_HEADWAY_FOLDER)
 
 
 @lru_cache(maxsize=4096)  # called by each collective for every frame between it and the line of user code
 def is_user_file(file: str) -> bool:
     """Whether `file` is user code: not part of Headway, of an installed package, or of Python itself."""
-    return not file.startswith(_LIBRARIES)
+    return not file.startswith(_LIBRARY_PREFIXES)
 
 
 def walk_stack(frame: FrameType | None = None) -> Iterator[FrameType]:
@@ -89,7 +96,8 @@ def _iterate_outward(frame: FrameType | None) -> Iterator[FrameType]:
 def trace_calls(depth: int) -> tuple[tuple[int, int], ...]:
     """Return pairs of (code object ID, line) for up to `depth` frames above the caller, innermost first.
 
-    Two calls that are made along the same call path return equal tuples, so the result can serve as a cache key.
+    The caller's own frame is not included. Two calls that are made along the same call path return equal tuples, so the
+    result can serve as a cache key.
     """
     frames = islice(_iterate_outward(sys._getframe(2)), depth)
     return tuple((id(frame.f_code), frame.f_lineno) for frame in frames)
@@ -100,15 +108,18 @@ def is_called_by(code: CodeType) -> bool:
     return sys._getframe(2).f_code is code
 
 
-def find_users_frame(frame: FrameType | None = None, but: Container[str] = ()) -> FrameType | None:
+def find_user_frame(frame: FrameType | None = None, excluded_files: Container[str] = ()) -> FrameType | None:
     """Return the innermost frame of user code, or None if there is none.
 
     Args:
         frame: Frame to start from. Default: the caller's own frame.
-        but: File names whose frames are skipped. Default: none.
+        excluded_files: File names whose frames are skipped. Default: none.
     """
-    frames = ((each, each.f_code.co_filename) for each in walk_stack(frame or sys._getframe(1)))
-    return next((each for each, file in frames if is_user_file(file) and file not in but), None)
+    for candidate in walk_stack(frame or sys._getframe(1)):
+        file = candidate.f_code.co_filename
+        if is_user_file(file) and file not in excluded_files:
+            return candidate
+    return None
 
 
 def find_call_site() -> str:
@@ -116,15 +127,15 @@ def find_call_site() -> str:
 
     If no frame is user code, return the innermost frame outside Headway. If there is none, return the caller's line.
     """
-    here = sys._getframe(1)
-    found = find_users_frame(here)
-    if found is None:
-        outside = (each for each in walk_stack(here) if not is_headway_file(each.f_code.co_filename))
-        found = next(outside, here)
-    return f"{found.f_code.co_filename}:{found.f_lineno}"
+    caller = sys._getframe(1)
+    frame = find_user_frame(caller)
+    if frame is None:
+        outer_frames = (each for each in walk_stack(caller) if not is_headway_file(each.f_code.co_filename))
+        frame = next(outer_frames, caller)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def find_users_line(trace: TracebackType | None) -> str:
+def find_user_line(trace: TracebackType | None) -> str:
     """Return the innermost line of user code in a traceback, such as "train.py:12 in main", or "" if there is none."""
     frames = [(frame, line) for frame, line in traceback.walk_tb(trace) if is_user_file(frame.f_code.co_filename)]
     if not frames:

@@ -31,8 +31,8 @@ class ControlGroup:
     @property
     def limit(self) -> int | None:
         """Memory limit in bytes. None if unlimited, or if the kernel does not report it."""
-        found = self._read_number("memory.max" if self.is_unified else "memory.limit_in_bytes")
-        return None if found is None or found >= _NO_LIMIT else found
+        limit = self._read_number("memory.max" if self.is_unified else "memory.limit_in_bytes")
+        return None if limit is None or limit >= _NO_LIMIT else limit
 
     @property
     def used(self) -> int | None:
@@ -60,7 +60,10 @@ class ControlGroup:
 
     @property
     def available_bytes(self) -> int | None:
-        """Bytes that can still be allocated. None if unlimited, or if the kernel does not report limit and use."""
+        """Bytes that can still be allocated: the limit minus the memory in use, plus the page cache that can be freed.
+
+        None if unlimited, or if the kernel does not report limit or use.
+        """
         limit, used = self.limit, self.used
         return None if limit is None or used is None else max(0, limit - used + self.reclaimable)
 
@@ -69,8 +72,8 @@ class ControlGroup:
         return int(text) if text.isdecimal() else None
 
     def _read_count(self, name: str, key: str) -> int | None:
-        found = re.search(rf"^{key} (\d+)", read_system_file(self.folder / name), re.MULTILINE)
-        return int(found[1]) if found else None
+        match = re.search(rf"^{key} (\d+)", read_system_file(self.folder / name), re.MULTILINE)
+        return int(match[1]) if match else None
 
 
 def list_control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
@@ -79,13 +82,17 @@ def list_control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
     Args:
         root: Folder that contains the folders `proc` and `sys`. Default: "/".
     """
-    mounted = root / "sys/fs/cgroup"
+    mount_point = root / "sys/fs/cgroup"
     for line in read_system_file(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = (line.split(":", 2) + ["", ""])[:3]
-        is_unified = (number, controllers) == ("0", "")
+        # Each line is "hierarchy:controllers:path". Version 2 has the single line "0::path".
+        fields = line.split(":", 2)
+        if len(fields) < 3:
+            continue
+        hierarchy, controllers, path = fields
+        is_unified = hierarchy == "0" and not controllers
         if not is_unified and "memory" not in controllers.split(","):
             continue
-        base = mounted if is_unified else mounted / "memory"
+        base = mount_point if is_unified else mount_point / "memory"
         # Inside a container, the path can be the host's, which is not mounted. Then `base` is the group itself.
         folder = base / path.lstrip("/")
         while folder != base.parent:

@@ -13,6 +13,8 @@ _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
 _FALSE = frozenset({"0", "false", "no", "off", "n", "f", ""})
 
 PREFIX = "HEADWAY_"
+"""Start of the names of all environment variables that belong to Headway."""
+
 CONTROL = "HEADWAY_CONTROL"
 """Variable that gives a worker the address of the control plane hosted by the launcher."""
 
@@ -125,24 +127,24 @@ def patch_variables(changes: Mapping[str, str | None]) -> Iterator[None]:
     Args:
         changes: New values by name. A value of None removes the variable.
     """
-    before = {name: os.environ.get(name) for name in changes}
+    previous = {name: os.environ.get(name) for name in changes}
     apply_changes(changes)
     try:
         yield
     finally:
-        apply_changes(before)
+        apply_changes(previous)
 
 
 @contextmanager
 def clear_variables() -> Iterator[None]:
     """Return a context in which no environment variables are set. The previous environment is restored at its end."""
-    before = dict(os.environ)
+    previous = dict(os.environ)
     os.environ.clear()
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(previous)
 
 
 def apply_changes(changes: Mapping[str, str | None]) -> None:

@@ -29,8 +29,14 @@ RETRY_SECONDS, REQUEST_TIMEOUT = "HEADWAY_STORE_RETRY_SECONDS", "HEADWAY_STORE_R
 The first is the total time of retries for one request (default 120), the second is the timeout of one attempt (default
 60).
 """
-_REFUSED = "ExpiredToken|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch|TokenRefreshRequired|AccessDenied"
-_LONGEST_PAUSE, _MOST_KEPT = 5.0, 4
+_CREDENTIAL_ERRORS = (
+    "ExpiredToken|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch|TokenRefreshRequired|AccessDenied"
+)
+_MAX_PAUSE = 5.0
+"""Maximum seconds between two attempts of a request."""
+
+_MAX_CACHED = 4
+"""Maximum number of objects whose content a client caches."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class ObjectClient:
     def __init__(self, root: str, retry_seconds: float | None = None) -> None:
         self._library: Any = require("obstore", f"{root} needs", "headway[s3]")
         self.root = root
-        self._kept: dict[str, tuple[bytes, str]] = {}
+        self._cache: dict[str, tuple[bytes, str]] = {}
         self._retry_seconds = _read_seconds(RETRY_SECONDS, 120.0) if retry_seconds is None else retry_seconds
         timeout = timedelta(seconds=_read_seconds(REQUEST_TIMEOUT, 60.0))
         allows_http = any(env.get_bool(f"{maker}_ALLOW_HTTP") for maker in ("AWS", "AZURE", "GOOGLE"))
@@ -87,17 +93,21 @@ class ObjectClient:
             raise ConfigError(f"{root} cannot be used: {error}") from error
 
     def get(self, key: str) -> tuple[bytes, str] | None:
-        """Return an object's bytes and ETag, or None if it does not exist."""
+        """Return an object's bytes and ETag, or None if it does not exist.
+
+        If `get_cached` has cached the object, it is downloaded only if its ETag has changed.
+        """
 
         def fetch_object() -> tuple[bytes, str]:
-            found = self._library.get(self._store, key)
-            return bytes(found.bytes()), str(found.meta["e_tag"])
+            response = self._library.get(self._store, key)
+            return bytes(response.bytes()), str(response.meta["e_tag"])
 
-        known = self._kept.get(key)
-        if known is not None:
-            now = self._get_or_none(lambda: self._library.head(self._store, key)["e_tag"], f"look at {key}")
-            if known[1] == now:
-                return known
+        cached = self._cache.get(key)
+        if cached is not None:
+            _, cached_etag = cached
+            etag = self._get_or_none(lambda: self._library.head(self._store, key)["e_tag"], f"look at {key}")
+            if cached_etag == etag:
+                return cached
         return self._get_or_none(fetch_object, f"read {key}")
 
     def get_cached(self, key: str) -> tuple[bytes, str] | None:
@@ -107,11 +117,12 @@ class ObjectClient:
         are cached.
         """
         found = self.get(key)
-        self._kept.pop(key, None)
+        self._cache.pop(key, None)
         if found is not None:
-            while len(self._kept) >= _MOST_KEPT:
-                del self._kept[next(iter(self._kept))]
-            self._kept[key] = found
+            while len(self._cache) >= _MAX_CACHED:
+                oldest = next(iter(self._cache))
+                del self._cache[oldest]
+            self._cache[key] = found
         return found
 
     def get_range(self, key: str, start: int, end: int) -> Any:
@@ -122,10 +133,10 @@ class ObjectClient:
         """
 
         def fetch_range() -> Any:
-            found = self._library.get_range(self._store, key, start=start, end=end)
-            if len(found) != end - start:
-                raise ConnectionError(f"received {len(found)} bytes instead of {end - start}")
-            return found
+            content = self._library.get_range(self._store, key, start=start, end=end)
+            if len(content) != end - start:
+                raise ConnectionError(f"received {len(content)} bytes instead of {end - start}")
+            return content
 
         return self._retry_request(fetch_range, f"read {key}")
 
@@ -157,18 +168,26 @@ class ObjectClient:
         Raises:
             ObjectStoreError: If the store refuses the request, the bucket does not exist, or every attempt fails.
         """
-        mode: Any = "overwrite" if replaces == "any" else "create" if replaces is None else {"e_tag": replaces}
+        mode: Any = {"e_tag": replaces}
+        if replaces == "any":
+            mode = "overwrite"
+        elif replaces is None:
+            mode = "create"
         exceptions = self._library.exceptions
         try:
-            done = self._retry_request(
+            result = self._retry_request(
                 lambda: self._library.put(self._store, key, data, use_multipart=False, mode=mode), f"write {key}"
             )
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError) as error:
             if isinstance(error, FileNotFoundError) and replaces in (None, "any"):
                 raise ObjectStoreError(f"{self.root} does not exist, or is not writable ({error})") from error
-            found = self.get(key)  # an earlier attempt may have succeeded although its answer was lost
-            return found[1] if found is not None and found[0] == bytes(data) else None
-        return str(done["e_tag"])
+            # The request may have been retried after an attempt that succeeded but whose response was lost.
+            stored = self.get(key)
+            if stored is None:
+                return None
+            content, etag = stored
+            return etag if content == bytes(data) else None
+        return str(result["e_tag"])
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """Return all objects under a prefix.
@@ -188,24 +207,24 @@ class ObjectClient:
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete the objects with the given keys. Missing objects are ignored."""
-        doomed = list(keys)
-        if doomed:
-            self._get_or_none(lambda: self._library.delete(self._store, doomed), f"remove {doomed[0]}")
+        all_keys = list(keys)
+        if all_keys:
+            self._get_or_none(lambda: self._library.delete(self._store, all_keys), f"remove {all_keys[0]}")
 
-    def _get_or_none(self, act: Callable[[], T], what: str) -> T | None:
+    def _get_or_none(self, request: Callable[[], T], purpose: str) -> T | None:
         try:
-            return self._retry_request(act, what)
+            return self._retry_request(request, purpose)
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
                 raise ObjectStoreError(f"{self.root} does not exist: create it, or correct the name") from error
             return None
 
-    def _retry_request(self, act: Callable[[], T], what: str) -> T:
-        """Call `act`, retry it after transient errors until the time budget is spent, and return its result.
+    def _retry_request(self, request: Callable[[], T], purpose: str) -> T:
+        """Call `request`, retry it after transient errors until the time for retries is spent, and return its result.
 
         Args:
-            act: Function that makes the request.
-            what: Description of the request, for error messages.
+            request: Function that makes the request.
+            purpose: Verb and object that describe the request in error messages, such as "read a/b".
 
         Raises:
             ObjectStoreError: If the store refused the request, or every attempt failed.
@@ -213,12 +232,15 @@ class ObjectClient:
             AlreadyExistsError, PreconditionError: If the condition of a conditional write is not met. These classes are
                 obstore's.
         """
-        exceptions, began, pause, attempts = self._library.exceptions, time.monotonic(), 0.1, 0
+        exceptions = self._library.exceptions
+        start = time.monotonic()
+        pause = 0.1
+        num_attempts = 0
         caller_errors = (FileNotFoundError, exceptions.AlreadyExistsError, exceptions.PreconditionError)
         while True:
-            attempts += 1
+            num_attempts += 1
             try:
-                return act()
+                return request()
             except caller_errors as error:
                 # S3 returns this error if two conditional writes coincide. A retry can succeed.
                 if "ConditionalRequestConflict" not in str(error):
@@ -226,18 +248,18 @@ class ObjectClient:
                 failure: Exception = error
             except (exceptions.BaseError, OSError, ValueError) as error:
                 failure = error
-            if why := self._explain_refusal(failure):
-                raise ObjectStoreError(f"could not {what} in {self.root}: {why}") from failure
-            if time.monotonic() - began + pause > self._retry_seconds:
+            if reason := self._describe_refusal(failure):
+                raise ObjectStoreError(f"could not {purpose} in {self.root}: {reason}") from failure
+            if time.monotonic() - start + pause > self._retry_seconds:
                 raise ObjectStoreError(
-                    f"could not {what} in {self.root}: {attempts} attempts in {time.monotonic() - began:.0f} s failed, the last "
-                    f"with: {_shorten_message(failure)}. Check that the store can be reached; {RETRY_SECONDS}=SECONDS "
+                    f"could not {purpose} in {self.root}: {num_attempts} attempts in {time.monotonic() - start:.0f} s failed, the "
+                    f"last with: {_shorten_message(failure)}. Check that the store can be reached; {RETRY_SECONDS}=SECONDS "
                     "retries for longer"
                 ) from failure
             time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, _MAX_PAUSE)
 
-    def _explain_refusal(self, error: Exception) -> str:
+    def _describe_refusal(self, error: Exception) -> str:
         """Return the reason why a retry of a failed request is pointless, or "" if a retry can succeed."""
         exceptions, text = self._library.exceptions, str(error)
         if "RequestTimeTooSkewed" in text:
@@ -247,7 +269,7 @@ class ObjectClient:
         if "BadScheme" in text:
             return "its endpoint uses http, without TLS: set AWS_ALLOW_HTTP=true to allow that"
         is_refused = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
-        if is_refused or re.search(_REFUSED, text):
+        if is_refused or re.search(_CREDENTIAL_ERRORS, text):
             return (
                 f"the credentials were refused ({_shorten_message(error)}). They have expired, are wrong, or do not "
                 "permit this: renew them "
@@ -266,11 +288,16 @@ class _ObjectClients(dict[tuple[str, int], ObjectClient]):
 
 
 def get_client(root: str) -> ObjectClient:
-    """Return this process's client for a bucket such as "s3://bucket"."""
-    known, key = scope.get_or_create(_ObjectClients), (root, os.getpid())
-    if key not in known:
-        known[key] = ObjectClient(root)
-    return known[key]
+    """Return this process's client for a bucket such as "s3://bucket", created on first use.
+
+    Raises:
+        OptionalDependencyMissing: If obstore is not installed.
+        ConfigError: If the URL or an environment variable is invalid.
+    """
+    clients, key = scope.get_or_create(_ObjectClients), (root, os.getpid())
+    if key not in clients:
+        clients[key] = ObjectClient(root)
+    return clients[key]
 
 
 def _read_seconds(name: str, default: float) -> float:

@@ -23,7 +23,7 @@ from headway.common.range_file import RangeFile
 from headway.errors import ConfigError
 
 PART = 16 * 2**20
-"""Size in bytes of one part of a file."""
+"""Size in bytes of one part of a file. Only the last part is shorter."""
 THREADS = 4
 """Number of parts that a process sends or receives concurrently."""
 SCHEMES = ("s3", "gs", "az")
@@ -33,7 +33,7 @@ They repeat the "store" rows of `headway.core.extensions`, which this layer must
 """
 _T = TypeVar("_T")
 _URL = re.compile(rf"({'|'.join(SCHEMES)})://")
-_MANGLED = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)")
+_URL_WITHOUT_SLASH = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)")
 _PART_NAME = re.compile(r"(.+)\.part-(\d{5,})")
 
 
@@ -45,7 +45,7 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
 
     def __str__(self) -> str:
         text = super().__str__()
-        return _MANGLED.sub(r"\1://", text)
+        return _URL_WITHOUT_SLASH.sub(r"\1://", text)
 
     def __fspath__(self) -> str:
         raise TypeError(f"{self} is in an object store, and has no path in the file system")
@@ -92,7 +92,9 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         return sizes
 
     def delete_parts(self, first: int) -> None:
-        """Delete the parts of this file from number `first` on, which an earlier, longer file has left.
+        """Delete the parts of this file from number `first` on, which remain from an earlier, longer file.
+
+        Do nothing if part `first` does not exist.
 
         Args:
             first: Number of the first part to delete, at least 1.
@@ -102,12 +104,16 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
 
     def _find_later_parts(self) -> dict[int, int]:
         """Return the sizes of the objects that belong to this file, except the first one, by their part numbers."""
-        matches = ((_PART_NAME.fullmatch(name), each.num_bytes) for name, each in self.parent.list_objects())
-        return {int(match[2]): num_bytes for match, num_bytes in matches if match is not None and match[1] == self.name}
+        sizes = {}
+        for name, each in self.parent.list_objects():
+            match = _PART_NAME.fullmatch(name)
+            if match is not None and match[1] == self.name:
+                sizes[int(match[2])] = each.num_bytes
+        return sizes
 
     def list_objects(self) -> list[tuple[str, ObjectInfo]]:
         """Return pairs of (name relative to this path, `ObjectInfo`) of all objects under this path, sorted by key."""
-        start = len(self.key) + bool(self.key)
+        start = len(self.key) + 1 if self.key else 0  # skip the slash after this path, too
         return [(each.key[start:], each) for each in sorted(self.client.list(self.key), key=lambda each: each.key)]
 
     # ---------------------------------------------------------------- the interface of pathlib.Path
@@ -153,9 +159,10 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         found = self.client.get(self.key)
         if found is None:
             raise FileNotFoundError(f"{self} does not exist")
-        if len(found[0]) != PART:
-            return found[0]
-        return found[0] + b"".join(self.read_range(PART, sum(self.list_part_sizes())))
+        first_part, _ = found
+        if len(first_part) != PART:
+            return first_part
+        return first_part + b"".join(self.read_range(PART, sum(self.list_part_sizes())))
 
     def read_text(self, *_: Any, **__: Any) -> str:
         """Return the content of the file, decoded from UTF-8. Arguments of `Path.read_text`, such as `encoding`, are ignored.
@@ -219,8 +226,8 @@ def expand_home(place: _T) -> _T:
     text = os.path.expanduser(str(place))
     if text == str(place):
         return place
-    kind: Any = type(place)
-    expanded: _T = kind(text)
+    path_type: Any = type(place)
+    expanded: _T = path_type(text)
     return expanded
 
 
@@ -235,7 +242,7 @@ def to_path(place: str | Path) -> Path:
     text = str(place)
     if isinstance(place, ObjectPath):
         return place
-    if isinstance(place, Path) and _MANGLED.match(text):
+    if isinstance(place, Path) and _URL_WITHOUT_SLASH.match(text):
         raise ConfigError(f"{place!r} is a URL that lost a slash in Path(); give the URL as text")
     if not _URL.match(text):
         return Path(expand_home(place))
@@ -255,10 +262,10 @@ def open_writable(place: Path) -> Iterator[Path]:
     if not isinstance(place, ObjectPath):
         yield place
         return
-    with tempfile.TemporaryDirectory(prefix="headway-") as made:
-        yield Path(made)
-        for path in sorted(each for each in Path(made).rglob("*") if each.is_file()):
-            with path.open("rb") as source, (place / path.relative_to(made)).open("wb") as file:
+    with tempfile.TemporaryDirectory(prefix="headway-") as temporary:
+        yield Path(temporary)
+        for path in sorted(each for each in Path(temporary).rglob("*") if each.is_file()):
+            with path.open("rb") as source, (place / path.relative_to(temporary)).open("wb") as file:
                 shutil.copyfileobj(source, file, PART)
 
 
@@ -274,20 +281,20 @@ class PartsWriter(io.RawIOBase):
 
     def __init__(self, path: ObjectPath) -> None:
         self._path = path
-        self._at = 0
-        self._number = 0
-        self._made = 0
-        self._free: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
-        self._senders = ThreadPoolExecutor(THREADS, "headway-send")
-        self._running: list[Future[None]] = []
+        self._num_written = 0
+        self._part_number = 0
+        self._num_buffers = 0
+        self._free_buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        self._executor = ThreadPoolExecutor(THREADS, "headway-send")
+        self._uploads: list[Future[None]] = []
         self._buffer = self._next_buffer()
-        self._filled = 0
+        self._num_filled = 0
 
     def _next_buffer(self) -> bytearray:
-        if self._made < THREADS and self._free.empty():
-            self._made += 1
+        if self._num_buffers < THREADS and self._free_buffers.empty():
+            self._num_buffers += 1
             return bytearray(PART)
-        return self._free.get()
+        return self._free_buffers.get()
 
     def writable(self) -> bool:
         """Return True, as `io` requires of a writer."""
@@ -295,7 +302,7 @@ class PartsWriter(io.RawIOBase):
 
     def tell(self) -> int:
         """Return the number of bytes written so far."""
-        return self._at
+        return self._num_written
 
     def write(self, data: Any) -> int:
         """Write all of `data` and return its length in bytes.
@@ -306,37 +313,37 @@ class PartsWriter(io.RawIOBase):
         view = memoryview(data).cast("B")
         count = len(view)
         while view:
-            if self._filled == PART:
+            if self._num_filled == PART:
                 self._send_part()
                 self._buffer = self._next_buffer()
-                self._filled = 0
-            taken = view[: PART - self._filled]
-            self._buffer[self._filled : self._filled + len(taken)] = taken
-            self._filled += len(taken)
-            self._at += len(taken)
-            view = view[len(taken) :]
+                self._num_filled = 0
+            chunk = view[: PART - self._num_filled]
+            self._buffer[self._num_filled : self._num_filled + len(chunk)] = chunk
+            self._num_filled += len(chunk)
+            self._num_written += len(chunk)
+            view = view[len(chunk) :]
         return count
 
     def _send_part(self) -> None:
-        for each in [each for each in self._running if each.done()]:
-            self._running.remove(each)
-            each.result()
-        key, buffer, filled = self._path.make_part_key(self._number), self._buffer, self._filled
-        self._number += 1
+        for upload in [each for each in self._uploads if each.done()]:
+            self._uploads.remove(upload)
+            upload.result()  # raises the error of a failed upload
+        key, buffer, filled = self._path.make_part_key(self._part_number), self._buffer, self._num_filled
+        self._part_number += 1
 
         def upload_buffer() -> None:
             try:
                 self._path.client.put(key, memoryview(buffer)[:filled])
             finally:
-                self._free.put(buffer)
+                self._free_buffers.put(buffer)
 
-        self._running.append(self._senders.submit(upload_buffer))
+        self._uploads.append(self._executor.submit(upload_buffer))
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is None:
             self.close()
         else:
-            self._senders.shutdown(cancel_futures=True)
+            self._executor.shutdown(cancel_futures=True)
             super().close()
 
     def close(self) -> None:
@@ -349,11 +356,11 @@ class PartsWriter(io.RawIOBase):
             return
         try:
             self._send_part()
-            for each in self._running:
-                each.result()
-            self._path.delete_parts(self._number)
+            for upload in self._uploads:
+                upload.result()
+            self._path.delete_parts(self._part_number)
         finally:
-            self._senders.shutdown(cancel_futures=True)
+            self._executor.shutdown(cancel_futures=True)
             super().close()
 
 
@@ -379,12 +386,15 @@ class PartsReader(RangeFile):
         The number is less than `len(view)` only at the end of the file.
         """
         end = min(self._num_bytes, offset + len(view))
-        if self._is_one_object and offset < end:  # can be longer than a part
-            ranges = iter([memoryview(self._path.client.get_range(self._path.key, offset, end))])
+        if offset >= end:
+            return 0
+        if self._is_one_object:
+            # Other programs also store files longer than a part as one object, so part boundaries do not apply.
+            chunks = iter([memoryview(self._path.client.get_range(self._path.key, offset, end))])
         else:
-            ranges = self._path.read_range(offset, end)
+            chunks = self._path.read_range(offset, end)
         count = 0
-        for each in ranges:
-            view[count : count + len(each)] = each
-            count += len(each)
+        for chunk in chunks:
+            view[count : count + len(chunk)] = chunk
+            count += len(chunk)
         return count

@@ -14,7 +14,7 @@ class RangeFile(io.RawIOBase):
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self._at = 0
+        self._position = 0
 
     @abstractmethod
     def read_at(self, offset: int, view: memoryview) -> int:
@@ -37,12 +37,18 @@ class RangeFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Move to a byte offset and return the new offset. `whence` has the same meaning as in `io.IOBase.seek`."""
-        self._at = offset + (0, self._at, self._num_bytes)[whence]
-        return self._at
+        """Move to a byte offset and return the new offset, counted from the start of the file.
+
+        Args:
+            offset: Byte offset relative to the origin that `whence` selects.
+            whence: `io.SEEK_SET` (start of the file), `io.SEEK_CUR` (current offset) or `io.SEEK_END` (end of the file).
+        """
+        origins = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._num_bytes}
+        self._position = origins[whence] + offset
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
         """Fill `buffer` from the current offset and return the number of bytes read."""
-        count = self.read_at(self._at, memoryview(buffer).cast("B"))
-        self._at += count
+        count = self.read_at(self._position, memoryview(buffer).cast("B"))
+        self._position += count
         return count

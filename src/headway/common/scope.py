@@ -12,32 +12,37 @@ T = TypeVar("T")
 
 
 class Scope:
-    """Container that holds at most one object per factory function or class."""
+    """Container that holds at most one object per class or factory function."""
 
     def __init__(self) -> None:
-        self._owned: dict[Callable[[], Any], Any] = {}
+        self._objects: dict[Callable[[], Any], Any] = {}
 
-    def get_or_create(self, make: Callable[[], T]) -> T:
-        """Return the object that `make` creates.
+    def get_or_create(self, factory: Callable[[], T]) -> T:
+        """Return the object that `factory` creates. `factory` is called only if this scope has no object of it yet.
 
-        `make` is called on first use. Later calls of `get_or_create` return the object that it created. There is no lock,
-        because a fork could copy the lock while it is held. If two threads call `make` at the same time, one of the
-        two objects is kept and returned to both.
+        There is no lock, because a fork could copy the lock while it is held. If two threads call `factory` at the same
+        time, one of the two objects is kept and returned to both.
+
+        Args:
+            factory: Class, or function without arguments. It also identifies the object in `has` and `drop`.
         """
-        found: T | None = self._owned.get(make)
-        return self._owned.setdefault(make, make()) if found is None else found
+        existing: T | None = self._objects.get(factory)
+        if existing is not None:
+            return existing
+        created: T = self._objects.setdefault(factory, factory())
+        return created
 
-    def has(self, make: Callable[[], Any]) -> bool:
-        """Whether an object created by `make` exists."""
-        return make in self._owned
+    def has(self, factory: Callable[[], Any]) -> bool:
+        """Whether an object created by `factory` exists."""
+        return factory in self._objects
 
-    def drop(self, make: Callable[[], Any]) -> None:
-        """Remove the object created by `make`. Do nothing if there is none."""
-        self._owned.pop(make, None)
+    def drop(self, factory: Callable[[], Any]) -> None:
+        """Remove the object created by `factory`. Do nothing if there is none."""
+        self._objects.pop(factory, None)
 
     def clear(self) -> None:
         """Remove all objects. For tests."""
-        self._owned.clear()
+        self._objects.clear()
 
 
 _process = Scope()

@@ -14,7 +14,7 @@ from headway.errors import CheckpointError, ConfigError
 SHORTEST_SECRET, LONGEST_SECRET = 16, 4096
 """Minimum length of a secret, and maximum length of a file that contains one, in bytes."""
 
-PROOF_SIZE = 32
+MAC_SIZE = 32
 """Length of an HMAC in characters. An HMAC has 128 bits, written in hexadecimal so that it fits into a line of text."""
 
 
@@ -48,14 +48,14 @@ class UnsealedCounter:
     """Counter of messages that were dropped because they had no valid HMAC of this run. The first one is reported.
 
     Args:
-        say: Function that prints a sentence, called for the first dropped message only.
+        report: Function that prints a sentence. It is called for the first dropped message only.
 
     Attributes:
         num_dropped: Number of dropped messages. A message can be a line, a value in a store, or a connection.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
         self.num_dropped = 0
 
     def describe_total(self) -> str:
@@ -64,16 +64,16 @@ class UnsealedCounter:
             return ""
         return f"{self.num_dropped} lines, values and connections of others were dropped in all"
 
-    def count_message(self, what: str) -> None:
+    def count_message(self, description: str) -> None:
         """Count one dropped message.
 
         Args:
-            what: Description of the message, such as "a line from 10.0.0.9".
+            description: Description of the message, such as "a line from 10.0.0.9".
         """
         self.num_dropped += 1
         if self.num_dropped == 1:
-            self._say(
-                f"{escape_text(what)} was not sent by a process of this run, so it is dropped, as all others like it will be "
+            self._report(
+                f"{escape_text(description)} was not sent by a process of this run, so it is dropped, as all others like it will be "
                 "(docs/security.md)"
             )
 
@@ -83,45 +83,47 @@ class Seal:
 
     Args:
         secret: The run's secret. If empty, HMACs detect messages of other programs, but not an attacker.
-        strangers: Counter for messages without a valid HMAC.
+        unsealed_counter: Counter for messages without a valid HMAC.
     """
 
-    def __init__(self, secret: bytes, strangers: UnsealedCounter) -> None:
+    def __init__(self, secret: bytes, unsealed_counter: UnsealedCounter) -> None:
         self._secret = secret
-        self.strangers = strangers
+        self.unsealed_counter = unsealed_counter
 
-    def derive(self, salt: str) -> str:
+    def derive_secret(self, salt: str) -> str:
         """Return a secret derived from the run's secret and `salt`, in hexadecimal."""
         import hmac  # imported here because it loads OpenSSL, which most commands do not need
 
         return hmac.digest(self._secret, salt.encode(), "sha256").hex()
 
-    def seal_message(self, place: str, content: bytes) -> bytes:
-        """Return the content prefixed with its HMAC, which is valid for `place` only.
+    def seal_message(self, context: str, content: bytes) -> bytes:
+        """Return the content prefixed with its HMAC, which is valid for `context` only.
 
         Args:
-            place: Name of the key or connection that the message is for.
+            context: Name of the store key or connection that the message is for. The HMAC covers it, so that a message
+                cannot be replayed under another name.
             content: Message to authenticate.
         """
-        return self._compute_proof(place, content) + content
+        return self._compute_mac(context, content) + content
 
-    def open_message(self, place: str, sealed: bytes) -> bytes | None:
-        """Return the content of a message if its HMAC is valid for `place`, else None.
+    def open_message(self, context: str, sealed: bytes) -> bytes | None:
+        """Return the content of a message if its HMAC is valid for `context`, else None.
 
         This method does not count invalid messages. The caller counts them.
 
         Args:
-            place: Name of the key or connection that the message is for.
+            context: Name of the store key or connection that the message is for. The HMAC covers it, so that a message
+                cannot be replayed under another name.
             sealed: Message as `seal_message` returned it.
         """
         import hmac
 
-        content = sealed[PROOF_SIZE:]
-        return content if hmac.compare_digest(sealed[:PROOF_SIZE], self._compute_proof(place, content)) else None
+        content = sealed[MAC_SIZE:]
+        return content if hmac.compare_digest(sealed[:MAC_SIZE], self._compute_mac(context, content)) else None
 
-    def _compute_proof(self, place: str, content: bytes) -> bytes:
+    def _compute_mac(self, context: str, content: bytes) -> bytes:
         import hmac
 
-        name = place.encode()
-        proof = hmac.digest(self._secret, struct.pack("<H", len(name)) + name + content, "sha256")
-        return proof[: PROOF_SIZE // 2].hex().encode()
+        name = context.encode()
+        mac = hmac.digest(self._secret, struct.pack("<H", len(name)) + name + content, "sha256")
+        return mac[: MAC_SIZE // 2].hex().encode()

@@ -9,9 +9,17 @@ from typing import NamedTuple
 
 
 class _Task(NamedTuple):
+    """Queued task.
+
+    Attributes:
+        number: Number of the task in the order of queueing, from 0.
+        call: Function to run.
+        is_submitted: Whether the task was queued by `submit` and therefore counts toward `max_waiting`.
+    """
+
     number: int
     call: Callable[[], None]
-    is_limited: bool
+    is_submitted: bool
 
 
 class TaskThreads:
@@ -33,7 +41,7 @@ class TaskThreads:
 
     def __init__(self, num_threads: int, name: str, max_waiting: int) -> None:
         self._tasks: queue.Queue[_Task | None] = queue.Queue()
-        self._free = threading.Semaphore(max_waiting)
+        self._free_slots = threading.Semaphore(max_waiting)
         self._numbers = itertools.count()
         self._errors: list[tuple[int, BaseException]] = []
         self._is_stopped = False
@@ -60,10 +68,10 @@ class TaskThreads:
         for thread in self._threads:
             thread.join()
         if kind is None:
-            self.check()
+            self.raise_first_error()
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Queue a task. Block while `max_waiting` submitted tasks are unfinished.
+        """Queue a task. Block while `max_waiting` submitted tasks are unfinished. Without threads, run the task at once.
 
         Raises:
             BaseException: The error of an earlier task, if one has failed.
@@ -71,43 +79,44 @@ class TaskThreads:
         if not self._num_threads:
             call()
             return
-        self._free.acquire()
-        self._tasks.put(_Task(next(self._numbers), call, is_limited=True))
-        self.check()
+        self._free_slots.acquire()
+        self._tasks.put(_Task(next(self._numbers), call, is_submitted=True))
+        self.raise_first_error()
 
     def add(self, call: Callable[[], None]) -> None:
         """Queue a task without waiting, regardless of the number of unfinished tasks. A running task may call this."""
-        self._tasks.put(_Task(next(self._numbers), call, is_limited=False))
+        self._tasks.put(_Task(next(self._numbers), call, is_submitted=False))
 
     def wait(self) -> None:
-        """Wait for all tasks.
+        """Wait for all tasks, including those that running tasks add. Without threads, run the added tasks here.
 
         Raises:
             BaseException: The error of the earliest failed task, if one has failed.
         """
-        while not (self._num_threads or self._tasks.empty()):
+        while self._num_threads == 0 and not self._tasks.empty():
             self._tasks.get().call()  # type: ignore[union-attr]
             self._tasks.task_done()
         self._tasks.join()
-        self.check()
+        self.raise_first_error()
 
     @property
     def has_failed(self) -> bool:
-        """Whether a task has failed, or an error has ended the `with` block. Long tasks check this to end early."""
+        """Whether a task has failed, or an error has ended the `with` block. Long tasks raise_first_error this to end early."""
         return self._is_stopped or bool(self._errors)
 
-    def check(self) -> None:
+    def raise_first_error(self) -> None:
         """Raise the error of the earliest failed task, if there is one.
 
         Raises:
             BaseException: The error of that task.
         """
         if self._errors:
-            raise min(self._errors, key=lambda failed: failed[0])[1]
+            _, earliest = min(self._errors, key=lambda failure: failure[0])
+            raise earliest
 
     def _run_tasks(self) -> None:
         while (task := self._tasks.get()) is not None:
-            number, is_limited = task.number, task.is_limited
+            number, is_submitted = task.number, task.is_submitted
             try:
                 if not self.has_failed:
                     task.call()
@@ -115,7 +124,7 @@ class TaskThreads:
                 self._errors.append((number, error))
             finally:
                 del task  # it may hold a large tensor, which the next `get` would keep alive
-                if is_limited:
-                    self._free.release()
+                if is_submitted:
+                    self._free_slots.release()
                 self._tasks.task_done()
         self._tasks.task_done()

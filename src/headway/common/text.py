@@ -8,19 +8,25 @@ from itertools import groupby
 from headway.errors import ConfigError
 
 
-def join_names(names: Sequence[str], most: int = 5) -> str:
-    """Join the first `most` names with commas, and add how many more there are, if any."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def join_names(names: Sequence[str], max_names: int = 5) -> str:
+    """Join the first `max_names` names with commas, and append the number of further names, if any."""
+    text = ", ".join(names[:max_names])
+    num_more = len(names) - max_names
+    return f"{text} and {num_more} more" if num_more > 0 else text
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
     """Format integers as ranges: [0, 1, 2, 5] -> '0-2, 5'."""
-    runs = (list(run) for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]))
-    return ", ".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
+    texts = []
+    # In a run of consecutive numbers, the difference between number and index is constant.
+    for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        texts.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0]))
+    return ", ".join(texts)
 
 
 def format_columns(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:
-    """Format rows of cells as aligned lines of text.
+    """Format rows of cells as aligned lines of text, with two spaces between columns.
 
     Args:
         rows: Rows with equal numbers of cells.
@@ -71,7 +77,10 @@ def format_bytes(size: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """Format a number with three significant digits and no exponent: 33912.7 -> '33,900', 0.01234 -> '0.0123'."""
+    """Format a number with three significant digits and no exponent: 33912.7 -> '33,900', 0.01234 -> '0.0123'.
+
+    Trailing zeros after the decimal point are removed. Infinity and NaN become 'inf' and 'nan'.
+    """
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     digits = 2 - math.floor(math.log10(abs(value)))

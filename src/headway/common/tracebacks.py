@@ -7,11 +7,11 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from headway.common.callsite import find_users_line, is_headway_file, is_user_file
+from headway.common.callsite import find_user_line, is_headway_file, is_user_file
 from headway.errors import HeadwayError
 
-# Files through which torch and Python forward calls. Their frames are equal in every traceback and show no cause.
-_CARRIERS = tuple(
+# Files in which torch only forwards calls. Their frames are the same in every traceback and do not show the cause.
+_FORWARDING_FILES = tuple(
     path.replace("/", os.sep)
     for path in (
         "/torch/nn/modules/module.py",
@@ -33,7 +33,7 @@ _CARRIERS = tuple(
 
 _FROZEN = ("<frozen runpy>", "<frozen importlib")
 
-_PLACE = r'  File "([^"]+)", line \d+ in '
+_FRAME_LINE = r'  File "([^"]+)", line \d+ in '
 
 _NOISE = (
     # gloo's position in its own source, its guess at the cause, and its sign-off
@@ -44,7 +44,7 @@ _NOISE = (
 )
 
 
-def remove_engine_noise(text: str) -> str:
+def remove_backend_noise(text: str) -> str:
     """Return an error message of PyTorch or gloo without C++ source positions, C++ stacks and boilerplate advice."""
     for pattern in _NOISE:
         text = re.sub(pattern, "", text)
@@ -59,13 +59,17 @@ def shorten_crash(dump: str) -> str:
     Args:
         dump: Output of faulthandler.
     """
-    kept = []
+    kept_lines = []
     for thread in dump.split("\n\n"):
         heading, *frames = thread.splitlines() or [""]
-        own = [line for line in frames if (place := re.match(_PLACE, line)) and is_user_file(place[1])]
-        if own:
-            kept += [heading, *own]
-    return "\n".join(kept) or dump
+        user_frames = []
+        for line in frames:
+            match = re.match(_FRAME_LINE, line)
+            if match is not None and is_user_file(match[1]):
+                user_frames.append(line)
+        if user_frames:
+            kept_lines += [heading, *user_frames]
+    return "\n".join(kept_lines) or dump
 
 
 def format_short_traceback(error: BaseException) -> tuple[str, int]:
@@ -79,11 +83,11 @@ def format_short_traceback(error: BaseException) -> tuple[str, int]:
 
     Returns:
         The text, and the number of frames left out. If it is 0, the text contains all frames. The C++ details that
-            `remove_engine_noise` recognizes are always left out.
+            `remove_backend_noise` recognizes are always left out.
     """
     exception = traceback.TracebackException.from_exception(error)
     num_hidden = _remove_frames(exception, error, is_ours=False, seen=set())
-    text = remove_engine_noise("".join(exception.format()))
+    text = remove_backend_noise("".join(exception.format()))
     if num_hidden:
         frames = "frame" if num_hidden == 1 else "frames"
         note = f"({num_hidden} {frames} of Headway and torch left out; HEADWAY_LOG_LEVEL=debug shows all)"
@@ -118,22 +122,24 @@ def _remove_frames(
     for name in ("__cause__", "__context__"):
         if (inner := getattr(exception, name)) is not None:
             num_hidden += _remove_frames(inner, getattr(error, name, None), is_ours, seen)
-    for inner, its in zip(getattr(exception, "exceptions", None) or (), getattr(error, "exceptions", None) or ()):
-        num_hidden += _remove_frames(inner, its, is_ours, seen)
+    sub_summaries = getattr(exception, "exceptions", None) or ()
+    sub_errors = getattr(error, "exceptions", None) or ()
+    for inner, sub_error in zip(sub_summaries, sub_errors):
+        num_hidden += _remove_frames(inner, sub_error, is_ours, seen)
     return num_hidden
 
 
 def _select_frames(frames: list[traceback.FrameSummary], is_ours: bool) -> list[traceback.FrameSummary]:
     if not frames or (is_headway_file(frames[-1].filename) and not is_ours):
         return frames
-    kept = [frame for frame in frames if not is_headway_file(frame.filename) and not _is_carrier(frame)]
+    kept = [frame for frame in frames if not is_headway_file(frame.filename) and not _is_forwarding(frame)]
     return kept if kept or is_ours else frames
 
 
-def _is_carrier(frame: traceback.FrameSummary) -> bool:
-    if (name := frame.filename) == "<string>":
+def _is_forwarding(frame: traceback.FrameSummary) -> bool:
+    if frame.filename == "<string>":
         return frame.name == "__init__"  # the __init__ that dataclasses generate
-    return name.startswith(_FROZEN) or any(part in name for part in _CARRIERS)
+    return frame.filename.startswith(_FROZEN) or any(part in frame.filename for part in _FORWARDING_FILES)
 
 
 def format_interrupt(error: KeyboardInterrupt) -> str:
@@ -141,22 +147,22 @@ def format_interrupt(error: KeyboardInterrupt) -> str:
 
     The text is shown instead of a traceback.
     """
-    place = find_users_line(error.__traceback__)
+    place = find_user_line(error.__traceback__)
     return "headway: stopped by Ctrl-C" + (f" at {place}" if place else "")
 
 
 class _Printer:
     """Exception hook for `sys.excepthook` that prints shortened tracebacks, and one line for Ctrl-C.
 
-    While switched off, it calls the hook that it has replaced.
+    It calls the previous hook instead if `is_on` is False, or if there is nothing to shorten.
     """
 
     def __init__(self, is_short: Callable[[], bool]) -> None:
-        self.former = sys.excepthook
+        self.previous_hook = sys.excepthook
         self.is_on = True
         self.notes: list[Callable[[BaseException], str]] = []
         # A hook that the program has installed formats tracebacks itself, so they are not shortened.
-        self._is_short = is_short if self.former is sys.__excepthook__ else lambda: False
+        self._is_short = is_short if self.previous_hook is sys.__excepthook__ else lambda: False
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_short = self.is_on and self._is_short()
@@ -170,7 +176,7 @@ class _Printer:
             sys.stderr.write(text)
             sys.stderr.flush()
         else:
-            self.former(kind, error, trace)
+            self.previous_hook(kind, error, trace)
         if self.is_on and (notes := self.format_notes(error)):
             print(notes, file=sys.stderr)
 
@@ -221,5 +227,5 @@ class ExceptionHook:
             return
         self._printer.is_on = False
         if sys.excepthook is self._printer:
-            sys.excepthook = self._printer.former
+            sys.excepthook = self._printer.previous_hook
         self._printer = None

@@ -20,78 +20,83 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 
-UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError)
+PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError)
 """Exceptions that code can raise when it parses a value of unknown type or structure."""
 
-_MOST_SHOWN = 100
+_MAX_SHOWN = 100
 """Maximum number of characters of a value in an error message."""
 
 
-def open_regular_file(path: Path, refusal: type[HeadwayError] = CheckpointError) -> BinaryIO:
+def open_regular_file(path: Path, error_class: type[HeadwayError] = CheckpointError) -> BinaryIO:
     """Open a regular file for unbuffered reading.
 
     Pipes and devices, which might never end, are refused without being opened.
 
     Args:
         path: The file, or a link to it.
-        refusal: Class of the error to raise. Default: CheckpointError.
+        error_class: Class of the error to raise. Default: CheckpointError.
 
     Raises:
-        CheckpointError (or `refusal`): If the path is not a regular file or cannot be opened.
+        CheckpointError (or `error_class`): If the path is not a regular file or cannot be opened.
     """
     if isinstance(path, ObjectPath):
         try:
             return path.open()  # type: ignore[no-any-return]
         except FileNotFoundError as error:
-            raise refusal(f"{path} cannot be read: the object does not exist") from error
+            raise error_class(f"{path} cannot be read: the object does not exist") from error
     try:
-        _check_kind(path, os.stat(path).st_mode, refusal)
+        _check_kind(path, os.stat(path).st_mode, error_class)
         # If the path becomes a pipe at this moment, O_NONBLOCK keeps `open` from waiting for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
-        raise refusal(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise error_class(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     file = os.fdopen(handle, "rb", buffering=0)
     try:
-        _check_kind(path, os.fstat(handle).st_mode, refusal)
+        _check_kind(path, os.fstat(handle).st_mode, error_class)
     except HeadwayError:
         file.close()
         raise
     return file
 
 
-def read_regular_file(path: Path, most: int, refusal: type[HeadwayError] = CheckpointError) -> bytes:
-    """Return the bytes of a regular file of at most `most` bytes.
+def read_regular_file(path: Path, max_bytes: int, error_class: type[HeadwayError] = CheckpointError) -> bytes:
+    """Return the bytes of a regular file of at most `max_bytes` bytes.
 
     Args:
         path: The file, or a link to it.
-        most: Maximum size of the file in bytes.
-        refusal: Class of the error to raise. Default: CheckpointError.
+        max_bytes: Maximum size of the file in bytes.
+        error_class: Class of the error to raise. Default: CheckpointError.
 
     Raises:
-        CheckpointError (or `refusal`): If the path is not a regular file, cannot be read, or is larger than `most`
+        CheckpointError (or `error_class`): If the path is not a regular file, cannot be read, or is larger than `max_bytes`
             bytes.
     """
-    with open_regular_file(path, refusal) as file:
+    with open_regular_file(path, error_class) as file:
         try:
-            # Files of /proc report no size, and objects have no descriptor.
-            size = (
-                path.client.get_size(path.key) or 0 if isinstance(path, ObjectPath) else os.fstat(file.fileno()).st_size
-            )
-            parts, left = [], most + 1
-            while size <= most and left and (part := file.read(left)):
+            if isinstance(path, ObjectPath):
+                size = path.client.get_size(path.key) or 0
+            else:
+                size = os.fstat(file.fileno()).st_size
+            # Files of /proc report a size of 0, so count the bytes while reading. One byte more shows that it is too long.
+            parts: list[bytes] = []
+            remaining = max_bytes + 1
+            while size <= max_bytes and remaining > 0:
+                part = file.read(remaining)
+                if not part:
+                    break
                 parts.append(part)
-                left -= len(part)
+                remaining -= len(part)
         except OSError as error:
-            raise refusal(f"{path} cannot be read: {error.strerror or error}") from error
-    if size > most or not left:
-        raise refusal(f"{path} is too long: {max(size, most + 1):,} bytes, where {most:,} are the most")
+            raise error_class(f"{path} cannot be read: {error.strerror or error}") from error
+    if size > max_bytes or remaining == 0:
+        raise error_class(f"{path} is too long: {max(size, max_bytes + 1):,} bytes, where {max_bytes:,} are the most")
     return b"".join(parts)
 
 
-def _check_kind(path: Path, mode: int, refusal: type[HeadwayError]) -> None:
+def _check_kind(path: Path, mode: int, error_class: type[HeadwayError]) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-        raise refusal(f"{path} is {kind}, not a regular file; nothing was read from it")
+        raise error_class(f"{path} is {kind}, not a regular file; nothing was read from it")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -111,7 +116,7 @@ def parse_whole_number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else None
 
 
-def show_value(value: object) -> str:
+def shorten_repr(value: object) -> str:
     """Return the `repr` of a value for an error message, truncated to 100 characters.
 
     A value that Python cannot convert to text is described instead.
@@ -120,7 +125,7 @@ def show_value(value: object) -> str:
         text = repr(value)
     except (ValueError, RecursionError):  # an int, or a container of one, with more digits than Python converts
         return f"a number of {value.bit_length()} bits" if isinstance(value, int) else "a value too large to print"
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... ({len(text)} characters)"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
 
 
 def escape_text(text: object) -> str:

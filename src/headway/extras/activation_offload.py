@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from headway.common import scope
-from headway.core.runtime.pinned_sizes import split_size
+from headway.core.runtime.pinned_sizes import split_into_powers_of_two
 
 MIN_BYTES = 1 << 20
 """Minimum bytes of an offloaded tensor. For smaller tensors, the copy costs more than their memory is worth."""
@@ -86,7 +86,7 @@ class CopyLane:
         if self._stream is None:
             return tensor.to("cpu", copy=True), None
         row = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-        parts = row.split_with_sizes([size // row.itemsize for size in split_size(row.nbytes)])
+        parts = row.split_with_sizes([size // row.itemsize for size in split_into_powers_of_two(row.nbytes)])
         host = PinnedCopy(tuple(torch.empty_like(part, device="cpu", pin_memory=True) for part in parts), tensor.shape)
         compute = torch.accelerator.current_stream(self._device)
         self._stream.wait_stream(compute)

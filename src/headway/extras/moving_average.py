@@ -31,7 +31,7 @@ import torch
 
 from headway.common import scope
 from headway.core.runtime import process
-from headway.core.runtime.dry_run import is_forecast
+from headway.core.runtime.dry_run import is_dry_run
 from headway.core.strategies.fully_sharded import dtensors
 from headway.core.training.prepared.objects import iterate_parameters
 from headway.core.training.prepared.registry import AcceleratorRegistry, PreparationListeners
@@ -651,7 +651,7 @@ class ExponentialMovingAverage:
                 f"save_snapshot() needs an average with decay=headway.PowerDecay(...), this one has decay={self._decay!r}; "
                 f"write its averages with accelerator.save_model(model, folder, weights={self.name!r})"
             )
-        if not is_forecast():  # averages in a forecast have no values
+        if not is_dry_run():  # averages in a forecast have no values
             write_snapshot(folder, self.state_dict(), self.run)
 
     def _describe_profile(self) -> dict[str, Any]:

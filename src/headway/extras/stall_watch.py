@@ -54,7 +54,7 @@ class StallWatch:
             self._limit = max(self._limit, limit)
             group.extend_timeouts(self._limit)
             control.current().extend_limit(self._limit)
-        pulse.get_own_pulse().set_lenience(limit)
+        pulse.get_own_pulse().set_timeout_extension(limit)
 
     def end_wait(self, loader: PreparedLoader) -> None:
         """Report in this rank's heartbeat that the batch has arrived, so that the rank no longer waits.
@@ -65,8 +65,8 @@ class StallWatch:
             loader: Loader that yields the batch.
         """
         if loader.stall_limit:
-            pulse.get_own_pulse().set_lenience(0.0)
+            pulse.get_own_pulse().set_timeout_extension(0.0)
 
     def end_pass(self) -> None:
         """Report in this rank's heartbeat that the rank has stopped waiting, because a pass over a loader has ended."""
-        pulse.get_own_pulse().set_lenience(0.0)
+        pulse.get_own_pulse().set_timeout_extension(0.0)

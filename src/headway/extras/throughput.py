@@ -350,13 +350,13 @@ class Throughput(ThroughputMeter):
 
     def show_in_bars(self) -> None:
         """Show the recent throughput in all progress bars of `headway.track` in this process."""
-        if self.fact not in events.collect_facts():
-            events.collect_facts().append(self.fact)
+        if self.fact not in events.get_progress_texts():
+            events.get_progress_texts().append(self.fact)
             process.release_at_end(self._remove_from_bars)
 
     def _remove_from_bars(self) -> None:
-        if self.fact in events.collect_facts():
-            events.collect_facts().remove(self.fact)
+        if self.fact in events.get_progress_texts():
+            events.get_progress_texts().remove(self.fact)
 
     def fact(self) -> str:
         """Return one line with samples per second, tokens per second and the time spent waiting for data.

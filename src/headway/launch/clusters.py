@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headway.common.untrusted import parse_whole_number, show_value
+from headway.common.untrusted import parse_whole_number, shorten_repr
 from headway.core.config.load import ResolvedSettings, SettingValue
 from headway.errors import ConfigError
 
@@ -116,7 +116,7 @@ class _ClusterVariables:
         number = parse_whole_number(text)
         if number is None:
             raise ConfigError(
-                f"{self._cluster} says {name}={show_value(text)}, which should be a whole number; correct or unset it"
+                f"{self._cluster} says {name}={shorten_repr(text)}, which should be a whole number; correct or unset it"
             )
         return number
 

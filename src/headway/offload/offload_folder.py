@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from headway.common.atomic import open_replacement, write_text
-from headway.common.untrusted import escape_text, parse_json, read_regular_file, show_value
+from headway.common.untrusted import escape_text, parse_json, read_regular_file, shorten_repr
 from headway.core.weights.files import StoredTensor, WeightFiles, map_safetensors, open_checkpoint
 from headway.core.weights.names import assign_value, map_locations, map_ties
 from headway.core.weights.shards import (
@@ -80,7 +80,7 @@ def offload_tensors(
                 raise _make_foreign_error(path, f"the values of {name} differ")
         return found
     try:
-        with open_replacement(path, has_rivals=True) as staged:
+        with open_replacement(path, has_other_writers=True) as staged:
             write_file(staged, order_widest_first(specs), values(), {_OWNER: owner})
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {error}") from error
@@ -139,7 +139,7 @@ def offload_weight(
     """
     path = _check_weight(weight, weight_name, offload_folder)
     plain = weight.detach().cpu().contiguous()
-    with open_replacement(path, has_rivals=True) as staged, staged.open("wb") as file:
+    with open_replacement(path, has_other_writers=True) as staged, staged.open("wb") as file:
         if plain.numel():
             file.write(plain.flatten().view(torch.uint8).numpy().data)
     if index is not None:
@@ -169,7 +169,7 @@ def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, obj
     if size != num_bytes:
         state = "missing" if size is None else f"{size} bytes"
         raise CheckpointError(
-            f"{escape_text(path)} is {state}; its entry has {show_value(list(shape))} {dtype}, {num_bytes} bytes; offload again"
+            f"{escape_text(path)} is {state}; its entry has {shorten_repr(list(shape))} {dtype}, {num_bytes} bytes; offload again"
         )
     with path.open("rb") as file:
         view = mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_COPY)
@@ -182,7 +182,8 @@ def _parse_entry(name: str, info: Mapping[str, Any]) -> tuple[torch.dtype, tuple
     is_shape = isinstance(shape, list | tuple) and all(type(n) is int and 0 <= n < _MOST for n in shape)
     if not isinstance(dtype, torch.dtype) or not is_shape or math.prod(max(n, 1) for n in shape or ()) >= _MOST:
         raise CheckpointError(
-            f"{escape_text(name)}: the entry in the offload index is {show_value(dict(info))}; it needs a dtype of torch and a shape"
+            f"{escape_text(name)}: the entry in the offload index is {shorten_repr(dict(info))}; "
+            "it needs a dtype of torch and a shape"
         )
     assert shape is not None
     return dtype, tuple(shape)
@@ -236,7 +237,7 @@ def save_offload_index(index: Mapping[str, Mapping[str, object]] | None, offload
         return
     path = Path(offload_folder) / INDEX
     present = read_offload_index(offload_folder) if path.exists() else {}
-    write_text(path, json.dumps({**present, **index}, indent=2), has_rivals=True)
+    write_text(path, json.dumps({**present, **index}, indent=2), has_other_writers=True)
 
 
 def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ import torch
 from headway.common import env
 from headway.common.task_threads import TaskThreads
 from headway.common.text import format_bytes
-from headway.core.runtime.pinned_memory import ARENA, count_threads
+from headway.core.runtime.pinned_memory import MAX_ARENA_BYTES, choose_num_threads
 from headway.core.runtime.pinned_sizes import plan_arenas
 from headway.core.weights.names import is_mapped
 from headway.log import get_logger
@@ -55,12 +55,12 @@ def pin_tensors(homes: Sequence[torch.Tensor], limit: int, allocate: Callable[[i
     unique = {id(home): home for home in homes}
     shared = _find_overlapping(unique.values())
     fit = [home for key, home in unique.items() if key not in shared and _can_pin(home)]
-    plan = list(plan_arenas([home.nbytes for home in fit], limit, ARENA))
+    plan = list(plan_arenas([home.nbytes for home in fit], limit, MAX_ARENA_BYTES))
     if not plan:
         return 0
     progress = _PinProgress()
     index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-    num_threads = min(len(plan), count_threads())
+    num_threads = min(len(plan), choose_num_threads())
     with TaskThreads(num_threads, "headway-pin", num_threads) as threads:
         for num_bytes, part in plan:
             here = [(fit[number], start) for number, start in part]

@@ -324,7 +324,7 @@ class ResumeDecision:
             asked = None if self._asked is None or isinstance(self._asked, bool) else str(self._asked)
             mark, path = PreemptionMarker(run, self.training, asked, update), to_path(self._folder) / FILE
             try:
-                atomic.write_text(path, json.dumps(asdict(mark)) + "\n", has_rivals=True)
+                atomic.write_text(path, json.dumps(asdict(mark)) + "\n", has_other_writers=True)
             except (OSError, ObjectStoreError) as error:
                 log.warning(
                     "%s cannot be written (%s): give resume_from_checkpoint=%r to resume", path, error, str(checkpoint)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from headway.core.data.loader import PreparedLoader
 from headway.core.runtime.collectives.tree import Tree
-from headway.core.runtime.dry_run import is_forecast
+from headway.core.runtime.dry_run import is_dry_run
 from headway.core.weights.export import copy_files
 from headway.errors import ConfigError, DataError
 from headway.trainer import results
@@ -473,7 +473,7 @@ class EvaluationMethods(LegacyMembers):
             ConfigError: If `metric_for_best_model` is not among the metrics or not a number.
         """
         args = self.args
-        if is_forecast() or not args.eval_sanity_check or (args.eval_strategy == "no" and not args.eval_on_start):
+        if is_dry_run() or not args.eval_sanity_check or (args.eval_strategy == "no" and not args.eval_on_start):
             return
         if not list_overridden(type(self), ["evaluate", "evaluation_loop"]):
             shared = (self, self.train_dataset, self.eval_dataset, self.processing_class)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from headway.accelerator import Accelerator
-from headway.core.runtime.dry_run import is_forecast
+from headway.core.runtime.dry_run import is_dry_run
 from headway.errors import ConfigError
 from headway.language_data.boundary_check import check_document_boundaries
 from headway.language_data.packing import PackedDataset
@@ -122,7 +122,7 @@ class Packer:
             PrepareError: If the model ignores the boundaries of documents, or does not accept packed batches.
         """
         collate = self.choose_collator(dataset, model)
-        if collate is None or is_forecast() or self._checked is model or not getattr(collate, "check_model", True):
+        if collate is None or is_dry_run() or self._checked is model or not getattr(collate, "check_model", True):
             return
         check_document_boundaries(model, collate, is_half=accelerator.mixed_precision != "no" or None)
         self._checked = model

@@ -50,7 +50,7 @@ def test_concurrent_writers_use_separate_temporary_files(tmp_path):
         try:
             for _ in range(20):
                 barrier.wait()
-                write_text(path, f"{number}" * 5000, has_rivals=True)
+                write_text(path, f"{number}" * 5000, has_other_writers=True)
                 text = path.read_text()
                 if len(text) != 5000 or len(set(text)) != 1:
                     failed.append(text)

@@ -10,8 +10,8 @@ from headway.common import callsite
 from headway.common.callsite import (
     Frame,
     find_call_site,
-    find_users_frame,
-    find_users_line,
+    find_user_frame,
+    find_user_line,
     is_headway_file,
     is_user_file,
     walk_stack,
@@ -37,7 +37,7 @@ def test_files_of_users_and_of_headway_are_recognized():
 def test_call_site_is_the_line_of_the_call():
     here = sys._getframe()
     assert find_call_site() == f"{__file__}:{here.f_lineno}"
-    assert find_users_frame() is here
+    assert find_user_frame() is here
 
 
 def test_library_frames_in_between_are_skipped():
@@ -45,14 +45,14 @@ def test_library_frames_in_between_are_skipped():
     assert call_from_file(LIBRARY, find_call_site) == f"{__file__}:{line}"
     assert call_from_file("/u/train.py", find_call_site) == "/u/train.py:3"
     assert (
-        call_from_file("/u/train.py", lambda: call_from_file(callsite.__file__, find_users_frame)).f_code.co_filename
+        call_from_file("/u/train.py", lambda: call_from_file(callsite.__file__, find_user_frame)).f_code.co_filename
         == __file__
     )
 
 
 def test_without_user_frames_the_innermost_other_frame_is_used(monkeypatch):
     monkeypatch.setattr(callsite, "is_user_file", lambda file: False)
-    assert find_users_frame() is None
+    assert find_user_frame() is None
     assert call_from_file(LIBRARY, find_call_site) == f"{LIBRARY}:3"
     assert call_from_file(callsite.__file__, find_call_site).startswith(f"{__file__}:")
 
@@ -71,13 +71,13 @@ def test_users_line_is_found_in_a_traceback(monkeypatch, tmp_path):
         call_from_file(
             LIBRARY, lambda: call_from_file(str(tmp_path / "train.py"), lambda: call_from_file(LIBRARY, lambda: 1 / 0))
         )
-    assert find_users_line(told.tb).startswith(f"{__file__}:")  # the lambda that divides
+    assert find_user_line(told.tb).startswith(f"{__file__}:")  # the lambda that divides
     last = told.tb
     while not last.tb_frame.f_code.co_filename.endswith("train.py"):
         last = last.tb_next
     last.tb_next = None
-    assert find_users_line(last) == "train.py:3"
-    assert find_users_line(None) == ""
+    assert find_user_line(last) == "train.py:3"
+    assert find_user_line(None) == ""
 
 
 def test_code_without_a_file_is_the_users_unless_generated():

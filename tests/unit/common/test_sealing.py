@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.common.sealing import PROOF_SIZE, Seal, UnsealedCounter, read_secret
+from headway.common.sealing import MAC_SIZE, Seal, UnsealedCounter, read_secret
 from headway.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def test_sealed_message_opens_only_with_its_place_and_secret(secret, place, cont
     assert seal.open_message(place, closed) == content
     assert seal.open_message(f"{place} ", closed) is None
     assert make_seal(secret + b"!").open_message(place, closed) is None
-    assert b"\n" not in closed[:PROOF_SIZE]
+    assert b"\n" not in closed[:MAC_SIZE]
 
 
 @given(st.binary(max_size=100))
@@ -38,14 +38,14 @@ def test_message_with_any_changed_byte_is_rejected():
 
 
 def test_each_salt_derives_a_different_secret():
-    assert make_seal(b"a").derive("1") == make_seal(b"a").derive("1")
+    assert make_seal(b"a").derive_secret("1") == make_seal(b"a").derive_secret("1")
     assert (
         len(
             {
-                make_seal(b"a").derive("1"),
-                make_seal(b"a").derive("2"),
-                make_seal(b"b").derive("1"),
-                make_seal(b"").derive("1"),
+                make_seal(b"a").derive_secret("1"),
+                make_seal(b"a").derive_secret("2"),
+                make_seal(b"b").derive_secret("1"),
+                make_seal(b"").derive_secret("1"),
             }
         )
         == 4

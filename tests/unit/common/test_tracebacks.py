@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headway import Accelerator
-from headway.common.tracebacks import format_short_traceback, remove_engine_noise
+from headway.common.tracebacks import format_short_traceback, remove_backend_noise
 from headway.core.config.values import check_file_value
 from headway.core.runtime import process
 from headway.errors import PrepareError
@@ -128,10 +128,10 @@ def test_exception_groups_are_shortened():
 
 
 def test_noise_is_removed_from_engine_errors():
-    assert remove_engine_noise(GLOO) == "Connection closed by peer [127.0.0.1]:13741."
+    assert remove_backend_noise(GLOO) == "Connection closed by peer [127.0.0.1]:13741."
     stack = "timed out\nException raised from f at /__w/x.cpp:1 (most recent call first):\nframe #0: a\n<omitting python frames>\n"
-    assert remove_engine_noise(f"{stack}frame #9: b\nand more") == "timed out\nand more"
-    assert remove_engine_noise("[1, 2] is a list; see [a.cc:1]") == "[1, 2] is a list; see [a.cc:1]"
+    assert remove_backend_noise(f"{stack}frame #9: b\nand more") == "timed out\nand more"
+    assert remove_backend_noise("[1, 2] is a list; see [a.cc:1]") == "[1, 2] is a list; see [a.cc:1]"
 
 
 @pytest.mark.slow

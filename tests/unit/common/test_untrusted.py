@@ -12,7 +12,7 @@ from headway.common.untrusted import (
     parse_json,
     parse_whole_number,
     read_regular_file,
-    show_value,
+    shorten_repr,
 )
 from headway.errors import CheckpointError, ConfigError
 
@@ -55,10 +55,10 @@ def test_json_values_are_escaped_and_keep_line_breaks():
 
 
 def test_long_values_are_truncated_in_messages():
-    assert show_value("x\x1b") == "'x\\x1b'"
-    assert show_value([1] * 1000) == "[" + "1, " * 33 + "... (3000 characters)"
-    assert show_value(1 << 20_000) == "a number of 20001 bits"
-    assert show_value([1 << 20_000]) == "a value too large to print"
+    assert shorten_repr("x\x1b") == "'x\\x1b'"
+    assert shorten_repr([1] * 1000) == "[" + "1, " * 33 + "... (3000 characters)"
+    assert shorten_repr(1 << 20_000) == "a number of 20001 bits"
+    assert shorten_repr([1 << 20_000]) == "a value too large to print"
 
 
 def test_only_short_ascii_digits_make_a_whole_number():

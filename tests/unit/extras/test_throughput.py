@@ -224,7 +224,7 @@ def test_progress_bars_show_the_throughput(capsys):
         pass
     assert capsys.readouterr().err.count("0 samples/s, 25% waiting for data") == 1
     accelerator.end_training()
-    assert meter.fact not in events.collect_facts()
+    assert meter.fact not in events.get_progress_texts()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.collectives.ranks import RankAware
 from headway.core.runtime.device import detect_hardware
-from headway.core.runtime.group import find_engine
+from headway.core.runtime.group import find_backend
 from headway.core.training.facts import AcceleratorFacts
 from headway.core.training.windows import AccumulationWindows
 from headway.errors import ConfigError, UnsupportedError
@@ -178,7 +178,7 @@ class PartialState(RankAware):
         """
         if self.num_processes == 1:
             return None
-        return find_engine(self.device) if dist.is_initialized() else None
+        return find_backend(self.device) if dist.is_initialized() else None
 
     @property
     def default_device(self) -> torch.device:

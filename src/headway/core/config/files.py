@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.common import atomic
-from headway.common.untrusted import read_regular_file, show_value
+from headway.common.untrusted import read_regular_file, shorten_repr
 from headway.core.config.launch import EARLIER_NAMES, SETTINGS, LaunchConfig
 from headway.core.config.load import SettingValue
 from headway.core.config.values import check_file_value, suggest_word
@@ -147,7 +147,7 @@ def _check_shape(events: Iterable[Any], name: str) -> None:
             )
         if kind == "ScalarEvent" and not event.style and len(event.value) > _LONGEST:
             raise ConfigError(
-                f"the config file {name} contains a number or word that no setting accepts: {show_value(event.value)}"
+                f"the config file {name} contains a number or word that no setting accepts: {shorten_repr(event.value)}"
             )
         if kind == "AliasEvent":
             raise ConfigError(

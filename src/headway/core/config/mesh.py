@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from headway.common.untrusted import parse_whole_number, show_value
+from headway.common.untrusted import parse_whole_number, shorten_repr
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ def parse_layout(text: str) -> ParsedLayout:
     if normalize_layout(text) in ENGINES:
         return ParsedLayout(text, {"shard": None}, is_deepspeed=True)
     if len(text) > _LONGEST:
-        raise ConfigError(f"strategy {show_value(text)} is too long for a layout, which reads like fsdp+tp=2")
+        raise ConfigError(f"strategy {shorten_repr(text)} is too long for a layout, which reads like fsdp+tp=2")
     for term in normalize_layout(text).split("+"):
         name, has_size, number = term.partition("=")
         size = parse_whole_number(number)

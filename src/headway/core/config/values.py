@@ -6,7 +6,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from headway.common import env
-from headway.common.untrusted import show_value
+from headway.common.untrusted import shorten_repr
 from headway.core.config.foreign_words import ARGUMENTS, explain_precision
 from headway.core.config.launch import LaunchSetting
 from headway.errors import CallError, ConfigError
@@ -200,4 +200,4 @@ def _make_error(setting: LaunchSetting, value: Any, origin: str) -> ConfigError:
             )
             allowed += f", {setting.minimum} to {setting.maximum}" if is_bounded else f", {setting.minimum} or more"
     hint = explain_precision(value, setting.choices) if setting.name == "mixed_precision" else ""
-    return ConfigError(f"{setting.name}={show_value(value)} ({origin}) must be {allowed}{hint}")
+    return ConfigError(f"{setting.name}={shorten_repr(value)} ({origin}) must be {allowed}{hint}")

@@ -88,14 +88,14 @@ class GroupAborter:
         Returns at once if no failure was announced and this process can leave the group without waiting for peers.
         """
         # During the abort the group can no longer be queried, and a new group would be destroyed with it.
-        if self._is_heard.is_set() or process.does_exit_wait():
+        if self._is_heard.is_set() or process.does_exit_block_peers():
             self._is_done.wait(_MEETING + _ABORT)
 
     def _run(self) -> None:
         try:
             while not self._over.wait(_LOOK):
                 # The script's Accelerator starts the runtime, with its own settings. Until then there is no group.
-                is_joined = process.has_control_link() and process.does_exit_wait()
+                is_joined = process.has_control_link() and process.does_exit_block_peers()
                 if is_joined and control.current().has_key(self._key):
                     self._is_heard.set()
                     self._wait_for_peers(control.current())
@@ -292,7 +292,7 @@ class Attempt:
         failed = [float(is_out and rank == runtime.rank) for rank in range(runtime.world_size)]
         votes = [float(is_out), float(is_done), float(not is_done), float(self.size), -float(self.size), *failed]
         out, done, running, most, least, *failed = control.current().vote(
-            votes, "max", timeout=runtime.timeout + process.read_group_timeout() + _MARGIN
+            votes, "max", timeout=runtime.timeout + process.get_group_timeout() + _MARGIN
         )
         if most != -least:
             raise StateError(
@@ -334,11 +334,11 @@ class Attempt:
         process.current()  # memory may have run out before the script's Accelerator joined the other processes
         # A peer can arrive as late as the run's timeout allows. It can then wait in a collective that this rank has
         # left until that collective times out.
-        pulse.get_own_pulse().set_lenience((process.read_group_timeout() + _TO_VOTE).total_seconds())
+        pulse.get_own_pulse().set_timeout_extension((process.get_group_timeout() + _TO_VOTE).total_seconds())
         try:
             return self._free_memory(error, several=True)
         finally:
-            pulse.get_own_pulse().set_lenience(0.0)
+            pulse.get_own_pulse().set_timeout_extension(0.0)
 
     def _free_memory(self, error: BaseException | None, several: bool) -> Outcome:
         """Free the memory that a failed attempt used, vote with all ranks, and join a new process group.

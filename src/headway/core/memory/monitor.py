@@ -224,8 +224,8 @@ class MemoryMonitor:
         self._stack.callback(self._end_measuring, meter)
         if self._by_phase:
             self._stack.enter_context(events.listen_to_phases(self._begin_phase))
-        events.collect_facts().append(self._format_peak)
-        self._stack.callback(events.collect_facts().remove, self._format_peak)
+        events.get_progress_texts().append(self._format_peak)
+        self._stack.callback(events.get_progress_texts().remove, self._format_peak)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -6,7 +6,7 @@ list methods of process groups and of their backends. A test checks that all nam
 """
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import distributed_c10d
@@ -30,7 +30,7 @@ The public functions in `torch.utils` can only set this name.
 """
 
 is_allocator_initialized = torch._C._accelerator_isAllocatorInitialized
-"""Whether the accelerator's allocator counts memory. If not, `torch.accelerator`'s memory functions raise an error."""
+"""Returns whether the accelerator's allocator counts memory. If not, `torch.accelerator`'s memory functions raise an error."""
 
 has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type
 """Returns whether the `data` of one tensor can be set to another tensor. `torch.nn.Module.to` also calls it."""
@@ -76,24 +76,34 @@ def list_groups() -> list[Any]:
     return list(distributed_c10d._world.pg_map)
 
 
-def extend_timeout(group: Any, extension: timedelta, known: dict[str, tuple[timedelta, timedelta]]) -> None:
+class BackendTimeout(NamedTuple):
+    """Timeouts of a process group's backend before and after `extend_timeout` extended it."""
+
+    original: timedelta
+    extended: timedelta
+
+
+def extend_timeout(group: Any, extension: timedelta, extended_timeouts: dict[str, BackendTimeout]) -> None:
     """Extend the timeout of a process group's later collectives. torch has no public setter.
+
+    Backends without a timeout option, or without a method to set it, are skipped.
 
     Args:
         group: Process group.
-        extension: Time to add to the group's own timeout. A later call replaces it instead of adding to it.
-        known: Pair (original timeout, extended timeout) for each backend that an earlier call has extended. The keys
-            consist of group name and device type. This function updates the dict.
+        extension: Time to add to the group's original timeout. A later call replaces it instead of adding to it.
+        extended_timeouts: Timeouts of each backend that an earlier call has extended. The keys consist of group name
+            and device type. This function updates the dict.
     """
-    for kind in group._device_types:
-        backend = group._get_backend(kind)
+    for device_type in group._device_types:
+        backend = group._get_backend(device_type)
         options = getattr(backend, "options", None)
         if options is None or not hasattr(backend, "_set_default_timeout"):
             continue
-        place = f"{group.group_name} {kind}"
-        own, extended = known.get(place, (timedelta(), timedelta()))
-        if options._timeout != extended:
-            own = options._timeout
-        if options._timeout != own + extension:
-            backend._set_default_timeout(own + extension)
-        known[place] = own, own + extension
+        key = f"{group.group_name} {device_type}"
+        earlier = extended_timeouts.get(key)
+        # If the current timeout is not the one that an earlier call has set, other code has set a new original one.
+        is_extended = earlier is not None and options._timeout == earlier.extended
+        original = earlier.original if earlier is not None and is_extended else options._timeout
+        if options._timeout != original + extension:
+            backend._set_default_timeout(original + extension)
+        extended_timeouts[key] = BackendTimeout(original, original + extension)

@@ -29,7 +29,7 @@ class LedgerEntry:
 
 
 class CollectiveLedger:
-    """Counter of the collectives of one process group.
+    """Counter of the collectives that this process enters in one process group.
 
     It also records each collective in this process's pulse (a memory-mapped file), for the hang watch.
 

@@ -97,13 +97,13 @@ class CopyStream:
         """Return the current position in the computation's stream, the current stream of the calling thread."""
         return record_point(self.device)
 
-    def begin_copies(self, after: StreamPoint) -> StreamPoint:
+    def begin_copies(self, dependency: StreamPoint) -> StreamPoint:
         """Make copies that are queued from now on wait for a position. Return the position at which they start.
 
         Args:
-            after: Position, usually in the computation's stream, that the device must reach before the copies.
+            dependency: Position, usually in the computation's stream, that the device must reach before the copies.
         """
-        self._stream.wait_event(after.event)
+        self._stream.wait_event(dependency.event)
         return _record_point_in(self._stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -115,18 +115,19 @@ class CopyStream:
         """Return the position in the copy stream after all copies queued so far."""
         return _record_point_in(self._stream)
 
-    def order_after_copy(self, copy: torch.Tensor, allocated: StreamPoint, done: StreamPoint) -> None:
+    def order_after_copy(self, copy: torch.Tensor, allocation: StreamPoint, copy_end: StreamPoint) -> None:
         """Make the computation wait for a copy before it uses the tensor.
 
         Args:
-            copy: Tensor that the computation will use.
-            allocated: Position at which the tensor's memory was allocated, from `record_position()`.
-            done: Position after the copy was queued, from `end_copies()`.
+            copy: Tensor that the computation in the current stream will use.
+            allocation: Position at which the tensor's memory was allocated, from `record_position()`.
+            copy_end: Position after the copy was queued, from `end_copies()`.
         """
         stream = torch.accelerator.current_stream(self.device)
-        stream.wait_event(done.event)
-        if stream != allocated.stream:
-            copy.record_stream(stream)  # the caller's own stream, to which the copy's memory does not belong
+        stream.wait_event(copy_end.event)
+        if stream != allocation.stream:
+            # The memory belongs to another stream, so tell the allocator not to reuse it before this stream is done.
+            copy.record_stream(stream)
 
     def drain(self) -> None:
         """Block the calling thread until all queued copies are done."""

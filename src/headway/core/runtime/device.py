@@ -24,12 +24,12 @@ from headway.errors import DeviceUnavailable, UnsupportedError
 
 psutil = LazyModule("psutil")
 
-_REFUSED = {
+_UNSUPPORTED = {
     "tpu": "TPUs need torch_xla, which Headway does not support yet; use a CPU, or an accelerator that torch supports itself",
     "xla": "XLA devices need torch_xla, which Headway does not support yet; use a CPU, or an accelerator that torch supports itself",
 }
 
-_CPU_ENGINE = "gloo"
+_CPU_BACKEND = "gloo"
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ class Hardware:
         If the module has no memory functions, the function of `torch.accelerator` is returned, provided that the
         device's allocator counts memory.
         """
-        found = self.find_function(name)
-        if (
-            found is None
-            and self.kind != "cpu"
-            and self.find_function("current_allocated_memory") is None
-            and _has_counting_allocator()
-        ):
-            return getattr(torch.accelerator, {"mem_get_info": "get_memory_info"}.get(name, name), None)
-        return found
+        function = self.find_function(name)
+        if function is not None or self.kind == "cpu":
+            return function
+        # A module such as torch.mps has memory functions of its own, under other names than torch.accelerator.
+        has_own_functions = self.find_function("current_allocated_memory") is not None
+        if has_own_functions or not _has_counting_allocator():
+            return None
+        accelerator_name = "get_memory_info" if name == "mem_get_info" else name
+        return getattr(torch.accelerator, accelerator_name, None)
 
     @property
     def is_indexed(self) -> bool:
@@ -76,28 +76,30 @@ class Hardware:
         return self.kind != "cpu" and self.find_function("current_device") is not None
 
     @property
-    def engine(self) -> str | None:
-        """torch.distributed's default backend for tensors of this device type, or None if none is registered."""
+    def default_backend(self) -> str | None:
+        """Name of torch.distributed's default backend for tensors of this device type, or None if none is registered."""
         from torch.distributed import Backend
 
         return Backend.default_device_backend_map.get(self.kind)
 
     @property
-    def backend(self) -> str:
-        """Backend string for `init_process_group`.
+    def backend_string(self) -> str:
+        """Backends for `init_process_group`, such as "cpu:gloo,cuda:nccl".
 
         CPU tensors always use gloo, in addition to the device's own backend.
 
         Raises:
             UnsupportedError: If torch.distributed has no default backend for this device type.
         """
-        if self.engine is None:
+        if self.default_backend is None:
             raise UnsupportedError(
                 f"torch.distributed has no default backend for tensors on {self.kind} devices. Import the vendor's package that "
                 f"registers one (Backend.register_backend(..., devices=['{self.kind}'])) before the Accelerator is created, name "
                 f"one with InitProcessGroupKwargs(backend='cpu:gloo,{self.kind}:<backend>'), run one process, or pass cpu=True"
             )
-        return _CPU_ENGINE if self.engine == _CPU_ENGINE else f"cpu:{_CPU_ENGINE},{self.kind}:{self.engine}"
+        if self.default_backend == _CPU_BACKEND:
+            return _CPU_BACKEND
+        return f"cpu:{_CPU_BACKEND},{self.kind}:{self.default_backend}"
 
     def is_available(self) -> bool:
         """Whether this process can use a device of this type."""
@@ -140,14 +142,14 @@ class Hardware:
         list_dtypes = self.find_function("get_amp_supported_dtype")
         return list_dtypes is not None and dtype in list_dtypes()
 
-    def without_autocast(self) -> AbstractContextManager[Any]:
+    def disable_autocast(self) -> AbstractContextManager[Any]:
         """Return a context in which autocast is off.
 
         The context does nothing for a vendor's device type without autocast support, for which torch.autocast would
         raise an error.
         """
-        is_vendors = self.kind == _torch.get_vendor_device_name()
-        if is_vendors and self.find_function("get_amp_supported_dtype") is None:
+        is_vendor_type = self.kind == _torch.get_vendor_device_name()
+        if is_vendor_type and self.find_function("get_amp_supported_dtype") is None:
             return nullcontext()
         return torch.autocast(self.kind, enabled=False)
 
@@ -167,7 +169,7 @@ class Hardware:
             (self.find_function("synchronize") or torch.accelerator.synchronize)()
 
     def empty_cache(self) -> None:
-        """Collect garbage, then return cached device memory to the driver."""
+        """Run Python's garbage collector, then return cached device memory to the driver, if the device type has a cache."""
         gc.collect()
         self.release_cache()
 
@@ -200,6 +202,7 @@ def _has_counting_allocator() -> bool:
 
 
 CPU = Hardware("cpu")
+"""The only `Hardware` object of the CPU, so that `hardware is CPU` can be tested."""
 
 
 class _HardwareByName(Mapping[str, Hardware]):
@@ -208,20 +211,20 @@ class _HardwareByName(Mapping[str, Hardware]):
     Iteration yields only the CPU and this machine's accelerator.
     """
 
-    def __getitem__(self, kind: str) -> Hardware:
-        if kind == "cpu":
+    def __getitem__(self, device_type: str) -> Hardware:
+        if device_type == "cpu":
             return CPU
         try:
-            torch.get_device_module(kind)
+            torch.get_device_module(device_type)
         except RuntimeError:
-            raise KeyError(kind) from None
-        return Hardware(kind)
+            raise KeyError(device_type) from None
+        return Hardware(device_type)
 
     def __iter__(self) -> Iterator[str]:
         yield "cpu"
-        found = torch.accelerator.current_accelerator(check_available=True)
-        if found is not None:
-            yield found.type
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is not None:
+            yield accelerator.type
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -235,14 +238,15 @@ def detect_hardware() -> Hardware:
 
     An accelerator that Headway does not support (TPU) is ignored.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return CPU if found is None or found.type in _REFUSED else HARDWARE[found.type]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return CPU if accelerator is None or accelerator.type in _UNSUPPORTED else HARDWARE[accelerator.type]
 
 
-def is_kind(name: str) -> bool:
-    """Whether torch knows this device type, even if the machine has no such device.
+def is_device_type(name: str) -> bool:
+    """Whether torch knows this device type, such as "cuda", even if the machine has no such device.
 
-    A vendor's device type is known only after the vendor's package has been imported.
+    False for a name with an index, such as "cuda:0". A vendor's device type is known only after the vendor's package has
+    been imported.
     """
     try:
         return torch.device(name).index is None
@@ -260,17 +264,17 @@ def find_hardware(name: str) -> Hardware:
         DeviceUnavailable: If the type is unknown, unsupported or not on this machine. The message lists the available
             types.
     """
-    if name in _REFUSED:
-        raise DeviceUnavailable(f"{name!r} was asked for: {_REFUSED[name]}")
-    found = HARDWARE.get(name)
-    if found is None or not found.is_available():
+    if name in _UNSUPPORTED:
+        raise DeviceUnavailable(f"{name!r} was asked for: {_UNSUPPORTED[name]}")
+    hardware = HARDWARE.get(name)
+    if hardware is None or not hardware.is_available():
         state = (
             "is not on this machine"
-            if is_kind(name)
+            if is_device_type(name)
             else "is not a kind of device that torch knows (a vendor's device is known once its package is imported)"
         )
         raise DeviceUnavailable(f"{name!r} {state}; available here: {', '.join(HARDWARE)}")
-    return found
+    return hardware
 
 
 watch_first_use()

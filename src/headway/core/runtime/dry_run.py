@@ -1,4 +1,4 @@
-"""State of a dry run, in which the user's script runs on tensors without values, only to forecast memory and time."""
+"""Flag for a dry run, in which the user's script runs on tensors without values, only to forecast memory and time."""
 
 from headway.common import scope
 
@@ -10,11 +10,11 @@ class DryRunMode:
     """
 
 
-def begin_forecast() -> None:
+def mark_dry_run() -> None:
     """Mark this process as a dry run for the rest of its life."""
     scope.get_or_create(DryRunMode)
 
 
-def is_forecast() -> bool:
+def is_dry_run() -> bool:
     """Whether this process is a dry run. Tensors have no values then, so code that reads values must be skipped."""
     return scope.has(DryRunMode)

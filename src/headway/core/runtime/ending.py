@@ -39,8 +39,8 @@ class ProcessExit:
         return self.code not in (None, 0, PREEMPTED)
 
 
-class AfterException:
-    """Hook in `sys.excepthook` that calls the previous hook and then `end`, which may end the process.
+class UncaughtExceptionHook:
+    """Hook in `sys.excepthook` that calls the previous hook and then `end`, a function that may end the process.
 
     torch's own hook buffers the output of the previous hook until that hook returns. This hook must therefore be the
     outermost one, and must be installed again after each creation of a process group. If other code has installed a
@@ -50,25 +50,25 @@ class AfterException:
         end: Function that is called with the exception and with whether this hook is the outermost one.
 
     Attributes:
-        former: Previous `sys.excepthook`, which this hook calls first.
+        previous_hook: Previous `sys.excepthook`, which this hook calls first.
     """
 
     def __init__(self, end: Callable[[BaseException, bool], None]) -> None:
-        self.former = sys.excepthook
+        self.previous_hook = sys.excepthook
         self._end = end
-        self._is_on = True
+        self._is_installed = True
         sys.excepthook = self
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.former(kind, error, trace)
-        if self._is_on:
+        self.previous_hook(kind, error, trace)
+        if self._is_installed:
             self._end(error, sys.excepthook is self)
 
     def uninstall(self) -> None:
         """Restore the previous hook, unless other code has installed another hook in the meantime."""
-        self._is_on = False
+        self._is_installed = False
         if sys.excepthook is self:
-            sys.excepthook = self.former
+            sys.excepthook = self.previous_hook
 
 
 def has_failed() -> bool:
@@ -76,7 +76,7 @@ def has_failed() -> bool:
     return scope.get_or_create(ProcessExit).is_failure
 
 
-def note_failure(code: int) -> None:
+def record_failure(code: int) -> None:
     """Record that Python itself will end this process with the exit code `code`, because of an error."""
     scope.get_or_create(ProcessExit).code = code
 
@@ -101,9 +101,9 @@ def end_process(code: int) -> NoReturn:
         code: Exit code of the process.
     """
     scope.get_or_create(ProcessExit).code = code
-    for tidy in (threading._shutdown, atexit._run_exitfuncs, _flush_files):  # type: ignore[attr-defined]
+    for clean_up in (threading._shutdown, atexit._run_exitfuncs, _flush_files):  # type: ignore[attr-defined]
         try:
-            tidy()
+            clean_up()
         except SystemExit:
             pass
         except BaseException:  # Print and ignore, as Python does for errors at exit.

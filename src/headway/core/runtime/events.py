@@ -1,4 +1,4 @@
-"""Listeners within one process: for run events, for phases of a training step, and for texts in progress bars.
+"""Listeners within one process for run events and for phases of a training step, and additional texts for progress bars.
 
 A run event (out of memory, a checkpoint, a resume) is reported once, by the code that causes it. All listeners of the
 run receive it.
@@ -7,7 +7,7 @@ The phases of a training step follow each other without gaps: "forward" (everyth
 model, the loss), "backward", and "step" (from the last backward of an accumulation window to the end of the
 optimizer's step).
 
-"Facts" are additional texts that every progress bar shows, such as the peak memory that a MemoryMonitor measures.
+Every progress bar also shows the registered texts, such as the peak memory that a MemoryMonitor measures.
 """
 
 import weakref
@@ -29,7 +29,8 @@ class RunEvent:
     Attributes:
         name: Kind of event: "out_of_memory", "checkpoint", "resumed", "preempted", "non_finite", ...
         step: Number of the update that the event belongs to; None for the update in progress.
-        source: Object that counts the updates of the run that the event belongs to; None for this process's run.
+        source: Object that counts the updates of the run that the event belongs to, if a process has several runs. None
+            for this process's run.
         details: Details of the event, as JSON values.
     """
 
@@ -43,17 +44,17 @@ class Listeners:
     """Functions of this process that receive run events and phases, or provide texts for progress bars.
 
     Attributes:
-        to_happenings: Methods that receive run events. Only weak references are kept.
-        to_phases: Functions that are called at the start of each phase of a training step.
-        facts: Functions that return additional texts for progress bars. A progress bar calls them whenever it is drawn.
-            An object that provides a text, such as a memory monitor, adds its function at its start and removes it at
-            its end.
+        event_listeners: Methods that receive run events. Only weak references are kept.
+        phase_listeners: Functions that are called at the start of each phase of a training step.
+        progress_texts: Functions that return additional texts for progress bars. A progress bar calls them whenever it
+            is drawn. An object that provides a text, such as a memory monitor, adds its function at its start and
+            removes it at its end.
     """
 
     def __init__(self) -> None:
-        self.to_happenings: list[weakref.WeakMethod[Callable[[RunEvent], None]]] = []
-        self.to_phases: list[Callable[[str], None]] = []
-        self.facts: list[Callable[[], str]] = []
+        self.event_listeners: list[weakref.WeakMethod[Callable[[RunEvent], None]]] = []
+        self.phase_listeners: list[Callable[[str], None]] = []
+        self.progress_texts: list[Callable[[], str]] = []
 
 
 def subscribe(listener: Callable[[RunEvent], None]) -> None:
@@ -64,7 +65,7 @@ def subscribe(listener: Callable[[RunEvent], None]) -> None:
     Args:
         listener: Method that receives the event. Only a weak reference is kept.
     """
-    listeners, method = scope.get_or_create(Listeners).to_happenings, weakref.WeakMethod(listener)
+    listeners, method = scope.get_or_create(Listeners).event_listeners, weakref.WeakMethod(listener)
     if method not in listeners:
         listeners.append(method)
 
@@ -79,15 +80,15 @@ def notify_listeners(name: str, *, step: int | None = None, source: object = Non
             run.
         details: Details of the event, as JSON values.
     """
-    happening = RunEvent(name, step, source, details)
-    listeners = scope.get_or_create(Listeners).to_happenings
+    event = RunEvent(name, step, source, details)
+    listeners = scope.get_or_create(Listeners).event_listeners
     for method in list(listeners):
         listener = method()
         if listener is None:
             listeners.remove(method)
             continue
         try:
-            listener(happening)
+            listener(event)
         except Exception as error:
             log.warning("%r was not recorded: %s: %s", name, type(error).__name__, error)
 
@@ -98,7 +99,7 @@ def mark_phase(phase: str) -> None:
     Args:
         phase: "forward", "backward" or "step".
     """
-    for listener in scope.get_or_create(Listeners).to_phases:
+    for listener in scope.get_or_create(Listeners).phase_listeners:
         listener(phase)
 
 
@@ -109,7 +110,7 @@ def listen_to_phases(listener: Callable[[str], None]) -> Iterator[None]:
     Args:
         listener: Function that receives the name of the phase.
     """
-    listeners = scope.get_or_create(Listeners).to_phases
+    listeners = scope.get_or_create(Listeners).phase_listeners
     listeners.append(listener)
     try:
         yield
@@ -117,9 +118,9 @@ def listen_to_phases(listener: Callable[[str], None]) -> Iterator[None]:
         listeners.remove(listener)
 
 
-def collect_facts() -> list[Callable[[], str]]:
+def get_progress_texts() -> list[Callable[[], str]]:
     """Return the list of functions whose texts every progress bar shows in addition to its own.
 
     The list itself is returned, not a copy, so that callers can add and remove functions.
     """
-    return scope.get_or_create(Listeners).facts
+    return scope.get_or_create(Listeners).progress_texts

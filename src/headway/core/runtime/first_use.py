@@ -24,8 +24,7 @@ class FirstUse:
 def describe_frame(frame: FrameType | None) -> str:
     """Return file, line number and source line of user code at `frame`, as text.
 
-    In a notebook, the cell's number is added. The cell is found by comparing the source that contains the line with
-    the cells' texts, which IPython keeps in `In`.
+    In a notebook, the text names the number of the cell instead of a file.
 
     Args:
         frame: Innermost frame of the user's code. None if unknown; the text then says that the use was before Headway
@@ -35,18 +34,28 @@ def describe_frame(frame: FrameType | None) -> str:
         return _UNKNOWN
     path, line = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(path, line).strip()
+    cell_number = _find_cell_number(frame)
+    place = f"{path}:{line}" if cell_number is None else f"line {line} of the cell In [{cell_number}]"
+    return f"{place}: {text}" if text else place
+
+
+def _find_cell_number(frame: FrameType) -> int | None:
+    """Return the number of the notebook cell whose code runs in `frame`, or None if it is not in a notebook cell.
+
+    The file of a cell has no readable name. The cell is found by comparing the file's source with the texts of all cells,
+    which IPython keeps in the list `In`.
+    """
     cells = frame.f_globals.get("In")
-    source = "".join(linecache.getlines(path)).strip()
-    number = (
-        next((n for n, cell in enumerate(cells) if cell.strip() == source), None) if isinstance(cells, list) else None
-    )
-    where = f"line {line} of the cell In [{number}]" if number and source else f"{path}:{line}"
-    return f"{where}: {text}" if text else where
+    source = "".join(linecache.getlines(frame.f_code.co_filename)).strip()
+    if not isinstance(cells, list) or not source:
+        return None
+    # Cell 0 does not exist: IPython fills the first entry with an empty text.
+    return next((number for number, cell in enumerate(cells) if number and cell.strip() == source), None)
 
 
 def note_first_use() -> None:
     """Record the current line of user code as the first use of CUDA."""
-    scope.get_or_create(FirstUse).place = describe_frame(callsite.find_users_frame())
+    scope.get_or_create(FirstUse).place = describe_frame(callsite.find_user_frame())
 
 
 def watch_first_use() -> None:

@@ -22,102 +22,102 @@ from headway.core.runtime.control_plane.sealed_store import SealedStore
 from headway.core.runtime.control_plane.store import wait_for_keys
 from headway.errors import ConfigError
 
-CPU_ENGINE = "gloo"
+CPU_BACKEND = "gloo"
 """Backend for CPU tensors. The handshakes before collectives use it."""
 
 MARGIN = timedelta(seconds=30)
 """Additional time that a backend waits in a collective, beyond the run's timeout."""
 
-_YES, _NO = b"yes", b"no"
+_ALL_ENDING, _SOME_MISSING = b"yes", b"no"
 
 
-def map_engines(backend: str, kind: str) -> str:
-    """Return a backend string for `init_process_group` that includes a backend for CPU tensors.
+def complete_backend(backend: str, device_type: str) -> str:
+    """Return a backend string for `init_process_group` that includes a backend for CPU tensors, in lower case.
 
-    An unknown backend is returned without a CPU backend, because torch itself reports the error later. All results are
-    in lower case.
+    If `backend` does not name a backend for CPU tensors, gloo is added. An unknown backend is returned without gloo,
+    because torch itself reports the error later.
 
     Args:
         backend: Backend that the user requested, such as "nccl", "gloo" or "cpu:gloo,cuda:nccl". Case is ignored.
-        kind: Device type that this process computes on.
+        device_type: Device type that this process computes on.
 
     Raises:
-        ConfigError: If the backend does not support tensors of that device type.
+        ConfigError: If the backend supports neither CPU tensors nor tensors of that device type.
     """
     text = backend.lower().replace(" ", "")
-    named = _split_by_device(text)
-    if not named or "cpu" in named:
+    backends = _parse_backend(text)
+    if not backends or "cpu" in backends:
         return text
-    if kind not in named:
+    if device_type not in backends:
         raise ConfigError(
-            f"InitProcessGroupKwargs(backend={backend!r}) carries tensors of {', '.join(named)}, but this process computes on "
-            f"{kind}; leave backend out to get the one for this device"
+            f"InitProcessGroupKwargs(backend={backend!r}) carries tensors of {', '.join(backends)}, but this process computes on "
+            f"{device_type}; leave backend out to get the one for this device"
         )
-    return ",".join([f"cpu:{CPU_ENGINE}", *(f"{device}:{engine}" for device, engine in named.items())])
+    return ",".join([f"cpu:{CPU_BACKEND}", *(f"{device}:{name}" for device, name in backends.items())])
 
 
-def _split_by_device(text: str) -> dict[str, str]:
-    """Parse a backend string into a dict from device type to backend.
+def _parse_backend(text: str) -> dict[str, str]:
+    """Parse a backend string, such as "cpu:gloo,cuda:nccl" or "nccl", into a dict from device type to backend name.
 
-    The dict is empty for an unknown backend, because torch itself reports the error later.
+    For a single backend, the keys are the device types that it supports. The dict is empty for an unknown backend.
     """
     if ":" in text:
         pairs = [pair.partition(":") for pair in text.split(",")]
-        return {device: engine for device, _, engine in pairs}
+        return {device: name for device, _, name in pairs}
     return dict.fromkeys(dist.Backend.backend_capability.get(text, ()), text)
 
 
-def find_engine(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
-    """Return a process group's backend for tensors of a device, or "" if it has none.
+def find_backend(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """Return the name of a process group's backend for tensors of a device, such as "nccl", or "" if it has none.
 
     Without `group`, torch's default group is used.
     """
-    return _split_by_device(dist.get_backend_config(group)).get(device.type, "")
+    return _parse_backend(dist.get_backend_config(group)).get(device.type, "")
 
 
 def can_carry_cpu(group: dist.ProcessGroup | None = None) -> bool:
     """Whether a process group (default: torch's default group) has a backend for CPU tensors."""
-    return bool(find_engine(torch.device("cpu"), group))
+    return bool(find_backend(torch.device("cpu"), group))
 
 
 def create_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
-    """Create a subgroup with the backends of the default group, plus gloo for CPU tensors.
+    """Create a subgroup with the backends of the default group, plus gloo if that group has no backend for CPU tensors.
 
     All ranks must call this. Ranks outside the subgroup get None.
 
     Args:
-        ranks: Ranks of the subgroup.
+        ranks: Global ranks of the subgroup.
         timeout: Timeout of the new group's collectives.
     """
-    found = {"cpu": CPU_ENGINE} | _split_by_device(dist.get_backend_config())
-    text = ",".join(f"{device}:{engine}" for device, engine in found.items())
-    made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend=text)
-    return made if dist.get_rank() in ranks else None
+    backends = {"cpu": CPU_BACKEND} | _parse_backend(dist.get_backend_config())
+    text = ",".join(f"{device}:{name}" for device, name in backends.items())
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend=text)
+    return group if dist.get_rank() in ranks else None
 
 
-def bind_device(device: torch.device, backend: str) -> torch.device | None:
-    """Return the device to bind the process group to, or None if its backend needs no device.
+def choose_bound_device(device: torch.device, backend: str) -> torch.device | None:
+    """Return the `device_id` for `init_process_group`, or None if the device has no index or gloo transfers its tensors.
 
-    With a bound device, a group connects at once and torch does not have to guess the device.
+    With a bound device, NCCL connects at once and torch does not have to guess the device.
 
     Args:
         device: Device that this process computes on.
         backend: Backend string of the group.
     """
-    engine = _split_by_device(backend).get(device.type, CPU_ENGINE)
-    return None if device.index is None or engine == CPU_ENGINE else device
+    device_backend = _parse_backend(backend).get(device.type, CPU_BACKEND)
+    return None if device.index is None or device_backend == CPU_BACKEND else device
 
 
-def has_waiting_engine() -> bool:
+def has_blocking_backend() -> bool:
     """Whether the other ranks would block in a backend of torch's default group, such as NCCL, if this process ended.
 
     False if there is no group.
     """
     try:
-        engines_here = _split_by_device(dist.get_backend_config())
+        backends = _parse_backend(dist.get_backend_config())
     except (ValueError, TypeError):  # another thread might destroy the group meanwhile
         return False
-    return any(engine != CPU_ENGINE for engine in engines_here.values())
+    return any(name != CPU_BACKEND for name in backends.values())
 
 
 def create_cpu_group(timeout: timedelta) -> dist.ProcessGroup | None:
@@ -134,11 +134,11 @@ def create_cpu_group(timeout: timedelta) -> dist.ProcessGroup | None:
     """
     if can_carry_cpu():
         return None
-    group: dist.ProcessGroup = dist.new_group(backend=CPU_ENGINE, timeout=timeout)
+    group: dist.ProcessGroup = dist.new_group(backend=CPU_BACKEND, timeout=timeout)
     return group
 
 
-class _ExtendedTimeouts(dict[str, tuple[timedelta, timedelta]]):
+class _ExtendedTimeouts(dict[str, _torch.BackendTimeout]):
     """Original and extended timeout of each backend whose timeout was extended, by group name and device type."""
 
 
@@ -151,12 +151,12 @@ def extend_timeouts(seconds: float) -> None:
         seconds: Seconds to add to each group's own timeout.
     """
     if dist.is_initialized():
-        known = scope.get_or_create(_ExtendedTimeouts)
+        extended_timeouts = scope.get_or_create(_ExtendedTimeouts)
         for group in _torch.list_groups():
-            _torch.extend_timeout(group, timedelta(seconds=seconds), known)
+            _torch.extend_timeout(group, timedelta(seconds=seconds), extended_timeouts)
 
 
-def end_group(group: dist.ProcessGroup | None) -> None:
+def destroy_group(group: dist.ProcessGroup | None) -> None:
     """Destroy a process group. Do nothing if it is None, or has already been destroyed together with all groups."""
     if group is not None and dist.is_initialized():
         with contextlib.suppress(ValueError):
@@ -173,8 +173,8 @@ def abort_groups() -> None:
         _torch.abort_process_group()
 
 
-def close_cpu_engine() -> None:
-    """Abort only the gloo backend of the default group. Peers that wait for this process in gloo wake up."""
+def abort_cpu_backend() -> None:
+    """Abort only the gloo backend of the default group. Peers that wait for this process in gloo get an error at once."""
     with contextlib.suppress(RuntimeError):
         _torch.get_backend(dist.group.WORLD, torch.device("cpu")).abort()
 
@@ -194,46 +194,48 @@ def wait_for_all_to_end(store: SealedStore, rank: int, world_size: int, timeout:
     """
     try:
         store.set(f"end/{rank}", b"")
-        come = wait_for_keys(store, [f"end/{each}" for each in range(world_size)], timeout)
-        # The first rank decides. Otherwise a rank could give up just as the last one arrives, and the others would end
-        # the group without it.
-        return store.set_once("end/together", _YES if come else _NO) == _YES
+        are_all_ending = wait_for_keys(store, [f"end/{each}" for each in range(world_size)], timeout)
+        # The first rank that stops waiting decides for all. Otherwise a rank could time out just as the last one
+        # arrives, and the others would end the group without it.
+        decision = store.set_once("end/together", _ALL_ENDING if are_all_ending else _SOME_MISSING)
+        return decision == _ALL_ENDING
     except DistError:  # the store's host is gone
         return False
 
 
 def start_collectives(
-    found: Iterable[torch.Tensor],
-    group_of: Callable[[torch.Tensor], dist.ProcessGroup | None],
+    tensors: Iterable[torch.Tensor],
+    get_group: Callable[[torch.Tensor], dist.ProcessGroup | None],
     start: Callable[[torch.Tensor], Any],
     *,
     is_sum: bool,
 ) -> list[Any]:
-    """Start an asynchronous collective for each tensor, and return the pending work.
+    """Start an asynchronous collective for each tensor, and return the works to wait for, as torch's collectives do.
 
     Tensors with equal device and dtype share one launch if their backend supports it.
 
     Args:
-        found: Tensors, in the same order on all ranks.
-        group_of: Function that returns the process group for a tensor.
+        tensors: Tensors, in the same order on all ranks.
+        get_group: Function that returns the process group for a tensor.
         start: Function that starts the asynchronous collective of one tensor in that group.
         is_sum: Whether the collective is an all-reduce, for which backends have a coalesced call. Other collectives are
             enclosed in a pair of calls such as `ncclGroupStart` and `ncclGroupEnd`.
     """
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in found:
-        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    under_way: list[Any] = []
-    for (device, _), tensors in alike.items():
-        group = group_of(tensors[0])
-        if len(tensors) > 1 and can_coalesce(group, device):
-            with _torch.coalescing_manager(group, None if is_sum else device, async_ops=True) as several:
-                for tensor in tensors:
+    batches: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        batches.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    works: list[Any] = []
+    for (device, _), batch in batches.items():
+        group = get_group(batch[0])
+        if len(batch) > 1 and can_coalesce(group, device):
+            # Without a device, torch merges the calls into one coalesced all-reduce. With one, it encloses them in a group.
+            with _torch.coalescing_manager(group, None if is_sum else device, async_ops=True) as work:
+                for tensor in batch:
                     start(tensor)
-            under_way.append(several)
+            works.append(work)
         else:
-            under_way += [start(tensor) for tensor in tensors]
-    return under_way
+            works += [start(tensor) for tensor in batch]
+    return works
 
 
 def can_coalesce(group: dist.ProcessGroup | None, device: torch.device) -> bool:
@@ -241,5 +243,5 @@ def can_coalesce(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 
     gloo would have to copy them.
     """
-    whole = group if group is not None else dist.group.WORLD
-    return bool(getattr(_torch.get_backend(whole, device), "supports_coalescing", False))
+    process_group = group if group is not None else dist.group.WORLD
+    return bool(getattr(_torch.get_backend(process_group, device), "supports_coalescing", False))

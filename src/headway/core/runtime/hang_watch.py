@@ -14,5 +14,5 @@ def start_hang_watch() -> None:
     (`--timeout 0`).
     """
     runtime = process.current()
-    if runtime.world_size > 1 and not pulse.is_watched() and runtime.timeout < process.FOR_EVER:
+    if runtime.world_size > 1 and not pulse.is_watched() and runtime.timeout < process.NO_TIMEOUT:
         extensions.load("feature", "hang_watch")(runtime)

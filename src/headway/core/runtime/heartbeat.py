@@ -26,13 +26,14 @@ INTERVAL = 1.0
 ENDED = "ended"
 """Phase that the pulse shows after the program has ended."""
 
-LIVE_SIGNAL: int | None = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
+STACK_DUMP_SIGNAL: int | None = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
 """Signal that makes a worker process write the stacks of its threads, even while it runs C code.
 
 None if the system has no spare signal.
 """
 
 _MAX_FRAMES = 60
+"""Maximum number of frames of the main thread in a heartbeat, counted from the innermost one."""
 
 NUM_RECORDED = "128"
 """Number of collectives that torch's flight recorder keeps, unless the user has set another number."""
@@ -42,20 +43,20 @@ class Heartbeat:
     """Thread that writes the stack and the pending collectives of this process to its pulse every second.
 
     Args:
-        own: Pulse to write to: a memory-mapped file that the launcher's agent reads.
-        recorder: Reader of the flight recorders.
+        heartbeat_file: Pulse to write to: a memory-mapped file that the launcher's agent reads.
+        recorder: Reader of the flight recorders of torch's backends.
     """
 
-    def __init__(self, own: pulse.HeartbeatFile, recorder: FlightRecorder) -> None:
-        self._pulse = own
-        self._beats = 0
+    def __init__(self, heartbeat_file: pulse.HeartbeatFile, recorder: FlightRecorder) -> None:
+        self._pulse = heartbeat_file
+        self._num_beats = 0
         self._stack: list[list[Any]] = []
-        self._still_since = time.monotonic()
+        self._stack_since = time.monotonic()
         self._recorder = recorder
-        self._over = threading.Event()
+        self._is_stopped = threading.Event()
         self._lock = threading.Lock()
-        self._is_live = False
-        self._dump: IO[str] | None = None
+        self._can_dump_stacks = False
+        self._dump_file: IO[str] | None = None
         self._thread = threading.Thread(target=self._run, name="headway-heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -74,9 +75,9 @@ class Heartbeat:
 
         A second call has no effect. Nor has a call in a forked child process, because only the parent is the rank.
         """
-        if self._over.is_set():
+        if self._is_stopped.is_set():
             return
-        self._over.set()
+        self._is_stopped.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5)
         self._recorder.stop()
@@ -87,32 +88,41 @@ class Heartbeat:
 
         The handler does not need the Python interpreter, so it works even while a thread runs C code.
         """
-        if LIVE_SIGNAL is None or self._pulse.path is None or threading.current_thread() is not threading.main_thread():
+        if (
+            STACK_DUMP_SIGNAL is None
+            or self._pulse.path is None
+            or threading.current_thread() is not threading.main_thread()
+        ):
             return
-        self._dump = open(f"{self._pulse.path}.stacks", "w")  # noqa: SIM115  (held open for the process's life)
-        faulthandler.register(LIVE_SIGNAL, self._dump, all_threads=True)
-        self._is_live = True
+        self._dump_file = open(f"{self._pulse.path}.stacks", "w")  # noqa: SIM115  (held open for the process's life)
+        faulthandler.register(STACK_DUMP_SIGNAL, self._dump_file, all_threads=True)
+        self._can_dump_stacks = True
 
     def _after_fork(self) -> None:
-        self._over.set()
+        self._is_stopped.set()
         self._lock.release()
 
     def _run(self) -> None:
-        while not self._over.wait(INTERVAL if self._beats else 0.0):
+        while not self._is_stopped.wait(INTERVAL if self._num_beats else 0.0):
             with self._lock:
                 self.write_beat()
 
     def write_beat(self) -> None:
         """Write one heartbeat: the stack of the main thread and the collectives of torch's backends."""
-        self._beats += 1
+        self._num_beats += 1
         now = time.monotonic()
         stack = _read_main_stack()
         if stack != self._stack:
             self._stack = stack
-            self._still_since = now
-        still, calls = round(self._still_since, 3), self._recorder.get_calls()
-        self._pulse.set_note({"stack": stack, "still": still, "torch": calls, "live": self._is_live})
-        self._pulse.record_beat(self._beats)
+            self._stack_since = now
+        note = {
+            "stack": stack,
+            "still": round(self._stack_since, 3),
+            "torch": self._recorder.get_calls(),
+            "live": self._can_dump_stacks,
+        }
+        self._pulse.set_note(note)
+        self._pulse.record_beat(self._num_beats)
 
 
 def _read_main_stack() -> list[list[Any]]:
@@ -124,11 +134,12 @@ def _read_main_stack() -> list[list[Any]]:
 
 def stop_before_shutdown(stop: Any) -> None:
     """Register a function to be called when the main thread has ended, before the interpreter is finalized."""
+    # Python calls these functions before it joins the other threads. `atexit` functions run only after that.
     register = getattr(threading, "_register_atexit", None)
     (register or atexit.register)(stop)
 
 
-def _of_this_process() -> Heartbeat:
+def _create_heartbeat() -> Heartbeat:
     return Heartbeat(pulse.get_own_pulse(), FlightRecorder())
 
 
@@ -137,8 +148,8 @@ def start_heartbeat() -> None:
 
     Also limit torch's flight recorder to `NUM_RECORDED` entries, unless an environment variable sets another number.
     """
-    if not scope.has(_of_this_process):
+    if not scope.has(_create_heartbeat):
         # torch's default of 2,000 entries takes a third of a second to read; some versions of torch record none.
         if env.get("TORCH_NCCL_TRACE_BUFFER_SIZE") is None:  # the older name of the variable
             env.set_default("TORCH_FR_BUFFER_SIZE", NUM_RECORDED)
-        scope.get_or_create(_of_this_process).start()
+        scope.get_or_create(_create_heartbeat).start()

@@ -26,22 +26,29 @@ def move_module(module: torch.nn.Module, device: torch.device) -> None:
     Raises:
         RuntimeError: If a parameter cannot be swapped, because a weak reference or an autograd graph holds it.
     """
-    here = next(iter(module.parameters()), None)
-    with _swap_contents(here is not None and not _can_take_data_of(here.device, device)):
+    parameter = next(iter(module.parameters()), None)
+    must_swap = parameter is not None and not _can_replace_data(parameter.device, device)
+    with _swap_contents(must_swap):
         module.to(device)
 
 
-def _can_take_data_of(old: torch.device, new: torch.device) -> bool:
+def _can_replace_data(old: torch.device, new: torch.device) -> bool:
     """Whether the data of a tensor on device `old` can be replaced in place by data on device `new`."""
-    made = (torch.empty(0, device=device) for device in (old, new))
-    return old.type == new.type or has_compatible_shallow_copy_type(*made)
+    if old.type == new.type:
+        return True
+    return has_compatible_shallow_copy_type(torch.empty(0, device=old), torch.empty(0, device=new))
 
 
 @contextmanager
-def _swap_contents(is_on: bool) -> Iterator[None]:
-    was_on = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(was_on or is_on)
+def _swap_contents(must_swap: bool) -> Iterator[None]:
+    """Return a context in which `Module.to` swaps the contents of old and new parameters.
+
+    Args:
+        must_swap: Whether to swap. If False, the setting of the program applies.
+    """
+    previous = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(previous or must_swap)
     try:
         yield
     finally:
-        torch.__future__.set_swap_module_params_on_conversion(was_on)
+        torch.__future__.set_swap_module_params_on_conversion(previous)

@@ -10,17 +10,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+_REMOTE_ADDRESSES = ("192.0.2.1", "2001:db8::1")
 """Addresses that no machine has (RFC 5737, RFC 3849), used to find the default route without sending a packet."""
 
-_PATIENT = 3.0
+_REPORT_DELAY = 3.0
 """Seconds to wait for an unknown host name before a message is printed."""
 
-_WITHOUT_OTHERS = ("docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "podman")
+_CONTAINER_PREFIXES = ("docker", "br-", "virbr", "veth", "cni", "flannel", "lxc", "podman")
 """Name prefixes of network interfaces that lead only to containers on this machine."""
 
 
 BACKLOG = 4096
+"""Maximum number of connections that wait to be accepted, because all ranks can connect at the same time."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def list_interfaces() -> list[Interface]:
     import psutil
 
     states = psutil.net_if_stats()
-    found = []
+    interfaces = []
     for name, entries in psutil.net_if_addrs().items():
         addresses = tuple(
             entry.address.partition("%")[0]
@@ -55,8 +56,8 @@ def list_interfaces() -> list[Interface]:
         )
         state = states.get(name)
         if addresses and state is not None and state.isup:
-            found.append(Interface(name, addresses))
-    return sorted(found, key=lambda one: not one.is_loopback)
+            interfaces.append(Interface(name, addresses))
+    return sorted(interfaces, key=lambda interface: not interface.is_loopback)
 
 
 def find_address_towards(host: str, port: int = 1) -> str | None:
@@ -88,12 +89,12 @@ def find_own_address(host: str = "", port: int = 1) -> str | None:
             leads only to containers. None if none exists. Loopback addresses are skipped, for example on machine 0 if
             its own name resolves to 127.0.1.1.
     """
-    for target in (host, *_ELSEWHERE):
+    for target in (host, *_REMOTE_ADDRESSES):
         address = find_address_towards(target, port) if target else None
         if address is not None and not is_loopback(address):
             return address
     candidates = [interface for interface in list_interfaces() if not interface.is_loopback]
-    outward = [interface for interface in candidates if not interface.name.startswith(_WITHOUT_OTHERS)]
+    outward = [interface for interface in candidates if not interface.name.startswith(_CONTAINER_PREFIXES)]
     return next((interface.addresses[0] for interface in (*outward, *candidates)), None)
 
 
@@ -103,7 +104,7 @@ def find_interface(address: str) -> str | None:
 
 
 def resolve_name(host: str) -> tuple[str, ...]:
-    """Return the addresses that this machine resolves `host` to; empty if the name is unknown."""
+    """Return the distinct IP addresses that this machine resolves `host` to; empty if the name is unknown."""
     try:
         return tuple(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, 1, type=socket.SOCK_STREAM)))
     except OSError:
@@ -119,25 +120,25 @@ def is_loopback_name(host: str) -> bool:
     return not addresses or any(map(is_loopback, addresses))
 
 
-def wait_for_name(host: str, seconds: float, say: Callable[[str], None]) -> None:
+def wait_for_name(host: str, seconds: float, report: Callable[[str], None]) -> None:
     """Wait until the host name of machine 0 can be resolved. A pod's name, for example, is unknown until the pod runs.
 
     Args:
         host: Name to resolve.
         seconds: Maximum time to wait.
-        say: Function that prints a message. It is called once if the name is still unknown after three seconds.
+        report: Function that prints a message. It is called once if the name is still unknown after three seconds.
 
     Raises:
         ConnectionError: If the name cannot be resolved within `seconds`.
     """
-    begun, has_said = time.monotonic(), False
+    start, has_reported = time.monotonic(), False
     while not resolve_name(host):
-        waited = time.monotonic() - begun
+        waited = time.monotonic() - start
         if waited > seconds:
             raise ConnectionError(f"the name {host!r} cannot be resolved on {socket.gethostname()}; give its address")
-        if waited > _PATIENT and not has_said:
-            has_said = True
-            say(
+        if waited > _REPORT_DELAY and not has_reported:
+            has_reported = True
+            report(
                 f"headway: {socket.gethostname()} cannot resolve {host!r}, where the machines meet, and keeps trying for "
                 f"{seconds:g} s; give an address that all machines know (--main_process_ip)"
             )
@@ -181,10 +182,10 @@ def open_listener(host: str, port: int = 0) -> socket.socket:
         OSError: If the port is taken or not allowed.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        candidates = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
-        found = []
-    for family, _, _, _, address in found:
+        candidates = []
+    for family, _, _, _, address in candidates:
         if is_loopback(str(address[0])) and not is_loopback(host):
             continue
         try:
@@ -192,6 +193,6 @@ def open_listener(host: str, port: int = 0) -> socket.socket:
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
-    has_both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if has_both else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=has_both, backlog=BACKLOG)
+    has_dual_stack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_dual_stack else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=has_dual_stack, backlog=BACKLOG)

@@ -10,7 +10,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 
 import numpy
 import torch
@@ -19,12 +18,12 @@ from headway.common import env
 from headway.core.runtime.copy_stream import allocate_pinned
 from headway.errors import UnsupportedError
 
-ARENA = 1 << 28
+MAX_ARENA_BYTES = 1 << 28
 """Maximum size of an arena in bytes, unless a single tensor is larger.
 
 This size is small enough that several threads can share the work.
 """
-_LARGE = 1 << 25
+_MIN_REGISTERED_BYTES = 1 << 25
 """Minimum size in bytes of a block that is registered with the device.
 
 torch's allocator provides and caches smaller blocks.
@@ -46,7 +45,7 @@ def allocate_arena(num_bytes: int) -> torch.Tensor:
     Raises:
         RuntimeError: If the system cannot provide the memory.
     """
-    if num_bytes < _LARGE or not torch.cuda.is_available() or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if num_bytes < _MIN_REGISTERED_BYTES or not torch.cuda.is_available() or not hasattr(mmap, "MADV_HUGEPAGE"):
         return allocate_pinned(num_bytes)
     try:
         return _allocate_registered(num_bytes)
@@ -74,7 +73,7 @@ def _unregister_memory(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-def start_in_threads(
+def start_allocations(
     sizes: Iterable[int], allocate: Callable[[int], torch.Tensor] = allocate_arena, max_threads: int = _MAX_THREADS
 ) -> list["Future[torch.Tensor]"]:
     """Start allocating arenas of pinned memory in several threads, and return one future per arena.
@@ -84,23 +83,22 @@ def start_in_threads(
         allocate: Function that allocates one arena. Default: `allocate_arena`.
         max_threads: Maximum number of threads. Default: 8.
     """
-    wanted = list(sizes)
-    if not wanted:
+    sizes = list(sizes)
+    if not sizes:
         return []
-    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-    with_device = partial(_allocate_on, index, allocate)
-    executor = ThreadPoolExecutor(min(len(wanted), max_threads, count_threads()), "headway-pin")
-    futures = [executor.submit(with_device, num_bytes) for num_bytes in wanted]
+    device_index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    executor = ThreadPoolExecutor(min(len(sizes), max_threads, choose_num_threads()), "headway-pin")
+    futures = [executor.submit(_allocate_on, device_index, allocate, num_bytes) for num_bytes in sizes]
     executor.shutdown(wait=False)  # the threads end with the last arena
     return futures
 
 
-def _allocate_on(index: int | None, allocate: Callable[[int], torch.Tensor], num_bytes: int) -> torch.Tensor:
-    if index is not None:
-        torch.accelerator.set_device_index(index)  # a new thread would create a context on device 0
+def _allocate_on(device_index: int | None, allocate: Callable[[int], torch.Tensor], num_bytes: int) -> torch.Tensor:
+    if device_index is not None:
+        torch.accelerator.set_device_index(device_index)  # a new thread would create a context on device 0
     return allocate(num_bytes)
 
 
-def count_threads() -> int:
-    """Return the number of threads that allocate arenas: this process's share of the CPU cores, at most 8."""
+def choose_num_threads() -> int:
+    """Return the number of threads that allocate arenas: this process's share of the machine's CPU cores, from 1 to 8."""
     return max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // max(1, env.get_local_world_size())))

@@ -1,15 +1,16 @@
-"""Sizes of pinned allocations, which are powers of two because torch rounds each allocation up to a power of two."""
+"""Sizes of pinned allocations, which are powers of two because torch rounds each pinned allocation up to a power of two."""
 
 from collections.abc import Iterator, Sequence
 
-ARENA = 1 << 30
+MAX_ARENA_BYTES = 1 << 30
 """Maximum size in bytes of one piece of pinned memory, unless a single tensor is larger."""
 
-_ALIGNED = 256
+_ALIGNMENT = 256
+"""Alignment of tensors in a piece of memory, in bytes."""
 
 
 def plan_arenas(
-    sizes: Sequence[int], limit: int, max_bytes: int = ARENA
+    sizes: Sequence[int], limit: int, max_bytes: int = MAX_ARENA_BYTES
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """Divide tensors, in order, among pieces of pinned memory.
 
@@ -26,37 +27,38 @@ def plan_arenas(
         For each piece, its size in bytes and a list of pairs (tensor index, offset in the piece in bytes). Offsets are
             multiples of 256 bytes.
     """
-    needed = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
-    index, rest = 0, sum(needed)
-    while index < len(needed):
-        num_bytes = min(
-            max(min(_floor_power_of_two(rest), max_bytes), _ceil_power_of_two(needed[index])),
-            _floor_power_of_two(limit),
-        )
-        part, offset = [], 0
-        while index < len(needed) and offset + needed[index] <= num_bytes:
-            part.append((index, offset))
-            offset += needed[index]
+    aligned_sizes = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    index, remaining_bytes, available_bytes = 0, sum(aligned_sizes), limit
+    while index < len(aligned_sizes):
+        num_bytes = min(_floor_power_of_two(remaining_bytes), max_bytes)
+        num_bytes = max(num_bytes, _ceil_power_of_two(aligned_sizes[index]))
+        num_bytes = min(num_bytes, _floor_power_of_two(available_bytes))
+        placements, offset = [], 0
+        while index < len(aligned_sizes) and offset + aligned_sizes[index] <= num_bytes:
+            placements.append((index, offset))
+            offset += aligned_sizes[index]
             index += 1
-        if not part:
+        if not placements:  # the limit leaves no room for the next tensor
             return
-        rest -= offset
-        limit -= num_bytes
-        yield num_bytes, part
+        remaining_bytes -= offset
+        available_bytes -= num_bytes
+        yield num_bytes, placements
 
 
-def split_size(size: int) -> list[int]:
-    """Return the sizes of pieces that together hold `size` bytes.
+def split_into_powers_of_two(size: int) -> list[int]:
+    """Return the sizes in bytes of pieces that together hold `size` bytes.
 
     All sizes are powers of two, except possibly the last one. If an allocator rounds the last one up to a power of two,
     it wastes less than an eighth of `size`.
     """
-    found: list[int] = []
-    rest = size
-    while rest > 0:
-        found.append(_floor_power_of_two(rest) if 8 * rest > size else rest)
-        rest -= found[-1]
-    return found
+    pieces: list[int] = []
+    remaining = size
+    while remaining > 0:
+        # The last eighth is not divided further, so that there are few pieces.
+        is_last = 8 * remaining <= size
+        pieces.append(remaining if is_last else _floor_power_of_two(remaining))
+        remaining -= pieces[-1]
+    return pieces
 
 
 def _floor_power_of_two(number: int) -> int:

@@ -15,7 +15,7 @@ class PreemptedRun:
     Attributes:
         reason: Source of the preemption request, such as the name of a signal.
         update: Number of completed updates.
-        checkpoint: Directory of the committed checkpoint.
+        checkpoint: Path of the directory of the committed checkpoint.
     """
 
     reason: str
@@ -28,7 +28,7 @@ class PreemptedRun:
         return PREEMPTED
 
     def format_text(self) -> str:
-        """Return the report that the launcher prints about the preempted run."""
+        """Return the report of two lines that the launcher prints about the preempted run."""
         return (
             f"headway: preempted by {self.reason} after update {self.update}; checkpoint {self.checkpoint}\n"
             f"headway: exit code {PREEMPTED}: start the same command again, and it goes on from there"

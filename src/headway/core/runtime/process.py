@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from headway.core.runtime.control_plane.store import (
     open_group_store,
 )
 from headway.core.runtime.device import CPU, Hardware, detect_hardware, find_hardware
-from headway.core.runtime.ending import AfterException, end_process, has_failed, is_uncaught, note_failure
+from headway.core.runtime.ending import UncaughtExceptionHook, end_process, has_failed, is_uncaught, record_failure
 from headway.errors import ConfigError, DeviceUnavailable, LaunchError, UnsupportedError
 from headway.log import get_logger
 
@@ -81,6 +82,20 @@ class ProcessRuntime:
         return self.rank == self.world_size - 1
 
 
+class _GroupOptions(NamedTuple):
+    """Options of the process groups that Headway creates.
+
+    Attributes:
+        backend: Backend string, such as "cpu:gloo,cuda:nccl".
+        timeout: Time after which a collective stops waiting for a rank.
+        device: Device to bind the groups to (`device_id` of `init_process_group`); None for no device.
+    """
+
+    backend: str
+    timeout: timedelta
+    device: torch.device | None
+
+
 class _Process:
     """Process-wide state: the current runtime, and objects that outlive it, such as the rendezvous store.
 
@@ -88,24 +103,24 @@ class _Process:
         runtime: Current runtime; None if none is running.
         link: Connection to the control plane; None if there is none.
         store: Store for the rendezvous of every process group that Headway creates; None before the first.
-        asked: Backend string, timeout and bound device for the process groups that Headway creates.
-        after: Exception hook that ends the process after an uncaught exception. None if the process can end without
+        group_options: Options of the process groups that Headway creates.
+        exit_hook: Exception hook that ends the process after an uncaught exception. None if the process can end without
             waiting for its peers.
-        endings: Functions that are called before the runtime ends.
-        engines: Functions that are called in `leave_group`, before only the process group ends.
+        release_methods: Methods that are called before the runtime ends.
+        group_release_methods: Methods that are also called in `leave_group`, before only the process group ends.
     """
 
     def __init__(self) -> None:
         self.runtime: ProcessRuntime | None = None
         self.link: StoreLink | None = None
         self.store: Store | None = None
-        self.asked: tuple[str, timedelta, torch.device | None] = (group.CPU_ENGINE, default_pg_timeout, None)
-        self.after: AfterException | None = None
-        self.endings: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self.engines: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self.group_options = _GroupOptions(group.CPU_BACKEND, default_pg_timeout, None)
+        self.exit_hook: UncaughtExceptionHook | None = None
+        self.release_methods: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self.group_release_methods: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._num_groups = 0
         self._num_starts = 0
-        self._strangers = UnsealedCounter(log.warning)
+        self._unsealed_counter = UnsealedCounter(log.warning)
 
     def set_runtime(self, runtime: ProcessRuntime) -> None:
         """Set the current runtime."""
@@ -114,7 +129,7 @@ class _Process:
 
     def set_group_options(self, backend: str, timeout: timedelta, device: torch.device) -> None:
         """Set backends, timeout and device of the process groups that `join_group` creates."""
-        self.asked = backend, timeout, group.bind_device(device, backend)
+        self.group_options = _GroupOptions(backend, timeout, group.choose_bound_device(device, backend))
 
     def join_group(self, init_method: str | None, rank: int, world_size: int, timeout: timedelta) -> None:
         """Create the process group together with the other ranks.
@@ -132,7 +147,7 @@ class _Process:
             LaunchError: If ranks are missing at the timeout, two processes have the same rank, or the launcher's store
                 cannot be reached.
         """
-        backend, engine_timeout, device = self.asked
+        options = self.group_options
         # The functions of this torch module take the current default group as a default argument. If it were imported
         # later, they would keep the group alive forever.
         import torch.distributed.nn.functional  # noqa: F401
@@ -150,7 +165,12 @@ class _Process:
         store = PrefixStore(f"headway/{self._num_groups}", self.store)
         self._num_groups += 1
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=engine_timeout, device_id=device
+            options.backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=options.timeout,
+            device_id=options.device,
         )
 
     @property
@@ -163,9 +183,9 @@ class _Process:
         Raises:
             ConfigError: If the user's secret is too short.
         """
-        return (
-            self.link.seal if self.link is not None and self.link.is_launched else Seal(read_secret(), self._strangers)
-        )
+        if self.link is not None and self.link.is_launched:
+            return self.link.seal
+        return Seal(read_secret(), self._unsealed_counter)
 
     def get_launched_link(self, timeout: timedelta) -> StoreLink | None:
         """Return the connection to the control plane. Open it first if a launcher hosts the control plane.
@@ -178,7 +198,7 @@ class _Process:
         """
         text = env.get(env.CONTROL)
         if self.link is None and text:
-            self.link = StoreLink(StoreAddress.decode(text), timeout, strangers=self._strangers)
+            self.link = StoreLink(StoreAddress.decode(text), timeout, unsealed_counter=self._unsealed_counter)
         return self.link
 
     def host_control(self, runtime: ProcessRuntime) -> None:
@@ -187,8 +207,8 @@ class _Process:
         Do nothing on other ranks. They connect in `get_control_link`, and rank 0 does not wait for them.
         """
         if self.get_launched_link(runtime.timeout) is None and runtime.rank == 0:
-            is_alone = runtime.local_world_size == runtime.world_size
-            self.link = host_control_plane(self.get_group_store(), self.seal, is_alone, runtime.timeout)
+            is_on_one_machine = runtime.local_world_size == runtime.world_size
+            self.link = host_control_plane(self.get_group_store(), self.seal, is_on_one_machine, runtime.timeout)
             atexit.register(_end_at_exit)  # the link's end announces the exit of rank 0
 
     def get_group_store(self) -> SealedStore:
@@ -200,8 +220,8 @@ class _Process:
         name = f"headway/beside/{self._num_starts}"
         return SealedStore(PrefixStore(name, store), name, self.seal)
 
-    def find_place(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Return this process's rank on its machine, and the number of processes there, as the ranks' host names show.
+    def find_local_rank(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Return this process's rank on its machine, and the number of processes there, from the host names of all ranks.
 
         This is needed if a script has created the process group itself, without a launcher that sets LOCAL_RANK. All
         ranks must call it.
@@ -213,23 +233,24 @@ class _Process:
         store = self.get_group_store()
         store.set(f"host/{rank}", socket.gethostname().encode())
         hosts = [store.get(f"host/{each}") for each in range(world_size)]
-        here = [each for each, host in enumerate(hosts) if host == hosts[rank]]
-        return here.index(rank), len(here)
+        local_ranks = [each for each, host in enumerate(hosts) if host == hosts[rank]]
+        return local_ranks.index(rank), len(local_ranks)
 
     def end(self, *, is_exit: bool = False) -> None:
-        """Release everything that depends on the runtime, then end the runtime.
+        """Call the registered release methods, then end the runtime and the process group if Headway started it.
 
         Args:
-            is_exit: Whether the process exits as well. The other ranks might then be gone or continue to run, so this
-                process must not wait for them in a backend such as NCCL.
+            is_exit: Whether the process exits as well. The other ranks might then be gone or continue to run. So this
+                process destroys a group with a backend such as NCCL only if all ranks exit at about the same time.
+                Otherwise it only aborts the gloo backend.
         """
-        while self.endings:
-            release = self.endings.pop()()
+        while self.release_methods:
+            release = self.release_methods.pop()()
             if release is not None:
                 release()
         runtime, link = self.runtime, self.link
         has_group = runtime is not None and runtime.owns_group and dist.is_initialized()
-        is_left = (
+        must_not_wait = (
             is_exit
             and runtime is not None
             and has_group
@@ -238,33 +259,33 @@ class _Process:
         )
         if link is not None and runtime is not None:
             link.close(runtime.rank, runtime.world_size)
-        if is_left:
-            group.close_cpu_engine()
+        if must_not_wait:
+            group.abort_cpu_backend()
         elif has_group:
             dist.destroy_process_group()
         elif runtime is not None:
-            group.end_group(runtime.cpu_group)
-        if self.after is not None:
-            self.after.uninstall()
+            group.destroy_group(runtime.cpu_group)
+        if self.exit_hook is not None:
+            self.exit_hook.uninstall()
         self.runtime = None
         self.link = None
-        self.after = None
+        self.exit_hook = None
         scope.get_or_create(ExceptionHook).uninstall()
 
     def install_exception_hook(self) -> None:
         """Install the exception hook as the outermost one, if ending the process group would wait for peers.
 
-        Otherwise, only uninstall an earlier hook of this object. torch installs its own hook for each process group, so
+        Otherwise, only uninstall the hook that an earlier call installed. torch installs its own hook for each process group, so
         this method is called for each group.
         """
-        if self.after is not None:
-            self.after.uninstall()
-        self.after = AfterException(_end_after) if self.has_blocking_end() else None
+        if self.exit_hook is not None:
+            self.exit_hook.uninstall()
+        self.exit_hook = UncaughtExceptionHook(_end_after_exception) if self.has_blocking_end() else None
 
     def has_blocking_end(self) -> bool:
         """Whether Headway started the process group and ending this group would wait for the other ranks."""
         owns_group = self.runtime is not None and self.runtime.owns_group
-        return owns_group and group.has_waiting_engine()
+        return owns_group and group.has_blocking_backend()
 
     def _are_all_ending(self, runtime: ProcessRuntime) -> bool:
         """Announce that this rank is ending, and return whether all ranks announce their end within the time limit.
@@ -273,22 +294,22 @@ class _Process:
         """
         if has_failed():
             return False
-        return group.wait_for_all_to_end(self.get_group_store(), runtime.rank, runtime.world_size, _TOGETHER)
+        return group.wait_for_all_to_end(self.get_group_store(), runtime.rank, runtime.world_size, _EXIT_TIMEOUT)
 
 
-_TOGETHER = timedelta(seconds=10)
+_EXIT_TIMEOUT = timedelta(seconds=10)
 """Maximum time that an exiting process waits for the other ranks to exit, too.
 
 It waits only if all ranks must end the process group together, as is the case with NCCL.
 """
 
-_NO_STORE = "fake"
+_FAKE_BACKEND = "fake"
 """torch's backend for process groups without other processes, whose store cannot exchange values."""
 
 INTERRUPTED = 130
 """Exit code of a process that was ended by Ctrl-C, as shells report it."""
 
-FOR_EVER = timedelta(days=365)
+NO_TIMEOUT = timedelta(days=365)
 """Timeout that means no time limit (`--timeout 0`)."""
 
 
@@ -304,8 +325,8 @@ def start(
         cpu: Whether to compute on the CPU even if there is an accelerator.
         backend: Backend for `init_process_group`. Default: gloo for CPU tensors plus the device's own backend.
         init_method: URL as for torch's `init_process_group`. Default: None, for "env://".
-        timeout: Maximum time that a rank may keep the others waiting. Default: `--timeout` or HEADWAY_TIMEOUT, else
-            10 minutes.
+        timeout: Maximum time that a rank may keep the others waiting. A collective stops waiting after this time, or
+            30 seconds later if `timeout` is None. Default: `--timeout` or HEADWAY_TIMEOUT, else 10 minutes.
 
     Raises:
         LaunchError: If the number of processes differs from the number that the launcher was asked for. Also if ranks
@@ -316,36 +337,32 @@ def start(
             launcher found or HEADWAY_DEVICE names.
         UnsupportedError: If `backend` is None and torch has no default backend for the device.
     """
-    here = scope.get_or_create(_Process)
-    if here.runtime is not None:
-        if cpu and here.runtime.hardware is not CPU:
+    state = scope.get_or_create(_Process)
+    if state.runtime is not None:
+        if cpu and state.runtime.hardware is not CPU:
             raise ConfigError(
-                f"cpu=True was asked for, but this process computes on {here.runtime.device}: give it to the first Accelerator"
+                f"cpu=True was asked for, but this process computes on {state.runtime.device}: give it to the first Accelerator"
             )
-        return here.runtime
-    wanted = env.get("HEADWAY_DEVICE")
-    hardware = CPU if cpu else find_hardware(wanted) if wanted else detect_hardware()
-    if not cpu and not wanted:
-        _check_promise(hardware)
-    rank, world_size, waits = env.get_rank(), env.get_world_size(), _choose_timeout(timeout)
-    _check_contract(world_size)
+        return state.runtime
+    hardware = _choose_hardware(cpu)
+    rank, world_size, peer_timeout = env.get_rank(), env.get_world_size(), _choose_timeout(timeout)
+    _check_num_processes(world_size)
     local_rank, num_local = env.get_local_rank(), env.get_local_world_size()
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        if world_size > 1 and env.get("LOCAL_RANK") is None and dist.get_backend() != _NO_STORE:
-            local_rank, num_local = here.find_place(rank, world_size)
+        if world_size > 1 and env.get("LOCAL_RANK") is None and dist.get_backend() != _FAKE_BACKEND:
+            local_rank, num_local = state.find_local_rank(rank, world_size)
     device = hardware.select_device(local_rank)
     owns_group = world_size > 1 and not dist.is_initialized()
     cpu_group = None
     if owns_group:
         # With a margin, so that the hang watch reports before the backend times out.
-        limit = timeout or waits + group.MARGIN
-        here.set_group_options(
-            group.map_engines(backend, hardware.kind) if backend else hardware.backend, limit, device
-        )
-        here.join_group(init_method, rank, world_size, waits)
+        collective_timeout = timeout or peer_timeout + group.MARGIN
+        backends = group.complete_backend(backend, hardware.kind) if backend else hardware.backend_string
+        state.set_group_options(backends, collective_timeout, device)
+        state.join_group(init_method, rank, world_size, peer_timeout)
     elif dist.is_initialized():
-        cpu_group = group.create_cpu_group(waits + group.MARGIN) if world_size > 1 else None
+        cpu_group = group.create_cpu_group(peer_timeout + group.MARGIN) if world_size > 1 else None
         if cpu_group is not None:
             atexit.register(_end_at_exit)
     elif hardware.is_indexed and hardware.count_devices() > 1:
@@ -356,14 +373,36 @@ def start(
         )
     num_local = min(num_local, world_size)
     runtime = ProcessRuntime(
-        rank, world_size, local_rank, num_local, hardware, device, owns_group, waits, cpu_group=cpu_group
+        rank, world_size, local_rank, num_local, hardware, device, owns_group, peer_timeout, cpu_group=cpu_group
     )
-    here.set_runtime(runtime)
-    here.install_exception_hook()
-    pulse.get_own_pulse().set_timeout(waits.total_seconds())
+    state.set_runtime(runtime)
+    state.install_exception_hook()
+    pulse.get_own_pulse().set_timeout(peer_timeout.total_seconds())
     if world_size > 1:
-        here.host_control(runtime)
+        state.host_control(runtime)
     return runtime
+
+
+def _choose_hardware(cpu: bool) -> Hardware:
+    """Return the device type that this process computes on.
+
+    HEADWAY_DEVICE takes precedence over the accelerator that torch finds.
+
+    Args:
+        cpu: Whether to use the CPU in any case.
+
+    Raises:
+        DeviceUnavailable: If HEADWAY_DEVICE names a device type that this machine lacks. Also if the detected device type
+            differs from the one that the launcher found.
+    """
+    if cpu:
+        return CPU
+    device_type = env.get("HEADWAY_DEVICE")
+    if device_type:
+        return find_hardware(device_type)
+    hardware = detect_hardware()
+    _check_promised_device(hardware)
+    return hardware
 
 
 def current() -> ProcessRuntime:
@@ -377,18 +416,21 @@ def is_started() -> bool:
     return scope.get_or_create(_Process).runtime is not None
 
 
-def release_at_end(release: Callable[[], None], *, is_engine: bool = False) -> None:
+def release_at_end(release: Callable[[], None], *, ends_with_group: bool = False) -> None:
     """Register a method to call before the runtime ends. Only a weak reference to its object is kept.
 
     Args:
         release: Method that releases a resource, such as a thread, that would otherwise outlive the runtime.
-        is_engine: Whether to also call the method when only the process group ends (`leave_group`), because the
+        ends_with_group: Whether to also call the method when only the process group ends (`leave_group`), because the
             resource belongs to the group.
     """
-    here, method = scope.get_or_create(_Process), weakref.WeakMethod(release)
-    for registered in (here.endings, here.engines) if is_engine else (here.endings,):
-        if method not in registered:
-            registered.append(method)
+    state, method = scope.get_or_create(_Process), weakref.WeakMethod(release)
+    registries = [state.release_methods]
+    if ends_with_group:
+        registries.append(state.group_release_methods)
+    for registry in registries:
+        if method not in registry:
+            registry.append(method)
 
 
 def leave_group() -> None:
@@ -400,13 +442,13 @@ def leave_group() -> None:
     Raises:
         UnsupportedError: If other code started the group, because Headway could then not create a new one.
     """
-    here = scope.get_or_create(_Process)
-    if here.runtime is None or not here.runtime.owns_group:
+    state = scope.get_or_create(_Process)
+    if state.runtime is None or not state.runtime.owns_group:
         raise UnsupportedError(
             "the process group has to be renewed, but was started outside Headway, by init_process_group or another library; leave "
             "that call out, and Headway starts the group"
         )
-    for each in list(here.engines):
+    for each in list(state.group_release_methods):
         release = each()
         if release is not None:
             release()
@@ -422,25 +464,28 @@ def abort_group() -> None:
     group.abort_groups()
 
 
-def does_exit_wait() -> bool:
-    """Whether the other ranks would wait forever in the backend of Headway's process group if only this rank exited."""
+def does_exit_block_peers() -> bool:
+    """Whether the other ranks would block in the backend of the process group, such as NCCL, if only this rank exited.
+
+    False if other code started the process group.
+    """
     return scope.get_or_create(_Process).has_blocking_end()
 
 
 def join_group() -> None:
     """Create the next process group with the settings of the first one. All ranks call this after `leave_group`."""
-    here = scope.get_or_create(_Process)
-    assert here.runtime is not None
-    here.join_group(None, here.runtime.rank, here.runtime.world_size, here.runtime.timeout)
-    here.install_exception_hook()
+    state = scope.get_or_create(_Process)
+    assert state.runtime is not None
+    state.join_group(None, state.runtime.rank, state.runtime.world_size, state.runtime.timeout)
+    state.install_exception_hook()
 
 
-def read_group_timeout() -> timedelta:
-    """Return the time after which a collective in a process group that Headway creates stops waiting for a rank.
+def get_group_timeout() -> timedelta:
+    """Return the timeout of the collectives in the process groups that Headway creates.
 
-    It is torch's default timeout if Headway has created no group.
+    It is torch's default timeout of the backend if Headway has created no group.
     """
-    return scope.get_or_create(_Process).asked[1]
+    return scope.get_or_create(_Process).group_options.timeout
 
 
 def reset() -> None:
@@ -452,7 +497,7 @@ def _end_at_exit() -> None:
     scope.get_or_create(_Process).end(is_exit=True)
 
 
-def _end_after(error: BaseException, is_said: bool) -> None:
+def _end_after_exception(error: BaseException, is_printed: bool) -> None:
     """End this process at once after an uncaught exception, because peers might be inside a collective on the device.
 
     After an interrupt such as Ctrl-C, or if the traceback has not been printed yet, only record the exit code with
@@ -461,16 +506,16 @@ def _end_after(error: BaseException, is_said: bool) -> None:
 
     Args:
         error: The uncaught exception.
-        is_said: Whether the error's traceback has been printed.
+        is_printed: Whether the error's traceback has been printed.
     """
     if not is_uncaught(error) or not scope.get_or_create(_Process).has_blocking_end():
         return
     is_interrupt = not isinstance(error, Exception)
-    if is_said and not is_interrupt:
+    if is_printed and not is_interrupt:
         end_process(1)
     # Let Python end the process: an interrupt by its signal, as shells expect, and others after the outer hooks have
     # printed the traceback.
-    note_failure(INTERRUPTED if is_interrupt else 1)
+    record_failure(INTERRUPTED if is_interrupt else 1)
 
 
 def _choose_timeout(timeout: timedelta | None) -> timedelta:
@@ -485,7 +530,7 @@ def _choose_timeout(timeout: timedelta | None) -> timedelta:
     requested = UNSET if timeout is None else timeout.total_seconds()
     origin = f"InitProcessGroupKwargs(timeout={timeout!r})"
     seconds, _ = resolve_run_setting("timeout", requested, DEFAULT_TIMEOUT, code_origin=origin)
-    return timedelta(seconds=seconds) if seconds else FOR_EVER
+    return timedelta(seconds=seconds) if seconds else NO_TIMEOUT
 
 
 def get_control_link() -> StoreLink | None:
@@ -497,19 +542,19 @@ def get_control_link() -> StoreLink | None:
         ControlPlaneError: If rank 0 does not publish the control plane's address before the timeout.
         LaunchError: If the control plane cannot be reached.
     """
-    runtime, here = current(), scope.get_or_create(_Process)
-    if runtime.world_size > 1 and here.link is None:
-        here.link = join_control_plane(here.get_group_store(), here.seal, runtime.timeout)
-    return here.link
+    runtime, state = current(), scope.get_or_create(_Process)
+    if runtime.world_size > 1 and state.link is None:
+        state.link = join_control_plane(state.get_group_store(), state.seal, runtime.timeout)
+    return state.link
 
 
 def has_control_link() -> bool:
     """Whether there is a connection to the control plane. This function does not open one."""
-    here = scope.get_or_create(_Process)
-    return here.runtime is not None and here.link is not None
+    state = scope.get_or_create(_Process)
+    return state.runtime is not None and state.link is not None
 
 
-def _check_promise(hardware: Hardware) -> None:
+def _check_promised_device(hardware: Hardware) -> None:
     """Raise `DeviceUnavailable` if this process's device type differs from the one that the launcher found.
 
     Without this check the run would continue on another device without an error.
@@ -531,11 +576,11 @@ def _check_promise(hardware: Hardware) -> None:
     )
 
 
-def _check_contract(world_size: int) -> None:
-    asked = read_requested_num_processes()
-    if asked is not None and world_size not in asked:
-        fewest = f"{asked[0]} to " if len(asked) > 1 else ""
+def _check_num_processes(world_size: int) -> None:
+    allowed = read_requested_num_processes()
+    if allowed is not None and world_size not in allowed:
+        fewest = f"{allowed[0]} to " if len(allowed) > 1 else ""
         raise LaunchError(
-            f"`headway launch` was asked for {fewest}{asked[-1]} processes, but this one finds itself in a world of {world_size}; "
+            f"`headway launch` was asked for {fewest}{allowed[-1]} processes, but this one finds itself in a world of {world_size}; "
             "start it with `headway launch`, and do not change WORLD_SIZE or unset RANK on the way"
         )

@@ -22,83 +22,90 @@ from headway.common import env, scope
 VARIABLE = "HEADWAY_PULSE"
 """Name of the environment variable that passes the path of the pulse file to a worker process."""
 
-PARTS = "waiting for the other ranks' parts of a checkpoint"
+WAITING_FOR_PARTS = "waiting for the other ranks' parts of a checkpoint"
 """Phase of a rank that commits a checkpoint and waits for the other ranks' files. This wait is not a collective."""
 
 NUM_CALLS = 64
 """Number of the latest collectives that the ring buffer in a pulse file holds."""
 
 SIZE = 69632
+"""Size of a pulse file in bytes."""
+
+# Layout of the file. All numbers are stored in native byte order, because both processes are on one machine.
 _MAGIC = b"HWPULSE1"
-_HEAD = struct.Struct("=8sQQd")  # magic, pid, beats, time of the last beat
+_HEAD = struct.Struct("=8sQQd")  # magic, pid, number of heartbeats, time of the last heartbeat
 _PROGRESS = struct.Struct("=QQ")  # update, micro-step
 _COUNT = struct.Struct("=Q")
-_CALL = struct.Struct("=Qdd32s184s")  # number, entered at, left at (0: still inside), operation, call site
+_CALL = struct.Struct("=Qdd32s184s")  # number, entry time, exit time (0: still inside), operation, call site
+_EXIT_TIME_OFFSET = struct.calcsize("=Qd")  # offset of the exit time in a record of _CALL
 _SECONDS = struct.Struct("=d")
 _SLOT = struct.Struct("=Id")  # length, time
-_PROGRESS_AT, _TIMEOUT_AT, _LENIENCE_AT, _COUNT_AT, _RING_AT = 64, 96, 104, 128, 36864
-_IS_TOLD_AT, _SAVES_AT = 112, 113  # the only byte that the agent writes; whether the rank saves at a signal
+_PROGRESS_OFFSET, _TIMEOUT_OFFSET, _EXTENSION_OFFSET, _COUNT_OFFSET, _RING_OFFSET = 64, 96, 104, 128, 36864
+_RUN_OVER_OFFSET = 112  # whether the run is over; the only byte that the agent writes
+_SAVES_OFFSET = 113  # whether the rank saves a checkpoint when it receives a signal
 
 
 @dataclass(frozen=True)
 class _TextField:
     """Text field of the file in which a rank records its state.
 
-    The field consists of one byte with the index of the current slot, and two slots.
+    The field consists of one byte with the index of the current slot, and two slots. A slot contains the length of the
+    text, the time at which it was written, and the text.
 
     Attributes:
-        at: Position of the field in the file, in bytes.
-        room: Size of one slot in bytes.
+        offset: Position of the field in the file, in bytes.
+        slot_bytes: Size of one slot in bytes.
     """
 
-    at: int
-    room: int
+    offset: int
+    slot_bytes: int
 
     def write(self, memory: mmap.mmap, text: str) -> None:
-        slot = 1 - memory[self.at] % 2
-        start = self.at + 1 + slot * self.room
+        slot = 1 - memory[self.offset] % 2
+        start = self.offset + 1 + slot * self.slot_bytes
         encoded = text.encode(errors="replace")[: self.capacity]
         _SLOT.pack_into(memory, start, len(encoded), time.monotonic())
         memory[start + _SLOT.size : start + _SLOT.size + len(encoded)] = encoded
-        memory[self.at] = slot
+        memory[self.offset] = slot
 
     def read(self, memory: mmap.mmap) -> tuple[str, float]:
-        start = self.at + 1 + memory[self.at] % 2 * self.room
+        start = self.offset + 1 + memory[self.offset] % 2 * self.slot_bytes
         length, when = _SLOT.unpack_from(memory, start)
         text = memory[start + _SLOT.size : start + _SLOT.size + min(length, self.capacity)]
         return text.decode(errors="replace"), when
 
     @property
     def capacity(self) -> int:
-        return self.room - _SLOT.size
+        return self.slot_bytes - _SLOT.size
 
 
 _PHASE, _TRANSFER, _NOTE = _TextField(192, 128), _TextField(512, 128), _TextField(1024, 17000)
-_LOG = _TextField(_RING_AT + NUM_CALLS * _CALL.size, 4200)
-_RESUME_ADVICE = _TextField(_LOG.at + 1 + 2 * _LOG.room, 4200)
-assert _PHASE.at + 1 + 2 * _PHASE.room <= _TRANSFER.at
-assert _TRANSFER.at + 1 + 2 * _TRANSFER.room <= _NOTE.at
-assert _NOTE.at + 1 + 2 * _NOTE.room <= _RING_AT
-assert _RESUME_ADVICE.at + 1 + 2 * _RESUME_ADVICE.room <= SIZE
+_LOG = _TextField(_RING_OFFSET + NUM_CALLS * _CALL.size, 4200)
+_RESUME_ADVICE = _TextField(_LOG.offset + 1 + 2 * _LOG.slot_bytes, 4200)
+# The fields must not overlap.
+assert _PHASE.offset + 1 + 2 * _PHASE.slot_bytes <= _TRANSFER.offset
+assert _TRANSFER.offset + 1 + 2 * _TRANSFER.slot_bytes <= _NOTE.offset
+assert _NOTE.offset + 1 + 2 * _NOTE.slot_bytes <= _RING_OFFSET
+assert _RESUME_ADVICE.offset + 1 + 2 * _RESUME_ADVICE.slot_bytes <= SIZE
 
 
 @dataclass(frozen=True)
 class PulseCall:
-    """A collective as recorded in the ring buffer of a rank's state file. Times are in seconds on the monotonic clock.
+    """A collective as recorded in the ring buffer of a rank's pulse. Times are in seconds on the monotonic clock.
 
     Attributes:
         number: Number of the collective in this process.
         operation: Kind of the collective.
         site: Line of user code that called the collective.
-        entered: Time at which the process entered the collective.
-        left: Time at which the process left it; None if the process is still inside.
+        entry_time: Time at which the process entered the collective.
+        exit_time: Time at which the process left it; None if the process is still inside.
     """
 
     number: int
     operation: str
     site: str
-    entered: float
-    left: float | None
+    entry_time: float
+    exit_time: float | None
 
 
 @dataclass(frozen=True)
@@ -107,43 +114,44 @@ class PulseReading:
 
     Attributes:
         pid: Process ID of the writer; 0 if no rank has opened the pulse yet.
-        beats: Number of heartbeats so far.
-        beat: Time of the last heartbeat; 0.0 before the first.
+        num_beats: Number of heartbeats so far.
+        last_beat: Time of the last heartbeat; 0.0 before the first.
         update: Number of updates that training has completed.
         micro_step: Number of micro-batches started in the current accumulation window.
         timeout: Seconds that a rank may keep the others waiting, as set by this rank's program; 0.0 if not set.
+        timeout_extension: Seconds that all ranks currently add to their timeout, at this rank's request.
         phase: Activity of the process: "" (it runs the user's script), "ended", or a text such as "saving a
             checkpoint".
-        calls: Collectives in the ring buffer, oldest first.
-        note: Latest note of the heartbeat, as a dict. "stack": frames of the main thread, innermost first. "still":
-            time since which the stack is unchanged. "torch": collectives of torch's backends. "live": whether a signal
-            makes the rank write its stacks.
-        noted: Time at which the note was written; 0.0 if there is none.
-        lenience: Seconds that all ranks currently add to their timeout, at this rank's request.
-        saves_on_signal: Whether this rank saves a checkpoint and then ends when it receives a signal.
         phase_since: Time at which the phase was set.
         transfer: Description of a transfer with one other rank that this rank waits for; "" if there is none.
         transfer_since: Time at which the transfer was set.
+        calls: Collectives in the ring buffer, oldest first.
+        note: Latest note of the heartbeat, as a dict. "stack": [file, line, function] of each frame of the main thread,
+            innermost first. "still": time since which the stack is unchanged. "torch": current collectives of torch's
+            backends, as in `flight_recorder.CurrentCollective`; None while they advance. "live": whether a signal makes
+            the rank write its stacks.
+        note_time: Time at which the note was written; 0.0 if there is none.
+        saves_on_signal: Whether this rank saves a checkpoint and then ends when it receives a signal.
         log: Path of the run log that this rank writes; "" if there is none.
         resume_advice: Advice on how to continue the run from its last checkpoint; "" if the program saves none.
         resume_advice_since: Time at which the advice was set.
     """
 
     pid: int = 0
-    beats: int = 0
-    beat: float = 0.0
+    num_beats: int = 0
+    last_beat: float = 0.0
     update: int = 0
     micro_step: int = 0
     timeout: float = 0.0
+    timeout_extension: float = 0.0
     phase: str = ""
-    calls: tuple[PulseCall, ...] = ()
-    note: dict[str, Any] = field(default_factory=dict)
-    noted: float = 0.0
-    lenience: float = 0.0
-    saves_on_signal: bool = False
     phase_since: float = 0.0
     transfer: str = ""
     transfer_since: float = 0.0
+    calls: tuple[PulseCall, ...] = ()
+    note: dict[str, Any] = field(default_factory=dict)
+    note_time: float = 0.0
+    saves_on_signal: bool = False
     log: str = ""
     resume_advice: str = ""
     resume_advice_since: float = 0.0
@@ -165,8 +173,8 @@ class HeartbeatFile:
                 access = mmap.ACCESS_WRITE if is_writer else mmap.ACCESS_READ
                 self._memory = mmap.mmap(file.fileno(), SIZE, access=access)
         self.path = path
-        self._number = 0
-        self._sites: dict[str, bytes] = {}
+        self._num_entered = 0
+        self._encoded_sites: dict[str, bytes] = {}
         if is_writer:
             _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), 0, 0.0)
 
@@ -187,36 +195,36 @@ class HeartbeatFile:
             update: Number of completed updates.
             micro_step: Number of micro-batches started in the current accumulation window.
         """
-        _PROGRESS.pack_into(self._memory, _PROGRESS_AT, update, micro_step)
+        _PROGRESS.pack_into(self._memory, _PROGRESS_OFFSET, update, micro_step)
 
     def set_timeout(self, seconds: float) -> None:
         """Record the run's timeout: how many seconds a rank may keep the others waiting in a collective.
 
         The script or the launcher sets this timeout. The hang watch reads it.
         """
-        _SECONDS.pack_into(self._memory, _TIMEOUT_AT, seconds)
+        _SECONDS.pack_into(self._memory, _TIMEOUT_OFFSET, seconds)
 
-    def set_lenience(self, seconds: float) -> None:
-        """Record by how many seconds all ranks must extend their timeout.
+    def set_timeout_extension(self, seconds: float) -> None:
+        """Record by how many seconds the hang watch must extend the timeout of all ranks.
 
         A rank requests this before a long wait, for example for data from remote storage.
 
         Args:
             seconds: Additional seconds; 0 for none.
         """
-        _SECONDS.pack_into(self._memory, _LENIENCE_AT, seconds)
+        _SECONDS.pack_into(self._memory, _EXTENSION_OFFSET, seconds)
 
-    def set_saves_on_signal(self, does_so: bool) -> None:
-        """Record whether this rank saves a checkpoint when it receives a signal.
+    def set_saves_on_signal(self, saves_on_signal: bool) -> None:
+        """Record whether this rank saves a checkpoint and then ends when it receives a signal.
 
         If it does, the launcher gives it time to save.
         """
-        self._memory[_SAVES_AT] = does_so
+        self._memory[_SAVES_OFFSET] = saves_on_signal
 
     @property
     def is_run_over(self) -> bool:
-        """Whether the agent has marked the run as over. If it has, a signal does not request a checkpoint."""
-        return bool(self._memory[_IS_TOLD_AT])
+        """Whether the agent has marked the run as over. A signal then ends this rank and does not request a checkpoint."""
+        return bool(self._memory[_RUN_OVER_OFFSET])
 
     def enter_collective(self, operation: str, site: str) -> int:
         """Record that this process enters a collective, and return the number to pass to `leave_collective`.
@@ -225,13 +233,16 @@ class HeartbeatFile:
             operation: Kind of the collective.
             site: Line of user code that called the collective.
         """
-        self._number = number = self._number + 1
-        encoded = self._sites.get(site)
+        self._num_entered += 1
+        number = self._num_entered
+        encoded = self._encoded_sites.get(site)
         if encoded is None:
-            encoded = self._sites[site] = site.encode(errors="replace")[-184:]
-        at = _RING_AT + number % NUM_CALLS * _CALL.size
-        _CALL.pack_into(self._memory, at, number, time.monotonic(), 0.0, operation.encode()[:32], encoded)
-        _COUNT.pack_into(self._memory, _COUNT_AT, number)
+            # Keep the end of a long path, which contains the file name and the line.
+            encoded = self._encoded_sites[site] = site.encode(errors="replace")[-184:]
+        _CALL.pack_into(
+            self._memory, _find_record(number), number, time.monotonic(), 0.0, operation.encode()[:32], encoded
+        )
+        _COUNT.pack_into(self._memory, _COUNT_OFFSET, number)
         return number
 
     def leave_collective(self, number: int) -> None:
@@ -240,26 +251,26 @@ class HeartbeatFile:
         Args:
             number: Number of the collective, as returned by `enter_collective`.
         """
-        if self._number - number < NUM_CALLS:
-            _SECONDS.pack_into(self._memory, _RING_AT + number % NUM_CALLS * _CALL.size + 16, time.monotonic())
+        if self._num_entered - number < NUM_CALLS:
+            _SECONDS.pack_into(self._memory, _find_record(number) + _EXIT_TIME_OFFSET, time.monotonic())
 
-    def set_phase(self, words: str) -> None:
+    def set_phase(self, description: str) -> None:
         """Record what this process is doing, as text such as "saving a checkpoint".
 
         Args:
-            words: Description of the activity; "" while the process runs the user's script.
+            description: Description of the activity; "" while the process runs the user's script.
         """
-        _PHASE.write(self._memory, words)
+        _PHASE.write(self._memory, description)
 
-    def set_transfer(self, words: str) -> None:
+    def set_transfer(self, description: str) -> None:
         """Record that this process waits for a transfer between itself and one other rank.
 
         Such a transfer does not count as a collective.
 
         Args:
-            words: Description of the transfer; "" if the process waits for none.
+            description: Description of the transfer; "" if the process waits for none.
         """
-        _TRANSFER.write(self._memory, words)
+        _TRANSFER.write(self._memory, description)
 
     def set_log(self, path: str) -> None:
         """Record the path of the run log that this process writes."""
@@ -287,60 +298,72 @@ class HeartbeatFile:
 
     def read(self) -> PulseReading:
         """Return the current contents of the pulse, with defaults in all fields if no rank has opened the pulse yet."""
-        magic, pid, beats, beat = _HEAD.unpack_from(self._memory, 0)
+        magic, pid, num_beats, last_beat = _HEAD.unpack_from(self._memory, 0)
         if magic != _MAGIC:
             return PulseReading()
-        update, micro_step = _PROGRESS.unpack_from(self._memory, _PROGRESS_AT)
-        (timeout,) = _SECONDS.unpack_from(self._memory, _TIMEOUT_AT)
-        (lenience,) = _SECONDS.unpack_from(self._memory, _LENIENCE_AT)
+        update, micro_step = _PROGRESS.unpack_from(self._memory, _PROGRESS_OFFSET)
+        (timeout,) = _SECONDS.unpack_from(self._memory, _TIMEOUT_OFFSET)
+        (timeout_extension,) = _SECONDS.unpack_from(self._memory, _EXTENSION_OFFSET)
         phase, phase_since = _PHASE.read(self._memory)
-        text, noted = _NOTE.read(self._memory)
+        transfer, transfer_since = _TRANSFER.read(self._memory)
+        log, _ = _LOG.read(self._memory)
+        resume_advice, resume_advice_since = _RESUME_ADVICE.read(self._memory)
+        text, note_time = _NOTE.read(self._memory)
         try:
             note = json.loads(text) if text else {}
         except ValueError:
             note = {}  # it was overwritten during the read; the next read finds it complete
-        saves = bool(self._memory[_SAVES_AT])
         return PulseReading(
-            pid,
-            beats,
-            beat,
-            update,
-            micro_step,
-            timeout,
-            phase,
-            self._read_calls(),
-            note,
-            noted,
-            lenience,
-            saves,
-            phase_since,
-            *_TRANSFER.read(self._memory),
-            _LOG.read(self._memory)[0],
-            *_RESUME_ADVICE.read(self._memory),
+            pid=pid,
+            num_beats=num_beats,
+            last_beat=last_beat,
+            update=update,
+            micro_step=micro_step,
+            timeout=timeout,
+            timeout_extension=timeout_extension,
+            phase=phase,
+            phase_since=phase_since,
+            transfer=transfer,
+            transfer_since=transfer_since,
+            calls=self._read_calls(),
+            note=note,
+            note_time=note_time,
+            saves_on_signal=bool(self._memory[_SAVES_OFFSET]),
+            log=log,
+            resume_advice=resume_advice,
+            resume_advice_since=resume_advice_since,
         )
 
     def _read_calls(self) -> tuple[PulseCall, ...]:
-        (count,) = _COUNT.unpack_from(self._memory, _COUNT_AT)
-        found = []
+        (count,) = _COUNT.unpack_from(self._memory, _COUNT_OFFSET)
+        calls = []
         for number in range(max(1, count - NUM_CALLS + 1), count + 1):
-            at = _RING_AT + number % NUM_CALLS * _CALL.size
-            said, entered, left, operation, site = _CALL.unpack_from(self._memory, at)
-            if said == number:  # otherwise the entry has been overwritten
-                found.append(PulseCall(number, _decode_text(operation), _decode_text(site), entered, left or None))
-        return tuple(found)
+            stored_number, entry_time, exit_time, operation, site = _CALL.unpack_from(
+                self._memory, _find_record(number)
+            )
+            if stored_number == number:  # otherwise the record has been overwritten
+                calls.append(
+                    PulseCall(number, _decode_text(operation), _decode_text(site), entry_time, exit_time or None)
+                )
+        return tuple(calls)
+
+
+def _find_record(number: int) -> int:
+    """Return the offset in the file of the record of a collective, in the ring buffer."""
+    return _RING_OFFSET + number % NUM_CALLS * _CALL.size
 
 
 def _decode_text(padded: bytes) -> str:
     return padded.rstrip(b"\0").decode(errors="replace")
 
 
-def _of_this_process() -> HeartbeatFile:
+def _open_own_pulse() -> HeartbeatFile:
     return _claim_file(env.remove_variable(VARIABLE)) or HeartbeatFile()
 
 
 def get_own_pulse() -> HeartbeatFile:
-    """Return this process's pulse (state record): the file that the agent created, else anonymous memory."""
-    return scope.get_or_create(_of_this_process)
+    """Return this process's pulse: the file that the agent created for it, or anonymous memory if there is none."""
+    return scope.get_or_create(_open_own_pulse)
 
 
 def is_watched() -> bool:
@@ -354,7 +377,7 @@ def create_pulse(path: Path) -> None:
         file.truncate(SIZE)
 
 
-def request_end(path: Path) -> None:
+def mark_run_over(path: Path) -> None:
     """Mark the run as over in the file in which a rank records its state. No signal is sent.
 
     The agent does so before it sends a signal to the rank, so that the rank does not save a checkpoint.
@@ -363,23 +386,25 @@ def request_end(path: Path) -> None:
         path: Pulse file of the rank.
     """
     with open(path, "r+b") as file:
-        file.seek(_IS_TOLD_AT)
+        file.seek(_RUN_OVER_OFFSET)
         file.write(b"\1")
 
 
 def _claim_file(path: str | None) -> HeartbeatFile | None:
     """Open the pulse file for this process, or return None if the file is gone or belongs to another process.
 
-    Child processes of a rank inherit the environment variable, so the file might belong to the parent of this process.
+    Child processes of a rank can inherit the environment variable, so the file might belong to the parent of this
+    process.
 
     Args:
         path: Path of the file; None or "" if there is none, which also gives None.
     """
-    if not path or not os.path.exists(path) or HeartbeatFile(Path(path), is_writer=False).read().pid:
+    if not path or not os.path.exists(path):
         return None
-    return HeartbeatFile(Path(path))
+    is_claimed = HeartbeatFile(Path(path), is_writer=False).read().pid != 0
+    return None if is_claimed else HeartbeatFile(Path(path))
 
 
 if hasattr(os, "register_at_fork"):
     # A forked child (e.g. a data-loading worker) shares the mapping, but is not the rank.
-    os.register_at_fork(after_in_child=lambda: scope.drop(_of_this_process))
+    os.register_at_fork(after_in_child=lambda: scope.drop(_open_own_pulse))

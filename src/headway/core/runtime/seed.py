@@ -23,28 +23,28 @@ from headway.core.runtime.process import current
 from headway.errors import ConfigError
 from headway.log import get_logger
 
-_ONE_AT_A_TIME = threading.Lock()
+log = get_logger(__name__)
+
+_TORCH_RNG_LOCK = threading.Lock()
 # If a worker is forked while another thread holds the lock, the child process has no thread that would release it.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_ONE_AT_A_TIME._at_fork_reinit)  # type: ignore[attr-defined]
+    os.register_at_fork(after_in_child=_TORCH_RNG_LOCK._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-def read_torch() -> torch.Tensor:
+def read_torch_rng_state() -> torch.Tensor:
     """Return torch's host RNG state (`torch.get_rng_state`), under a lock."""
-    with _ONE_AT_A_TIME:
+    with _TORCH_RNG_LOCK:
         return torch.get_rng_state()
 
 
-def write_torch(state: torch.Tensor) -> None:
+def write_torch_rng_state(state: torch.Tensor) -> None:
     """Set torch's host RNG state (`torch.set_rng_state`), under a lock."""
-    with _ONE_AT_A_TIME:
+    with _TORCH_RNG_LOCK:
         torch.set_rng_state(state)
 
 
-log = get_logger(__name__)
-
-_MASK = (1 << 63) - 1
-_ALL = ["python", "numpy", "torch", "device"]
+_HOST_GENERATORS = ["python", "numpy", "torch"]
+_GLOBAL_GENERATORS = [*_HOST_GENERATORS, "device"]
 
 
 class DataShardIndex:
@@ -68,7 +68,7 @@ def mix_seed(*parts: int) -> int:
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 31
-    return state & _MASK
+    return state & ((1 << 63) - 1)
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -97,15 +97,14 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
-def digest_states() -> list[float]:
+def checksum_rng_states() -> list[float]:
     """Return a checksum of the state of each host generator, in the order "python", "numpy", "torch".
 
-    The checksum is -1 for NumPy's generator if NumPy has not been imported.
+    The checksum is a CRC-32, or -1 for NumPy's generator if NumPy has not been imported. Ranks compare the checksums.
     """
-    states = read_states(_ALL[:-1], None)
-    if "torch" in states:
-        states["torch"] = states["torch"].numpy().tobytes()  # a pickled tensor would include its device
-    return [float(zlib.crc32(pickle.dumps(states[name]))) if name in states else -1.0 for name in _ALL[:-1]]
+    states = read_states(_HOST_GENERATORS, None)
+    states["torch"] = states["torch"].numpy().tobytes()  # a pickled tensor would include its device
+    return [float(zlib.crc32(pickle.dumps(states[name]))) if name in states else -1.0 for name in _HOST_GENERATORS]
 
 
 def reseed_generator(name: str, seed: int) -> None:
@@ -131,10 +130,12 @@ def _seed_numpy(seed: int) -> None:
 
 
 def read_states(rng_types: list[str], generator: torch.Generator | None) -> dict[str, Any]:
-    """Return the current states of the named generators, as a dict. Generators that do not exist are left out.
+    """Return the current states of the named generators, as a dict with these names as keys.
+
+    Generators that do not exist are left out: NumPy's if NumPy has not been imported, and the device's on a CPU.
 
     Args:
-        rng_types: Names as in `synchronize_rng_states`: "python", "numpy", "torch", "device", "generator".
+        rng_types: Any of "python", "numpy", "torch" (host), "device" and "generator".
         generator: Generator to read if `rng_types` contains "generator".
     """
     states: dict[str, Any] = {}
@@ -143,7 +144,7 @@ def read_states(rng_types: list[str], generator: torch.Generator | None) -> dict
     if "numpy" in rng_types and "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state()
     if "torch" in rng_types:
-        states["torch"] = read_torch()
+        states["torch"] = read_torch_rng_state()
     if "device" in rng_types and (read := _find_device_function("get_rng_state")) is not None:
         states["device"] = read()
     if "generator" in rng_types and generator is not None:
@@ -157,14 +158,16 @@ def _find_device_function(name: str) -> Callable[..., Any] | None:
     None on the CPU, or if torch's module for the device type lacks the function.
     """
     hardware = current().hardware
-    found = None if hardware.kind == "cpu" else hardware.find_function(name)
-    if found is None and hardware.kind != "cpu":
+    if hardware.kind == "cpu":
+        return None
+    function = hardware.find_function(name)
+    if function is None:
         log.warning_once(
             "torch.%s has no %s: its random state is not in checkpoints, and a resumed run draws different numbers there",
             hardware.kind,
             name,
         )
-    return found
+    return function
 
 
 def write_states(states: dict[str, Any], generator: torch.Generator | None) -> None:
@@ -179,7 +182,7 @@ def write_states(states: dict[str, Any], generator: torch.Generator | None) -> N
     if "numpy" in states:
         sys.modules["numpy"].random.set_state(states["numpy"])
     if "torch" in states:
-        write_torch(states["torch"])
+        write_torch_rng_state(states["torch"])
     if "device" in states and (write := _find_device_function("set_rng_state")) is not None:
         write(states["device"])
     if "generator" in states and generator is not None:
@@ -187,8 +190,11 @@ def write_states(states: dict[str, Any], generator: torch.Generator | None) -> N
 
 
 def read_rng_states(hardware: Hardware) -> dict[str, Any]:
-    """Return the states of the global generators of Python, NumPy, torch and the device."""
-    return read_states(_ALL if hardware.kind != "cpu" else _ALL[:-1], None)
+    """Return the states of the global generators of Python, NumPy, torch and the device, by name.
+
+    The device's state is left out if `hardware` is the CPU, and NumPy's if NumPy has not been imported.
+    """
+    return read_states(_HOST_GENERATORS if hardware.kind == "cpu" else _GLOBAL_GENERATORS, None)
 
 
 def write_rng_states(states: dict[str, Any], hardware: Hardware) -> None:
@@ -196,7 +202,9 @@ def write_rng_states(states: dict[str, Any], hardware: Hardware) -> None:
 
     The device's state is skipped if this process computes on a CPU.
     """
-    write_states({name: state for name, state in states.items() if name != "device" or hardware.kind != "cpu"}, None)
+    has_device_generator = hardware.kind != "cpu"
+    usable_states = {name: state for name, state in states.items() if name != "device" or has_device_generator}
+    write_states(usable_states, None)
 
 
 @contextmanager
@@ -205,7 +213,7 @@ def preserve_rng_states() -> Iterator[None]:
 
     It is used around third-party code that might draw random numbers.
     """
-    states = read_states(_ALL[:-1], None)
+    states = read_states(_HOST_GENERATORS, None)
     try:
         yield
     finally:
@@ -213,7 +221,7 @@ def preserve_rng_states() -> Iterator[None]:
 
 
 def seed_from_update(seed: int, num_updates: int, index: int) -> None:
-    """Seed all random number generators from the run's seed, the number of updates and the data shard.
+    """Seed the generators of Python, NumPy and torch from the run's seed, the number of updates and the data shard.
 
     This is needed after a resume if the checkpoint has no RNG states for this rank.
 

@@ -23,7 +23,7 @@ DEFAULT = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class SignalFlags:
-    """Flags for the signals that have reached this process between `start` and `stop`.
+    """Recorder of the signals that reach this process between `start` and `stop`.
 
     `start` installs the handlers. A handler that other code has already installed still runs, in the main thread. If
     there was none, the signal no longer ends the process, which is intended.
@@ -32,19 +32,19 @@ class SignalFlags:
         signals: Signals to handle. Default: SIGTERM and SIGUSR1.
 
     Attributes:
-        heard: `threading.Event` that is set at each signal. A thread can wait for it.
-        listeners: Functions that a background thread calls when a signal arrives.
-        times: Times of the first and the last signal on the monotonic clock; None before the first.
+        has_arrived: `threading.Event` that is set at each signal. A thread can wait for it.
+        listeners: Functions without arguments that a background thread calls when a signal arrives.
+        arrival_times: Times of the first and the last signal, in seconds on the monotonic clock; None before the first.
     """
 
     def __init__(self, signals: Iterable[int] = DEFAULT) -> None:
-        self.heard = threading.Event()
-        self.times: tuple[float, float] | None = None
+        self.has_arrived = threading.Event()
+        self.arrival_times: tuple[float, float] | None = None
         self.listeners: list[Callable[[], None]] = []
         self._signals = tuple(signals)
-        self._seen: set[int] = set()
-        self._former: dict[int, Any] = {}
-        self._former_fd = -1
+        self._arrived: set[int] = set()
+        self._previous_handlers: dict[int, Any] = {}
+        self._previous_wakeup_fd = -1
         self._pipe: tuple[socket.socket, socket.socket] | None = None
         self._thread: threading.Thread | None = None
 
@@ -60,9 +60,9 @@ class SignalFlags:
             raise StateError("signals can be handled only in the main thread; make this call in the main thread")
         receiver, sender = self._pipe = socket.socketpair()
         sender.setblocking(False)
-        self._former_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         for number in self._signals:
-            self._former[number] = signal.signal(number, self._call_former_handler)
+            self._previous_handlers[number] = signal.signal(number, self._call_previous_handler)
         self._thread = threading.Thread(
             target=self._receive_signals, args=(receiver,), name="headway-signals", daemon=True
         )
@@ -87,17 +87,17 @@ class SignalFlags:
         assert self._thread is not None
         self._thread.join(5)
         receiver.close()
-        self._former = {}
+        self._previous_handlers = {}
         self._pipe = None
         self._thread = None
 
-    def _restore_handlers(self, nothing: signal.Handlers) -> None:
-        for number, former in self._former.items():
-            if (
-                signal.getsignal(number) == self._call_former_handler
-            ):  # otherwise another handler was installed, which stays
-                signal.signal(number, nothing if former in (None, signal.SIG_DFL) else former)
-        signal.set_wakeup_fd(self._former_fd)
+    def _restore_handlers(self, default: signal.Handlers) -> None:
+        for number, previous in self._previous_handlers.items():
+            if signal.getsignal(number) != self._call_previous_handler:
+                continue  # other code has installed a handler since, which stays
+            had_handler = previous not in (None, signal.SIG_DFL)
+            signal.signal(number, previous if had_handler else default)
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
 
     @property
     def has_previous_handler(self) -> bool:
@@ -105,41 +105,32 @@ class SignalFlags:
 
         That handler also receives the signal. False before `start` and after `stop`.
         """
-        return any(map(callable, self._former.values()))
+        return any(map(callable, self._previous_handlers.values()))
 
     @property
-    def first(self) -> int | None:
-        """Lowest signal number among the signals whose flag is set, or None if there is none."""
-        return min(self._seen, default=None)
+    def lowest_signal(self) -> int | None:
+        """Lowest number among the signals that have arrived, or None if none has arrived."""
+        return min(self._arrived, default=None)
 
-    def list_flags(self) -> list[float]:
-        """Return 1.0 for each handled signal that has arrived and 0.0 for the others, as values for a vote.
-
-        The order is that of the constructor's `signals`.
-        """
-        return [float(number in self._seen) for number in self._signals]
-
-    def clear_flag(self, number: int) -> None:
-        """Clear the flag of a signal that has been dealt with."""
-        self._seen.discard(number)
-
-    def _call_former_handler(self, number: int, frame: FrameType | None) -> None:
-        self._seen.add(number)
-        former = self._former.get(number)
-        if callable(former):
-            former(number, frame)
+    def _call_previous_handler(self, number: int, frame: FrameType | None) -> None:
+        self._arrived.add(number)
+        previous = self._previous_handlers.get(number)
+        if callable(previous):
+            previous(number, frame)
 
     def _receive_signals(self, receiver: socket.socket) -> None:
         while numbers := receiver.recv(64):
-            if known := [number for number in numbers if number in self._signals]:
+            handled = [number for number in numbers if number in self._signals]
+            if handled:
                 now = time.monotonic()
-                self.times = (now if self.times is None else self.times[0], now)
-                self._seen.update(known)
-                self.heard.set()
-                for hear in list(self.listeners):
-                    hear()
-            if self._former_fd >= 0:  # the previous wakeup fd still gets every signal
-                os.write(self._former_fd, numbers)
+                first_time = now if self.arrival_times is None else self.arrival_times[0]
+                self.arrival_times = (first_time, now)
+                self._arrived.update(handled)
+                self.has_arrived.set()
+                for listener in list(self.listeners):
+                    listener()
+            if self._previous_wakeup_fd >= 0:  # the previous wakeup fd still gets every signal
+                os.write(self._previous_wakeup_fd, numbers)
 
 
 class _ActiveFlags(weakref.WeakSet[SignalFlags]):
@@ -151,16 +142,16 @@ def list_handled_signals() -> tuple[int, ...]:
     return tuple(sorted({number for flags in scope.get_or_create(_ActiveFlags) for number in flags._signals}))
 
 
-def add_listener(hear: Callable[[], None]) -> None:
+def add_listener(listener: Callable[[], None]) -> None:
     """Register a function that a background thread calls whenever a handled signal arrives.
 
     Do nothing if this process handles no signals with `SignalFlags` at the moment.
 
     Args:
-        hear: Function without arguments.
+        listener: Function without arguments.
     """
     for flags in scope.get_or_create(_ActiveFlags):
-        flags.listeners.append(hear)
+        flags.listeners.append(listener)
 
 
 def _restore_in_child() -> None:

@@ -33,9 +33,9 @@ from headway.core.config.torch_kwargs import DistributedDataParallelKwargs
 from headway.core.memory import attempt
 from headway.core.precision.mixed import Precision
 from headway.core.runtime import process
-from headway.core.runtime.collectives.carried import as_carried, is_plain
 from headway.core.runtime.collectives.checked import Collectives
-from headway.core.runtime.group import CPU_ENGINE, find_engine
+from headway.core.runtime.collectives.transferable import is_plain, make_transferable
+from headway.core.runtime.group import CPU_BACKEND, find_backend
 from headway.core.strategies._torch import broadcast_coalesced
 from headway.core.strategies.base import Engine, Strategy, Transform
 from headway.core.strategies.replica import average_gradients
@@ -170,7 +170,7 @@ class DDPStrategy(Strategy):
         self._reduced.update((id(p), name) for name, p in trained.items())
         if len(self._replicas) == 1:
             # Release DDP at the end: a prepared model may outlive its Accelerator and would keep the process group alive.
-            process.release_at_end(self.release_model, is_engine=True)
+            process.release_at_end(self.release_model, ends_with_group=True)
 
         def run(*args: object, **kwargs: object) -> Any:
             replica = self._replicas[id(model)]
@@ -281,7 +281,7 @@ class DDPStrategy(Strategy):
             module = each.engine.module
             if not module.training or each.is_apart or next(module.buffers(), None) is None:
                 continue
-            buffers = as_carried(buffer for buffer in module.buffers() if buffer.numel())
+            buffers = make_transferable(buffer for buffer in module.buffers() if buffer.numel())
             if buffers:
                 # DDP's own coalesced broadcast: one message for all buffers.
                 broadcast_coalesced(each.engine.process_group, buffers, _BUFFER_BUCKET_BYTES, 0)
@@ -421,7 +421,7 @@ def check_hook(options: DistributedDataParallelKwargs, device: torch.device, gro
         UnsupportedError: If the bf16 hook is used with gloo.
     """
     is_bf16 = Hook.BF16 in (options.comm_hook, options.comm_wrapper)
-    if is_bf16 and find_engine(device, group) == CPU_ENGINE:
+    if is_bf16 and find_backend(device, group) == CPU_BACKEND:
         raise UnsupportedError("the bf16 communication hook needs NCCL; on gloo use comm_hook='fp16' or 'power_sgd'")
 
 

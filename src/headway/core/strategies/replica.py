@@ -12,8 +12,8 @@ import torch
 
 from headway.core.config.torch_kwargs import DDPCommunicationHookType, DistributedDataParallelKwargs
 from headway.core.precision.mixed import Precision
-from headway.core.runtime.collectives.carried import as_carried
 from headway.core.runtime.collectives.checked import Collectives
+from headway.core.runtime.collectives.transferable import make_transferable
 from headway.core.strategies._torch import foreach_copy_, foreach_div_
 from headway.core.strategies.base import Capabilities, Engine, Strategy, Transform
 from headway.errors import PrepareError, UnsupportedError
@@ -129,7 +129,7 @@ class ReplicaStrategy(Strategy):
         if not self._broadcasts:
             return []
         models = (model for model in self._models if model.training)
-        return as_carried(buffer for model in models for buffer in model.buffers() if buffer.numel())
+        return make_transferable(buffer for model in models for buffer in model.buffers() if buffer.numel())
 
     def _get_buckets(self, name: str, tensors: list[torch.Tensor]) -> "GradientBuckets":
         """Return the buckets for tensors of these shapes and dtypes. They are kept for later calls with this `name`."""

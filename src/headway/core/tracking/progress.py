@@ -149,7 +149,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         if not self._counts:
             parts.append((1, f"{num_moved / elapsed:,.1f}/s"))
         parts.append((2, format_bytes(current().hardware.get_process_memory())))
-        parts += [(3, source()) for source in events.collect_facts()]
+        parts += [(3, source()) for source in events.get_progress_texts()]
         if self._is_over or (self.total is not None and self._num_done >= self.total):
             parts.append((0, f"in {format_seconds(elapsed)}"))
         elif self.total is not None and num_moved:

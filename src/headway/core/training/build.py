@@ -22,7 +22,7 @@ from headway.core.runtime import events, process, pulse
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.control_plane.attendance import Attendance
 from headway.core.runtime.control_plane.control import note_progress
-from headway.core.runtime.dry_run import is_forecast
+from headway.core.runtime.dry_run import is_dry_run
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.runtime.seed import DataShardIndex
 from headway.core.strategies.build import choose_strategy
@@ -115,7 +115,7 @@ def build_run(
         ),
         hooks=StepHooks(
             micro_batch_begun=[note_progress] if is_watched else [],
-            phases=scope.get_or_create(events.Listeners).to_phases,
+            phases=scope.get_or_create(events.Listeners).phase_listeners,
         ),
     )
 
@@ -155,7 +155,7 @@ def _choose_guard(run: Run, settings: Settings) -> StepGuard:
         from headway.core.training.checks.finite import FiniteGuard
 
         return FiniteGuard(settings.on_non_finite, run)
-    if is_forecast():  # the tensors of a forecast have no values
+    if is_dry_run():  # the tensors of a forecast have no values
         return StepGuard(run)
     is_left_out = run.precision.name == "fp16" and run.options.scaler.enabled
     return StepGuard(run, NonFiniteNotice(run.windows, run.clock, run.runtime, is_left_out))

@@ -109,7 +109,7 @@ class _HostCopies:
         with self._changed:
             while self._num_bytes > num_held and self._num_bytes + num_bytes > MAX_COPIES:
                 self._changed.wait(0.05)  # after a failed task, some copies might never be released
-                self._threads.check()
+                self._threads.raise_first_error()
             self._num_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:

@@ -34,7 +34,7 @@ from datetime import timedelta
 from torch.distributed import DistError
 
 from headway.core.runtime import process
-from headway.core.runtime.collective_log import CollectiveLog, RecordedCollective, is_vote, parse_exchange
+from headway.core.runtime.collective_log import CollectiveLog, RecordedCollective, is_vote, parse_record
 from headway.core.runtime.control_plane import control
 from headway.core.runtime.control_plane.attendance import Attendance
 from headway.core.runtime.heartbeat import stop_before_shutdown
@@ -151,7 +151,7 @@ class CollectiveReplayer:
             index: Index of the collective in the current round, which is the interval between two votes.
         """
         key = f"replay/{self.collective_log.number}/{rank}/{index}"
-        return parse_exchange(self._channel.get(key, _ANSWER)) if self._channel.has_key(key) else None
+        return parse_record(self._channel.get(key, _ANSWER)) if self._channel.has_key(key) else None
 
     def end_round(self) -> None:
         """Delete this rank's log of collectives from the control plane, and start a new log.
@@ -223,12 +223,12 @@ class Rounds:
         """
         calls, started = self._collective_log, time.monotonic()
         try:
-            if calls.is_inside:
+            if calls.is_in_collective:
                 raise CollectiveError("it was inside an exchange, which cannot be entered twice")
             self._strategy.clean_up_failure()
             self._replayer.publish_failure()
             before = calls.position
-            with self._runtime.scope.get_or_create(Attendance).answer_every_call():
+            with self._runtime.scope.get_or_create(Attendance).join_every_call():
                 while (step := self._find_next_step()) is not None and not is_vote(step):
                     self._join_or_skip(step)
         except Exception as error:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from headway.common.callsite import find_users_line
+from headway.common.callsite import find_user_line
 from headway.errors import HeadwayError, MetaModelError, UnsupportedError
 from headway.forecasting._torch import FakeTensorMode, fake_tensor, is_fake, tree_leaves, tree_map
 from headway.forecasting.device.devices import Device
@@ -209,7 +209,7 @@ def explain_failure(error: Exception, last: str) -> UnsupportedError:
         last: Name of the last operation that ran, or "" if none ran.
     """
     cause: Any = getattr(error, "inner_exception", error)  # TorchDynamo wraps the exception
-    line = find_users_line(cause.__traceback__)
+    line = find_user_line(cause.__traceback__)
     where = f", called at {line}" if line else ""
     needs_shapes = "A forecast needs a step whose shapes depend on shapes alone"
     if isinstance(cause, fake_tensor.UnsupportedFakeTensorException):

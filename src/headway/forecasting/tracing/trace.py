@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from headway.common.callsite import Frame, find_users_frame, walk_stack
+from headway.common.callsite import Frame, find_user_frame, walk_stack
 from headway.errors import UnsupportedError
 from headway.forecasting._torch import (
     FakeTensor,
@@ -537,7 +537,7 @@ class StorageTracker(TorchDispatchMode, StepObserver):  # type: ignore[no-untype
         if size >= _WORTH_A_LINE:
             if self._graphs is None:
                 _refuse_compiled()
-            frame = find_users_frame(but=self._graphs or ())
+            frame = find_user_frame(excluded_files=self._graphs or ())
             where = "" if frame is None else str(Frame.from_frame(frame))
         self.events.append(MemoryEvent(self._next_key, size, what, where))
         return self._next_key

@@ -59,7 +59,7 @@ class LocalCopies:
                 pass  # not written yet, or another process has just removed it
             with lock_file(path.with_suffix(".lock"), self._policy.limit, str(path)):
                 if not path.exists():
-                    with open_replacement(path, has_rivals=True) as staged, staged.open("wb") as file:
+                    with open_replacement(path, has_other_writers=True) as staged, staged.open("wb") as file:
                         write(file)
                     self._make_room(path)
 

@@ -124,7 +124,7 @@ def load_tables(
             table = _read_index(path)
             if table is None:
                 table = scan_shard(file, form, access, skips_damage)
-                with open_replacement(path, has_rivals=True) as staged, staged.open("wb") as target:
+                with open_replacement(path, has_other_writers=True) as staged, staged.open("wb") as target:
                     arrays = table.to_arrays()
                     numpy.savez(
                         target, blocks=arrays["blocks"], excluded=arrays["excluded"], num_skipped=arrays["num_skipped"]

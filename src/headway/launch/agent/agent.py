@@ -463,7 +463,7 @@ class Agent(LocalElasticAgent):
     def _tell_to_end(self) -> None:
         for path in self._files.pulses.values():
             with contextlib.suppress(OSError):
-                pulse.request_end(path)
+                pulse.mark_run_over(path)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE) -> None:
         context = self._pcontext
@@ -531,7 +531,7 @@ class Agent(LocalElasticAgent):
         Returns:
             Exit code of the run.
         """
-        if total := self._seal.strangers.describe_total():
+        if total := self._seal.unsealed_counter.describe_total():
             _print_line(f"headway: {total}")
         if self.report is None and has_failed:
             self.report = endings.RunEnded(

@@ -14,7 +14,7 @@ from typing import Any
 
 from headway.common import atomic
 from headway.common.text import format_ranges
-from headway.common.tracebacks import remove_engine_noise, shorten_crash
+from headway.common.tracebacks import remove_backend_noise, shorten_crash
 from headway.core.runtime.preempted_run import PreemptedRun
 from headway.launch.agent.records import RankExit
 from headway.launch.watch import report
@@ -85,7 +85,7 @@ class FailureReport:
         which = f"host {first.host}, pid {first.pid}" + (f", {first.progress}" if first.progress else "")
         lines = [f"headway: rank {first.rank} of {self.world_size} failed first{where} ({which})"]
         if first.record is not None:
-            lines.append((first.record.shown or remove_engine_noise(first.record.trace)).rstrip())
+            lines.append((first.record.shown or remove_backend_noise(first.record.trace)).rstrip())
         else:
             lines.append(f"headway: rank {first.rank} was {first.describe()}{self._explain_death(first)}")
             if first.crash:

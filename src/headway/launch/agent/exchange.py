@@ -116,8 +116,8 @@ class AgentChannel:
             address = StoreAddress.decode(meeting.get(key).decode())
             if meeting.add(f"{key}/read", 1) == self._num_here - 1:
                 meeting.delete_key(key)
-        address = replace(address, key=self._seal.derive(address.key))
-        self._link = StoreLink(address, timedelta(seconds=30), strangers=self._seal.strangers)
+        address = replace(address, key=self._seal.derive_secret(address.key))
+        self._link = StoreLink(address, timedelta(seconds=30), unsealed_counter=self._seal.unsealed_counter)
         self._world_size = world_size
         self._left = ()
         self._own = ""

@@ -53,7 +53,7 @@ def find_awaited(readings: Mapping[int, PulseReading], now: float) -> int | None
 def measure_wait(reading: PulseReading, now: float) -> float:
     """Return the seconds that a rank has spent in its current collective, or 0 if it is in none."""
     call = reading.calls[-1] if reading.calls else None
-    return 0.0 if call is None or call.left is not None else max(0.0, now - call.entered)
+    return 0.0 if call is None or call.exit_time is not None else max(0.0, now - call.entry_time)
 
 
 class RunMetrics:
@@ -86,7 +86,7 @@ class RunMetrics:
         Empty if it makes progress or has not started.
         """
         readings, now = self._read_pulses(), time.monotonic()
-        if readings and all(reading.beat and now - reading.beat > SILENCE for reading in readings.values()):
+        if readings and all(reading.last_beat and now - reading.last_beat > SILENCE for reading in readings.values()):
             return f"no rank on this machine has run for {SILENCE:g} s"
         longest = max((measure_wait(reading, now) for reading in readings.values()), default=0.0)
         if longest > LONGEST_COLLECTIVE:
@@ -119,7 +119,7 @@ class RunMetrics:
             "Micro-batches begun in the current accumulation window.",
             list_by_rank(lambda one: one.micro_step),
         )
-        ages = list_by_rank(lambda one: now - one.beat if one.beat else 0)
+        ages = list_by_rank(lambda one: now - one.last_beat if one.last_beat else 0)
         yield "heartbeat_age_seconds", "Seconds since the last heartbeat.", ages
         yield (
             "collective_seconds",

@@ -163,7 +163,7 @@ class _PeerConnection:
                 return [], True
         is_too_long = len(self._rest) > (_LONGEST if self.is_proven else _LONGEST_UNPROVEN)
         if is_too_long:
-            self._seal.strangers.count_message(
+            self._seal.unsealed_counter.count_message(
                 f"a line of more than {len(self._rest) - 1} bytes from {self._describe_origin()}"
             )
         return messages, is_too_long or not data
@@ -184,7 +184,7 @@ class _PeerConnection:
     def _open_line(self, line: bytes) -> bytes | None:
         content = self._seal.open_message(self._describe_line(not self._is_hub, self._num_heard), line)
         if content is None:
-            self._seal.strangers.count_message(f"a line from {self._describe_origin()}")
+            self._seal.unsealed_counter.count_message(f"a line from {self._describe_origin()}")
             return None
         self._num_heard += 1
         self.is_proven = True
@@ -193,7 +193,7 @@ class _PeerConnection:
 
     def note_stranger(self) -> None:
         """Count this connection as one that did not authenticate itself."""
-        self._seal.strangers.count_message(f"a connection from {self._describe_origin()}")
+        self._seal.unsealed_counter.count_message(f"a connection from {self._describe_origin()}")
 
     def _describe_origin(self) -> str:
         try:

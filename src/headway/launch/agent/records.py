@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.common import atomic
-from headway.common.callsite import find_users_line
-from headway.common.tracebacks import format_short_traceback, remove_engine_noise
+from headway.common.callsite import find_user_line
+from headway.common.tracebacks import format_short_traceback, remove_backend_noise
 from headway.log import is_debugging
 
 # Messages of a rank that waited in a collective for a rank that is gone. They are a consequence, not a cause.
@@ -112,7 +112,9 @@ class RankExit:
     def describe(self) -> str:
         """Return a short description of how the rank ended."""
         if self.record is not None:
-            return f"{self.record.kind}: {(remove_engine_noise(self.record.text).splitlines() or [''])[0]}".rstrip(": ")
+            return f"{self.record.kind}: {(remove_backend_noise(self.record.text).splitlines() or [''])[0]}".rstrip(
+                ": "
+            )
         if self.exit_code is None:
             return "ended by the launcher"
         if self.exit_code < 0:
@@ -136,7 +138,7 @@ def write_record(path: Path, error: BaseException, note: str = "") -> bool:
     now = time.time()
     shown = "" if is_debugging() else format_short_traceback(error)[0]
     shown += f"{note}\n" if shown and note and note not in shown else ""
-    record = ExceptionRecord(type(error).__name__, str(error), find_users_line(error.__traceback__), text, now, shown)
+    record = ExceptionRecord(type(error).__name__, str(error), find_user_line(error.__traceback__), text, now, shown)
     content = {
         "message": {
             "message": f"{record.kind}: {record.text}",

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from headway.core.runtime import heartbeat, process, pulse
 from headway.core.runtime.control_plane.control import Control, current
-from headway.core.runtime.heartbeat import LIVE_SIGNAL
+from headway.core.runtime.heartbeat import STACK_DUMP_SIGNAL
 from headway.errors import ControlPlaneError
 from headway.launch.watch import judge, report, stacks
 from headway.launch.watch.judge import HangDiagnosis
@@ -307,11 +307,11 @@ def _dump_stacks(
         path = Path(f"{worker.path}.stacks")
         note = worker.reader.read().note if worker.reader is not None else {}
         is_over = view.exit_code is not None or (view.has_ended and not of_ended)
-        if LIVE_SIGNAL is None or not note.get("live") or is_over or view.state in "TtZ":
+        if STACK_DUMP_SIGNAL is None or not note.get("live") or is_over or view.state in "TtZ":
             continue
         with suppress(OSError):
             started[worker.rank] = (path, path.stat().st_size)
-            os.kill(view.pid, LIVE_SIGNAL)
+            os.kill(view.pid, STACK_DUMP_SIGNAL)
     time.sleep(_ANSWER if started else 0.0)
     found = {}
     for rank, (path, size) in started.items():

@@ -135,7 +135,7 @@ class RankView:
             return min(inside, key=lambda call: (call.group != "headway", -(call.age or 0.0)))
         if is_meeting(self.frames):
             return CollectiveCall("", 0, find_meeting_call(self.frames) or self.frames[0].function, self.still_age)
-        if self.phase == pulse.PARTS:
+        if self.phase == pulse.WAITING_FOR_PARTS:
             return CollectiveCall("", 0, "the commit of a checkpoint", self.phase_age)
         return None
 
@@ -178,20 +178,20 @@ def make_view(rank: int, reading: pulse.PulseReading, now: float) -> RankView:
         )
     if reading.calls:
         last = reading.calls[-1]
-        own = CollectiveCall("headway", last.number, last.operation, None if last.left else now - last.entered)
+        own = CollectiveCall("headway", last.number, last.operation, None if last.exit_time else now - last.entry_time)
         calls = (own, *(calls or ()))
     return RankView(
         rank,
         socket.gethostname(),
         reading.pid,
-        beat_age=now - reading.beat if reading.beats else None,
+        beat_age=now - reading.last_beat if reading.num_beats else None,
         timeout=reading.timeout,
-        lenience=reading.lenience,
+        lenience=reading.timeout_extension,
         phase=reading.phase,
         update=reading.update,
         micro_step=reading.micro_step,
         frames=tuple(Frame(*frame) for frame in note.get("stack", [])),
-        frames_age=now - reading.noted,
+        frames_age=now - reading.note_time,
         still_age=now - note.get("still", now),
         calls=calls,
         phase_age=now - reading.phase_since,

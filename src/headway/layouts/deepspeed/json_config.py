@@ -6,7 +6,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from headway.common.untrusted import parse_json, show_value
+from headway.common.untrusted import parse_json, shorten_repr
 from headway.errors import ConfigError
 
 AUTO = "auto"
@@ -143,5 +143,5 @@ def _parse_config(text: str, source: str) -> Any:
         return parse_json(base64.b64decode(text, altchars=b"-_", validate=True))
     except ValueError:
         raise ConfigError(
-            f"hf_ds_config={show_value(text)}: there is no such file, and it is neither JSON nor base64 of JSON"
+            f"hf_ds_config={shorten_repr(text)}: there is no such file, and it is neither JSON nor base64 of JSON"
         ) from None

@@ -116,7 +116,7 @@ class DeepSpeedStrategy(Strategy):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return None
         self._model = model
-        process.release_at_end(self.release_model, is_engine=True)
+        process.release_at_end(self.release_model, ends_with_group=True)
 
         def run(*args: object, **kwargs: object) -> Any:
             return self._require_engine().forward(*args, **kwargs)
@@ -218,7 +218,7 @@ class DeepSpeedStrategy(Strategy):
                 f"set DS_ACCELERATOR={device.type} in the environment"
             )
         if _ensure_group(device):
-            process.release_at_end(self._end_group, is_engine=True)
+            process.release_at_end(self._end_group, ends_with_group=True)
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         if account.config.get("fp16", {}).get("enabled") and not deepspeed.get_accelerator().is_fp16_supported():
             raise UnsupportedError(f"DeepSpeed does not support float16 on {device.type}; use mixed_precision='bf16'")

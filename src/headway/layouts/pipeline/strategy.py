@@ -109,7 +109,7 @@ class PipelineStrategy(Strategy):
         self._context: ContextParallel | None = None
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._has_ended = False
-        process.release_at_end(self._end_group, is_engine=True)
+        process.release_at_end(self._end_group, ends_with_group=True)
 
     def _end_group(self) -> None:
         """Release the model when the process group ends, because the strategy's subgroups end with it."""

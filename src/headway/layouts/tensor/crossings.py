@@ -339,12 +339,12 @@ class SplitRNG:
 
     def _read_state(self) -> torch.Tensor:
         if self._kind == "cpu":
-            return seed.read_torch()
+            return seed.read_torch_rng_state()
         state: torch.Tensor = torch.get_device_module(self._kind).get_rng_state()
         return state
 
     def _write_state(self, state: torch.Tensor) -> None:
         if self._kind == "cpu":
-            seed.write_torch(state)
+            seed.write_torch_rng_state(state)
         else:
             torch.get_device_module(self._kind).set_rng_state(state)

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from headway.core.runtime.collectives.checked import Collectives
-from headway.core.runtime.dry_run import is_forecast
+from headway.core.runtime.dry_run import is_dry_run
 from headway.core.strategies.fully_sharded import dtensors
 from headway.core.weights.pieces import is_dtensor
 from headway.errors import UnsupportedError
@@ -145,7 +145,7 @@ class WholeUpdates:
         name, is_low_bit = type(optimizer).__name__, keeps_low_bit_state(optimizer)
         try:
             known = find_known_kind(optimizer)
-            if is_forecast() and known is not UpdateKind.LOCAL:  # a trial needs values, and nothing is sent
+            if is_dry_run() and known is not UpdateKind.LOCAL:  # a trial needs values, and nothing is sent
                 return False
             kind = choose_kind(optimizer, self._is_forced)
         except TrialRefused as error:

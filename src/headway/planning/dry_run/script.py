@@ -23,7 +23,7 @@ from headway.common import scope
 from headway.common.callsite import Frame, is_headway_file, walk_stack
 from headway.core.checkpoint.resume.comparison import RestoreResult
 from headway.core.data.loader import PreparedLoader
-from headway.core.runtime.dry_run import begin_forecast
+from headway.core.runtime.dry_run import mark_dry_run
 from headway.errors import ConfigError, HeadwayError
 from headway.extras.moving_average import ModelAverages
 from headway.forecasting.device.devices import Device
@@ -366,7 +366,7 @@ def dry_run_script(script: Path, arguments: Sequence[str], device: Device) -> tu
         raise ConfigError(f"there is no script {script}")
     dry_run = ScriptDryRun(device)
     # The Trainer and Accelerate's names are imported after this replacement, so they use the replaced class.
-    begin_forecast()
+    mark_dry_run()
     home = sys.modules[Accelerator.__module__]
     home.__dict__["Accelerator"] = make_accelerator_class(dry_run)
     sys.modules["headway"].__dict__.pop("Accelerator", None)

@@ -29,7 +29,7 @@ def test_main_thread_waits_until_an_abort_is_complete(monkeypatch):
         time.sleep(0.5)
         is_over.set()
 
-    monkeypatch.setattr(process, "does_exit_wait", lambda: not is_forgotten.is_set())
+    monkeypatch.setattr(process, "does_exit_block_peers", lambda: not is_forgotten.is_set())
     monkeypatch.setattr(process, "has_control_link", lambda: True)
     monkeypatch.setattr(process, "abort_group", abort)
     monkeypatch.setattr(control, "current", StubControlPlane)

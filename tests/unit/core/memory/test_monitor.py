@@ -97,12 +97,12 @@ def test_prepared_objects_mark_forward_backward_and_step():
     }
     assert summary["memory/peak"] == summary["memory/peak_backward"]
     assert "backward" in str(monitor)
-    assert not scope.get_or_create(events.Listeners).to_phases
+    assert not scope.get_or_create(events.Listeners).phase_listeners
 
 
 def test_marks_without_a_monitor_have_no_effect():
     events.mark_phase("forward")
-    assert not scope.get_or_create(events.Listeners).to_phases
+    assert not scope.get_or_create(events.Listeners).phase_listeners
     assert not scope.get_or_create(monitor_file._ActiveMonitors)
 
 

@@ -1,6 +1,6 @@
 """Test the log of a batch's collectives, which records while a batch is open and sends its entries to a listener."""
 
-from headway.core.runtime.collective_log import VOTE, CollectiveLog, RecordedCollective, is_vote, parse_exchange
+from headway.core.runtime.collective_log import VOTE, CollectiveLog, RecordedCollective, is_vote, parse_record
 
 
 def test_nothing_is_recorded_outside_a_batch() -> None:
@@ -9,9 +9,9 @@ def test_nothing_is_recorded_outside_a_batch() -> None:
     assert trail.position == 0
     trail.begin_batch()
     trail.record_entry("all", "numbers", "numbers", "", 1)
-    assert (trail.position, trail.is_inside) == (1, True)
+    assert (trail.position, trail.is_in_collective) == (1, True)
     trail.record_exit()
-    assert not trail.is_inside
+    assert not trail.is_in_collective
     trail.end_batch()
     trail.record_entry("all", "numbers", "numbers", "", 1)
     assert trail.position == 1
@@ -22,9 +22,9 @@ def test_listener_gets_earlier_and_later_collectives_but_no_skipped_ones() -> No
     trail.begin_batch()
     trail.record_entry("fsdp", "gather", 0, 1)
     trail.skip_collective()
-    trail.add_listener(trail.number, lambda index, text: told.append((index, parse_exchange(text))))
+    trail.add_listener(trail.number, lambda index, text: told.append((index, parse_record(text))))
     trail.add_listener(
-        trail.number, lambda index, text: told.append((-1, parse_exchange(text)))
+        trail.number, lambda index, text: told.append((-1, parse_record(text)))
     )  # a second request has no effect
     trail.record_entry("fsdp", "scatter", 0, 1, 8, "float32", "AVG")
     assert told == [

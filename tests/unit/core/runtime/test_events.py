@@ -53,4 +53,4 @@ def test_listener_is_removed_with_its_owner():
     del listener
     gc.collect()
     events.notify_listeners("checkpoint")
-    assert scope.get_or_create(events.Listeners).to_happenings == []
+    assert scope.get_or_create(events.Listeners).event_listeners == []

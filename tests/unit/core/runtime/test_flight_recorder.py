@@ -9,7 +9,7 @@ import torch._C._distributed_c10d as engine
 import torch.distributed as dist
 
 from headway.core.runtime import pulse
-from headway.core.runtime.flight_recorder import FlightRecorder, find_latest, reset_recorders
+from headway.core.runtime.flight_recorder import FlightRecorder, find_current_collectives, reset_recorders
 from headway.core.runtime.heartbeat import Heartbeat
 from headway.launch.watch.judge import diagnose_hang
 from headway.launch.watch.report import format_report
@@ -26,9 +26,9 @@ def process_group():
 
 
 def find_latest_calls(entries, engine_name="nccl", members=None):
-    """Return (calls, now): the call that `find_latest` finds for each group, by group name, and the monotonic time."""
+    """Return (calls, now): the call that `find_current_collectives` finds for each group, by group name, and the monotonic time."""
     now = time.monotonic()
-    calls = find_latest(engine_name, entries, make_content(entries)["pg_status"], members or {}, now)
+    calls = find_current_collectives(engine_name, entries, make_content(entries)["pg_status"], members or {}, now)
     return {call["group"]: call for call in calls}, now
 
 
@@ -49,19 +49,28 @@ def test_current_collective_of_each_gloo_group_is_found():
         "1": {"last_enqueued_collective": "4", "last_completed_collective": "4"},
     }
     now = time.monotonic()
-    first, second = sorted(find_latest("fr", entries, status, {"0": [0, 1]}, now), key=lambda call: call["group"])
+    first, second = sorted(
+        find_current_collectives("fr", entries, status, {"0": [0, 1]}, now), key=lambda call: call["group"]
+    )
     assert (first["number"], first["operation"], first["members"]) == (2, "all_reduce", [0, 1])
     assert 4 < now - first["since"] < 10
     assert (second["number"], second["since"], second["members"]) == (4, None, None)
-    assert find_latest("fr", [], {}, {}, now) == []
+    assert find_current_collectives("fr", [], {}, {}, now) == []
 
 
 def test_counters_in_the_wrong_order_report_no_open_collective():
     """With gloo, a thread was observed to record its collective's number after the number of a later collective."""
     now = time.monotonic()
     status = {"0": {"last_enqueued_collective": "3", "last_completed_collective": "2"}}
-    assert find_latest("fr", [make_gloo_entry("0", 3, "all_reduce", retired=True)], status, {}, now)[0]["since"] is None
-    assert find_latest("fr", [make_gloo_entry("0", 3, "all_reduce")], status, {}, now)[0]["since"] is not None
+    assert (
+        find_current_collectives("fr", [make_gloo_entry("0", 3, "all_reduce", retired=True)], status, {}, now)[0][
+            "since"
+        ]
+        is None
+    )
+    assert (
+        find_current_collectives("fr", [make_gloo_entry("0", 3, "all_reduce")], status, {}, now)[0]["since"] is not None
+    )
 
 
 def test_earliest_incomplete_collective_of_nccl_is_found():
@@ -96,10 +105,12 @@ def test_collective_not_yet_given_to_the_device_is_not_complete():
     """Simulate a call that is stuck in NCCL. Its entry says completed, because NCCL treats unrecorded events as reached."""
     entries, status = [make_entry(3, "broadcast", "completed"), make_entry(4, "all_reduce", "completed")], {"0": {}}
     status["0"]["last_enqueued_collective"] = "3"
-    (found,) = find_latest("nccl", [{**each, "retired": False} for each in entries], status, {}, time.monotonic())
+    (found,) = find_current_collectives(
+        "nccl", [{**each, "retired": False} for each in entries], status, {}, time.monotonic()
+    )
     assert (found["number"], found["operation"], found["since"]) == (3, "broadcast", None)
     sends = [*entries, make_entry(1, "send 0->1", "completed", is_p2p=True)]  # sends share the counter
-    (found,) = find_latest("nccl", sends, {"0": {"last_enqueued_collective": "1"}}, {}, time.monotonic())
+    (found,) = find_current_collectives("nccl", sends, {"0": {"last_enqueued_collective": "1"}}, {}, time.monotonic())
     assert found["number"] == 4
 
 
@@ -162,9 +173,11 @@ def test_diagnosis_names_the_rank_missing_from_a_device_collective():
     now = time.monotonic()
     views = []
     for rank, entries in enumerate((ahead, done)):
-        calls = find_latest("nccl", entries, make_content(entries)["pg_status"], {"0": [0, 1]}, now)
+        calls = find_current_collectives("nccl", entries, make_content(entries)["pg_status"], {"0": [0, 1]}, now)
         note = {"stack": [["/u/train.py", 7 + rank, "main"]], "still": now - 30, "torch": calls}
-        views.append(make_view(rank, pulse.PulseReading(pid=9, beats=5, beat=now, note=note, noted=now), now))
+        views.append(
+            make_view(rank, pulse.PulseReading(pid=9, num_beats=5, last_beat=now, note=note, note_time=now), now)
+        )
     verdict = diagnose_hang(views, 10.0)
     assert verdict is not None
     told = format_report(verdict)

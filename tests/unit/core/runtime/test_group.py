@@ -49,33 +49,33 @@ def init_group():
     ],
 )
 def test_cpu_tensors_always_have_a_backend(asked, kind, engines):
-    assert group.map_engines(asked, kind) == engines
+    assert group.complete_backend(asked, kind) == engines
 
 
 def test_backend_for_another_device_is_refused():
     with pytest.raises(
         ConfigError, match=r"backend='nccl'\) carries tensors of cuda, but this process computes on cpu"
     ):
-        group.map_engines("nccl", "cpu")
+        group.complete_backend("nccl", "cpu")
 
 
 def test_group_is_bound_to_the_device_of_its_backend():
-    assert group.bind_device(CUDA, "cpu:gloo,cuda:nccl") == CUDA
-    assert group.bind_device(CUDA, "gloo") is None
-    assert group.bind_device(torch.device("cpu"), "cpu:gloo,cuda:nccl") is None
-    assert group.bind_device(torch.device("mps"), "gloo") is None
+    assert group.choose_bound_device(CUDA, "cpu:gloo,cuda:nccl") == CUDA
+    assert group.choose_bound_device(CUDA, "gloo") is None
+    assert group.choose_bound_device(torch.device("cpu"), "cpu:gloo,cuda:nccl") is None
+    assert group.choose_bound_device(torch.device("mps"), "gloo") is None
 
 
 def test_backends_are_found_by_device(init_group):
     init_group("cpu:gloo,cuda:fake")
-    assert (group.find_engine(torch.device("cpu")), group.find_engine(CUDA)) == ("gloo", "fake")
-    assert group.find_engine(torch.device("xpu", 0)) == ""
-    assert group.has_waiting_engine()
+    assert (group.find_backend(torch.device("cpu")), group.find_backend(CUDA)) == ("gloo", "fake")
+    assert group.find_backend(torch.device("xpu", 0)) == ""
+    assert group.has_blocking_backend()
 
 
 def test_ending_a_gloo_group_never_waits(init_group):
     init_group("gloo")
-    assert not group.has_waiting_engine()
+    assert not group.has_blocking_backend()
     assert group.can_carry_cpu()
 
 

@@ -39,8 +39,8 @@ def test_heartbeat_records_the_stack_of_the_main_thread():
     threading.Thread(target=write_beat_in_thread).start()
     assert done.wait(10)
     found = own.read()
-    assert found.beats == 1
-    assert abs(time.monotonic() - found.beat) < 10
+    assert found.num_beats == 1
+    assert abs(time.monotonic() - found.last_beat) < 10
     assert any(name == "test_heartbeat_records_the_stack_of_the_main_thread" for _, _, name in found.note["stack"])
     assert found.note["torch"] in ([], None)
 
@@ -54,7 +54,7 @@ def test_end_of_the_program_is_recorded_without_a_crash(path):
     assert (ran.returncode, ran.stderr) == (3, "")
     found = pulse.HeartbeatFile(path, is_writer=False).read()
     assert found.phase == ENDED
-    assert found.beats > 3
+    assert found.num_beats > 3
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -88,7 +88,7 @@ from headway.core.runtime.heartbeat import Heartbeat
 from headway.core.runtime.heartbeat import FlightRecorder
 recorder = FlightRecorder()
 Heartbeat(pulse.get_own_pulse(), recorder).start()
-with recorder._asked._cond:
+with recorder._is_requested._cond:
     child = os.fork()
     if child == 0:
         signal.alarm(20)
@@ -102,10 +102,10 @@ print(repr(pulse.get_own_pulse().read().phase))
 
 
 def test_stack_is_dumped_while_c_code_holds_the_interpreter(path):
-    from headway.core.runtime.heartbeat import LIVE_SIGNAL
+    from headway.core.runtime.heartbeat import STACK_DUMP_SIGNAL
     from headway.launch.watch.stacks import parse_main_stack
 
-    if LIVE_SIGNAL is None:
+    if STACK_DUMP_SIGNAL is None:
         pytest.skip("this system has no signal to spare")
     body = "from headway.core.runtime import heartbeat\nheartbeat.start_heartbeat()\ndef busy():\n    sum(range(10**13))\nbusy()\n"
     process = subprocess.Popen([sys.executable, "-c", body], env={**os.environ, "HEADWAY_PULSE": str(path)})
@@ -115,7 +115,7 @@ def test_stack_is_dumped_while_c_code_holds_the_interpreter(path):
         while not reader.read().note.get("live") and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.3)
-        os.kill(process.pid, LIVE_SIGNAL)
+        os.kill(process.pid, STACK_DUMP_SIGNAL)
         while not stacks.read_text().count("busy") and time.monotonic() < deadline:
             time.sleep(0.05)
         assert [frame.function for frame in parse_main_stack(stacks.read_text())][:2] == ["busy", "<module>"]

@@ -9,7 +9,7 @@ from headway.core.runtime.moving import move_module
 
 def test_setting_of_torch_is_restored_and_tied_parameters_stay_tied(monkeypatch):
     # Simulate a device that torch's list lacks: no parameter can get new data in place.
-    monkeypatch.setattr(moving, "_can_take_data_of", lambda old, new: False)
+    monkeypatch.setattr(moving, "_can_replace_data", lambda old, new: False)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     before = dict(model.named_parameters())

@@ -86,7 +86,7 @@ def test_fork_does_not_move_the_pages(runtime):
 
 
 def test_arenas_come_in_order_from_several_threads(runtime, monkeypatch):
-    monkeypatch.setattr(pinned_memory, "count_threads", lambda: 3)
+    monkeypatch.setattr(pinned_memory, "choose_num_threads", lambda: 3)
     barrier = threading.Barrier(3, timeout=20)
 
     def allocate(num_bytes):
@@ -94,12 +94,12 @@ def test_arenas_come_in_order_from_several_threads(runtime, monkeypatch):
         return pinned_memory.allocate_arena(num_bytes)
 
     sizes = [SIZE, SIZE // 2, SIZE]
-    arenas = [future.result() for future in pinned_memory.start_in_threads(sizes, allocate)]
+    arenas = [future.result() for future in pinned_memory.start_allocations(sizes, allocate)]
     assert [len(arena) for arena in arenas] == sizes
     assert len(runtime.threads) == 3
 
 
 def test_without_sizes_no_thread_is_started():
     before = threading.active_count()
-    assert pinned_memory.start_in_threads([]) == []
+    assert pinned_memory.start_allocations([]) == []
     assert threading.active_count() == before

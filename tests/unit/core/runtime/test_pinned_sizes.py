@@ -3,11 +3,11 @@
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from headway.core.runtime.pinned_sizes import ARENA, plan_arenas, split_size
+from headway.core.runtime.pinned_sizes import MAX_ARENA_BYTES, plan_arenas, split_into_powers_of_two
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 3 * ARENA), max_size=40), st.integers(0, 20 * ARENA))
+@given(st.lists(st.integers(0, 3 * MAX_ARENA_BYTES), max_size=40), st.integers(0, 20 * MAX_ARENA_BYTES))
 def test_arenas_are_powers_of_two_within_the_limit(sizes, limit):
     found = list(plan_arenas(sizes, limit))
     assert [index for _, part in found for index, _ in part] == list(range(sum(len(part) for _, part in found)))
@@ -17,14 +17,14 @@ def test_arenas_are_powers_of_two_within_the_limit(sizes, limit):
         ends = [start + sizes[index] for index, start in part]
         assert all(end <= start for end, (_, start) in zip(ends, part[1:]))
         assert ends[-1] <= num_bytes
-        assert num_bytes <= ARENA or any(sizes[index] > ARENA for index, _ in part)
+        assert num_bytes <= MAX_ARENA_BYTES or any(sizes[index] > MAX_ARENA_BYTES for index, _ in part)
     if limit > 4 * sum(max(size, 256) for size in sizes):
         assert sum(len(part) for _, part in found) == len(sizes)
 
 
-@given(st.integers(1, 3 * ARENA))
+@given(st.integers(1, 3 * MAX_ARENA_BYTES))
 def test_pieces_waste_less_than_an_eighth(size):
-    found = split_size(size)
+    found = split_into_powers_of_two(size)
     assert sum(found) == size
     assert len(found) <= 4
     assert sum(1 << (piece - 1).bit_length() for piece in found) <= 9 * size // 8 + 1

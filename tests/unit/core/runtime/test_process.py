@@ -98,8 +98,8 @@ def test_device_types_are_those_of_torch():
     }
     assert device.HARDWARE["xpu"] == device.Hardware("xpu")
     assert "npu" not in device.HARDWARE
-    assert device.is_kind("hpu")
-    assert not device.is_kind("npu")
+    assert device.is_device_type("hpu")
+    assert not device.is_device_type("npu")
     with pytest.raises(
         DeviceUnavailable, match=r"'npu' is not a kind of device that torch knows .*once its package is imported"
     ):
@@ -110,17 +110,17 @@ def test_device_types_are_those_of_torch():
 
 def test_backends_are_those_of_torchs_table(monkeypatch):
     table = torch.distributed.Backend.default_device_backend_map
-    assert device.CPU.backend == device.Hardware("mps").backend == "gloo"
-    assert device.Hardware("cuda").backend == "cpu:gloo,cuda:nccl"
-    assert device.Hardware("xpu").backend == "cpu:gloo,xpu:xccl"
+    assert device.CPU.backend_string == device.Hardware("mps").backend_string == "gloo"
+    assert device.Hardware("cuda").backend_string == "cpu:gloo,cuda:nccl"
+    assert device.Hardware("xpu").backend_string == "cpu:gloo,xpu:xccl"
     assert "mtia" not in table
     with pytest.raises(
         UnsupportedError,
         match=r"torch.distributed has no default backend for tensors on mtia .*backend='cpu:gloo,mtia:<backend>'",
     ):
-        _ = device.Hardware("mtia").backend
+        _ = device.Hardware("mtia").backend_string
     monkeypatch.setitem(table, "mtia", "mccl")  # like Backend.register_backend(devices=["mtia"])
-    assert device.Hardware("mtia").backend == "cpu:gloo,mtia:mccl"
+    assert device.Hardware("mtia").backend_string == "cpu:gloo,mtia:mccl"
 
 
 def test_device_type_without_a_current_device_has_no_index():

@@ -32,15 +32,15 @@ def test_written_values_are_read(path):
     first, second = writer.enter_collective("gather", "train.py:3"), writer.enter_collective("barrier", "train.py:4")
     writer.leave_collective(first)
     found = reader.read()
-    assert (found.pid, found.beats, found.update, found.micro_step) == (os.getpid(), 3, 7, 2)
+    assert (found.pid, found.num_beats, found.update, found.micro_step) == (os.getpid(), 3, 7, 2)
     assert found.phase == "saving a checkpoint"
     assert found.note == {"stack": [["train.py", 3, "main"]]}
     assert [(call.number, call.operation, call.site) for call in found.calls] == [
         (first, "gather", "train.py:3"),
         (second, "barrier", "train.py:4"),
     ]
-    assert found.calls[0].left >= found.calls[0].entered
-    assert found.calls[1].left is None
+    assert found.calls[0].exit_time >= found.calls[0].entry_time
+    assert found.calls[1].exit_time is None
 
 
 @given(num_calls=st.integers(0, 3 * pulse.NUM_CALLS), late=st.integers(0, 2 * pulse.NUM_CALLS))
@@ -52,7 +52,7 @@ def test_ring_keeps_the_latest_collectives(num_calls, late):
     kept = own.read().calls
     assert [call.number for call in kept] == numbers[-pulse.NUM_CALLS :]
     assert [call.site for call in kept] == [f"train.py:{number - 1}" for number in numbers[-pulse.NUM_CALLS :]]
-    assert all(call.left is None or call.number == num_calls - late for call in kept)
+    assert all(call.exit_time is None or call.number == num_calls - late for call in kept)
 
 
 @given(st.lists(st.tuples(st.text(max_size=300), st.integers(0, 10**6), st.text(max_size=80)), max_size=400), st.text())
@@ -85,8 +85,8 @@ def test_half_written_note_keeps_the_previous_one_readable(path):
     """A writer that is killed between two stores never writes to the slot in use."""
     writer, reader = pulse.HeartbeatFile(path), pulse.HeartbeatFile(path, is_writer=False)
     writer.set_note({"stack": [["a.py", 1, "old"]]})
-    current = writer._memory[pulse._NOTE.at] % 2
-    start = pulse._NOTE.at + 1 + (1 - current) * pulse._NOTE.room
+    current = writer._memory[pulse._NOTE.offset] % 2
+    start = pulse._NOTE.offset + 1 + (1 - current) * pulse._NOTE.slot_bytes
     writer._memory[start : start + 200] = b"\xff" * 200
     assert reader.read().note == {"stack": [["a.py", 1, "old"]]}
 

@@ -24,7 +24,7 @@ class Cyclic:
 def read():
     for _ in range(2000):
         Cyclic()
-        seed.write_torch(seed.read_torch())
+        seed.write_torch_rng_state(seed.read_torch_rng_state())
 
 
 threads = [threading.Thread(target=read) for _ in range(4)]
@@ -49,10 +49,10 @@ def test_worker_forked_during_a_read_does_not_wait() -> None:
 import os
 from headway.core.runtime import seed
 
-with seed._ONE_AT_A_TIME:
+with seed._TORCH_RNG_LOCK:
     child = os.fork()
     if child == 0:
-        seed.read_torch()
+        seed.read_torch_rng_state()
         os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

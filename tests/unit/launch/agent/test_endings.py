@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headway.common.callsite import find_users_line
+from headway.common.callsite import find_user_line
 from headway.launch.agent.endings import FailureReport, MachineLost, read_file_identity
 from headway.launch.agent.records import ExceptionRecord, RankExit, read_record, write_record
 from headway.launch.memory_watch import MemoryWatch
@@ -197,7 +197,7 @@ def test_damaged_record_is_none(tmp_path, content):
 
 
 def test_error_without_a_line_of_the_user():
-    assert find_users_line(None) == ""
+    assert find_user_line(None) == ""
 
 
 def test_failure_json_is_written(tmp_path):

@@ -234,7 +234,7 @@ def test_view_is_encoded_and_decoded(views):
 
 
 def test_waiting_for_the_commit_of_a_checkpoint_is_a_wait_without_a_collective():
-    commits = RankView(0, beat_age=0.1, phase=pulse.PARTS, phase_age=11, frames=WRITER, writing_age=11)
+    commits = RankView(0, beat_age=0.1, phase=pulse.WAITING_FOR_PARTS, phase_age=11, frames=WRITER, writing_age=11)
     writes = RankView(1, beat_age=0.1, frames=WRITER, writing_age=11, still_age=11, excused_age=11)
     verdict = diagnose_hang([commits, writes], 10)
     assert verdict is not None

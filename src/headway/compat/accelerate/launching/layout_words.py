@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from headway.common import env
-from headway.common.untrusted import parse_whole_number, show_value
+from headway.common.untrusted import parse_whole_number, shorten_repr
 from headway.core.config.launch import OF_DEEPSPEED, ROTATIONS, WRAPPING
 from headway.core.config.parallelism import LayoutRequest
 from headway.errors import ConfigError
@@ -356,12 +356,12 @@ def _find_word(value: Any, allowed: tuple[str, ...], key: str, first: int = 0) -
     if number is not None and first and first <= number < first + len(allowed):
         return allowed[number - first]
     if word not in allowed:
-        raise ConfigError(f"{key}={show_value(str(value))}; allowed: {', '.join(allowed)}")
+        raise ConfigError(f"{key}={shorten_repr(str(value))}; allowed: {', '.join(allowed)}")
     return word
 
 
 def _parse_number(value: Any, key: str, least: int) -> int:
     number = parse_whole_number(str(value).strip())
     if number is None or number < least:
-        raise ConfigError(f"{key}={show_value(value)}; give a whole number, {least} or more")
+        raise ConfigError(f"{key}={shorten_repr(value)}; give a whole number, {least} or more")
     return number

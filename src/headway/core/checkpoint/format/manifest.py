@@ -33,7 +33,7 @@ from typing import Any
 
 from headway.common.garbage import pause_garbage_collection
 from headway.common.object_path import ObjectPath
-from headway.common.untrusted import UNREADABLE, read_regular_file
+from headway.common.untrusted import PARSE_ERRORS, read_regular_file
 from headway.core.checkpoint.format.chunks import MOST, ChunkGrid, ChunkGridReader, read_count, read_counts
 from headway.core.checkpoint.format.chunks import TensorChunk as Chunk
 from headway.core.checkpoint.format.foreign import MANIFEST as MANIFEST
@@ -220,7 +220,7 @@ class Manifest:
             return found
         except CheckpointError:
             raise
-        except (*UNREADABLE, RecursionError) as error:
+        except (*PARSE_ERRORS, RecursionError) as error:
             raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
 
     @cached_property

@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import torch
 
-from headway.common.untrusted import UNREADABLE
+from headway.common.untrusted import PARSE_ERRORS
 from headway.core.checkpoint.format.arrays import build_array, build_dtype, describe_dtype, read_values
 from headway.core.checkpoint.format.tensors import (
     explain_refusal,
@@ -212,7 +212,7 @@ def decode_value(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return _decode_value(value, tensors, 0)
     except CheckpointError:
         raise
-    except (*UNREADABLE, RuntimeError) as error:
+    except (*PARSE_ERRORS, RuntimeError) as error:
         raise CheckpointError(f"a value in the manifest cannot be read: {type(error).__name__}: {error}") from error
 
 

@@ -33,7 +33,7 @@ from headway.core.config.run import ProjectConfiguration
 from headway.core.config.values import suggest_word
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.control_plane.attendance import SAVE, Attendance, CallParticipants
-from headway.core.runtime.device import is_kind
+from headway.core.runtime.device import is_device_type
 from headway.core.runtime.events import RunEvent, subscribe
 from headway.core.training.hooks import StepHooks
 from headway.errors import CheckpointDamaged, CheckpointError, ConfigError, StateError
@@ -799,7 +799,7 @@ def check_changed(given: str | Collection[str] | None) -> Collection[str] | None
 
 def _is_place(place: str) -> bool:
     kind, colon, number = place.partition(":")
-    return place in ("cpu", "on_device") or (is_kind(kind) and (not colon or number.isdigit()))
+    return place in ("cpu", "on_device") or (is_device_type(kind) and (not colon or number.isdigit()))
 
 
 def _check_argument_name(method: str, name: str) -> None:

@@ -8,7 +8,7 @@ from headway.core.checkpoint.format.foreign import explain_path, find_foreign_ch
 from headway.core.checkpoint.format.manifest import MANIFEST
 from headway.core.checkpoint.loading.reader import CheckpointReader
 from headway.core.config.run import ProjectConfiguration
-from headway.core.runtime.dry_run import is_forecast
+from headway.core.runtime.dry_run import is_dry_run
 from headway.errors import CheckpointError, ConfigError
 from headway.log import get_logger
 
@@ -111,7 +111,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: If there are such checkpoints and this run has not resumed.
         """
-        if self.earlier is None or is_forecast():  # a forecast saves nothing and does not resume
+        if self.earlier is None or is_dry_run():  # a forecast saves nothing and does not resume
             return
         (folder, identity), self.earlier = self.earlier, None
         if (

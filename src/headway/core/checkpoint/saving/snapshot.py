@@ -154,7 +154,7 @@ class HostBuffers(Mapping[_Key, torch.Tensor]):
     Args:
         own: Tensors that will be copied, in the order of the copies.
         allocate: Function that returns pinned memory of a given number of bytes as uint8, or raises RuntimeError.
-        reserved: Futures of arenas of `pinned_memory.ARENA` bytes. They are used before new arenas are pinned, and
+        reserved: Futures of arenas of `pinned_memory.MAX_ARENA_BYTES` bytes. They are used before new arenas are pinned, and
             removed from the list.
     """
 
@@ -166,12 +166,14 @@ class HostBuffers(Mapping[_Key, torch.Tensor]):
     ) -> None:
         self._kinds = {key: (tensor.shape, tensor.dtype) for key, tensor in own.items()}
         on_device = [(key, tensor.nbytes) for key, tensor in own.items() if tensor.device.type != "cpu"]
-        plan = list(plan_arenas([num_bytes for _, num_bytes in on_device], _UNLIMITED, pinned_memory.ARENA))
+        plan = list(plan_arenas([num_bytes for _, num_bytes in on_device], _UNLIMITED, pinned_memory.MAX_ARENA_BYTES))
         there = {
-            number: reserved.pop(0) for number, (size, _) in enumerate(plan) if size == pinned_memory.ARENA and reserved
+            number: reserved.pop(0)
+            for number, (size, _) in enumerate(plan)
+            if size == pinned_memory.MAX_ARENA_BYTES and reserved
         }
         rest = [number for number in range(len(plan)) if number not in there]
-        made = pinned_memory.start_in_threads([plan[number][0] for number in rest], allocate)
+        made = pinned_memory.start_allocations([plan[number][0] for number in rest], allocate)
         self._arenas = there | dict(zip(rest, made))
         self._places = {
             on_device[index][0]: (number, start) for number, (_, part) in enumerate(plan) for index, start in part
@@ -239,13 +241,13 @@ class HostCopies:
         Do nothing if memory has already been reserved, or copies have been made.
 
         Args:
-            num_bytes: Number of bytes that will be copied from devices. Only whole blocks of `pinned_memory.ARENA`
+            num_bytes: Number of bytes that will be copied from devices. Only whole blocks of `pinned_memory.MAX_ARENA_BYTES`
                 bytes are pinned. The first copies pin the remainder.
         """
         if self._buffers is None and not self._reserved:
-            sizes = [pinned_memory.ARENA] * (num_bytes // pinned_memory.ARENA)
+            sizes = [pinned_memory.MAX_ARENA_BYTES] * (num_bytes // pinned_memory.MAX_ARENA_BYTES)
             # Training continues meanwhile, so only a few threads are used.
-            self._reserved = pinned_memory.start_in_threads(sizes, self._allocate, max_threads=2)
+            self._reserved = pinned_memory.start_allocations(sizes, self._allocate, max_threads=2)
 
     def protect_copies(self) -> None:
         """Ensure that later changes of the source tensors cannot affect the copies that `copy_overlapped` has started.

@@ -260,7 +260,7 @@ class SaveWait:
             is_waiting, own = self._now == {"collecting", "joined"}, pulse.get_own_pulse()
             if is_waiting and self._former is None:
                 self._former = own.read().phase
-                own.set_phase(pulse.PARTS)
+                own.set_phase(pulse.WAITING_FOR_PARTS)
             elif not is_waiting and self._former is not None:
                 own.set_phase(self._former)
                 self._former = None

@@ -44,7 +44,7 @@ class LoaderGenerator:
             return torch.default_generator
         if self._own is None or (self._is_private and self._is_reseeded()):
             self._own = torch.Generator()
-            self._own.set_state(seed.read_torch())
+            self._own.set_state(seed.read_torch_rng_state())
         self._seen_seed = torch.initial_seed()
         self._was_fresh = _is_fresh()
         return self._own
@@ -214,7 +214,7 @@ def seed_generator(loader: DataLoader[Any], seed: int) -> None:
 
 def _is_fresh() -> bool:
     """Whether nothing has been drawn from torch's global generator since it was seeded."""
-    return torch.equal(torch.Generator().manual_seed(torch.initial_seed()).get_state(), seed.read_torch())
+    return torch.equal(torch.Generator().manual_seed(torch.initial_seed()).get_state(), seed.read_torch_rng_state())
 
 
 def _draw_seed(generator: torch.Generator) -> int:

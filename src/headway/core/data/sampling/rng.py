@@ -21,7 +21,7 @@ _NUMPY = struct.Struct("<iid")
 TWISTERS = {"random": 1, "numpy": 2}
 """Names of Python's and NumPy's Mersenne Twister generators, with their indices in the result of `read_text`."""
 STATE_WRITERS: tuple[Callable[[Any], Any], ...] = (
-    seed.write_torch,
+    seed.write_torch_rng_state,
     random.setstate,
     lambda state: numpy.random.set_state(state),
 )
@@ -210,7 +210,7 @@ def decode(text: str) -> torch.Tensor:
 
 
 def _read_global() -> States:
-    return seed.read_torch(), random.getstate(), numpy.random.get_state()
+    return seed.read_torch_rng_state(), random.getstate(), numpy.random.get_state()
 
 
 def _write_global(states: States) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from headway.common.callsite import find_call_site
 from headway.core.runtime.collective_ledger import CollectiveLedger, LedgerEntry
 from headway.core.runtime.collective_log import VOTE, CollectiveLog, RecordedCollective
-from headway.core.runtime.collectives.carried import as_carried, choose_arithmetic, view_as_carried
+from headway.core.runtime.collectives.transferable import choose_arithmetic, make_transferable, view_as_transferable
 from headway.core.runtime.collectives.tree import Tree, describe_structure, list_tensors, map_tensors, require_tensors
 from headway.core.runtime.control_plane.attendance import Attendance
 from headway.core.runtime.group import MARGIN, can_carry_cpu, create_group, start_collectives
@@ -238,7 +238,7 @@ class Collectives:
     def _gather_rows(self, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         longest = max(sizes)
         # Backends read raw memory, so tensors must be contiguous and of a supported dtype.
-        piece = view_as_carried(tensor.detach()).contiguous().resolve_conj()
+        piece = view_as_transferable(tensor.detach()).contiguous().resolve_conj()
         if piece.shape[0] < longest:
             piece = torch.cat([piece, piece.new_zeros((longest - piece.shape[0], *piece.shape[1:]))])
         out = piece.new_empty((longest * self.world_size, *piece.shape[1:]))
@@ -303,7 +303,7 @@ class Collectives:
         require_tensors(tree, "broadcast")
 
         def send_tensor(tensor: torch.Tensor) -> torch.Tensor:
-            out = view_as_carried(tensor.detach()).clone(memory_format=torch.contiguous_format)
+            out = view_as_transferable(tensor.detach()).clone(memory_format=torch.contiguous_format)
             if out.numel():
                 dist.broadcast(out, self._global_rank(src), group=self.get_group(out))
             return out.view(tensor.dtype) if out.dtype != tensor.dtype else out
@@ -326,7 +326,7 @@ class Collectives:
         if self.world_size == 1:
             return
         self._exchange_numbers("broadcast", f"into {src}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in found), ())
-        carried = [view_as_carried(tensor.detach()) for tensor in found]
+        carried = [view_as_transferable(tensor.detach()) for tensor in found]
         # A tensor's strides can differ between ranks, but all ranks must transfer its elements in the same order.
         scattered = [index for index, t in enumerate(carried) if not t.is_contiguous() or t.is_conj()]
         through_copy: set[int] = set().union(*self._all_gather_objects(scattered))
@@ -383,7 +383,7 @@ class Collectives:
         if self.world_size == 1:
             return
         if not is_sum:
-            found = as_carried(found)
+            found = make_transferable(found)
         entry = self.ledger.record_entry(operation)
         if self._trail.is_open:
             kinds = [(t.numel(), str(t.dtype).removeprefix("torch."), t.device.type) for t in found]
@@ -528,7 +528,7 @@ class Collectives:
         if len(numbers) > NUM_SLOTS:
             raise CollectiveError(f"{len(numbers)} numbers in one handshake; it holds {NUM_SLOTS}")
         if self.group is None:
-            self._attendance.count_exchange()
+            self._attendance.count_collective()
         entry = self.ledger.record_entry(operation)
         self._trail.record_entry(self.place, "numbers", operation, signature, len(numbers))
         slots = [float(_EXCHANGES.index(operation)), digest_text(signature), float(len(numbers)), *numbers]

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from headway.core.runtime.collectives.checked import Collectives
-from headway.core.runtime.device import is_kind
+from headway.core.runtime.device import is_device_type
 from headway.core.runtime.process import current
-from headway.core.runtime.seed import digest_states, mix_seed, read_states, reseed_generator, write_states
+from headway.core.runtime.seed import checksum_rng_states, mix_seed, read_states, reseed_generator, write_states
 from headway.errors import ConfigError
 from headway.log import get_logger
 
@@ -39,7 +39,7 @@ def resolve_generator_names(rng_types: Sequence[str]) -> list[str]:
 
 
 def _is_device(name: str) -> bool:
-    return name in _VENDORS or (name not in ("cpu", "meta") and is_kind(name))
+    return name in _VENDORS or (name not in ("cpu", "meta") and is_device_type(name))
 
 
 def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:
@@ -75,7 +75,7 @@ def share_rng_states(everyone: Collectives, index: int) -> list[str]:
     Returns:
         Names of the generators that were reseeded.
     """
-    rows = everyone.gather_numbers([float(index), float(torch.initial_seed() % (1 << 52)), *digest_states()])
+    rows = everyone.gather_numbers([float(index), float(torch.initial_seed() % (1 << 52)), *checksum_rng_states()])
     begun = []
     for place, name in enumerate(("python", "numpy", "torch")):
         first: dict[float, float] = {}

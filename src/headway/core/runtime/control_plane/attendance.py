@@ -34,7 +34,7 @@ from typing import Any
 import torch.distributed as dist
 
 from headway.common import scope
-from headway.common.callsite import Frame, find_users_frame
+from headway.common.callsite import Frame, find_user_frame
 from headway.core.runtime import heartbeat, process, pulse
 from headway.core.runtime.control_plane.control import Control, current
 from headway.core.runtime.control_plane.roll_call import name_ranks
@@ -138,7 +138,7 @@ class Attendance:
         self._soon = max(_SOON, runtime.world_size / _LOOKS)
         heartbeat.stop_before_shutdown(self.stop)
         process.release_at_end(self.stop)
-        process.release_at_end(self.restart_count, is_engine=True)
+        process.release_at_end(self.restart_count, ends_with_group=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -157,7 +157,7 @@ class Attendance:
         self._place = (((self._place[0] >> 32) + 1) << 32, 0, 0, "")
         self._select_excluded = 0
 
-    def count_exchange(self) -> None:
+    def count_collective(self) -> None:
         """Count a collective over all ranks that is about to start."""
         self._select_excluded = _count_collectives()  # set it first, because the answering thread might read in between
         self._place = (self._place[0] + 1, 0, 0, "")
@@ -176,7 +176,7 @@ class Attendance:
             self._paired_since = -1
 
     def _count_collectives(self) -> int:
-        """Return the number of collectives entered in torch's default group since the last call of `count_exchange`.
+        """Return the number of collectives entered in torch's default group since the last call of `count_collective`.
 
         Messages between two ranks are not counted.
         """
@@ -337,7 +337,7 @@ class Attendance:
         return tuple(place), number, where, [tuple(each) for each in made], is_replaying
 
     @contextmanager
-    def answer_every_call(self) -> Iterator[None]:
+    def join_every_call(self) -> Iterator[None]:
         """Return a context in which this rank takes part in every call that other ranks ask about.
 
         A rank that ran out of memory uses this context while it joins the collectives of the others without making
@@ -384,7 +384,7 @@ def _find_users_line(frame: FrameType | None = None) -> str:
     Args:
         frame: Innermost frame to search. Default: the caller's own frame.
     """
-    users = find_users_frame(frame)
+    users = find_user_frame(frame)
     return "an unknown place" if users is None else str(Frame.from_frame(users))
 
 

@@ -20,7 +20,7 @@ from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 from headway.common.callsite import find_call_site
 from headway.common.sealing import Seal, UnsealedCounter
 from headway.core.runtime import process, pulse
-from headway.core.runtime.control_plane.roll_call import find_whereabouts, name_ranks
+from headway.core.runtime.control_plane.roll_call import find_process_location, name_ranks
 from headway.core.runtime.control_plane.sealed_store import SealedStore
 from headway.core.runtime.control_plane.store import (
     NOTICE,
@@ -198,7 +198,7 @@ class Control:
         numbers = [_HEAD.unpack_from(vote)[0] if (vote := store.find(key)) else 0 for key in keys]
         missing = [rank for rank, seen in enumerate(numbers) if seen < number]
         came = [rank for rank, seen in enumerate(numbers) if seen >= number]
-        hosts = [f"rank {rank}: {here}" for rank in missing[:8] if (here := find_whereabouts(store, rank))]
+        hosts = [f"rank {rank}: {here}" for rank in missing[:8] if (here := find_process_location(store, rank))]
         return (
             f"vote {number} missed {name_ranks(missing) if missing else 'nobody, but its result'} for {timeout.total_seconds():g} s: "
             f"{name_ranks(came)} voted{f' ({_describe_progress()} here)' if _describe_progress() else ''}. See what keeps "
@@ -210,7 +210,7 @@ class Control:
         assert self._link is not None
         by = self._link.address.hosted_by
         reason = f"{by}, which hosted the control plane, is gone"
-        if self._link.has_said_goodbye:
+        if self._link.has_host_finished:
             reason = f"{by}, which hosted the control plane, has ended its script; vote as often on every rank"
         return f"{reason} ({get_first_line(error)})"
 

@@ -27,7 +27,7 @@ def check_in(store: SealedStore, rank: int, world_size: int, timeout: timedelta)
     """
     me = f"pid {os.getpid()} on {socket.gethostname()}"
     if store.add(f"here/{rank}/count", 1) > 1:
-        other = find_whereabouts(store, rank) or "another process"
+        other = find_process_location(store, rank) or "another process"
         raise LaunchError(
             f"more processes than the {world_size} that were asked for: rank {rank} was started twice ({other}, and {me}). Start "
             "each rank once, and do not pass the variable RANK to processes that are not ranks"
@@ -41,7 +41,7 @@ def check_in(store: SealedStore, rank: int, world_size: int, timeout: timedelta)
         raise LaunchError(describe_missing(world_size, missing, f"within the timeout of {timeout.total_seconds():g} s"))
 
 
-def find_whereabouts(store: SealedStore, rank: int) -> str:
+def find_process_location(store: SealedStore, rank: int) -> str:
     """Return the process ID and host of a rank as text, or "" if the rank has not announced itself."""
     return escape_text((store.find(f"here/{rank}") or b"").decode())
 

@@ -78,7 +78,7 @@ class SealedStore:
             description = (
                 f"the value of {key!r} in the {self._name} store, of another program or with another HEADWAY_SECRET,"
             )
-            self._seal.strangers.count_message(description)
+            self._seal.unsealed_counter.count_message(description)
         return value
 
     def _open_or_raise(self, key: str, sealed: bytes) -> bytes:

@@ -125,7 +125,7 @@ class StopAgreement:
 
     def _end_thread(self) -> None:
         self._over.set()
-        self._flags.heard.set()
+        self._flags.has_arrived.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5)
 
@@ -259,8 +259,8 @@ class StopAgreement:
     def _run(self) -> None:
         try:
             while not self._over.is_set():
-                self._flags.heard.wait(LOOK)
-                self._flags.heard.clear()
+                self._flags.has_arrived.wait(LOOK)
+                self._flags.has_arrived.clear()
                 if self.reason:
                     self._look_again()
                 else:
@@ -310,14 +310,14 @@ class StopAgreement:
             self._control.set_once(self._make_key("hurry"), b"1")
             self._has_posted_again = True
             self._post_position("again", is_at_check=self._is_arriving)
-        first, last = self._flags.times or (0.0, 0.0)
+        first, last = self._flags.arrival_times or (0.0, 0.0)
         if last - first > AGAIN and not self.is_agreed and not self._flags.has_previous_handler:
-            os._exit(128 + (self._flags.first or signal.SIGTERM))
+            os._exit(128 + (self._flags.lowest_signal or signal.SIGTERM))
 
     def _describe_own_request(self) -> str:
         """Return text that names the stop request, such as a signal, that this rank has received; "" if none."""
         who = f" on rank {self._control.rank}" if self._control.world_size > 1 else ""
-        if (number := self._flags.first) is not None:
+        if (number := self._flags.lowest_signal) is not None:
             return f"{signal.Signals(number).name}{who}"
         if self._deadline is not None and self._deadline.is_over:
             return "the end of the allotted time"

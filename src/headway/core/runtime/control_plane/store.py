@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from headway.common import env
 from headway.common.sealing import Seal, UnsealedCounter
-from headway.common.untrusted import escape_json, parse_json, show_value
+from headway.common.untrusted import escape_json, parse_json, shorten_repr
 from headway.core.runtime.control_plane.sealed_store import SealedStore
 from headway.core.runtime.network import open_listener
 from headway.errors import ConfigError, ControlPlaneError, LaunchError
@@ -85,7 +85,7 @@ class StoreAddress:
             is_sound = False
         if not is_sound:
             raise ConfigError(
-                f"{show_value(text)} is not the address of a control plane of this Headway. Only the launcher sets {env.CONTROL}, "
+                f"{shorten_repr(text)} is not the address of a control plane of this Headway. Only the launcher sets {env.CONTROL}, "
                 "so unset it"
             )
         return found
@@ -101,11 +101,11 @@ class StoreLink:
         address: Address of the store.
         timeout: Maximum time for connecting.
         server: Server of the store if this process hosts it. Default: None, if another process does.
-        strangers: Counter of the values in the store that other programs have written. Default: a new counter.
+        unsealed_counter: Counter of the values in the store that other programs have written. Default: a new counter.
 
     Attributes:
         seal: Object that computes and checks HMACs with the run's secret.
-        has_said_goodbye: Whether rank 0 has announced that it ends without an error.
+        has_host_finished: Whether rank 0 has announced that it ends without an error.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class StoreLink:
         address: StoreAddress,
         timeout: timedelta,
         server: TCPStore | None = None,
-        strangers: UnsealedCounter | None = None,
+        unsealed_counter: UnsealedCounter | None = None,
     ) -> None:
         self.address = address
-        self.seal = Seal(bytes.fromhex(address.key), strangers or UnsealedCounter(log.warning))
-        self.has_said_goodbye = False
+        self.seal = Seal(bytes.fromhex(address.key), unsealed_counter or UnsealedCounter(log.warning))
+        self.has_host_finished = False
         self._timeout = timeout
         self._server = server
         self._connections = threading.local()
@@ -168,7 +168,7 @@ class StoreLink:
         try:
             self._presence = socket.create_connection((self.address.host, self.address.port))
             while not self._is_over.is_set() and not select.select([self._presence], [], [], _LISTEN)[0]:
-                self.has_said_goodbye = self.has_said_goodbye or self.store.find(_GOODBYE) is not None
+                self.has_host_finished = self.has_host_finished or self.store.find(_GOODBYE) is not None
                 notice = self.store.find(NOTICE)
                 if notice is not None:
                     # The store ends with its host, so the host must be the last to end.
@@ -176,7 +176,7 @@ class StoreLink:
                     end_process(escape_json(notice.decode()))
         except (DistError, LaunchError, OSError) as error:
             log.debug("the control plane is lost: %s", get_first_line(error))
-        if not self._is_over.is_set() and not self.has_said_goodbye:
+        if not self._is_over.is_set() and not self.has_host_finished:
             print("headway: rank 0, which hosted the control plane, is gone", file=sys.stderr, flush=True)
 
     def close(self, rank: int, world_size: int) -> None:
@@ -258,7 +258,7 @@ def host_control_plane(store: SealedStore, seal: Seal, is_alone_on_machine: bool
     server = start_store(host)
     address = StoreAddress(host, server.port, f"{os.getpid()}.{time.time_ns():x}", RANK_0, secrets.token_hex(16))
     store.set(_ADDRESS, address.encode().encode())
-    return StoreLink(replace(address, key=seal.derive(address.key)), timeout, server, seal.strangers)
+    return StoreLink(replace(address, key=seal.derive_secret(address.key)), timeout, server, seal.unsealed_counter)
 
 
 def join_control_plane(store: SealedStore, seal: Seal, timeout: timedelta) -> StoreLink:
@@ -273,7 +273,9 @@ def join_control_plane(store: SealedStore, seal: Seal, timeout: timedelta) -> St
         ControlPlaneError: If rank 0 does not publish the address before the timeout.
     """
     address = StoreAddress.decode(wait_for_value(store, _ADDRESS, timeout).decode())
-    return StoreLink(replace(address, key=seal.derive(address.key)), timeout, strangers=seal.strangers)
+    return StoreLink(
+        replace(address, key=seal.derive_secret(address.key)), timeout, unsealed_counter=seal.unsealed_counter
+    )
 
 
 def open_group_store(init_method: str | None, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, int]:

@@ -159,7 +159,7 @@ class MeshStrategy(Strategy):
         self._num_steps = 0
         self._has_ended = False
         collectives.runtime.scope.get_or_create(dtensors.WholeScalars).register_handler(collectives.runtime)
-        process.release_at_end(self._end_group, is_engine=True)
+        process.release_at_end(self._end_group, ends_with_group=True)
         scope.get_or_create(tracebacks.ExceptionHook).add_note(dtensors.explain_error)
 
     def _end_group(self) -> None:

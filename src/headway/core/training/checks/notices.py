@@ -137,8 +137,8 @@ class SkippedUpdates:
         if not clock.count_skip(window.number):
             return
         events.notify_listeners("skipped_update", source=clock, num_skipped=clock.num_skipped)
-        if self._format_skipped not in events.collect_facts():
-            events.collect_facts().append(self._format_skipped)
+        if self._format_skipped not in events.get_progress_texts():
+            events.get_progress_texts().append(self._format_skipped)
             process.release_at_end(self._leave_bars)
         if clock.num_skipped == _NUM_HOPELESS and not clock.num_updates:
             log.warning(
@@ -152,8 +152,8 @@ class SkippedUpdates:
         return f"{self._clock.num_skipped} updates skipped"
 
     def _leave_bars(self) -> None:
-        if self._format_skipped in events.collect_facts():
-            events.collect_facts().remove(self._format_skipped)
+        if self._format_skipped in events.get_progress_texts():
+            events.get_progress_texts().remove(self._format_skipped)
 
 
 def _count_notices() -> "count[int]":

@@ -19,7 +19,7 @@ from headway.core.data.sampling.loader_generator import LoaderGenerator
 from headway.core.memory import attempt
 from headway.core.runtime.collectives.rng import share_rng_states, synchronize_rng_states
 from headway.core.runtime.control_plane.conditional_calls import RankConditionalCallCheck
-from headway.core.runtime.dry_run import is_forecast
+from headway.core.runtime.dry_run import is_dry_run
 from headway.core.runtime.moving import move_module
 from headway.core.runtime.seed import mix_seed
 from headway.core.strategies.placeholders import OptimizerPlaceholder, SchedulerPlaceholder
@@ -368,7 +368,7 @@ class Preparation:
         collators = [loader.collate_fn for loader in self.loaders]
         asking = next((each for each in collators if getattr(each, "check_model", False) is True), None)
         models = [each for each in self.models if id(each) not in self._evaluated | self._separating]
-        if asking is not None and models and not is_forecast():
+        if asking is not None and models and not is_dry_run():
             is_half = self.step.precision.name != "no" or None
             extensions.load("feature", "packing")(models, asking, is_half)
             self._separating.update(map(id, models))

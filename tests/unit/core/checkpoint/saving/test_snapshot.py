@@ -180,7 +180,7 @@ def test_each_rank_copies_its_own_part_and_the_manifest_has_all(tmp_path):
 
 
 def test_memory_pinned_in_advance_is_used_by_the_first_copies(monkeypatch):
-    monkeypatch.setattr(pinned_memory, "ARENA", 1024)
+    monkeypatch.setattr(pinned_memory, "MAX_ARENA_BYTES", 1024)
     devices = Devices()
     snapshot = HostCopies(devices.mark_position, devices.allocate)
     snapshot.start_pinning(2 * 1024 + 5)
@@ -195,7 +195,7 @@ def test_memory_pinned_in_advance_is_used_by_the_first_copies(monkeypatch):
 
 
 def test_copies_begin_while_later_memory_is_pinned(monkeypatch):
-    monkeypatch.setattr(pinned_memory, "ARENA", 1024)
+    monkeypatch.setattr(pinned_memory, "MAX_ARENA_BYTES", 1024)
     devices, may_go_on = Devices(), threading.Event()
     begun = []
 
@@ -209,7 +209,7 @@ def test_copies_begin_while_later_memory_is_pinned(monkeypatch):
         return devices.mark_position(device)
 
     tensors = {f"model/0/{i}": devices.put_on_device("cuda", torch.full((256,), float(i)), 0) for i in range(4)}
-    monkeypatch.setattr(pinned_memory, "count_threads", lambda: 1)
+    monkeypatch.setattr(pinned_memory, "choose_num_threads", lambda: 1)
     taking = threading.Thread(target=lambda: HostCopies(mark_position, allocate).copy_tensors(tensors, tensors))
     taking.start()
     try:

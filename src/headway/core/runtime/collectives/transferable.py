@@ -11,12 +11,12 @@ _CARRIED = frozenset(getattr(torch, name) for name in _CARRIED_NAMES.split())
 _BY_WIDTH = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
 
 
-def is_carried(dtype: torch.dtype) -> bool:
+def is_transferable_dtype(dtype: torch.dtype) -> bool:
     """Whether every backend can send tensors of this dtype. Others are sent as views in a dtype of equal width."""
     return dtype in _CARRIED
 
 
-def as_carried(found: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def make_transferable(found: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors in a form that all backends can send and receive in place.
 
     A tensor with a dtype that a backend lacks is replaced by a detached view in a supported dtype of equal width. A
@@ -27,14 +27,14 @@ def as_carried(found: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether every backend can send and receive the tensor itself: it is no lazy conjugate, and its dtype is sent."""
-    return is_carried(tensor.dtype) and not tensor.is_conj()
+    return is_transferable_dtype(tensor.dtype) and not tensor.is_conj()
 
 
 def _view_memory(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.conj() if tensor.is_conj() else view_as_carried(tensor)
+    return tensor.conj() if tensor.is_conj() else view_as_transferable(tensor)
 
 
-def view_as_carried(tensor: torch.Tensor) -> torch.Tensor:
+def view_as_transferable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of the tensor in a dtype that all backends support (gloo lacks int16, uint32 and float8).
 
     The dtype of the view has the width of the tensor's dtype. A tensor whose dtype is supported is returned unchanged.
