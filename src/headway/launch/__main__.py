@@ -25,7 +25,7 @@ elif sys.argv[1] == "under":
     from headway.launch import worker
 
     # A notebook's kernel can be killed at any time. SIGTERM then makes this process end its ranks in order.
-    worker.die_with(int(sys.argv[2]), signal.SIGTERM)
+    worker.end_with_parent(int(sys.argv[2]), signal.SIGTERM)
     os.execv(sys.argv[3], sys.argv[3:])
 else:
     from headway.launch import worker

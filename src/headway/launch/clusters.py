@@ -69,7 +69,7 @@ def detect_cluster(environment: Mapping[str, str]) -> Cluster | None:
         ConfigError: If a variable that must be a whole number is not one, or if the tasks are not spread evenly over
             the machines.
     """
-    return _detect_slurm(environment) or _open_mpi(environment) or _detect_kubernetes(environment)
+    return _detect_slurm(environment) or _detect_open_mpi(environment) or _detect_kubernetes(environment)
 
 
 def check_agreement(resolved: ResolvedSettings, cluster: Cluster) -> None:
@@ -182,7 +182,7 @@ def _detect_slurm(environment: Mapping[str, str]) -> Cluster | None:
     return Cluster("SLURM", read.layer, task)
 
 
-def _open_mpi(environment: Mapping[str, str]) -> Cluster | None:
+def _detect_open_mpi(environment: Mapping[str, str]) -> Cluster | None:
     if "OMPI_COMM_WORLD_SIZE" not in environment:
         return None
     read = _ClusterVariables("Open MPI", environment)

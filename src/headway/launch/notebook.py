@@ -133,7 +133,7 @@ def notebook_launcher(
             raise LaunchError(
                 f"the run of {getattr(function, '__name__', function)!r} on {planned.world_size} processes ended with exit code "
                 f"{code}; the report above names the rank"
-            ) from _first_error(folder, planned.world_size)
+            ) from _find_first_error(folder, planned.world_size)
         return [_read_pickle(Path(folder, f"result{rank}")) for rank in range(planned.world_size)]
 
 
@@ -315,7 +315,7 @@ def _read_pickle(path: Path) -> Any:
     return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
-def _first_error(folder: str, world_size: int) -> BaseException | None:
+def _find_first_error(folder: str, world_size: int) -> BaseException | None:
     found = [path for rank in range(world_size) if (path := Path(folder, f"error{rank}")).exists()]
     first = min(found, key=lambda path: path.stat().st_mtime_ns, default=None)
     error = None if first is None else _read_pickle(first)

@@ -18,12 +18,12 @@ from headway.errors import ConfigError
 from headway.launch import layouts, stand_in
 from headway.launch.clusters import Cluster, ClusterTask, check_agreement
 from headway.launch.machine import Machine
-from headway.launch.visible_devices import VISIBLE
+from headway.launch.visible_devices import VISIBLE_DEVICES_VARIABLES
 
 # Launchers set these for the processes that they start. Otherwise they should not be set.
 _WORKER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
-MOST_COMMANDS = 64
+MAX_PRINTED_COMMANDS = 64
 """Largest number of machines whose commands are printed. Further commands differ only in `--machine_rank`."""
 
 
@@ -187,13 +187,13 @@ def make_plan(
     num_machines, num_local = _count_processes(resolved, machine, task)
     world_size = num_machines * num_local
     layout = layouts.resolve_layout(resolved, num_machines, num_local)
-    num_threads, is_set_by_us = _choose_threads(resolved, machine, num_local, environment)
+    num_threads, sets_omp_threads = _choose_threads(resolved, machine, num_local, environment)
     fewest = num_local * resolved.get("min_machines", num_machines)
     device = None if resolved.get("cpu", False) else machine.torch_device
     additions = {env.PAYLOAD: encode_payload(resolved, world_size, min(fewest, world_size), device, num_local)}
     if machine.accelerator and machine.device_ids != present.device_ids:
         additions[_choose_visible_variable(resolved, machine)] = ",".join(machine.device_ids)
-    if is_set_by_us:
+    if sets_omp_threads:
         additions["OMP_NUM_THREADS"] = str(num_threads)
     if resolved.get("run_as", None) is not None:
         additions.update(stand_in.make_variables(environment))
@@ -279,7 +279,7 @@ def _select_devices(resolved: ResolvedSettings, machine: Machine) -> Machine:
 
 
 def _choose_visible_variable(resolved: ResolvedSettings, machine: Machine) -> str:
-    variables = VISIBLE.get(machine.accelerator or "")
+    variables = VISIBLE_DEVICES_VARIABLES.get(machine.accelerator or "")
     if not variables:
         raise ConfigError(
             f"gpu_ids ({resolved.get_origin('gpu_ids')}): Headway does not know which variable hides {machine.accelerator} devices "
@@ -350,7 +350,15 @@ def _build_order(resolved: ResolvedSettings, program: Program, num_machines: int
     tee = resolved.get("tee", "3" if log_dir else "0")
     if tee != "0" and log_dir is None:
         raise ConfigError(f"tee={tee} ({resolved.get_origin('tee')}) writes log files: say where with --log_dir")
-    of_one_name = ("machine_rank", "max_restarts", "monitor_interval", "log_dir", "role", "machine_timeout", "grace")
+    same_name_settings = (
+        "machine_rank",
+        "max_restarts",
+        "monitor_interval",
+        "log_dir",
+        "role",
+        "machine_timeout",
+        "grace",
+    )
     return AgentOrder(
         program,
         num_local,
@@ -364,7 +372,7 @@ def _build_order(resolved: ResolvedSettings, program: Program, num_machines: int
         min_machines=_choose_min_machines(resolved, num_machines, backend),
         secret_file=resolved.get("secret"),
         metrics_port=resolved.get("metrics_port"),
-        **{name: resolved.get(name) for name in of_one_name if resolved.config.is_set(name)},
+        **{name: resolved.get(name) for name in same_name_settings if resolved.config.is_set(name)},
     )
 
 
@@ -403,7 +411,9 @@ def _build_task_order(resolved: ResolvedSettings, order: AgentOrder, task: Clust
     if order.num_machines == 1:
         port = resolved.get("main_process_port")
         if not port:
-            raise ConfigError(_WHERE.format(num_machines="the tasks of 1", origin=resolved.get_origin("num_processes")))
+            raise ConfigError(
+                _NO_ENDPOINT.format(num_machines="the tasks of 1", origin=resolved.get_origin("num_processes"))
+            )
         endpoint = f"127.0.0.1:{port}"
     if resolved.config.is_set("min_machines"):
         raise ConfigError(
@@ -425,7 +435,7 @@ def _build_task_order(resolved: ResolvedSettings, order: AgentOrder, task: Clust
     )
 
 
-_WHERE = (
+_NO_ENDPOINT = (
     "{num_machines} machines ({origin}) meet on machine 0: say where with "
     "--main_process_ip ADDRESS --main_process_port PORT (a free port there, 1 to 65535), alike on all machines"
 )
@@ -443,7 +453,7 @@ def _list_ignored(resolved: ResolvedSettings, argv: tuple[str, ...]) -> tuple[st
 def _build_endpoint(resolved: ResolvedSettings, num_machines: int) -> str:
     address, port = resolved.get("main_process_ip"), resolved.get("main_process_port")
     if address is None or not port:
-        raise ConfigError(_WHERE.format(num_machines=num_machines, origin=resolved.get_origin("num_machines")))
+        raise ConfigError(_NO_ENDPOINT.format(num_machines=num_machines, origin=resolved.get_origin("num_machines")))
     if port > 65535:
         raise ConfigError(f"main_process_port={port} ({resolved.get_origin('main_process_port')}) must be 1 to 65535")
     return f"[{address}]:{port}" if ":" in address and not address.startswith("[") else f"{address}:{port}"
@@ -526,7 +536,7 @@ def _format_banner(
 
 
 def format_commands(resolved: ResolvedSettings, program: Program, own_address: str, free_port: int) -> list[str]:
-    """Return the commands to type on the machines of a run without a cluster, for at most `MOST_COMMANDS` machines.
+    """Return the commands to type on the machines of a run without a cluster, for at most `MAX_PRINTED_COMMANDS` machines.
 
     Args:
         resolved: Resolved settings. All are repeated, because the other machines have neither this environment nor this
@@ -548,5 +558,5 @@ def format_commands(resolved: ResolvedSettings, program: Program, own_address: s
             )
     words += ["--main_process_ip", address, "--main_process_port", str(port)]
     tail = [program.target, *program.args]
-    num_shown = min(resolved.get("num_machines", 1), MOST_COMMANDS)
+    num_shown = min(resolved.get("num_machines", 1), MAX_PRINTED_COMMANDS)
     return [shlex.join([*words, "--machine_rank", str(rank), *tail]) for rank in range(num_shown)]

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-_GROUP = "[torch.backends]"
+_ENTRY_POINT_GROUP = "[torch.backends]"
 
-_QUESTION = """
+_QUERY_SCRIPT = """
 import torch
 found = torch.accelerator.current_accelerator(check_available=True)
 if found is not None:
@@ -44,7 +44,7 @@ def find_vendor_accelerator(
         return None
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", _QUESTION], env=dict(environment), capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", _QUERY_SCRIPT], env=dict(environment), capture_output=True, text=True, timeout=120
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -65,7 +65,7 @@ def has_vendor_package(folders: Iterable[str] | None = None) -> bool:
                 entry_points = Path(package, "entry_points.txt").read_text("utf-8", "replace")
             except OSError:  # most packages have no entry points
                 continue
-            if _GROUP in entry_points:
+            if _ENTRY_POINT_GROUP in entry_points:
                 return True
     return False
 

@@ -4,20 +4,20 @@ import re
 from collections.abc import Mapping
 
 # Variables that choose the devices a process may see, by kind of accelerator. The first one that is set counts.
-VISIBLE = {
+VISIBLE_DEVICES_VARIABLES = {
     "cuda": ("CUDA_VISIBLE_DEVICES",),
     "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     "xpu": ("ZE_AFFINITY_MASK",),
     "mps": (),
 }
 
-_BELOW = {"rocm": "ROCR_VISIBLE_DEVICES"}
+_LOWER_LAYER_VARIABLES = {"rocm": "ROCR_VISIBLE_DEVICES"}
 """Variable that a lower layer of the driver applies first, by kind of accelerator.
 
-If it is set, the indices in the variables of `VISIBLE` refer to the remaining devices, counted from 0.
+If it is set, the indices in the variables of `VISIBLE_DEVICES_VARIABLES` refer to the remaining devices, counted from 0.
 """
 
-_NOTHING = ("", "-1", "NoDevFiles")
+_HIDING_VALUES = ("", "-1", "NoDevFiles")
 """Values by which users and SLURM hide all devices from a process."""
 
 
@@ -28,12 +28,15 @@ def describe_hiding_variables(kind: str, environment: Mapping[str, str]) -> str:
     "" if none is set, or if a variable hides all devices on purpose, for example with an empty value.
 
     Args:
-        kind: Kind of accelerator, a key of `VISIBLE`.
+        kind: Kind of accelerator, a key of `VISIBLE_DEVICES_VARIABLES`.
         environment: Environment variables of the process.
     """
-    names = [*([_BELOW[kind]] if kind in _BELOW else []), *VISIBLE[kind]]
+    names = [
+        *([_LOWER_LAYER_VARIABLES[kind]] if kind in _LOWER_LAYER_VARIABLES else []),
+        *VISIBLE_DEVICES_VARIABLES[kind],
+    ]
     values = {name: environment[name] for name in names if name in environment}
-    if any(text.strip() in _NOTHING for text in values.values()):
+    if any(text.strip() in _HIDING_VALUES for text in values.values()):
         return ""
     return ", ".join(f"{name}={text!r}" for name, text in values.items())
 
@@ -45,14 +48,14 @@ def list_visible_ids(kind: str, num_devices: int, environment: Mapping[str, str]
     indices of all devices.
 
     Args:
-        kind: Kind of accelerator, a key of `VISIBLE`.
+        kind: Kind of accelerator, a key of `VISIBLE_DEVICES_VARIABLES`.
         num_devices: Number of devices in the machine.
         environment: Environment variables of the process.
     """
-    below = environment.get(_BELOW.get(kind, ""))
+    below = environment.get(_LOWER_LAYER_VARIABLES.get(kind, ""))
     if below is not None:
         num_devices = len(_find_listed_ids(below, num_devices))
-    values = [environment[variable] for variable in VISIBLE[kind] if variable in environment]
+    values = [environment[variable] for variable in VISIBLE_DEVICES_VARIABLES[kind] if variable in environment]
     return _find_listed_ids(values[0], num_devices) if values else tuple(str(index) for index in range(num_devices))
 
 

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
             "apart" keeps both.
     """
     agent_pid, kind, streams, target, *args = arguments
-    die_with(int(agent_pid))
+    end_with_parent(int(agent_pid))
     if streams == "merge":
         os.dup2(1, 2)
     if kind == "program":
@@ -70,12 +70,12 @@ def _run_program(kind: str, target: str, record: str | None) -> int:
         print(leaving.code, file=sys.stderr)
         return 1
     except Exception as error:
-        _report_error(error.with_traceback(_without_ours(error.__traceback__)), record)
+        _report_error(error.with_traceback(_remove_own_frames(error.__traceback__)), record)
         return 1
     return 0
 
 
-def die_with(parent_pid: int, number: int = _SIGKILL) -> None:
+def end_with_parent(parent_pid: int, number: int = _SIGKILL) -> None:
     """Ask the kernel to send this process a signal when its parent dies for any reason (Linux only).
 
     If the parent has already died, this process exits.
@@ -103,7 +103,7 @@ def _record_faults(record: str | None) -> None:
         faulthandler.enable(open(f"{record}.fault", "w"))  # noqa: SIM115  (faulthandler holds it open)
 
 
-def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+def _remove_own_frames(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace
@@ -150,7 +150,7 @@ def _prepare_script(target: str) -> CodeType:
     spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
     if spec is None or spec.loader is None:
         raise LaunchError(f"{target} is not a Python file, nor a folder or archive with a __main__.py")
-    return _from_spec(spec, target)
+    return _load_from_spec(spec, target)
 
 
 def _prepare_module(target: str) -> CodeType:
@@ -169,7 +169,7 @@ def _prepare_module(target: str) -> CodeType:
             )
     if spec is None or spec.loader is None:
         raise LaunchError(f"-m {target}: there is no module of this name that can be run")
-    return _from_spec(spec, spec.origin or target)
+    return _load_from_spec(spec, spec.origin or target)
 
 
 def _find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
@@ -185,7 +185,7 @@ def _find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
         raise
 
 
-def _from_spec(spec: importlib.machinery.ModuleSpec, origin: str) -> CodeType:
+def _load_from_spec(spec: importlib.machinery.ModuleSpec, origin: str) -> CodeType:
     sys.argv[0] = origin
     get_code = getattr(spec.loader, "get_code", None)
     code = get_code(spec.name) if get_code is not None else None

@@ -40,7 +40,7 @@ from headway.errors import PREEMPTED, ConfigError, ControlPlaneError, LaunchErro
 from headway.launch.agent import decision, endings, metrics, rendezvous
 from headway.launch.agent.exchange import AgentChannel
 from headway.launch.agent.peers import PeerMachines
-from headway.launch.agent.processes import DEADLY, end_sessions, get_exit_code, ignore_signals, kill_when_stuck
+from headway.launch.agent.processes import ENDING_SIGNALS, end_sessions, get_exit_code, ignore_signals, kill_when_stuck
 from headway.launch.agent.rank_files import RankFiles
 from headway.launch.agent.shared_memory import SharedMemory
 from headway.launch.memory_watch import MemoryWatch
@@ -52,19 +52,19 @@ from headway.log import silence_elastic
 GRACE = 15
 """Seconds that workers have to end after the agent has asked them to. After that they are killed."""
 
-POLITE = 3
+INTERRUPT_GRACE = 3
 """Seconds between a SIGINT and a SIGTERM to the workers, if the launcher was interrupted by SIGINT."""
 
-SETTLE = 0.5
+FAILURE_WINDOW = 0.5
 """Seconds to wait after the first failure, so that other workers that fail can record their own errors."""
 
-WITHOUT_PEER = 5
+PEER_LOSS_GRACE = 5
 """Seconds that workers have to end after another machine was lost.
 
 The agent itself has twice as long to end. After that, all processes of the run on this machine are killed.
 """
 
-TAKES_TIMEOUT = "shutdown_timeout" in signature(LocalElasticAgent).parameters
+HAS_SHUTDOWN_TIMEOUT = "shutdown_timeout" in signature(LocalElasticAgent).parameters
 """Whether torch's agent accepts a timeout for ending its workers. The agent of torch 2.11 does not."""
 
 
@@ -78,7 +78,7 @@ class Agent(LocalElasticAgent):
         seal: Object that computes and checks HMACs with the user's secret.
 
     Attributes:
-        handed_on: Signal that the agent has forwarded to the ranks so that they save a checkpoint. None if there was
+        forwarded_signal: Signal that the agent has forwarded to the ranks so that they save a checkpoint. None if there was
             none.
         exit_code: Exit code of the run. None until it is known.
         code_when_stuck: Exit code to use if a signal arrives when the ranks have already ended and the agent then fails
@@ -87,7 +87,7 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(self, order: AgentOrder, spec: WorkerSpec, files: RankFiles, seal: Seal) -> None:
-        time_to_end: dict[str, Any] = {"shutdown_timeout": GRACE} if TAKES_TIMEOUT else {}
+        time_to_end: dict[str, Any] = {"shutdown_timeout": GRACE} if HAS_SHUTDOWN_TIMEOUT else {}
         super().__init__(
             spec, files, exit_barrier_timeout=300, log_line_prefix_template="[${role_name} ${rank}] ", **time_to_end
         )
@@ -99,7 +99,7 @@ class Agent(LocalElasticAgent):
         self._attempt = 0
         self._failure_path = None if order.log_dir is None else Path(order.log_dir, "failure.json")
         self._former_failure_file: tuple[int, int] | None = None
-        self.handed_on: signal.Signals | None = None
+        self.forwarded_signal: signal.Signals | None = None
         host = rendezvous.find_host(order)
         if order.num_machines > 1:
             address = find_own_address(host) or ""
@@ -110,7 +110,7 @@ class Agent(LocalElasticAgent):
         self._exchange = AgentChannel(order.machine_rank, order.num_machines, host, seal, order.unit)
         self._watch = HangWatch(rendezvous.read_timeout(), _print_line, self._peers)
         self._is_watching = False
-        self._given_up: set[int] = set()
+        self._killed_after_failure: set[int] = set()
         self._resume_advice = ""
         self._metrics: metrics.MetricsServer | None = None
         if order.metrics_port is not None:
@@ -153,22 +153,24 @@ class Agent(LocalElasticAgent):
         # differently.
         attempt = self._order.max_restarts - self._remaining_restarts if self._order.backend == "static" else 0
         world_size = worker_group.workers[0].world_size
-        num_here = worker_group.group_world_size or 1
+        num_present = worker_group.group_world_size or 1
         hub_port = self._peers.open_hub(rendezvous.find_host(self._order)) if self._peers is not None else 0
-        store = SealedStore(cast(Any, self._store), rendezvous.MEETING, self._seal)
-        address = self._exchange.begin_attempt(store, world_size, attempt, num_here, hub_port)
+        store = SealedStore(cast(Any, self._store), rendezvous.STORE_NAME, self._seal)
+        address = self._exchange.begin_attempt(store, world_size, attempt, num_present, hub_port)
         self._files.control = address.encode()
         if self._peers is not None:
             ranks = [worker.global_rank for worker in worker_group.workers]
             trouble = self._peers.connect(address.host, address.hub_port, self._exchange.seal, ranks)
             if trouble is not None:
                 _print_line(f"headway: lost machines will be noticed late: {trouble}; let this port through")
-        if num_here < self._order.num_machines:
-            _print_line(f"headway: {num_here} of {self._order.num_machines} machines take part: {world_size} processes")
+        if num_present < self._order.num_machines:
+            _print_line(
+                f"headway: {num_present} of {self._order.num_machines} machines take part: {world_size} processes"
+            )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        for number in DEADLY:  # replace the handlers that torch has installed
+        for number in ENDING_SIGNALS:  # replace the handlers that torch has installed
             signal.signal(number, self._handle_signal)
         return pids
 
@@ -185,12 +187,14 @@ class Agent(LocalElasticAgent):
             return
         readers = [pulse.HeartbeatFile(path, is_writer=False).read() for path in self._files.pulses.values()]
         is_request = number in (signal.SIGTERM, signal.SIGUSR1)
-        if not is_request or (self.handed_on is None and not all(reading.saves_on_signal for reading in readers)):
+        if not is_request or (
+            self.forwarded_signal is None and not all(reading.saves_on_signal for reading in readers)
+        ):
             raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
         self._remaining_restarts = 0
-        if self.handed_on is None:
-            self.handed_on = signal.Signals(number)
-            message = f"headway: {self.handed_on.name}: the ranks save and end, within {self._order.grace:g} s\n"
+        if self.forwarded_signal is None:
+            self.forwarded_signal = signal.Signals(number)
+            message = f"headway: {self.forwarded_signal.name}: the ranks save and end, within {self._order.grace:g} s\n"
             os.write(2, message.encode())  # print is not reentrant, and the signal might have interrupted it
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
@@ -217,7 +221,7 @@ class Agent(LocalElasticAgent):
             return self._end_hang(worker_group, endings.HangReport(self._watch.found))
         is_alone, codes = step is decision.AgentAction.END_ALONE, seen.codes
         if step is not decision.AgentAction.GO_ON:
-            codes = self._end_remaining_workers(WITHOUT_PEER if is_alone else GRACE)
+            codes = self._end_remaining_workers(PEER_LOSS_GRACE if is_alone else GRACE)
         result: RunResult = super()._monitor_workers(worker_group)
         if step is decision.AgentAction.GO_ON and result.is_failed():  # a worker failed after `_observe_run`
             first = min(result.failures.values(), key=lambda failure: failure.timestamp)
@@ -257,7 +261,7 @@ class Agent(LocalElasticAgent):
         """Kill the processes of ranks that have failed but do not end, because an idle thread keeps them running."""
         for local_rank in self._find_failed_alive():
             if self._watch.is_idle_after_end(self._ranks[local_rank], GRACE):
-                self._given_up.add(local_rank)
+                self._killed_after_failure.add(local_rank)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._pids[local_rank], signal.SIGKILL)
 
@@ -305,7 +309,7 @@ class Agent(LocalElasticAgent):
         # A rank that has failed but has not ended yet explains why others wait, so there is no hang to diagnose.
         known = {**dict.fromkeys(self._find_failed_alive(), 1), **ended}
         self._watch.note_ended({ranks[local_rank]: code for local_rank, code in known.items()})
-        self._exchange.note_left([ranks[local_rank] for local_rank, code in ended.items() if code == 0])
+        self._exchange.record_finished_ranks([ranks[local_rank] for local_rank, code in ended.items() if code == 0])
 
     def _end_hang(self, worker_group: WorkerGroup, report: endings.HangReport) -> RunResult:
         """End all workers of a run that hangs, including stopped processes."""
@@ -333,7 +337,7 @@ class Agent(LocalElasticAgent):
     def _blame_a_machine(self, peers: PeerMachines, report: endings.FailureReport | None) -> endings.Report | None:
         """Return a report that names the lost machine instead of the failures that its loss has caused on this machine.
 
-        Wait up to `WITHOUT_PEER` seconds until a loss is detected.
+        Wait up to `PEER_LOSS_GRACE` seconds until a loss is detected.
 
         Args:
             peers: Connections to the other machines.
@@ -347,7 +351,7 @@ class Agent(LocalElasticAgent):
         if report is not None and not report.is_consequence:
             return report
         # Wait, because other machines often detect the loss first, while this one only notices a closed connection.
-        deadline = time.monotonic() + WITHOUT_PEER
+        deadline = time.monotonic() + PEER_LOSS_GRACE
         while peers.lost is None and peers.find_silent() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         machine = peers.lost or peers.find_silent()
@@ -382,7 +386,7 @@ class Agent(LocalElasticAgent):
             self.kill_workers()
             os._exit(self._peers.exit_code)
 
-        timer = threading.Timer(2 * WITHOUT_PEER, force_end)
+        timer = threading.Timer(2 * PEER_LOSS_GRACE, force_end)
         timer.daemon = True
         timer.start()
 
@@ -435,7 +439,7 @@ class Agent(LocalElasticAgent):
         The exit code is 1 for a worker that had failed before the agent killed it.
         """
         return {
-            local_rank: 1 if local_rank in self._given_up else code
+            local_rank: 1 if local_rank in self._killed_after_failure else code
             for local_rank, code in self._read_exit_codes().items()
         }
 
@@ -445,7 +449,9 @@ class Agent(LocalElasticAgent):
 
     def _end_remaining_workers(self, grace: int) -> dict[int, int]:
         """End every worker. Return the exit codes, by local rank, of those that had already ended on their own."""
-        self._wait_for_all(SETTLE)  # several ranks often fail with the same error, and each should record its own
+        self._wait_for_all(
+            FAILURE_WINDOW
+        )  # several ranks often fail with the same error, and each should record its own
         ended = self._read_ended()
         self._end_workers(grace)
         return ended
@@ -473,13 +479,13 @@ class Agent(LocalElasticAgent):
             for handler in self._workers.values():
                 if handler.proc.poll() is None:
                     handler.close(death_sig=death_sig)
-            self._wait_for_all(POLITE)
+            self._wait_for_all(INTERRUPT_GRACE)
             death_sig = signal.SIGTERM
         is_held = isinstance(self.report, endings.HangReport) and bool(self.report.left)
         seconds = 1 if is_held else timeout
-        if context is not None and not TAKES_TIMEOUT:
+        if context is not None and not HAS_SHUTDOWN_TIMEOUT:
             context.close(death_sig, seconds)  # torch's own shutdown then has nothing to wait for
-        super()._shutdown(death_sig, *([seconds] if TAKES_TIMEOUT else []))
+        super()._shutdown(death_sig, *([seconds] if HAS_SHUTDOWN_TIMEOUT else []))
         if self._worker_group.state is not WorkerState.SUCCEEDED and context is not None:
             end_sessions(context.pids().values())
 
@@ -501,7 +507,7 @@ class Agent(LocalElasticAgent):
         self._memory = MemoryWatch()
         self._watch.end_attempt()
         self._is_watching = False
-        self._given_up.clear()
+        self._killed_after_failure.clear()
         super()._restart_workers(worker_group)
 
     def _report_failures(self, worker_group: WorkerGroup, ended: Mapping[int, int]) -> endings.FailureReport:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from headway.core.runtime.control_plane.sealed_store import SealedStore
 from headway.errors import LaunchError
-from headway.launch.agent.rendezvous_wait import LOOK, RendezvousWait
+from headway.launch.agent.rendezvous_wait import POLL_SECONDS, RendezvousWait
 
 _KEY = "headway/here"
 
@@ -37,7 +37,7 @@ def wait_for_host(host: str, port: int, waiting: RendezvousWait, me: str, unit: 
                 f"{unit} 0 did not open {host}:{port} {waiting.describe_limit()}: {why}. Start the launcher there with "
                 "--machine_rank 0 and the same address and port, and see that no firewall is in between (`headway doctor`)"
             )
-        time.sleep(LOOK)
+        time.sleep(POLL_SECONDS)
 
 
 def record_arrival(store: SealedStore, machine: int) -> None:
@@ -82,7 +82,7 @@ def wait_for_all(
         waiting.print_if_due(f"{unit} {machine} of {num_machines} waits at {where} for {name_machines(absent, unit)}")
         if waiting.is_over:
             raise LaunchError(describe_late(absent, num_machines, waiting, where, unit))
-        time.sleep(LOOK)
+        time.sleep(POLL_SECONDS)
     waiting.report_end(f"all {num_machines} {unit}s are there")
 
 
@@ -142,7 +142,7 @@ class RendezvousWatch:
             store = self._connect()
             record_arrival(store, self._me)
             self._absent = list(range(self._num_machines))
-            while not self._is_over.wait(LOOK):
+            while not self._is_over.wait(POLL_SECONDS):
                 self._absent = list_missing(store, self._absent)
                 who = f" for {name_machines(self._absent, self._unit)}" if self._absent else ""
                 self._waiting.print_if_due(

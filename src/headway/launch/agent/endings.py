@@ -42,14 +42,14 @@ class FailureReport:
         world_size: Number of processes on all machines.
         memory: Description of kills by the kernel's out-of-memory killer. Empty if there were none.
         finished: Ranks that had reached the end of their script.
-        is_told_by_rank_0: Whether rank 0's agent prints the full report on the screen that this agent also prints to.
+        is_printed_by_rank_0: Whether rank 0's agent prints the full report on the screen that this agent also prints to.
     """
 
     deaths: tuple[RankExit, ...]
     world_size: int
     memory: str = ""
     finished: tuple[int, ...] = ()
-    is_told_by_rank_0: bool = False
+    is_printed_by_rank_0: bool = False
 
     @property
     def first(self) -> RankExit:
@@ -80,7 +80,7 @@ class FailureReport:
         """Return the report as text for the screen. If rank 0's agent prints the full report there, return one line."""
         first = self.first
         where = first.line and f", at {first.line}"
-        if self.is_told_by_rank_0:
+        if self.is_printed_by_rank_0:
             return f"headway: rank {first.rank} on host {first.host} failed first{where}; its report is with rank 0's output"
         which = f"host {first.host}, pid {first.pid}" + (f", {first.progress}" if first.progress else "")
         lines = [f"headway: rank {first.rank} of {self.world_size} failed first{where} ({which})"]

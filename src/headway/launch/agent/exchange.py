@@ -25,13 +25,13 @@ from headway.launch.agent.records import ExceptionRecord, RankExit
 _KEY = "headway/control"
 _FAILED = "failed"
 
-LOOK = 0.2
+POLL_SECONDS = 0.2
 """Seconds between two checks for aborts and for failures on other machines."""
 
-GATHER = 8.0
+REPORTS_TIMEOUT = 8.0
 """Seconds that an agent waits for other machines to report their failures."""
 
-TELL = 2.0
+REPORT_HEAD_START = 2.0
 """Seconds that the agents of other machines wait so that machine 0's agent can print its report and end first.
 
 mpirun ends all tasks when the first one has ended.
@@ -67,8 +67,8 @@ class AgentChannel:
         self._link: StoreLink | None = None
         self._world_size = 0
         self._num_here = num_machines
-        self._left: tuple[int, ...] = ()
-        self._own = ""
+        self._finished_ranks: tuple[int, ...] = ()
+        self._own_report = ""
         self._others: dict[int, dict[str, Any]] = {}
         self._thread: threading.Thread | None = None
         self.notice = ""
@@ -81,7 +81,7 @@ class AgentChannel:
         return self._link.seal
 
     def begin_attempt(
-        self, meeting: SealedStore, world_size: int, attempt: int = 0, num_here: int | None = None, hub_port: int = 0
+        self, meeting: SealedStore, world_size: int, attempt: int = 0, num_present: int | None = None, hub_port: int = 0
     ) -> StoreAddress:
         """Begin an attempt (one start of all ranks): agree on a secret and a key prefix, and listen for failures.
 
@@ -94,7 +94,7 @@ class AgentChannel:
             world_size: Number of processes on all machines.
             attempt: Number of the attempt, if all attempts share one rendezvous store and all agents count attempts
                 equally. Otherwise 0.
-            num_here: Number of machines that take part in the attempt. Default: all machines.
+            num_present: Number of machines that take part in the attempt. Default: all machines.
             hub_port: Port on which machine 0 listens for heartbeats from the other machines; 0 for none.
 
         Returns:
@@ -104,7 +104,7 @@ class AgentChannel:
             ControlPlaneError: If the entry in the store was not written by machine 0 of this run.
         """
         self.stop_listening()  # otherwise the previous attempt's thread might report that attempt's failures
-        self._num_here = self._num_machines if num_here is None else num_here
+        self._num_here = self._num_machines if num_present is None else num_present
         key = f"{_KEY}/{attempt}"
         if self._machine == 0:
             self._server = self._server or start_store(self._host)
@@ -119,8 +119,8 @@ class AgentChannel:
         address = replace(address, key=self._seal.derive_secret(address.key))
         self._link = StoreLink(address, timedelta(seconds=30), unsealed_counter=self._seal.unsealed_counter)
         self._world_size = world_size
-        self._left = ()
-        self._own = ""
+        self._finished_ranks = ()
+        self._own_report = ""
         self._others = {}
         self.notice = ""
         self.has_failed_elsewhere = False
@@ -130,9 +130,9 @@ class AgentChannel:
         self._thread.start()
         return address
 
-    def note_left(self, ranks: Sequence[int]) -> None:
+    def record_finished_ranks(self, ranks: Sequence[int]) -> None:
         """Record the ranks of this machine that have ended without an error."""
-        self._left = tuple(ranks)
+        self._finished_ranks = tuple(ranks)
 
     def stop_listening(self) -> None:
         """Stop the listening thread.
@@ -154,11 +154,11 @@ class AgentChannel:
         try:
             store = link.store
             while link is self._link:
-                time.sleep(LOOK)
-                if self._own and store.find(f"deaths/{self._machine}") is None:
-                    store.set(f"deaths/{self._machine}", self._own.encode())
+                time.sleep(POLL_SECONDS)
+                if self._own_report and store.find(f"deaths/{self._machine}") is None:
+                    store.set(f"deaths/{self._machine}", self._own_report.encode())
                     store.set(_FAILED, b"")
-                if self._left and not self.notice:
+                if self._finished_ranks and not self.notice:
                     self._check_contract(store)
                 if not self.notice:
                     self.notice = escape_json((store.find(NOTICE) or b"").decode())
@@ -175,7 +175,7 @@ class AgentChannel:
         Do nothing if no rank has joined the run.
         """
         here = list_present(store, self._world_size)
-        missing = [rank for rank in self._left if rank not in here]
+        missing = [rank for rank in self._finished_ranks if rank not in here]
         if missing and here:
             they = "it" if len(missing) == 1 else "they"
             absent = [rank for rank in range(self._world_size) if rank not in here]
@@ -206,11 +206,11 @@ class AgentChannel:
         """
         if self._num_here == 1:
             return own
-        self._own = json.dumps({} if own is None else asdict(own))
-        _wait_until(lambda: len(self._others) == self._num_here - 1 or is_over(), GATHER)
+        self._own_report = json.dumps({} if own is None else asdict(own))
+        _wait_until(lambda: len(self._others) == self._num_here - 1 or is_over(), REPORTS_TIMEOUT)
         # Give this machine's failures time to reach the others. This process might end next, and on machine 0 the store
         # ends with it.
-        time.sleep(2 * LOOK)
+        time.sleep(2 * POLL_SECONDS)
         reports = [report for report in (own, *map(_decode_report, self._others.values())) if report is not None]
         deaths = tuple(death for report in reports for death in report.deaths)
         if not deaths:
@@ -222,15 +222,15 @@ class AgentChannel:
         # Machine 0 has reported its own failures, so it is alive and about to print the full report.
         is_told = self._has_one_screen and 0 in self._others
         if is_told:
-            _wait_until(is_over, TELL)
-            time.sleep(2 * LOOK)
-        return replace(merged, memory=memory, is_told_by_rank_0=is_told)
+            _wait_until(is_over, REPORT_HEAD_START)
+            time.sleep(2 * POLL_SECONDS)
+        return replace(merged, memory=memory, is_printed_by_rank_0=is_told)
 
 
 def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not is_so() and time.monotonic() < deadline:
-        time.sleep(LOOK / 4)
+        time.sleep(POLL_SECONDS / 4)
 
 
 def _decode_report(content: dict[str, Any]) -> FailureReport | None:

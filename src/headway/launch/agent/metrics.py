@@ -26,7 +26,7 @@ LONGEST_COLLECTIVE = 120.0
 SILENCE = 60.0
 """Seconds without a heartbeat of any rank after which /healthz reports that the run makes no progress."""
 
-_LEAST_WAIT = 1.0
+_MIN_WAIT = 1.0
 """Seconds in one collective after which a rank counts as waiting for another rank."""
 
 _CURVES = {"loss": "loss", "tokens_per_second": "tokens_per_second", "headway/memory": "memory_bytes"}
@@ -45,7 +45,7 @@ def find_awaited(readings: Mapping[int, PulseReading], now: float) -> int | None
         now: Current time on the monotonic clock.
     """
     entered = {rank: reading.calls[-1].number for rank, reading in readings.items() if reading.calls}
-    waiting = [rank for rank in entered if measure_wait(readings[rank], now) > _LEAST_WAIT]
+    waiting = [rank for rank in entered if measure_wait(readings[rank], now) > _MIN_WAIT]
     late = {rank: number for rank, number in entered.items() if rank not in waiting or number < max(entered.values())}
     return min(late, key=lambda rank: (late[rank], rank)) if waiting and late else None
 

@@ -29,10 +29,10 @@ from headway.common.sealing import Seal
 from headway.common.untrusted import escape_json
 from headway.core.runtime.network import open_listener
 
-BEAT = 1.0
+HEARTBEAT_INTERVAL = 1.0
 """Seconds between two heartbeats."""
 
-_MEETING = 10.0
+_CONNECT_TIMEOUT = 10.0
 """Maximum seconds for connecting to machine 0's port and authenticating there.
 
 If a firewall blocks the port, the run continues without heartbeats.
@@ -41,7 +41,7 @@ If a firewall blocks the port, the run continues without heartbeats.
 _MOST_UNPROVEN = 256
 """Maximum number of connections that have not authenticated yet. If there are more, the oldest one is closed."""
 
-_WORD = re.compile(rb"[0-9a-f]{32}")
+_NONCE = re.compile(rb"[0-9a-f]{32}")
 _LONGEST_UNPROVEN, _LONGEST = 1 << 12, 1 << 24
 """Maximum length of a line in bytes, before and after the connection has authenticated."""
 
@@ -155,7 +155,7 @@ class _PeerConnection:
         messages = []
         for line in lines:
             if not self._words:
-                if not self._accept_word(line):
+                if not self._accept_nonce(line):
                     return [], True
             elif (content := self._open_line(line)) is not None:
                 messages.append(escape_json(json.loads(content or b"{}")))
@@ -168,13 +168,13 @@ class _PeerConnection:
             )
         return messages, is_too_long or not data
 
-    def _accept_word(self, line: bytes) -> bool:
+    def _accept_nonce(self, line: bytes) -> bool:
         """Accept the random word (nonce) that the other side sends as its first line.
 
         Returns:
             Whether the line contains a valid word.
         """
-        if _WORD.fullmatch(line) is None:
+        if _NONCE.fullmatch(line) is None:
             self.note_stranger()
             return False
         other = line.decode()
@@ -201,7 +201,7 @@ class _PeerConnection:
         except OSError:
             return "a connection that is gone"
 
-    def wait_for_word(self, seconds: float) -> bool:
+    def wait_for_nonce(self, seconds: float) -> bool:
         """Wait for the random word (nonce) that the other side sends as its first line.
 
         Args:
@@ -217,7 +217,7 @@ class _PeerConnection:
             return False
         finally:
             self.connection.setblocking(False)
-        return self._accept_word(line.rstrip(b"\n"))
+        return self._accept_nonce(line.rstrip(b"\n"))
 
 
 class PeerMachines:
@@ -287,13 +287,13 @@ class PeerMachines:
         self._seal = seal
         if self._me.machine and 0 not in self._lines:
             try:
-                connection = socket.create_connection((host, port), timeout=_MEETING)
+                connection = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT)
             except OSError as error:
                 return f"machine 0 cannot be reached at {host}:{port} ({error.strerror or error})"
             line = _PeerConnection(
                 connection, PeerMachine(0, self._me.unit, address=host, heard=time.monotonic()), seal, False
             )
-            if not line.wait_for_word(_MEETING):
+            if not line.wait_for_nonce(_CONNECT_TIMEOUT):
                 connection.close()
                 return f"machine 0 does not answer at {host}:{port}"
             self._add_connection(line)
@@ -338,7 +338,7 @@ class PeerMachines:
             present = [line.peer for line in self._lines.values() if not line.peer.is_leaving]
             return [view for peer in present for view in peer.views]
 
-    def find_silent(self, seconds: float = 3 * BEAT) -> str | None:
+    def find_silent(self, seconds: float = 3 * HEARTBEAT_INTERVAL) -> str | None:
         """Return a sentence that names a machine without recent heartbeats, or None if all machines send them.
 
         Args:
@@ -372,10 +372,10 @@ class PeerMachines:
                 continue
             # If this process itself was stopped, unread heartbeats are in its buffers. Read them before checking ages.
             now = time.monotonic()
-            if now - due < BEAT:
+            if now - due < HEARTBEAT_INTERVAL:
                 self._check_silence(now)
-            due = now + BEAT
-            self._close_unproven(now - _MEETING)
+            due = now + HEARTBEAT_INTERVAL
+            self._close_unproven(now - _CONNECT_TIMEOUT)
             with self._lock:
                 for line in self._lines.values():
                     line.send()

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 
 import psutil
 
-DEADLY = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 _DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
-POLITE = 2.0
+LEFTOVER_GRACE = 2.0
 """Seconds that processes left behind by the ranks have to end after SIGTERM. After that they are killed."""
 
 
@@ -30,13 +30,13 @@ class Stoppable(Protocol):
     """Interface of the launcher's agent for the functions in this module that handle signals.
 
     Attributes:
-        handed_on: Signal that the agent has forwarded to the ranks so that they save a checkpoint. None if there was
+        forwarded_signal: Signal that the agent has forwarded to the ranks so that they save a checkpoint. None if there was
             none.
         code_when_stuck: Exit code to use if a signal arrives when the ranks have already ended and the agent then fails
             to end. None if no such signal has arrived.
     """
 
-    handed_on: signal.Signals | None
+    forwarded_signal: signal.Signals | None
     code_when_stuck: int | None
 
     def find_resume_advice(self) -> str:
@@ -68,11 +68,11 @@ def ignore_signals() -> None:
     Call this when the run is over and its exit code is known, so that no signal changes the code while Python shuts
     down.
     """
-    for number in DEADLY:
+    for number in ENDING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def kill_when_stuck(agent: Stoppable, grace: float, usual: float, say: Callable[[str], None]) -> None:
+def kill_when_stuck(agent: Stoppable, grace: float, usual: float, print_line: Callable[[str], None]) -> None:
     """Start a thread that kills the workers and ends this process if a signal has not ended the run after some time.
 
     The thread works even if the main thread waits for a dead machine.
@@ -81,7 +81,7 @@ def kill_when_stuck(agent: Stoppable, grace: float, usual: float, say: Callable[
         agent: Agent whose workers are killed.
         grace: Seconds between the signal and the kill if the ranks save a checkpoint.
         usual: Seconds between the signal and the kill if the ranks do not save a checkpoint.
-        say: Function that prints a line.
+        print_line: Function that prints a line.
     """
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
@@ -89,23 +89,25 @@ def kill_when_stuck(agent: Stoppable, grace: float, usual: float, say: Callable[
 
     def watch_signals() -> None:
         # The closure keeps the sender alive; otherwise it would be closed when this function returns.
-        while sender.fileno() >= 0 and receiver.recv(1)[0] not in DEADLY:
+        while sender.fileno() >= 0 and receiver.recv(1)[0] not in ENDING_SIGNALS:
             pass
         began = time.monotonic()
-        while time.monotonic() - began < (usual if agent.handed_on is None else grace):
+        while time.monotonic() - began < (usual if agent.forwarded_signal is None else grace):
             time.sleep(0.2)
-        if agent.handed_on is not None:
-            say(f"headway: the ranks have not saved within {grace:g} s of {agent.handed_on.name}, and are killed")
+        if agent.forwarded_signal is not None:
+            print_line(
+                f"headway: the ranks have not saved within {grace:g} s of {agent.forwarded_signal.name}, and are killed"
+            )
             if resume_advice := agent.find_resume_advice():
-                say(resume_advice)
+                print_line(resume_advice)
         agent.kill_workers()
         code = agent.code_when_stuck
-        os._exit(128 + (agent.handed_on or signal.SIGTERM) if code is None else code)
+        os._exit(128 + (agent.forwarded_signal or signal.SIGTERM) if code is None else code)
 
     threading.Thread(target=watch_signals, name="kill-when-stuck", daemon=True).start()
 
 
-def end_sessions(leaders: Iterable[int], seconds: float = POLITE) -> list[int]:
+def end_sessions(leaders: Iterable[int], seconds: float = LEFTOVER_GRACE) -> list[int]:
     """End the remaining processes in the sessions of ranks that have ended.
 
     On systems other than Linux, kill the ranks' process groups immediately.

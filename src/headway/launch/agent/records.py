@@ -15,7 +15,7 @@ from headway.common.tracebacks import format_short_traceback, remove_backend_noi
 from headway.log import is_debugging
 
 # Messages of a rank that waited in a collective for a rank that is gone. They are a consequence, not a cause.
-_LEFT_ALONE = re.compile(
+_PEER_LOSS_MESSAGE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|peer closed|connectFullMesh|remote process has terminated"
     r"|socket (error|closed)|ncclRemoteError|Timed out waiting|timed out after|Stop_waiting|recvValue failed"
     r"|vote \d+ missed|which hosted the control plane",
@@ -51,7 +51,7 @@ class ExceptionRecord:
     @property
     def is_consequence(self) -> bool:
         """Whether the exception only reports that another rank was lost or did not answer, according to its message."""
-        return _LEFT_ALONE.search(self.text) is not None
+        return _PEER_LOSS_MESSAGE.search(self.text) is not None
 
     @property
     def is_lost_connection(self) -> bool:

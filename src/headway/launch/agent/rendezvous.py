@@ -34,22 +34,22 @@ T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 
-MEETING = "meeting"
+STORE_NAME = "meeting"
 """Name of the rendezvous store in error messages and in the HMACs of its values."""
 
-LAST_CALL = 3
+LAST_CALL_TIMEOUT = 3
 """Seconds that torch waits for further machines if all machines are required. It is short, because none can follow."""
 
-LATECOMERS = 10
+LATE_JOIN_TIMEOUT = 10
 """Seconds that torch waits for further machines after the minimum number of machines has arrived."""
 
-_CALL = 300
+_MIN_STORE_TIMEOUT = 300
 """Minimum timeout in seconds of one call to the store."""
 
-_FOR_EVER = 10**7
+_INFINITE_SECONDS = 10**7
 """Seconds that represent an infinite timeout in libraries that require a number."""
 
-ALIVE = 2
+KEEP_ALIVE_INTERVAL = 2
 """Seconds between two heartbeats to the rendezvous store in a run that can continue after it has lost a machine.
 
 After three missing heartbeats, another machine can take the place of the lost one.
@@ -146,14 +146,14 @@ class StaticRendezvous(_SingleRendezvous):
 
     Args:
         order: Instructions from the launcher for this agent: endpoint, number of machines and this machine's rank.
-        say: Function that prints a line for the user.
+        print_line: Function that prints a line for the user.
         seal: Object that adds HMACs with the user's secret to the messages between machines.
     """
 
-    def __init__(self, order: AgentOrder, say: Callable[[str], None], seal: Seal) -> None:
+    def __init__(self, order: AgentOrder, print_line: Callable[[str], None], seal: Seal) -> None:
         super().__init__("static", order.run_id)
         self._order = order
-        self._say = say
+        self._print_line = print_line
         self._seal = seal
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -164,12 +164,12 @@ class StaticRendezvous(_SingleRendezvous):
         """
         order = self._order
         host, port = parse_rendezvous_endpoint(order.endpoint, default_port=-1)
-        waiting = create_wait(order, self._say)
+        waiting = create_wait(order, self._print_line)
         if self._store is None:
-            seconds = max(_CALL, min(read_time_to_meet(order), _FOR_EVER))
+            seconds = max(_MIN_STORE_TIMEOUT, min(read_time_to_meet(order), _INFINITE_SECONDS))
             self._store = _connect_in_time(order, waiting, lambda: _open_store(order, order.machine_rank == 0, seconds))
         store = PrefixStore(order.run_id, self._store)
-        sealed = SealedStore(store, MEETING, self._seal)
+        sealed = SealedStore(store, STORE_NAME, self._seal)
         try:
             wait_for_all(sealed, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)
         except LaunchError:
@@ -222,11 +222,11 @@ class _SealedBackend(C10dRendezvousBackend):
         Raises:
             LaunchError: If the current state does not carry this run's HMAC.
         """
-        found = super().set_state(self._seal.seal_message(MEETING, state), token)
+        found = super().set_state(self._seal.seal_message(STORE_NAME, state), token)
         return None if found is None else (self._open_state(found[0]), *found[1:])
 
     def _open_state(self, sealed: bytes) -> bytes:
-        state = self._seal.open_message(MEETING, sealed)
+        state = self._seal.open_message(STORE_NAME, sealed)
         if state is None:
             raise LaunchError(
                 "the state of the meeting was not written by this run: another program reaches its port, or HEADWAY_SECRET "
@@ -235,7 +235,7 @@ class _SealedBackend(C10dRendezvousBackend):
         return state
 
 
-def create_wait(order: AgentOrder, say: Callable[[str], None]) -> RendezvousWait:
+def create_wait(order: AgentOrder, print_line: Callable[[str], None]) -> RendezvousWait:
     """Return the deadline and the messages with which this agent waits for other machines.
 
     All tasks of a cluster print to one screen. So only two tasks print messages: task 0, which hosts the rendezvous,
@@ -243,11 +243,11 @@ def create_wait(order: AgentOrder, say: Callable[[str], None]) -> RendezvousWait
 
     Args:
         order: Instructions from the launcher for this agent.
-        say: Function that prints a line.
+        print_line: Function that prints a line.
     """
     setting = "--rdzv_conf timeout" if "timeout" in order.conf else "--timeout"
     return RendezvousWait(
-        say, read_time_to_meet(order), setting, is_quiet=order.unit == "task" and order.machine_rank > 1
+        print_line, read_time_to_meet(order), setting, is_quiet=order.unit == "task" and order.machine_rank > 1
     )
 
 
@@ -297,14 +297,14 @@ def read_time_to_meet(order: AgentOrder) -> float:
     return float(order.conf.get("timeout", 0)) or read_timeout() or math.inf
 
 
-def create_handler_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> RendezvousHandler:
+def create_handler_for(order: AgentOrder, print_line: Callable[[str], None], seal: Seal) -> RendezvousHandler:
     """Return the rendezvous handler for the backend that the agent's instructions name.
 
     For torch's own backends, first open the rendezvous store, or wait until machine 0 has opened it.
 
     Args:
         order: Instructions from the launcher for this agent.
-        say: Function that prints a line.
+        print_line: Function that prints a line.
         seal: Object that computes and checks HMACs with the user's secret.
 
     Raises:
@@ -314,21 +314,26 @@ def create_handler_for(order: AgentOrder, say: Callable[[str], None], seal: Seal
     if order.backend == "local":
         return LocalRendezvous()
     if order.backend == "static":
-        return StaticRendezvous(order, say, seal)
+        return StaticRendezvous(order, print_line, seal)
     try:
-        return _create_torch_handler(order, say, seal)
+        return _create_torch_handler(order, print_line, seal)
     except (TypeError, ValueError) as error:  # raised by torch's checks of the options
         options = ",".join(f"{name}={value}" for name, value in order.conf.items())
         raise LaunchError(f"--rdzv_conf {options} is refused by torch's rendezvous: {error}") from error
 
 
-def _create_torch_handler(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> RendezvousHandler:
-    seconds = int(min(read_time_to_meet(order), _FOR_EVER))
+def _create_torch_handler(order: AgentOrder, print_line: Callable[[str], None], seal: Seal) -> RendezvousHandler:
+    seconds = int(min(read_time_to_meet(order), _INFINITE_SECONDS))
     conf: dict[str, Any] = {"join_timeout": seconds, **order.conf, "rank": order.machine_rank}
     # By default torch compares host names, which gives a wrong answer on many clusters.
-    conf = {"is_host": str(order.machine_rank == 0).lower(), "last_call_timeout": LAST_CALL, **conf}
+    conf = {"is_host": str(order.machine_rank == 0).lower(), "last_call_timeout": LAST_CALL_TIMEOUT, **conf}
     if order.min_machines < order.num_machines:
-        conf = {**conf, "last_call_timeout": LATECOMERS, "keep_alive_interval": ALIVE, **order.conf}
+        conf = {
+            **conf,
+            "last_call_timeout": LATE_JOIN_TIMEOUT,
+            "keep_alive_interval": KEEP_ALIVE_INTERVAL,
+            **order.conf,
+        }
     parameters = RendezvousParameters(
         order.backend,
         order.endpoint,
@@ -338,7 +343,7 @@ def _create_torch_handler(order: AgentOrder, say: Callable[[str], None], seal: S
         local_addr=find_own_address(find_host(order)),
         **conf,
     )
-    waiting = create_wait(order, say)
+    waiting = create_wait(order, print_line)
 
     def make_handler() -> RendezvousHandler:
         is_host, seconds_a_call = parameters.get_as_bool("is_host"), parameters.get_as_int("read_timeout", 60)
@@ -348,21 +353,21 @@ def _create_torch_handler(order: AgentOrder, say: Callable[[str], None], seal: S
     return _connect_in_time(order, waiting, make_handler)
 
 
-def create_watch(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> RendezvousWatch | None:
+def create_watch(order: AgentOrder, print_line: Callable[[str], None], seal: Seal) -> RendezvousWatch | None:
     """Return a thread that reports missing machines while torch's own rendezvous blocks.
 
     Return None for backends other than c10d, whose rendezvous handlers report missing machines themselves.
 
     Args:
         order: Instructions from the launcher for this agent.
-        say: Function that prints a line.
+        print_line: Function that prints a line.
         seal: Object that computes and checks HMACs with the user's secret.
     """
     if order.backend != "c10d":
         return None
-    waiting = create_wait(order, say)
+    waiting = create_wait(order, print_line)
 
     def connect_store() -> SealedStore:
-        return SealedStore(PrefixStore(f"{order.run_id}/headway", _open_store(order, False, 30)), MEETING, seal)
+        return SealedStore(PrefixStore(f"{order.run_id}/headway", _open_store(order, False, 30)), STORE_NAME, seal)
 
     return RendezvousWatch(connect_store, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 FIRST_MESSAGE = 2.0
 """Seconds to wait before the first message. Machines that are started together usually arrive within this time."""
 
-LOOK = 0.2
+POLL_SECONDS = 0.2
 """Seconds between two checks of the awaited condition."""
 
 REPEATED_MESSAGES = (30.0, 120.0, 300.0)
@@ -25,23 +25,23 @@ class RendezvousWait:
     """Deadline of a wait for other machines, with messages at increasing intervals.
 
     Args:
-        say: Function that prints a line.
+        print_line: Function that prints a line.
         seconds: Seconds until the deadline; infinite for no deadline.
         setting: Setting that determines the deadline, such as "--timeout".
         is_quiet: Whether to print nothing, because another process prints to the same screen.
 
     Attributes:
-        has_told: Whether a message has been printed.
+        has_printed: Whether a message has been printed.
     """
 
-    def __init__(self, say: Callable[[str], None], seconds: float, setting: str, is_quiet: bool = False) -> None:
-        self._say = say
+    def __init__(self, print_line: Callable[[str], None], seconds: float, setting: str, is_quiet: bool = False) -> None:
+        self._print_line = print_line
         self.seconds = seconds
         self.setting = setting
         self._is_quiet = is_quiet
         self._begun = time.monotonic()
         self._due = FIRST_MESSAGE
-        self.has_told = False
+        self.has_printed = False
 
     @property
     def is_over(self) -> bool:
@@ -58,8 +58,8 @@ class RendezvousWait:
         if self._is_quiet or waited < self._due:
             return
         self._due = next((seconds for seconds in REPEATED_MESSAGES if seconds > waited), waited + REPEATED_MESSAGES[-1])
-        self.has_told = True
-        self._say(f"headway: {what}, {self._describe_end(waited)}")
+        self.has_printed = True
+        self._print_line(f"headway: {what}, {self._describe_end(waited)}")
 
     def _describe_end(self, waited: float) -> str:
         if math.isinf(self.seconds):
@@ -77,8 +77,8 @@ class RendezvousWait:
         Args:
             what: Sentence that describes the result.
         """
-        if self.has_told:
-            self._say(f"headway: {what}")
+        if self.has_printed:
+            self._print_line(f"headway: {what}")
 
 
 def call_in_time(make: Callable[[], T], waiting: RendezvousWait, what: str, on_late: str) -> T:
@@ -104,7 +104,7 @@ def call_in_time(make: Callable[[], T], waiting: RendezvousWait, what: str, on_l
             made.set_exception(error)
 
     threading.Thread(target=run, name="meeting", daemon=True).start()
-    while not wait([made], LOOK).done:
+    while not wait([made], POLL_SECONDS).done:
         waiting.print_if_due(what)
         if waiting.is_over:
             raise LaunchError(on_late)

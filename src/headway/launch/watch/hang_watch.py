@@ -36,15 +36,15 @@ from headway.log import get_logger
 GRACE = 4
 """Seconds that ranks have to end after a hang has been diagnosed."""
 
-_AT_WORK = 0.02
+_ACTIVE_CPU_FRACTION = 0.02
 """CPU use, as a fraction of one core, above which a process counts as active after its script has ended."""
 
-_SOON = 30.0
+_LINGERING_REPORT_DELAY = 30.0
 """Seconds after which a process that still runs after its script has ended is reported."""
 
 _LINGERS, _SILENT = "lingers", "silent"
 
-_ANSWER = 1.0
+_STACK_DUMP_TIMEOUT = 1.0
 """Seconds that ranks have to write their stacks after they have received the signal that requests them."""
 
 
@@ -101,7 +101,7 @@ class ObservedRank:
             self.num_written = num_written
             self.written = now
         # Threads that only check a clock from time to time do not count as active.
-        if self.cpu < 0 or cpu - self.cpu > 0.05 + _AT_WORK * (now - self.active) or self.written == now:
+        if self.cpu < 0 or cpu - self.cpu > 0.05 + _ACTIVE_CPU_FRACTION * (now - self.active) or self.written == now:
             self.cpu = cpu
             self.active = now
 
@@ -127,21 +127,23 @@ class HangWatch:
 
     Args:
         timeout: Seconds that a rank may be missing from a collective. If 0, ranks are not watched.
-        say: Function that prints a line for the user.
+        print_line: Function that prints a line for the user.
         machines: Connections to the agents of the other machines. None on a single machine.
 
     Attributes:
         found: Diagnosed hang of the current attempt, or None.
     """
 
-    def __init__(self, timeout: float, say: Callable[[str], None], machines: MachineConnections | None = None) -> None:
+    def __init__(
+        self, timeout: float, print_line: Callable[[str], None], machines: MachineConnections | None = None
+    ) -> None:
         self._given = timeout
         self._timeout = timeout
-        self._say = say
+        self._print_line = print_line
         self._machines = machines
         self._workers: tuple[ObservedRank, ...] = ()
         self._world_size = 0
-        self._said: set[tuple[int, str]] = set()
+        self._reported: set[tuple[int, str]] = set()
         self._thread: threading.Thread | None = None
         self.found: DiagnosedHang | None = None
 
@@ -153,7 +155,7 @@ class HangWatch:
             world_size: Number of processes on all machines.
         """
         self.found = None
-        self._said.clear()
+        self._reported.clear()
         self._workers = tuple(workers)
         self._world_size = world_size
         if self._thread is None and self._timeout > 0:
@@ -209,14 +211,18 @@ class HangWatch:
 
         Each process is reported only once.
         """
-        found = [view for view in views if view.has_ended and view.exit_code is None and view.phase_age > _SOON]
-        found = [view for view in found if (view.rank, _LINGERS) not in self._said]
+        found = [
+            view
+            for view in views
+            if view.has_ended and view.exit_code is None and view.phase_age > _LINGERING_REPORT_DELAY
+        ]
+        found = [view for view in found if (view.rank, _LINGERS) not in self._reported]
         if not found:
             return
         late = [worker for worker in workers if worker.rank in {view.rank for view in found}]
         for view in _use_any_stack(found, _dump_stacks(late, found, of_ended=True)):
-            self._said.add((view.rank, _LINGERS))
-            self._say(f"headway: {report.describe_lateness(view)}. It is waited for")
+            self._reported.add((view.rank, _LINGERS))
+            self._print_line(f"headway: {report.describe_lateness(view)}. It is waited for")
 
     def is_idle_after_end(self, rank: int, seconds: float) -> bool:
         """Whether a rank's script has ended and its process has been idle for longer than `seconds` since then.
@@ -264,16 +270,16 @@ class HangWatch:
         """
         writing = [view for view in views if judge.is_stuck_writing(view, -1.0)]
         stuck = [view for view in writing if judge.is_stuck_writing(view, self._timeout)]
-        if len(stuck) == len(writing) and any((view.rank, _SILENT) not in self._said for view in stuck):
-            self._said |= {(view.rank, _SILENT) for view in stuck}
-            self._say(f"headway: {report.describe_blocked_writers(stuck)}")
+        if len(stuck) == len(writing) and any((view.rank, _SILENT) not in self._reported for view in stuck):
+            self._reported |= {(view.rank, _SILENT) for view in stuck}
+            self._print_line(f"headway: {report.describe_blocked_writers(stuck)}")
         if judge.diagnose_hang([replace(view, excused_age=math.inf) for view in views], self._timeout) is None:
             return
         for view in views:
             reason = judge.find_excuse(view, self._timeout)
-            if "debugger" in reason and (view.rank, reason) not in self._said:
-                self._said.add((view.rank, reason))
-                self._say(
+            if "debugger" in reason and (view.rank, reason) not in self._reported:
+                self._reported.add((view.rank, reason))
+                self._print_line(
                     f"headway: rank {view.rank} keeps the others waiting at {report.locate_rank(view)}: {reason}. The run goes on "
                     "when it does; --timeout 0 turns off the hang watch"
                 )
@@ -312,7 +318,7 @@ def _dump_stacks(
         with suppress(OSError):
             started[worker.rank] = (path, path.stat().st_size)
             os.kill(view.pid, STACK_DUMP_SIGNAL)
-    time.sleep(_ANSWER if started else 0.0)
+    time.sleep(_STACK_DUMP_TIMEOUT if started else 0.0)
     found = {}
     for rank, (path, size) in started.items():
         with suppress(OSError), open(path) as file:
@@ -391,10 +397,10 @@ def _read_stat_fields(pid: int) -> list[str]:
     return ["", *("0" for _ in range(12))]
 
 
-_WAIT_FOR_ANSWERS = 4.0
+_ANSWER_TIMEOUT = 4.0
 """Seconds that other ranks have to send their state."""
 
-_ASKED = "hang/asked"
+_REQUEST_KEY = "hang/asked"
 
 log = get_logger(__name__)
 
@@ -425,7 +431,7 @@ class PeerWatch:
         """Stop the thread before the interpreter shuts down."""
         self._over.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(_WAIT_FOR_ANSWERS + 2)
+            self._thread.join(_ANSWER_TIMEOUT + 2)
 
     def _run(self) -> None:
         interval = min(2.0, max(0.2, self._timeout / 8))
@@ -439,11 +445,11 @@ class PeerWatch:
 
     def _check_ranks(self) -> None:
         me = self._read_view()
-        if self._control.has_key(f"{_ASKED}/{self._round}"):
+        if self._control.has_key(f"{_REQUEST_KEY}/{self._round}"):
             self._post_view(me)
         elif me.wait is not None and (me.wait.age or 0.0) > self._timeout:
             asked = self._round
-            self._control.set(f"{_ASKED}/{asked}", b"")
+            self._control.set(f"{_REQUEST_KEY}/{asked}", b"")
             self._post_view(me)
             self._judge_hang(asked)
 
@@ -453,7 +459,7 @@ class PeerWatch:
 
     def _judge_hang(self, asked: int) -> None:
         views = []
-        deadline = time.monotonic() + _WAIT_FOR_ANSWERS
+        deadline = time.monotonic() + _ANSWER_TIMEOUT
         for rank in range(self._control.world_size):
             key = f"hang/{asked}/{rank}"
             while not self._control.has_key(key) and time.monotonic() < deadline:
@@ -479,13 +485,13 @@ class PeerWatch:
         return replace(view, excused_age=now - self._excused)
 
 
-def _of_this_process() -> PeerWatch:
+def _create_process_watch() -> PeerWatch:
     return PeerWatch(current(), process.current().timeout.total_seconds())
 
 
 def start(runtime: process.ProcessRuntime) -> None:
     """Start the hang watch of this process, unless it is already running. It ends with the process runtime."""
-    if not runtime.scope.has(_of_this_process):
-        watch = runtime.scope.get_or_create(_of_this_process)
+    if not runtime.scope.has(_create_process_watch):
+        watch = runtime.scope.get_or_create(_create_process_watch)
         watch.start()
         process.release_at_end(watch.stop)

@@ -15,7 +15,7 @@ from headway.common.callsite import Frame
 from headway.launch.watch import stacks
 from headway.launch.watch.views import CollectiveCall, RankView
 
-_CERTAIN = 30.0
+_LEFT_LOOP_TIMEOUT = 30.0
 """Seconds that all ranks must wait before ranks that have left a loop too early are reported.
 
 A shorter timeout replaces this value.
@@ -65,7 +65,7 @@ def diagnose_hang(views: Sequence[RankView], timeout: float, world_size: int | N
     present = [view for view in views if view.wait is not None and not view.has_ended and not view.is_mute]
     waiting = sorted(present, key=lambda view: view.wait_age, reverse=True)
     total = world_size or len(views)
-    if waiting and len(waiting) == total and _is_parted(waiting, min(timeout, _CERTAIN + lenience)):
+    if waiting and len(waiting) == total and _is_parted(waiting, min(timeout, _LEFT_LOOP_TIMEOUT + lenience)):
         return HangDiagnosis(timeout, tuple(waiting), (), total, lenience)
     if not waiting or waiting[0].wait_age <= timeout:
         return None

@@ -93,7 +93,7 @@ def format_report(verdict: HangDiagnosis) -> str:
         )
         left = None if verdict.missing else _describe_left_loop(views[0], verdict.waiting)
         if left is not None:
-            lines.append(f"      {left}: {_TOGETHER}")
+            lines.append(f"      {left}: {_LEFT_LOOP_ADVICE}")
         found = stacks.find_condition(views[0].frames)
         if left is None and found is not None and (verdict.missing or len(told) > 1):
             lines.append(f"      under `{found[1]}` ({found[0]}), which not every rank passes: call it on all ranks")
@@ -139,12 +139,12 @@ def _describe_missing(view: RankView, waiting: RankView) -> list[str]:
     lines += [f"      called from {frame}" for frame in stacks.select_user_frames(view.frames)[1:4]]
     loop = stacks.find_left_loop(view.frames, waiting.frames)
     if loop is not None:
-        lines.append(f"      it has left the loop of {loop}, in which the others wait: {_TOGETHER}")
+        lines.append(f"      it has left the loop of {loop}, in which the others wait: {_LEFT_LOOP_ADVICE}")
     lines.append(f"      {_suggest_action(view)}")
     return lines
 
 
-_TOGETHER = (
+_LEFT_LOOP_ADVICE = (
     "give all ranks the same number of steps, or leave the loop on all ranks together (call accelerator.set_trigger() on one, "
     "and break on all where accelerator.check_trigger() is true)"
 )

@@ -18,7 +18,7 @@ _RANK_WORDS = re.compile(
 
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd", "/ipdb/", "/pudb/", "/IPython/terminal/debugger")
 
-_SAVERS = (
+_SAVING_PATHS = (
     "/torch/serialization.py",
     "/safetensors/",
     "/torch/distributed/checkpoint/",
@@ -29,7 +29,7 @@ _SAVERS = (
     "/huggingface_hub/",
 )
 
-_WAITING = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/rendezvous.py")
+_TORCH_WAIT_FILES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/rendezvous.py")
 
 _FAULT_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
@@ -70,7 +70,7 @@ def is_in_debugger(frames: Sequence[Frame]) -> bool:
 
 def is_saving(frames: Sequence[Frame]) -> bool:
     """Whether the stack contains library code that writes files of weights or state."""
-    return _contains_library_path(frames, _SAVERS)
+    return _contains_library_path(frames, _SAVING_PATHS)
 
 
 def is_in_saver(frames: Sequence[Frame]) -> bool:
@@ -106,7 +106,7 @@ def is_meeting(frames: Sequence[Frame]) -> bool:
 
     Such a wait, for example in the rendezvous, need not be a collective.
     """
-    return bool(frames) and frames[0].file.replace(os.sep, "/").endswith(_WAITING)
+    return bool(frames) and frames[0].file.replace(os.sep, "/").endswith(_TORCH_WAIT_FILES)
 
 
 def find_meeting_call(frames: Sequence[Frame]) -> str:
@@ -116,7 +116,7 @@ def find_meeting_call(frames: Sequence[Frame]) -> str:
     """
     inner = ""
     for frame in frames:
-        if not frame.file.replace(os.sep, "/").endswith((*_WAITING, "/torch/distributed/c10d_logger.py")):
+        if not frame.file.replace(os.sep, "/").endswith((*_TORCH_WAIT_FILES, "/torch/distributed/c10d_logger.py")):
             break
         inner = inner if frame.function in ("wrapper", "inner") else frame.function
     return inner

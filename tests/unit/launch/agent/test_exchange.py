@@ -61,7 +61,7 @@ def test_each_machine_shows_the_traceback():
 @pytest.mark.slow
 @pytest.mark.parametrize("is_over", [True, False])
 def test_without_task_0_each_task_shows_the_traceback(monkeypatch, is_over):
-    monkeypatch.setattr("headway.launch.agent.exchange.GATHER", 1.5)
+    monkeypatch.setattr("headway.launch.agent.exchange.REPORTS_TIMEOUT", 1.5)
     told = merge_reports("task", (1,) if is_over else (1, 2), is_over=is_over)
     assert all(text.count("Traceback") == 1 for text in told.values())
     assert 1 in told

@@ -183,7 +183,7 @@ def test_unproven_connections_are_dropped_when_there_are_too_many(hub, monkeypat
     monkeypatch.setattr("headway.launch.agent.peers._MOST_UNPROVEN", 8)
     opened = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
     wait_for(lambda: strangers.num_dropped >= 32)
-    monkeypatch.setattr("headway.launch.agent.peers._MEETING", 0.0)
+    monkeypatch.setattr("headway.launch.agent.peers._CONNECT_TIMEOUT", 0.0)
     wait_for(lambda: strangers.num_dropped == 40)
     for connection in opened:
         connection.close()
