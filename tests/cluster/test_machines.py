@@ -118,9 +118,9 @@ def test_broken_link_is_reported_on_both_sides(hosts: Sequence[Host], tmp_path: 
     assert time.monotonic() - began < SLACK
     for host in hosts[:2]:
         said = run.read_output(host)
-        assert "headway: machine 2 (host host-c, 10.77.0.3) has not been heard of for " in said
+        assert "headway: machine 2 (host host-c, 10.77.0.3) has sent no heartbeat for " in said
         assert "; rank 2 was on it" in said
-    assert "headway: machine 0 (host host-a, 10.77.0.1) has not been heard of for " in run.read_output(hosts[2])
+    assert "headway: machine 0 (host host-a, 10.77.0.1) has sent no heartbeat for " in run.read_output(hosts[2])
     assert "headway: machine 2 has ended its processes" in run.read_output(hosts[2])
 
 
@@ -129,7 +129,7 @@ def test_paused_machine_is_reported_and_exits_when_it_continues(hosts: Sequence[
     run.wait_for_the_first_update()
     hosts[1].send(signal.SIGSTOP)
     assert run.wait_for_exit(0) == 1
-    assert "headway: machine 1 (host host-b, 10.77.0.2) has not been heard of for " in run.read_output(hosts[0])
+    assert "headway: machine 1 (host host-b, 10.77.0.2) has sent no heartbeat for " in run.read_output(hosts[0])
     hosts[1].send(signal.SIGCONT)
     assert run.wait_for_exit(1) == 1
     assert "headway: the other machines went on without this one: machine 1 " in run.read_output(hosts[1])

@@ -186,7 +186,7 @@ def test_hang_report_names_the_rank_that_waits_for_a_frozen_file_system(tmp_path
     assert process.returncode == 1, err
     assert "rank 0 of 2 is missing from" in err
     assert f"is at train.py:{find_line(FROZEN, '# GONE')}" in err
-    assert "the kernel says D" in err
+    assert "process state D" in err
     assert "until its disk answers, also against SIGKILL" in err
     assert still == []
 

@@ -124,7 +124,7 @@ has_begun = False  # prepare() reads a few samples, too
 for batch in accelerator.prepare(torch.utils.data.DataLoader(Files(), batch_size=1)):
     has_begun = True
     accelerator.reduce(batch)  # WAITS
-""", "reduce", ("waits for data at train.py:{gone} in __getitem__", "the dataset does not come back from this line")),
+""", "reduce", ("waits for data at train.py:{gone} in __getitem__", "the dataset has not returned from this line")),
     "gradients": Case(HEADWAY + """
 from headway import DataLoaderConfiguration
 engine = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -288,7 +288,9 @@ def test_other_hangs_and_cases_without_a_hang(tmp_path):
     assert calm.returncode == 0, shown["no hang"]
     assert "hangs" not in calm.stderr, shown["no hang"]
     bug = find_line(OTHER_CASES["no hang"], "# BUG")
-    assert f"rank 1 keeps the others waiting at train.py:{bug}: a debugger holds it" in calm.stderr, shown["no hang"]
+    assert f"rank 1 keeps the others waiting at train.py:{bug}: a debugger has stopped it" in calm.stderr, shown[
+        "no hang"
+    ]
     assert calm.stderr.count("keeps the others waiting") == 1, shown["no hang"]
 
 

@@ -64,7 +64,7 @@ def test_call_that_hangs_on_all_ranks_is_reported_as_a_network_problem(tmp_path:
     assert code == 1
     assert "the end" not in out
     assert "this run hangs: all 2 ranks have waited for" in err
-    assert "the network between them is the suspect" in err
+    assert "the likely cause is the network between them" in err
 
 
 @pytest.mark.parametrize("kind", ["error", "memory", "async"])

@@ -323,9 +323,7 @@ def _run_config(config_file: str | None) -> None:
     if subcommand is None:
         _ask_and_write(config_file)
     elif config_file is not None:
-        raise ConfigError(
-            f"--config_file belongs behind the subcommand: headway config {subcommand} --config_file PATH"
-        )
+        raise ConfigError(f"--config_file must follow the subcommand: headway config {subcommand} --config_file PATH")
 
 
 command = ConfigGroup(

@@ -76,7 +76,7 @@ def _run_estimate(
     given = {name: value for name, value in options.items() if value not in (None, False) and name != "inference"}
     if calibrate:
         if folder is not None or given:
-            raise ConfigError("--calibrate measures this machine's GPU, and goes alone; remove all other arguments")
+            raise ConfigError("--calibrate measures this machine's GPU and takes no other arguments; remove them")
         click.echo(calibrate_device())
         return
     if folder is None:

@@ -163,14 +163,17 @@ def _print_commands(commands: list[str], num_machines: int, has_secret: bool) ->
     """
     import secrets
 
-    click.echo("headway: no cluster starts the other machines, so start each of them by its own command:", err=True)
+    click.echo(
+        "headway: no cluster was detected that starts the other machines. Run one of these commands on each machine:",
+        err=True,
+    )
     if not has_secret:
-        click.echo("# on every machine, first: by this they know one another (docs/security.md)")
+        click.echo("# on every machine, first: this secret authenticates the machines to each other (docs/security.md)")
         click.echo(f"export {env.SECRET}={secrets.token_hex(16)}")
     for rank, text in enumerate(commands):
         click.echo(f"# machine {rank}{' (this one)' if rank == 0 else ''}\n{text}")
     if num_machines > len(commands):
-        click.echo(f"# and so on to machine {num_machines - 1}, each with its own --machine_rank")
+        click.echo(f"# ... up to machine {num_machines - 1}, each with its own --machine_rank")
     click.get_current_context().exit(2)
 
 
@@ -213,7 +216,7 @@ def merge_settings(
 def _choose_kind(resolved: ResolvedSettings) -> str:
     if resolved.get("module", False) and resolved.get("no_python", False):
         raise ConfigError(
-            "--module runs a Python module and --no_python a program that is not Python; take one of them out"
+            "--module (a Python module) and --no_python (a program that is not Python) exclude each other; remove one of them"
         )
     return "module" if resolved.get("module", False) else "program" if resolved.get("no_python", False) else "script"
 

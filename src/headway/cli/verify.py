@@ -258,7 +258,7 @@ def _choose_proofs(only: str | None, skip: str | None, *, has_layout: bool) -> l
     proofs = [word for word in PROOFS if word in chosen and word not in left_out]
     if not proofs:
         given = " ".join(f"{flag} {words}" for flag, words in (("--only", only), ("--skip", skip)) if words)
-        raise ConfigError(f"{given} leaves no proof to run; there are {', '.join(PROOFS)}")
+        raise ConfigError(f"{given} leaves no proof to run; available proofs: {', '.join(PROOFS)}")
     if proofs == ["layout"] and not has_layout:
         raise ConfigError("the proof 'layout' needs a layout to compare with: add one, such as --strategy fsdp")
     return proofs

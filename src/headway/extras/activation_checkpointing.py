@@ -84,7 +84,7 @@ def checkpoint_activations(model: torch.nn.Module, plan: ActivationCheckpointing
     offload = plan.offload and device.type != "cpu"
     if plan.offload and not offload:
         log.warning_once(
-            "activations are not offloaded: the model computes on the CPU, where they are in host memory already"
+            "activations are not offloaded: the model computes on the CPU, so they are in host memory already"
         )
     function = _make_block_function(plan, offload)
     if function is None:
@@ -263,7 +263,7 @@ def _attach_function(block: torch.nn.Module, function: Callable[..., Any]) -> No
     bare: Any = type(block)
     if "forward" in block.__dict__:
         raise ConfigError(
-            f"a block of class {bare.__name__} has its own forward on the object (compiled or patched), which would run past the "
+            f"a block of class {bare.__name__} has its own forward on the object (compiled or patched), which would bypass the "
             "checkpoint; checkpoint activations before that, or remove that forward"
         )
     try:

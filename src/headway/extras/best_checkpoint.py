@@ -58,7 +58,7 @@ def list_best_first(place: CheckpointFolder, run: str | None, own_run: str | Non
     """
     if not place.is_automatic or place.project.keep_best is None:
         raise ConfigError(
-            "the best checkpoint is known only with ProjectConfiguration(folder, automatic_checkpoint_naming=True, "
+            "the best checkpoint can be determined only with ProjectConfiguration(folder, automatic_checkpoint_naming=True, "
             "keep_best='min') or keep_best='max', and save_state(metric=...)"
         )
     there = read_metrics(place.parent())
@@ -84,7 +84,7 @@ def find_best(place: CheckpointFolder, reader: CheckpointReader, run: str | None
     """
     folder, passed_over = reader.find_first_complete(place.parent(), list_best_first(place, run, own_run))
     for line in passed_over:
-        log.warning_once("a checkpoint is passed over: %s", line)
+        log.warning_once("skipping a checkpoint: %s", line)
     if folder is None and passed_over:
         raise CheckpointError(
             f"all checkpoints with a metric in {place.parent()} are damaged:\n  " + "\n  ".join(passed_over)

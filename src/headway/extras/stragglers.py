@@ -93,7 +93,7 @@ class RankPaces:
             slow = find_stragglers(self.known, factor) if self.known else {}
         except (DistError, ControlPlaneError, LaunchError) as error:
             # Measuring must not end a run.
-            log.warning_once("paces of ranks are not compared any more: %s", error)
+            log.warning_once("the speeds of ranks are no longer compared: %s", error)
             self._is_broken = True
             return
         for rank in sorted((self._suspects & set(slow)) - self._accused):

@@ -37,7 +37,7 @@ def project(**more: Any) -> ProjectConfiguration:
     """
     if more.get("total_limit") is not None:
         raise ConfigError(
-            f"total_limit={more['total_limit']} would delete checkpoints that Ray keeps a list of; leave it out, and give the "
+            f"total_limit={more['total_limit']} would delete checkpoints that Ray still lists; leave it out, and give the "
             "trainer RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=...))"
         )
     storage = _get_ray_storage()

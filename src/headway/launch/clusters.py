@@ -89,8 +89,8 @@ def check_agreement(resolved: ResolvedSettings, cluster: Cluster) -> None:
         origin = resolved.get_origin(name)
         if origin.startswith("file") and resolved.get(name) != value.value and not resolved.force:
             raise ConfigError(
-                f"{name}={resolved.get(name)!r} ({origin}) against {value.value!r} ({value.origin}): take it out of the "
-                "file, or name another with --config_file, or add --force to let the file win"
+                f"{name}={resolved.get(name)!r} ({origin}) contradicts {value.value!r} ({value.origin}): remove it from the "
+                "file, choose another file with --config_file, or add --force to use the file's value"
             )
 
 
@@ -158,7 +158,7 @@ def _detect_slurm(environment: Mapping[str, str]) -> Cluster | None:
     if num_tasks % num_machines:
         raise ConfigError(
             f"SLURM started {num_tasks} tasks on {num_machines} machines, which is not the same number on each; "
-            "start one launcher a machine (srun --ntasks-per-node=1), or as many tasks on each as it has processes"
+            "start one launcher per machine (srun --ntasks-per-node=1), or as many tasks on each as it has processes"
         )
     here = num_tasks // num_machines
     read.decide_machines(num_machines, read.number("SLURM_NODEID") or 0, "SLURM_STEP_NUM_NODES", "SLURM_NODEID")
@@ -192,7 +192,7 @@ def _detect_open_mpi(environment: Mapping[str, str]) -> Cluster | None:
     if num_tasks % here:
         raise ConfigError(
             f"mpirun started {num_tasks} processes, {here} of them on this machine, so not the same number on each; "
-            "start one launcher a machine: mpirun --map-by ppr:1:node headway launch SCRIPT"
+            "start one launcher per machine: mpirun --map-by ppr:1:node headway launch SCRIPT"
         )
     # mpirun fills one machine after the other by default.
     read.decide_machines(num_tasks // here, rank // here, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")

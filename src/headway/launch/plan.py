@@ -246,7 +246,7 @@ def _select_devices(resolved: ResolvedSettings, machine: Machine) -> Machine:
     if resolved.get("multi_gpu", False):
         if on_cpu:
             raise ConfigError(
-                f"multi_gpu ({resolved.get_origin('multi_gpu')}) against cpu ({resolved.get_origin('cpu')}): take one out"
+                f"multi_gpu ({resolved.get_origin('multi_gpu')}) contradicts cpu ({resolved.get_origin('cpu')}); remove one of them"
             )
         if machine.accelerator is None:
             raise ConfigError(
@@ -256,7 +256,7 @@ def _select_devices(resolved: ResolvedSettings, machine: Machine) -> Machine:
     if resolved.get("enable_cpu_affinity", False) and (on_cpu or machine.torch_device != "cuda"):
         raise ConfigError(
             f"enable_cpu_affinity ({resolved.get_origin('enable_cpu_affinity')}) binds processes to the cores near their "
-            "NVIDIA GPUs, and this run uses none; take it out"
+            "NVIDIA GPUs, but this run uses none; remove it"
         )
     ids = machine.device_ids
     text = resolved.get("gpu_ids", "all")
@@ -264,7 +264,7 @@ def _select_devices(resolved: ResolvedSettings, machine: Machine) -> Machine:
         origin = resolved.get_origin("gpu_ids")
         if not ids:
             raise ConfigError(
-                f"gpu_ids={text!r} ({origin}), but {_NO_ACCELERATOR.format(machine.hostname)}, or take gpu_ids out to run on the CPU"
+                f"gpu_ids={text!r} ({origin}), but {_NO_ACCELERATOR.format(machine.hostname)}, or remove gpu_ids to run on the CPU"
             )
         asked = tuple(part.strip() for part in text.split(","))
         unknown = [part for part in asked if part not in ids]
@@ -308,7 +308,7 @@ def _count_processes(resolved: ResolvedSettings, machine: Machine, task: Cluster
     has_own = task is not None and task.has_own_devices(len(machine.device_ids))
     if machine.accelerator and num_local > per_machine and not has_own:
         raise ConfigError(
-            f"{num_local} processes per machine ({origin}) want one accelerator each, but {machine.hostname} shows "
+            f"{num_local} processes per machine ({origin}) need one accelerator each, but {machine.hostname} has "
             f"{per_machine} ({machine.torch_device}); ask for {per_machine * num_machines} or fewer, or add --cpu"
         )
     if resolved.get("machine_rank", 0) >= num_machines:
@@ -349,7 +349,7 @@ def _build_order(resolved: ResolvedSettings, program: Program, num_machines: int
     log_dir = resolved.get("log_dir")
     tee = resolved.get("tee", "3" if log_dir else "0")
     if tee != "0" and log_dir is None:
-        raise ConfigError(f"tee={tee} ({resolved.get_origin('tee')}) writes log files: say where with --log_dir")
+        raise ConfigError(f"tee={tee} ({resolved.get_origin('tee')}) needs a folder for its log files; add --log_dir")
     same_name_settings = (
         "machine_rank",
         "max_restarts",
@@ -405,7 +405,7 @@ def _build_task_order(resolved: ResolvedSettings, order: AgentOrder, task: Clust
     if (num_asked, order.num_local) != (task.world_size, task.local_world_size):
         raise ConfigError(
             f"{num_asked} processes ({resolved.get_origin('num_processes')}), but the cluster has started "
-            f"{task.world_size} tasks, {task.local_world_size} on each machine; start one task a machine to choose here"
+            f"{task.world_size} tasks, {task.local_world_size} on each machine; start one task per machine to choose here"
         )
     endpoint = order.endpoint
     if order.num_machines == 1:
@@ -417,8 +417,8 @@ def _build_task_order(resolved: ResolvedSettings, order: AgentOrder, task: Clust
         endpoint = f"127.0.0.1:{port}"
     if resolved.config.is_set("min_machines"):
         raise ConfigError(
-            f"min_machines ({resolved.get_origin('min_machines')}) needs one launcher a machine, and the cluster has started "
-            f"{task.local_world_size} tasks on each; start one task a machine"
+            f"min_machines ({resolved.get_origin('min_machines')}) needs one launcher per machine, but the cluster has started "
+            f"{task.local_world_size} tasks on each; start one task per machine"
         )
     # If a task sees only its own accelerators, their indices start at 0, and so must the local rank that selects one.
     local = (0, 1) if task.has_own_devices(len(machine.device_ids)) else (task.local_rank, task.local_world_size)
@@ -436,8 +436,8 @@ def _build_task_order(resolved: ResolvedSettings, order: AgentOrder, task: Clust
 
 
 _NO_ENDPOINT = (
-    "{num_machines} machines ({origin}) meet on machine 0: say where with "
-    "--main_process_ip ADDRESS --main_process_port PORT (a free port there, 1 to 65535), alike on all machines"
+    "{num_machines} machines ({origin}) meet on machine 0, whose address is not known: add "
+    "--main_process_ip ADDRESS --main_process_port PORT (a free port there, 1 to 65535) on all machines"
 )
 
 
@@ -447,7 +447,7 @@ def _list_ignored(resolved: ResolvedSettings, argv: tuple[str, ...]) -> tuple[st
     named = [f"{name} ({resolved.get_origin(name)})" for name in ignored if resolved.get(name, False)]
     if not named:
         return ()
-    return (f"without effect here, as no agent keeps the process: {', '.join(named)}",)
+    return (f"no effect, because a single process runs without the launcher's agent: {', '.join(named)}",)
 
 
 def _build_endpoint(resolved: ResolvedSettings, num_machines: int) -> str:

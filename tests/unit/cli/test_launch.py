@@ -196,7 +196,7 @@ def test_dry_run_with_very_many_machines_abbreviates_the_commands(run, capsys):
     shown = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"export HEADWAY_SECRET=[0-9a-f]{32}", shown[1])
     assert shown[3].endswith("--machine_rank 0 train.py")
-    assert shown[-1] == "# and so on to machine 2147483646, each with its own --machine_rank"
+    assert shown[-1] == "# ... up to machine 2147483646, each with its own --machine_rank"
     assert len(shown) < 200
 
 

@@ -24,8 +24,8 @@ def test_contradicting_options_are_refused():
     for given, message in (
         ({"recipe": "delayed"}, "recipe='delayed'.*allowed: tensorwise, rowwise, rowwise_with_gw_hp"),
         ({"recipe": "rowwise", "fsdp_all_gather": True}, "only recipe='tensorwise' can gather weights"),
-        ({"module_filter": bool, "keeps": "head"}, "a module_filter, which decides alone"),
-        ({"config": object(), "emulate": True}, "a config, which says what"),
+        ({"module_filter": bool, "keeps": "head"}, "a module_filter, which alone selects the layers"),
+        ({"config": object(), "emulate": True}, "a config, which contains recipe"),
     ):
         with pytest.raises(ConfigError, match=message):
             Float8Options(**given)

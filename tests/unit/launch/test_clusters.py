@@ -104,7 +104,7 @@ class TestSlurm:
 
     def test_tasks_cannot_become_fewer(self):
         environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2"}
-        with pytest.raises(ConfigError, match=r"min_machines .* needs one launcher a machine"):
+        with pytest.raises(ConfigError, match=r"min_machines .* needs one launcher per machine"):
             make_cluster_plan(environment, GPUS, min_machines=1, max_restarts=1)
 
     def test_invalid_value_is_named(self):
@@ -189,7 +189,7 @@ class TestKubernetes:
 def test_file_that_contradicts_the_cluster_names_both():
     cluster = detect_cluster(SLURM)
     file = {"machine_rank": SettingValue(0, "file: c.yaml key machine_rank")}
-    with pytest.raises(ConfigError, match=r"machine_rank=0 \(file: c.yaml .*against 1 \(SLURM: SLURM_NODEID\)"):
+    with pytest.raises(ConfigError, match=r"machine_rank=0 \(file: c.yaml .*contradicts 1 \(SLURM: SLURM_NODEID\)"):
         check_agreement(resolve([file, cluster.layer]), cluster)
     check_agreement(resolve([file, cluster.layer], force=True), cluster)
 

@@ -125,7 +125,7 @@ def test_missing_accelerators_are_refused(text):
 
 
 def test_gpu_ids_on_a_machine_without_accelerators_are_refused():
-    with pytest.raises(ConfigError, match=r"gpu_ids='0,1' .*, but box has no accelerator .*, or take gpu_ids out"):
+    with pytest.raises(ConfigError, match=r"gpu_ids='0,1' .*, but box has no accelerator .*, or remove gpu_ids"):
         build_plan(gpu_ids="0,1")
     assert build_plan(cpu=True, gpu_ids="0,1").world_size == 1
 
@@ -141,7 +141,7 @@ def test_multi_gpu_requires_gpus():
     assert build_plan(GPUS, multi_gpu=True).num_local == 4
     with pytest.raises(ConfigError, match=r"multi_gpu .*box has no accelerator"):
         build_plan(multi_gpu=True)
-    with pytest.raises(ConfigError, match=r"multi_gpu \(command line: --multi_gpu\) against cpu"):
+    with pytest.raises(ConfigError, match=r"multi_gpu \(command line: --multi_gpu\) contradicts cpu"):
         build_plan(GPUS, multi_gpu=True, cpu=True)
 
 
@@ -153,7 +153,7 @@ def test_affinity_requires_gpus():
 
 
 def test_more_processes_than_accelerators_are_refused():
-    with pytest.raises(ConfigError, match=r"5 processes .*gpubox shows 4 \(cuda\); ask for 4 or fewer, or add --cpu"):
+    with pytest.raises(ConfigError, match=r"5 processes .*gpubox has 4 \(cuda\); ask for 4 or fewer, or add --cpu"):
         build_plan(GPUS, num_processes=5)
 
 

@@ -166,7 +166,7 @@ class PlaceLock(ABC):
         )
 
     def _warn_of_wait(self, text: bytes) -> None:
-        log.warning("%s; waiting %g s for a sign of life", self._describe_holder(text, "was last used by"), SILENCE)
+        log.warning("%s; waiting %g s for its next heartbeat", self._describe_holder(text, "was last used by"), SILENCE)
 
 
 def read_holder(text: bytes) -> LockOwner | None:

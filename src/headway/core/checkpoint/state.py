@@ -422,11 +422,12 @@ def check_owners(optimizer: torch.optim.Optimizer, index: int) -> None:
         if isinstance(key, torch.Tensor) and id(key) not in known:
             raise CheckpointError(
                 f"optimizer {index} keeps state of a tensor of shape {tuple(key.shape)} that is in none of its parameter groups: "
-                "add it to a group again, or delete optimizer.state[it]"
+                "add the tensor to a group again, or delete its entry in optimizer.state"
             )
         if isinstance(key, int) and 0 <= key < len(held):
             raise CheckpointError(
-                f"optimizer {index} keeps state under {key!r}, which torch takes for its parameter {int(key)}: use another key"
+                f"optimizer {index} keeps state under {key!r}, which torch would load as the state of parameter "
+                f"{int(key)}: use another key"
             )
 
 
@@ -496,7 +497,7 @@ def decode_optimizer(
     groups, rest = decode_value(entry["groups"], tensors), decode_value(entry["rest"], tensors)
     loose = decode_value(entry.get("loose", {}), tensors)
     if not all(isinstance(each, dict) for each in (*groups, rest, loose)):
-        raise CheckpointError("the saved state of an optimizer has something else where a dict belongs")
+        raise CheckpointError("the saved state of an optimizer has another type where a dict is expected")
     values = {numbers[key]: decode_value(value, tensors) for key, value in entry["values"].items()}
     for group in groups:  # names in the saved order; without them, the optimizer keeps its own
         group.pop("param_names", None)

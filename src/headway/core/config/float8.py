@@ -63,11 +63,12 @@ class Float8Options:
             )
         if self.module_filter is not None and (self.keeps or not self.keeps_first_and_last):
             raise ConfigError(
-                "Float8Options has a module_filter, which decides alone; leave out keeps and keeps_first_and_last"
+                "Float8Options has a module_filter, which alone selects the layers; leave out keeps and keeps_first_and_last"
             )
         if self.config is not None and self._has_recipe:
             raise ConfigError(
-                "Float8Options has a config, which says what recipe, fsdp_all_gather, pad_inner_dim and emulate say; give one"
+                "Float8Options has a config, which contains recipe, fsdp_all_gather, pad_inner_dim and emulate; "
+                "give either the config or these"
             )
 
     @property
@@ -126,7 +127,8 @@ class AORecipeKwargs:
         pads = True if self.pad_inner_dim is None else self.pad_inner_dim
         if self.config is not None and (not pads or self.enable_fsdp_float8_all_gather is not None):
             raise ConfigError(
-                "AORecipeKwargs has a config, which says what pad_inner_dim and enable_fsdp_float8_all_gather say; give one"
+                "AORecipeKwargs has a config, which contains pad_inner_dim and enable_fsdp_float8_all_gather; give "
+                "either the config or these"
             )
         return Float8Options(
             fsdp_all_gather=self.enable_fsdp_float8_all_gather,

@@ -66,10 +66,10 @@ class PipelineOptions:
         wanted = self.stages_per_rank
         if self.schedule not in _SEVERAL and wanted not in (None, 1):
             raise ConfigError(
-                f"PipelineOptions(stages_per_rank={wanted}) needs a schedule of several stages a rank, not {self.schedule!r}"
+                f"PipelineOptions(stages_per_rank={wanted}) needs a schedule with several stages per rank, not {self.schedule!r}"
             )
         if self.schedule == "zbv" and wanted not in (None, 2):
-            raise ConfigError(f"PipelineOptions(stages_per_rank={wanted}): zbv has exactly 2 stages a rank")
+            raise ConfigError(f"PipelineOptions(stages_per_rank={wanted}): zbv has exactly 2 stages per rank")
 
     @property
     def num_per_rank(self) -> int:
@@ -452,7 +452,9 @@ class LayoutRequest:
     def _written_sizes(self, kinds: set[str], by: str) -> str:
         sizes = {axis: size for axis, (size, _) in self._sizes.items()}
         if kinds == {"ddp"} and sizes.get("shard", 1) > 1:
-            raise ConfigError(f"{' and '.join(self._sharding)} ask for whole models, but {by} for shards; keep one")
+            raise ConfigError(
+                f"{' and '.join(self._sharding)} request whole models, but {by} requests shards; keep one"
+            )
         asks_for_shards = bool(self._sharding) and kinds != {"ddp"}
         if asks_for_shards and not any(sizes.get(axis, 1) != 1 for axis in ("shard", "ep", "cp")):
             raise ConfigError(

@@ -125,7 +125,9 @@ class ProjectConfiguration(KwargsHandler):
     def __post_init__(self) -> None:
         limit = self.total_limit
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-            raise ConfigError(f"total_limit={limit!r}; give how many checkpoints stay, 1 or more, or None for all")
+            raise ConfigError(
+                f"total_limit={limit!r}; give the number of checkpoints to keep, 1 or more, or None for all"
+            )
         if self.keep_best not in (None, "max", "min"):
             raise ConfigError(f"keep_best={self.keep_best!r}; allowed: 'max', 'min' or None")
         every = self.keep_in_memory
@@ -133,7 +135,8 @@ class ProjectConfiguration(KwargsHandler):
             raise ConfigError(f"keep_in_memory={every!r}; give a number of updates, 1 or more, or 0 to turn it off")
         if every and not self.automatic_checkpoint_naming:
             raise ConfigError(
-                f"keep_in_memory={every} needs automatic_checkpoint_naming=True: resume('latest') chooses between memory and disk"
+                f"keep_in_memory={every} needs automatic_checkpoint_naming=True: only resume('latest') chooses "
+                "between memory and disk"
             )
 
     def with_defaults(self) -> "ProjectConfiguration":

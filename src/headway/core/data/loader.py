@@ -24,8 +24,8 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 _EMPTY = (
-    "a pass over the loader of %s gave no batch, so that nothing is trained or evaluated on: it is empty, or it holds less than a "
-    "batch of all ranks and drop_last=True"
+    "a pass over the loader of %s gave no batch, so nothing was trained or evaluated: the data is empty, or with drop_last=True it "
+    "has fewer samples than one batch of all ranks"
 )
 
 
@@ -182,7 +182,8 @@ class PreparedLoader(DataLoader[Any]):
         """
         if name in _FIXED_AT_PREPARE:
             raise DataError(
-                f"loader.{name} cannot be set after prepare(): how the data are read and shared out depends on it. Set it on the "
+                f"loader.{name} cannot be set after prepare(): it determines how the data are read and divided "
+                "among ranks. Set it on the "
                 "DataLoader before you prepare() it"
             )
         if name in _READ_WHEN_A_PASS_BEGINS:

@@ -32,14 +32,14 @@ def check_loader(loader: DataLoader[Any], shard: ShardIndex, config: DataLoaderC
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):
         raise DataError(
-            f"{kind.__name__} overrides DataLoader.__iter__, which Headway replaces to share the data out; move what "
-            "it does into the dataset, the collate_fn or the batch_sampler, or iterate it without preparing it"
+            f"{kind.__name__} overrides DataLoader.__iter__, which Headway replaces to divide the data among ranks; move "
+            "its code into the dataset, the collate_fn or the batch_sampler, or iterate it without preparing it"
         )
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             raise DataError(
                 f"the DataLoader's {type(sampler).__name__} already picks one of {sampler.num_replicas} parts of the "
-                "data, and Headway would share out that part again; leave the sampler out and pass shuffle= to the "
+                "data, and Headway would divide that part again; leave the sampler out and pass shuffle= to the "
                 "DataLoader"
             )
         if isinstance(sampler, RandomSampler) and getattr(loader.dataset, "orders_samples", False):

@@ -224,7 +224,7 @@ def _check_size(value: Any, name: str) -> int:
         ConfigError: If the value is not such an integer.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}={value!r}; give the number of samples in a batch, an integer from 1 on")
+        raise ConfigError(f"{name}={value!r}; give the number of samples in a batch, an integer of at least 1")
     return value
 
 

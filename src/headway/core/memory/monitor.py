@@ -211,7 +211,7 @@ class MemoryMonitor:
             DeviceUnavailable: If this machine does not have the device.
         """
         if self._meter is not None:
-            raise StateError("this MemoryMonitor measures already; make another one for an inner block")
+            raise StateError("this MemoryMonitor is already measuring; create another one for an inner block")
         self.device = check_device(self._wanted)
         for other in scope.get_or_create(_ActiveMonitors):
             other._read_peak()

@@ -48,7 +48,7 @@ class GuardedTracker:
         def make_tracker() -> None:
             made = choice if isinstance(choice, Tracker) else choice.make(**init_kwargs)
             if (takes := getattr(made, "takes", "numbers")) not in TAKES:
-                raise ConfigError(f"takes is {takes!r}; allowed: {', '.join(map(repr, TAKES))}")
+                raise ConfigError(f"takes={takes!r}; allowed: {', '.join(map(repr, TAKES))}")
             self.tracker = made
 
         self._call_guarded("__init__", make_tracker, is_fatal=True)
@@ -92,7 +92,7 @@ class GuardedTracker:
         self._call_guarded(method, lambda: getattr(self.tracker, method)(*args, **kwargs))
         took = time.monotonic() - begun
         if took > SLOW_CALL and method.startswith("log"):
-            log.warning_once("the tracker %s is slow, and training waits for it in %s()", self.name, method)
+            log.warning_once("the tracker %s is slow: training waits for it in %s()", self.name, method)
 
     def _call_guarded(self, method: str, act: Callable[[], Any], is_fatal: bool = False) -> None:
         # Starting and ending a run draw random numbers (run names), so the RNG states are preserved. Around each log() this

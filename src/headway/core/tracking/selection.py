@@ -66,7 +66,7 @@ def select_trackers(log_with: object, *, has_folder: bool, is_main: bool = True)
                 raise ConfigError(f"the tracker {type(choice).__name__} needs a `name`: a text to find it by")
             if choice.requires_logging_directory and not has_folder:
                 raise ConfigError(
-                    f"log_with={name!r} writes files and needs a place: pass project_dir= to the Accelerator, or "
+                    f"log_with={name!r} writes files and needs a directory: pass project_dir= to the Accelerator, or "
                     "project_config=ProjectConfiguration(logging_dir=...)"
                 )
             chosen[name] = choice
@@ -77,7 +77,8 @@ def _read_name(each: object) -> str:
     name = each.value if isinstance(each, Enum) else each
     if not isinstance(name, str):
         raise ConfigError(
-            f"log_with={each!r} is no tracker; give a name ({', '.join(_list_names())}), 'all', a headway.Tracker, or a list of these"
+            f"log_with={each!r} is not a tracker; give a name ({', '.join(_list_names())}), 'all', a "
+            "headway.Tracker, or a list of these"
         )
     known = {each.lower(): each for each in _list_names()}  # the name of an entry point can have capital letters
     return known.get(name.lower(), name.lower())

@@ -381,14 +381,14 @@ class OpenTelemetryAdapter(Tracker):
             self._sender.stdin.write(json.dumps(line).encode() + b"\n")
             self._sender.stdin.flush()
         except BrokenPipeError as error:
-            raise TrackingError(f"the process that sends has ended: {self._read_errors()[-500:]}") from error
+            raise TrackingError(f"the process that sends the data has ended: {self._read_errors()[-500:]}") from error
 
     def _pass_on(self) -> None:
         """Raise `TrackingError` with the first error message of the sending subprocess. Later errors are ignored."""
         output = self._read_errors()
         if output and not self._is_told:
             self._is_told = True
-            raise TrackingError(f"the collector is away, or refuses: {output.splitlines()[0]}")
+            raise TrackingError(f"the collector cannot be reached, or refuses the data: {output.splitlines()[0]}")
 
     def _read_errors(self) -> str:
         return (self._sender.stdout.read() or b"").decode()

@@ -60,7 +60,7 @@ def warn_of_repeats(tree: Tree, loader: PreparedLoader | None, num_ranks: int) -
     num_repeats = num_rows * num_ranks - sum(counts)
     if num_repeats > 0 and (len(counts) < num_ranks or min(counts) < num_rows):
         log.warning_once(
-            "of the %d rows that gather() joins from here, %d are repeats; gather_for_metrics() gives each sample once",
+            "of the %d rows that gather() joins from here, %d are repeats; gather_for_metrics() returns each sample once",
             num_rows * num_ranks,
             num_repeats,
         )

@@ -24,8 +24,9 @@ _NO_PIECE = (
 )
 
 _IN_TURN = (
-    "two accumulate() blocks with different models are in one loop over accelerator.microbatches(batch): in pieces, the second model "
-    "would learn from weights that the first one has not updated yet. Loop over microbatches(batch) once for each "
+    "two accumulate() blocks with different models are in one loop over accelerator.microbatches(batch): if the batch is "
+    "split, the second model would be trained with weights of the first one that are not updated yet. Loop over "
+    "microbatches(batch) once for each "
     "(docs/several_models.md)"
 )
 

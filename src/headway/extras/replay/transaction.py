@@ -243,7 +243,9 @@ class BatchTransaction:
         is_thrashing, self._is_thrashing = self._is_thrashing, False
         smaller = self.size.get_smaller_size(self._longest)
         if is_thrashing and smaller:
-            log.warning_once("the device's allocator keeps emptying its cache to find memory: pieces become smaller")
+            log.warning_once(
+                "the device's allocator keeps emptying its cache to find memory: the next pieces are smaller"
+            )
             self.allocator.reset_statistics()
             self.size.shrink(smaller, self._longest)
             return

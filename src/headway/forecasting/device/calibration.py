@@ -131,7 +131,7 @@ def read_device_properties() -> tuple[str, int, tuple[int, int]]:
 
     if not torch.cuda.is_available():
         raise DeviceUnavailable(
-            "there is no CUDA device here, so nothing can be measured and device='this' has no meaning; run this on the machine with "
+            "there is no CUDA device here, so nothing can be measured and device='this' cannot be used; run this on the machine with "
             "the GPU, or give a device listed in docs/forecast.md"
         )
     about = torch.cuda.get_device_properties(torch.cuda.current_device())

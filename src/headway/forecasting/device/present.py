@@ -38,8 +38,9 @@ def describe_present_device(hardware: Hardware, device: torch.device) -> Device:
         return find_device("cpu")
     if hardware.kind != "cuda":
         raise UnsupportedError(
-            f"memory cannot be forecast for a device of kind {hardware.kind!r}: the model of the allocator is CUDA's. Give device=, "
-            "with a device listed in docs/forecast.md"
+            f"memory cannot be forecast for a device of kind {hardware.kind!r}: only CUDA's allocator is modeled. "
+            "Give device=, with a "
+            "device listed in docs/forecast.md"
         )
     properties = hardware.module.get_device_properties(device)
     capability = (int(properties.major), int(properties.minor))

@@ -213,7 +213,9 @@ class ObjectStore:
             ConfigError: If the URL names a whole bucket.
         """
         if not self.folder.key:
-            raise ConfigError(f"{self.folder} is a whole bucket; give a place in it, such as {self.folder}/checkpoint")
+            raise ConfigError(
+                f"{self.folder} is a whole bucket; give a location in it, such as {self.folder}/checkpoint"
+            )
 
     def check_target(self) -> None:
         """Raise an error if there are objects below the URL that do not belong to a Headway checkpoint.
@@ -224,7 +226,7 @@ class ObjectStore:
         foreign = [name for name, _ in self.folder.list_objects() if name != MANIFEST and not _is_data(name)]
         if foreign:
             raise CheckpointError(
-                f"{self.folder} contains objects ({foreign[0]}) that are not a Headway checkpoint; give a new place"
+                f"{self.folder} contains objects ({foreign[0]}) that are not a Headway checkpoint; give a new location"
             )
 
     def lock(self, run: str, start: str) -> ObjectLock:
@@ -288,7 +290,7 @@ class ObjectStore:
         tag = path.client.put(path.key, data, None if former is None else former[1])
         if tag is None:
             raise CheckpointError(
-                f"{self.folder} was committed by another run at the same time; give each run its own place"
+                f"{self.folder} was committed by another run at the same time; give each run its own location"
             )
         try:
             fence()

@@ -238,7 +238,7 @@ class ShardedDataset(Dataset[Any]):
             block = self._load_block(number)
             if self._cache.add(number, block):
                 log.warning_once(
-                    "blocks of shards are read again and again, because those of one shuffle buffer need more memory than "
+                    "blocks of shards are read repeatedly, because those of one shuffle buffer need more memory than "
                     "memory_bytes (%s): allow more, or use a smaller shuffle_buffer (and leave out shuffle=True in the DataLoader)",
                     format_bytes(self._memory_bytes),
                 )

@@ -159,7 +159,7 @@ def find_decoder(encoding: str, what: str) -> Decoder:
             sizes = tuple(int(size) for size in shape.split(",")) if shape else None
             numpy.dtype(name or None)
         except (ValueError, TypeError) as error:
-            raise DataError(f"{what} has the encoding {encoding!r}, which is no array: {error}") from error
+            raise DataError(f"{what} has the encoding {encoding!r}, which is not an array: {error}") from error
         return lambda data: decode_array(data, name, sizes)
     raise DataError(
         f"{what} has the encoding {encoding!r}, which is not supported; supported are {', '.join([*simple, 'ndarray'])} and "

@@ -144,7 +144,7 @@ def _describe_http(url: str, policy: RetryPolicy) -> ShardFile:
             size = total if total.isdigit() else answer.headers.get("Content-Length")
             if size is None:
                 raise DataError(
-                    f"{url}: the server does not report the size of the file, so its records cannot be sought"
+                    f"{url}: the server does not report the size of the file, so Headway cannot seek to a record"
                 )
             version = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
             return ShardFile(url, int(size), version)

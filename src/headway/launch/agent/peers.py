@@ -475,6 +475,6 @@ class PeerMachines:
 
 def _describe_silence(peer: PeerMachine, now: float) -> str:
     return (
-        f"{peer.format_name()} has not been heard of for {now - peer.heard:.0f} s: the network between is cut, or that machine is "
+        f"{peer.format_name()} has sent no heartbeat for {now - peer.heard:.0f} s: the network connection is cut, or that machine is "
         f"stopped or frozen{peer.describe_ranks()}"
     )

@@ -222,7 +222,7 @@ class HangWatch:
         late = [worker for worker in workers if worker.rank in {view.rank for view in found}]
         for view in _use_any_stack(found, _dump_stacks(late, found, of_ended=True)):
             self._reported.add((view.rank, _LINGERS))
-            self._print_line(f"headway: {report.describe_lateness(view)}. It is waited for")
+            self._print_line(f"headway: {report.describe_lateness(view)}. The run waits for it")
 
     def is_idle_after_end(self, rank: int, seconds: float) -> bool:
         """Whether a rank's script has ended and its process has been idle for longer than `seconds` since then.

@@ -109,7 +109,7 @@ def find_excuse(view: RankView, timeout: float) -> str:
         timeout: Seconds without progress after which a file write is no longer a valid reason.
     """
     if view.state == "t" or stacks.is_in_debugger(view.frames):
-        return "a debugger holds it"
+        return "a debugger has stopped it"
     return "it writes a file" if is_writing(view) and view.writing_age < timeout else ""
 
 

@@ -42,7 +42,7 @@ def describe_blocked_writers(views: Sequence[RankView]) -> str:
 
 
 def _describe_disk(view: RankView) -> str:
-    waits = "; the kernel says D: it waits for a disk or a network file system" if view.state == "D" else ""
+    waits = "; process state D: it waits for a disk or a network file system" if view.state == "D" else ""
     return f": its file system does not answer{waits}"
 
 
@@ -192,9 +192,9 @@ def _suggest_action(view: RankView) -> str:
             f"it writes a checkpoint, and no byte has moved for {_format_span(view.writing_age)}{_describe_disk(view)}"
         )
     if view.state == "D":
-        return "the kernel says D: it waits for a disk or a network file system"
+        return "process state D: it waits for a disk or a network file system"
     if stacks.is_in_dataset(view.frames):
-        return "the dataset does not come back from this line; every rank waits for this batch"
+        return "the dataset has not returned from this line; all ranks wait for this batch"
     if stacks.is_loading_data(view.frames):
         return "look at the dataset: with num_workers=0 the stack ends in the line that blocks"
     if own and "sleep(" in own[0].source:
@@ -225,7 +225,7 @@ def _describe_wait(view: RankView) -> str:
 def _compare_operations(waiting: Sequence[RankView]) -> str:
     calls = list_operations(waiting)
     if len(calls) == 1:
-        return "in the same operation: the network between them is the suspect"
+        return "in the same operation: the likely cause is the network between them"
     gone = [view for view in waiting if find_loop_left_behind(view, waiting) is not None]
     if gone:
         verb = "has" if len(gone) == 1 else "have"

@@ -105,7 +105,8 @@ def _check_entry(optimizer: torch.optim.Optimizer, entry: dict[str, Any]) -> Non
     if any(key.startswith("state" if is_torchao else "exp_avg") for key in entry):
         own, other = ("torchao", "bitsandbytes") if is_torchao else ("bitsandbytes", "torchao")
         raise CheckpointError(
-            f"this {name} is of {own}, and the saved one was made by {other}, which keeps other moments. Train with {name} of {other}"
+            f"this {name} is of {own}, and the saved one was made by {other}, which stores other moments. Train "
+            f"with {name} of {other}"
         )
 
 

@@ -123,7 +123,7 @@ def test_tracker_that_requires_a_folder_gets_it(tmp_path):
             self.logging_dir = logging_dir
 
     ours.register_tracker_class(InFolder)
-    with pytest.raises(headway.errors.ConfigError, match="needs a place"):
+    with pytest.raises(headway.errors.ConfigError, match="needs a directory"):
         AccelerateAccelerator(cpu=True, log_with="in_folder")
     accelerator = AccelerateAccelerator(cpu=True, log_with=["in_folder"], project_dir=str(tmp_path))
     log_one_value(accelerator)

@@ -282,7 +282,7 @@ def test_tracker_with_an_unknown_kind_of_values_is_dropped(caplog):
     accelerator.init_trackers("p")
     accelerator.log({"loss": 1.0})
     accelerator.end_training()
-    assert "takes is 'number'; allowed: 'numbers', 'objects', 'given'" in caplog.text
+    assert "takes='number'; allowed: 'numbers', 'objects', 'given'" in caplog.text
     assert own.calls == []
 
 
@@ -325,7 +325,7 @@ def test_slow_tracker_is_reported_and_the_log_ends_first(caplog, monkeypatch):
     accelerator.init_trackers("p")
     accelerator.log({"loss": 1.0})
     accelerator.end_training()
-    assert "the tracker own is slow, and training waits for it in log()" in caplog.text
+    assert "the tracker own is slow: training waits for it in log()" in caplog.text
     assert slow.calls[-1] == after.calls[-1] == ("finish",)
 
 

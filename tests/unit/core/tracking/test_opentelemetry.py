@@ -156,7 +156,7 @@ def test_collector_that_refuses_is_named_at_the_end(collector, caplog):
     accelerator = start()
     accelerator.log({"loss": 1.0}, step=1)
     accelerator.end_training()
-    assert "the collector is away, or refuses: Failed to export" in caplog.text
+    assert "the collector cannot be reached, or refuses the data: Failed to export" in caplog.text
     assert "401" in caplog.text
     assert len(caplog.records) == 1
     assert [each.name for each in read_run("run/p").events if each.name.startswith("tracker_")] == ["tracker_failed"]
@@ -168,7 +168,7 @@ def test_sender_that_dies_is_named(collector, monkeypatch, caplog):
     accelerator.get_tracker("opentelemetry")._sender.wait(60)
     for step in range(3):
         accelerator.log({"loss": 1.0}, step=step)
-    assert "the process that sends has ended" in caplog.text
+    assert "the process that sends the data has ended" in caplog.text
     assert "needs to be larger than zero" in caplog.text
     assert accelerator.trackers == []
     accelerator.end_training()

@@ -88,8 +88,8 @@ def test_missing_package_is_an_error_on_rank_0_only(monkeypatch):
             "sheets",
             "no such tracker; allowed: aim, clearml, comet_ml, dvclive, mlflow, opentelemetry, swanlab, tensorboard, trackio, wandb",
         ),
-        (3, "log_with=3 is no tracker"),
-        ([object], "is no tracker"),
+        (3, "log_with=3 is not a tracker"),
+        ([object], "is not a tracker"),
     ],
     ids=str,
 )
@@ -100,7 +100,7 @@ def test_invalid_tracker_is_refused(asked, message):
 
 @pytest.mark.parametrize("asked", ["tensorboard", Own()], ids=["name", "object"])
 def test_trackers_that_write_files_need_a_folder(asked):
-    with pytest.raises(ConfigError, match="writes files and needs a place: pass project_dir="):
+    with pytest.raises(ConfigError, match="writes files and needs a directory: pass project_dir="):
         list_names(asked, has_folder=False)
 
 

@@ -84,7 +84,7 @@ def test_missing_gpu_is_reported(records_path, monkeypatch):
         ended = CliRunner().invoke(command, words)
         assert isinstance(ended.exception, DeviceUnavailable)
         assert "there is no CUDA device here" in str(ended.exception)
-    for words, said in ((["bert", "--calibrate"], "goes alone"), ([], "FOLDER is missing")):
+    for words, said in ((["bert", "--calibrate"], "takes no other arguments"), ([], "FOLDER is missing")):
         ended = CliRunner().invoke(command, words)
         assert isinstance(ended.exception, ConfigError)
         assert said in str(ended.exception)

@@ -112,7 +112,7 @@ def test_debugger_is_reported_once_and_extends_the_time(tmp_path, said):
     assert ranks.check_ranks() is None
     assert ranks.check_ranks() is None
     assert len(said) == 1
-    assert "a debugger holds it" in said[0]
+    assert "a debugger has stopped it" in said[0]
     ranks.beat(1, "/u/train.py", 9)
     assert ranks.check_ranks() is None  # it has just continued
     time.sleep(1.6)

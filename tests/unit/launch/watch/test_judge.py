@@ -91,7 +91,7 @@ def test_lenience_of_one_rank_holds_for_all():
         (make_outside(1, phase="ended"), "has finished its script"),
         (make_outside(1, exit_code=0), "has finished its script"),
         (make_outside(1, beat_age=None, calls=()), "is not a Python program that Headway started"),
-        (make_outside(1, state="D"), "the kernel says D"),
+        (make_outside(1, state="D"), "process state D"),
         (make_outside(1, calls=None), "is at"),
         (make_inside(1, 20, state="T"), "is stopped"),  # stopped inside the operation
         (make_outside(1, frames=(Frame(f"{SITE}/torch/utils/data/dataloader.py", 9, "_get"), Frame("/u/t.py", 3, "main"))),
@@ -131,7 +131,7 @@ def test_rank_that_cannot_leave_an_earlier_operation_is_reported():
 def test_all_ranks_wait_in_one_operation():
     verdict = diagnose_hang([make_inside(0, 11), make_inside(1, 12)], 10)
     assert verdict is not None
-    assert "in the same operation: the network between them is the suspect" in report.format_headline(verdict)
+    assert "in the same operation: the likely cause is the network between them" in report.format_headline(verdict)
 
 
 def test_group_of_some_ranks():
@@ -161,8 +161,8 @@ def test_rendezvous_counts_as_waiting():
 
 def test_excuses():
     bug = RankView(1, frames=(Frame(f"{STDLIB}/pdb.py", 3, "cmdloop"),))
-    assert hang.find_excuse(bug, 10) == "a debugger holds it"
-    assert hang.find_excuse(RankView(1, state="t"), 10) == "a debugger holds it"
+    assert hang.find_excuse(bug, 10) == "a debugger has stopped it"
+    assert hang.find_excuse(RankView(1, state="t"), 10) == "a debugger has stopped it"
     saves = RankView(1, frames=(Frame(f"{SITE}/torch/serialization.py", 3, "save"),), writing_age=1)
     assert hang.find_excuse(saves, 10) == "it writes a file"
     assert hang.find_excuse(dataclasses.replace(saves, writing_age=11), 10) == ""

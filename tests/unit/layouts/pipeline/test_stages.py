@@ -73,7 +73,7 @@ def test_too_few_blocks_are_refused():
 def test_invalid_options_are_refused():
     with pytest.raises(ConfigError, match="allowed: gpipe, 1f1b, interleaved, zero_bubble, zbv"):
         PipelineOptions(schedule="pipedream")
-    with pytest.raises(ConfigError, match="needs a schedule of several stages a rank"):
+    with pytest.raises(ConfigError, match="needs a schedule with several stages per rank"):
         PipelineOptions(schedule="1f1b", stages_per_rank=2)
     with pytest.raises(ConfigError, match="zbv has exactly 2"):
         PipelineOptions(schedule="zbv", stages_per_rank=3)

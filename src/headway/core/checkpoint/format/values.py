@@ -300,7 +300,7 @@ def _check_restored(value: Any, packed: Any, name: str) -> None:
         else bool(back == value or back != back)
     )
     if not is_alike:
-        raise CheckpointError(f"{name} is {value!r}, which would not come back as it is{reason}")
+        raise CheckpointError(f"{name} is {value!r}, which could not be restored as it is{reason}")
 
 
 def _unpacked_bytes(text: str) -> bytes:

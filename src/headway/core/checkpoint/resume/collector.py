@@ -216,9 +216,7 @@ class StateCollector:
         if failure is not None:
             raise failure
         if failures:
-            raise CheckpointError(
-                "nothing was saved; earlier checkpoints are as they were.\n  " + "\n  ".join(failures)
-            )
+            raise CheckpointError("nothing was saved; earlier checkpoints are unchanged.\n  " + "\n  ".join(failures))
         return collected, states
 
     def _describe_unmarked_state(self) -> str:

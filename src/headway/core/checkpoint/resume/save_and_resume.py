@@ -68,7 +68,8 @@ _NOTHING_LEFT = (
     "nothing is left to train: resumed after %d of %d epochs; train for more epochs, or start again in another folder"
 )
 _NOT_AUTOMATIC = (
-    'resume("latest") found nothing in %s, the place of automatic checkpoints: training begins at the start. This run names none '
+    'resume("latest") found nothing in %s, the directory of automatic checkpoints, so training starts from the '
+    "beginning. This run names none "
     "itself: set ProjectConfiguration(automatic_checkpoint_naming=True), or give resume() the folder that save_state was given"
 )
 
@@ -652,7 +653,7 @@ class Checkpoints:
             if find == self._find_best and self._state.run.clock.num_updates:
                 log.warning('resume("best") found no checkpoint in %s, and changes nothing', self.place.parent())
             elif self.place.is_automatic:
-                log.info("no checkpoint in %s yet: training begins at the start", self.place.parent())
+                log.info("no checkpoint in %s yet: training starts from the beginning", self.place.parent())
             else:
                 log.warning(_NOT_AUTOMATIC, self.place.parent())
             return None

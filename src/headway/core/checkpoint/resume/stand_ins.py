@@ -235,7 +235,8 @@ class FrozenWeights:
         if odd:
             raise CheckpointError(
                 f"the checkpoint contains no frozen weights, only their names and digests (save_frozen=False), and {len(odd)} of "
-                f"{len(named)} are others here, or missing: {', '.join(odd[:3])}. Build the model on the base that it was saved "
+                f"{len(named)} differ from this model's weights or are missing: {', '.join(odd[:3])}. Build the "
+                "model on the base that it was saved "
                 "with, before load_state()"
             )
         self._first |= here

@@ -51,7 +51,7 @@ class CheckpointFolder:
         """
         if self.project.project_dir is None:
             raise ConfigError(
-                "automatic checkpoints need a place: ProjectConfiguration(folder, automatic_checkpoint_naming=True)"
+                "automatic checkpoints need a directory: ProjectConfiguration(folder, automatic_checkpoint_naming=True)"
             )
         place = to_path(self.project.project_dir)
         return (self._began_in / place).absolute() / FOLDER
@@ -166,7 +166,7 @@ class CheckpointFolder:
         there = [path for path in list_originals(self.parent()) if run is None or read_run_id(path) in (run, None)]
         folder, passed_over = self._reader.find_first_complete(self.parent(), there)
         for line in passed_over:
-            log.warning_once("a checkpoint is passed over: %s", line)
+            log.warning_once("skipping a checkpoint: %s", line)
         copies = list_committed(self.parent()) if folder is None and not passed_over and run is None else []
         if copies and all(map(find_original_name, copies)):
             raise CheckpointError(

@@ -304,7 +304,7 @@ class Saver:
         if failed:
             writer.remove_staging(job)
             raise CheckpointError(
-                f"{job.final} was not saved; earlier checkpoints are as they were.\n  " + "\n  ".join(failed)
+                f"{job.final} was not saved; earlier checkpoints are unchanged.\n  " + "\n  ".join(failed)
             ) from cause
         return cast(_T, result)
 

@@ -145,7 +145,7 @@ class SaveJob:
                 self.final.name.rstrip("0123456789"),
             )
         except (OSError, ObjectStoreError) as error:
-            log.warning_once("%s is saved, but older checkpoints could not be looked through: %s", self.final, error)
+            log.warning_once("%s is saved, but older checkpoints could not be listed: %s", self.final, error)
 
 
 def partition(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
@@ -294,14 +294,14 @@ def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
     # Decode it as a load will, before it replaces a checkpoint. States in memory replace nothing, and are checked at
     # the load.
     if job.policy.is_told and not manifest.does_round_trip():
-        raise CheckpointError("the manifest would not come back as it is")
+        raise CheckpointError("the manifest cannot be read back as it was written")
     folders.commit_checkpoint(job.staging, job.final, manifest)
     # The checkpoint is committed. Failures from here on must not make the save fail.
     try:
         if job.policy.is_told:
             folders.find_store(job.final).point_latest()
     except (OSError, ValueError, ObjectStoreError) as error:
-        log.warning_once("%s is saved, but the file 'latest' beside it could not be written: %s", job.final, error)
+        log.warning_once("%s is saved, but the file 'latest' next to it could not be written: %s", job.final, error)
     if not job.share.is_own_disk:  # with separate disks, only after every machine has committed
         job.rotate()
     if job.policy.is_told:

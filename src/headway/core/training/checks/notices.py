@@ -142,7 +142,8 @@ class SkippedUpdates:
             process.release_at_end(self._leave_bars)
         if clock.num_skipped == _NUM_HOPELESS and not clock.num_updates:
             log.warning(
-                "fp16 has skipped all of the first %d updates: nothing was learned. Gradients overflow whatever the scale, so losses "
+                "fp16 has skipped all of the first %d updates: nothing was learned. Gradients overflow at every "
+                "loss scale, so losses "
                 "or weights are not finite, or values in the model exceed 65504, float16's largest (a mask of -1e9, a large norm). "
                 "mixed_precision='bf16' has float32's range; on_non_finite='raise' says whether it is the loss",
                 clock.num_skipped,

@@ -500,7 +500,7 @@ def test_unwritable_latest_file_does_not_fail_a_save(caplog):
     Path("run/checkpoints/latest/x").mkdir(parents=True)
     verify_checkpoint(accelerator.save_state())
     verify_checkpoint(accelerator.save_state())
-    assert "the file 'latest' beside it could not be written" in caplog.text
+    assert "the file 'latest' next to it could not be written" in caplog.text
 
 
 def test_checkpoint_can_be_named_latest(caplog):

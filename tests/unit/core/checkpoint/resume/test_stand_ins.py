@@ -50,7 +50,9 @@ def test_changed_frozen_weights_are_reported_at_the_save_and_refused_at_the_load
         in caplog.text
     )
     again, *_ = build_adapted()
-    with pytest.raises(CheckpointError, match=r"1 of 2 are others here, or missing: model/0/base\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"1 of 2 differ from this model's weights or are missing: model/0/base\.weight"
+    ):
         again.resume("latest")
     assert again.resume("run/checkpoints/checkpoint_1").about["num_updates"] == 1
 
