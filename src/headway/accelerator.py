@@ -663,11 +663,11 @@ class Accelerator(RankAware):
         until the next micro-batch begins. Assigning True undoes this.
         """
         windows = self._training_step.windows
-        return windows.is_last and not windows.is_held
+        return windows.is_last and not windows.are_steps_disabled
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        self._training_step.windows.set_due(value)
+        self._training_step.windows.set_steps_enabled(value)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -676,7 +676,7 @@ class Accelerator(RankAware):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, num_steps: int) -> None:
-        self._training_step.windows.set_steps(GradientAccumulationPlugin(num_steps=num_steps).num_steps)
+        self._training_step.windows.set_num_steps(GradientAccumulationPlugin(num_steps=num_steps).num_steps)
 
     @property
     def num_updates(self) -> int:
@@ -691,12 +691,12 @@ class Accelerator(RankAware):
     @property
     def non_finite(self) -> "FiniteGuard | None":
         """Guard that applies the policy `on_non_finite` and counts skipped updates. None without this policy."""
-        return cast("FiniteGuard | None", self._training_step.guard.of_non_finite)
+        return cast("FiniteGuard | None", self._training_step.guard.non_finite_guard)
 
     @property
     def spikes(self) -> "SpikeReport | None":
         """Guard that applies the policy `on_spike` and counts spikes and skipped updates. None without this policy."""
-        return cast("SpikeReport | None", self._training_step.guard.of_spikes)
+        return cast("SpikeReport | None", self._training_step.guard.spike_guard)
 
     # ---------------------------------------------------------------- data and metrics
 

@@ -67,7 +67,7 @@ class OperationTracer(TorchDispatchMode):
         several = len(prepared.models) > 1
         self._names: dict[int, str] = {}
         self._weights: dict[int, str] = {}
-        for number, model in enumerate(prepared.at_rest()):
+        for number, model in enumerate(prepared.reshard_models()):
             label = f"model {number} ({type(model).__name__})" if several else f"the model ({type(model).__name__})"
             for name, each in model.named_modules():
                 self._names.setdefault(id(each), name or label)
@@ -304,7 +304,7 @@ class WindowReplay(OriginSearch):
     def _record_batch(self, loader: PreparedLoader, batch: Any, share: Any) -> None:
         """Record a batch. If no window is unfinished, it begins a new one: save the state, and drop earlier batches."""
         windows = self._windows
-        if windows.are_closed and not windows.is_unfinished and not windows.num_read:
+        if windows.are_closed and not windows.is_unfinished and not windows.num_unused_reads:
             self._kept.clear()
             self._num_fetched.clear()
             self._snapshot.save_state()

@@ -153,7 +153,7 @@ class SpikeGuard(FiniteGuard):
             )
         super().__init__(on_non_finite or "skip", run)
         self.spike_policy, self.has_own_policy = policy, on_non_finite is not None
-        self.of_spikes, self.of_non_finite = self, self if self.has_own_policy else None
+        self.spike_guard, self.non_finite_guard = self, self if self.has_own_policy else None
         self.num_spikes = 0
         self._state = state
         self._norms, self._losses = RecentValues(policy, (), policy.norm_fence), RecentValues(policy)

@@ -72,7 +72,7 @@ def _find_untrained(step: TrainingStep) -> dict[int, torch.nn.Parameter]:
     """
     prepared = step.prepared
     held = {id(p) for each in prepared.optimizers for p in iterate_parameters(each.optimizer)}
-    modules = (module for model in prepared.at_rest() for module in model.modules() if module.training)
+    modules = (module for model in prepared.reshard_models() for module in model.modules() if module.training)
     return {
         id(p): p
         for module in modules

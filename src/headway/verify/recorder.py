@@ -682,7 +682,7 @@ class RunRecorder:
 
     def _list_tensors(self, attribute: str) -> Iterator[tuple[str, Any]]:
         several = len(self._run.prepared.models) > 1
-        for number, model in enumerate(self._run.prepared.at_rest()):
+        for number, model in enumerate(self._run.prepared.reshard_models()):
             for name, tensor in getattr(model, attribute)():
                 if tensor.is_meta:
                     self._has_part = True

@@ -25,24 +25,24 @@ class CountedWindows(AccumulationWindows):
         self.step = 0 if is_end else self.step + 1
         return self.step % self.num_steps == 0
 
-    def begin_lone_window(self) -> AccumulationWindow:
+    def begin_standalone_window(self) -> AccumulationWindow:
         """Return a new accumulation window for a backward outside of a `with accelerator.accumulate()` block.
 
         `optimizer.step()` has an effect in this window only if it would have had one after the previous micro-batch.
         """
-        is_due = self.is_due
-        window = super().begin_lone_window()
-        self.is_held = not is_due
+        is_step_due = self.is_step_due
+        window = super().begin_standalone_window()
+        self.are_steps_disabled = not is_step_due
         return window
 
-    def set_due(self, is_due: bool) -> None:
+    def set_steps_enabled(self, is_enabled: bool) -> None:
         """Set whether `optimizer.step()` and `zero_grad()` take effect until the next micro-batch begins.
 
         If False, both do nothing. Inside a `with accelerator.accumulate()` block, True also makes the current
         micro-batch the last one of the accumulation window.
         """
-        super().set_due(is_due)
-        if is_due and self.is_inside:
+        super().set_steps_enabled(is_enabled)
+        if is_enabled and self.is_inside:
             self.is_last = self.current.is_last = True
 
     def reset(self) -> None:
@@ -201,7 +201,7 @@ class AcceleratedScheduler(_AccelerateAttributes, PreparedScheduler):
         if not self.follows_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
-        is_due = self.gradient_state.sync_gradients if self._step is None else self._step.windows.is_due
+        is_due = self.gradient_state.sync_gradients if self._step is None else self._step.windows.is_step_due
         if not is_due or any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers):
             return
         for _ in range(self.rule.ticks(1)):

@@ -384,7 +384,7 @@ class GradientState:
 
         Also False after a script has assigned False, until the next micro-batch begins.
         """
-        return self._windows.is_due
+        return self._windows.is_step_due
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
@@ -395,7 +395,7 @@ class GradientState:
 
         False remains in effect until True is set or an accumulation window begins.
         """
-        self._windows.set_due(sync_gradients)
+        self._windows.set_steps_enabled(sync_gradients)
 
     @property
     def num_steps(self) -> int:

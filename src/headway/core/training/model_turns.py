@@ -1,8 +1,12 @@
 """Alternating training of several sets of models, such as generator and discriminator, with separate gradients.
 
-A backward inside `accumulate(g)` trains only g. Gradients that it computes for models of other optimizers are dropped.
-Two unfinished accumulation windows can share parameters. The gradients of the window that is not current are then
-removed from these parameters, and kept until the next micro-batch of that window.
+A backward inside `accumulate(generator)` trains only the generator. The gradients that it computes for the discriminator,
+whose parameters another optimizer holds, are dropped. Two unfinished accumulation windows can share parameters, such as
+an encoder that trains in both. The gradients of the window that is not current are then removed from these parameters,
+and kept until the next micro-batch of that window, or until clip, step or zero_grad needs them.
+
+An optimizer refers to parameters, but an accumulation window to models. A parameter identifies a model if no other
+prepared model has it. Parameters that several models share do not identify any.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +20,7 @@ from headway.core.training.prepared.objects import iterate_parameters
 from headway.core.training.run import Run
 from headway.core.training.windows import AccumulationWindow
 
-TWO_TURNS = (
+BACKWARD_AFTER_STEP = (
     "backward() came after step() or zero_grad() in one accumulate() block, whose window has several micro-batches: both wait for "
     "its end, and the gradients of the two losses would be mixed. Give each model a block of its own, `with "
     "accelerator.accumulate(d): ...`, then `with accelerator.accumulate(g): ...` (docs/several_models.md)"
@@ -25,11 +29,11 @@ TWO_TURNS = (
 
 @dataclass(frozen=True)
 class OtherModels:
-    """Models and parameters that do not train in an accumulation window.
+    """Models and parameters that do not train in an accumulation window, because they belong to other optimizers.
 
     Attributes:
-        parameters: Parameters that other optimizers train.
-        models: Models of these parameters.
+        parameters: Parameters that only other optimizers train.
+        models: Prepared models that have such parameters.
     """
 
     parameters: tuple[torch.nn.Parameter, ...] = ()
@@ -40,9 +44,9 @@ _NONE = OtherModels()
 
 
 class ModelTurns:
-    """Bookkeeping of which models train in which accumulation window.
+    """Record of which models train in which accumulation window, for loops that train several sets of models in turns.
 
-    Used by loops that train several sets of models in turns.
+    The training step uses it only if the run has several accumulation windows or several optimizers.
 
     Args:
         run: Run of the Accelerator.
@@ -52,121 +56,136 @@ class ModelTurns:
         self._windows = run.windows
         self._prepared = run.prepared
         self._strategy = run.strategy
-        self._others: dict[frozenset[int], OtherModels] = {}
-        self._models: dict[int, set[int]] = {}
-        self._known: Any = None
+        # Caches, and the counts of prepared objects for which they are valid.
+        self._others: dict[frozenset[int], OtherModels] = {}  # by the IDs of the models that train
+        self._model_ids: dict[int, set[int]] = {}  # by the ID of the optimizer that trains the models
+        self._cached_counts: Any = None
 
     def forget_models(self) -> None:
         """Clear the cached lists of models, and of the parameters that each optimizer trains."""
         self._others = {}
-        self._models = {}
-        self._known = None
+        self._model_ids = {}
+        self._cached_counts = None
 
     # ---------------------------------------------------------------- gradients
 
     @contextmanager
-    def spare_others(self, block: AbstractContextManager[object]) -> Iterator[None]:
-        """Return a context in which backward leaves no gradients in models that another window trains.
+    def protect_other_models(self, block: AbstractContextManager[object]) -> Iterator[None]:
+        """Return a context in which backward does not change the gradients of models that other optimizers train.
 
         Args:
             block: Context manager to enter inside the returned context.
         """
-        others = self.find_others(self._windows.current.models).parameters
-        kept = self._strategy.stash_gradients(others)
+        parameters = self.find_other_models(self._windows.current.models).parameters
+        gradients = self._strategy.stash_gradients(parameters)
         try:
             with block:
                 yield
         finally:
-            self._strategy.restore_gradients(kept)
+            self._strategy.restore_gradients(gradients)
 
-    def put_in_place(self, window: AccumulationWindow) -> None:
+    def restore_window_gradients(self, window: AccumulationWindow) -> None:
         """Restore an accumulation window's gradients in its parameters.
 
         If other unfinished windows have gradients in some of these parameters, those gradients are first removed, and
         stored for their own windows.
         """
-        for other in self._windows.find_waiting(window):
-            away = {key for ids, _ in other.set_aside for key in ids}
-            own = {id(p) for p in self._prepared.list_parameters_of(window)} - away
+        for other in self._windows.find_pending_windows(window):
+            already_stashed = {key for ids, _ in other.stashed_gradients for key in ids}
+            own = {id(p) for p in self._prepared.list_parameters_of(window)} - already_stashed
             shared = [p for p in self._prepared.list_parameters_of(other) if id(p) in own]
             if shared:
-                other.set_aside += ((frozenset(map(id, shared)), self._strategy.stash_gradients(shared)),)
-        for _, kept in window.set_aside:
-            self._strategy.restore_gradients(kept)
-        window.set_aside = ()
+                other.stashed_gradients += ((frozenset(map(id, shared)), self._strategy.stash_gradients(shared)),)
+        for _, gradients in window.stashed_gradients:
+            self._strategy.restore_gradients(gradients)
+        window.stashed_gradients = ()
 
     # ---------------------------------------------------------------- models that train together
 
-    def find_window_of(self, optimizer: torch.optim.Optimizer) -> AccumulationWindow | None:
+    def find_window_of_optimizer(self, optimizer: torch.optim.Optimizer) -> AccumulationWindow | None:
         """Return the accumulation window in which an optimizer's models trained last, or None if there is none.
 
-        Return the current window if no model owns any of the optimizer's parameters exclusively. Gradients that were
-        removed from the window's parameters are restored.
+        Return the current window if no model owns any of the optimizer's parameters exclusively. As a side effect,
+        restore the window's gradients in its parameters, because the caller is about to use them.
+
+        Args:
+            optimizer: torch's own optimizer.
         """
         self._refresh_cache()
-        if id(optimizer) not in self._models:
-            self._models[id(optimizer)] = self.find_models_of(iterate_parameters(optimizer))
-        return self._find_window(self._models[id(optimizer)])
+        if id(optimizer) not in self._model_ids:
+            self._model_ids[id(optimizer)] = self.find_owners(iterate_parameters(optimizer))
+        return self._find_window(self._model_ids[id(optimizer)])
 
-    def find_window_with(self, parameters: Iterable[torch.Tensor]) -> AccumulationWindow | None:
+    def find_window_of_parameters(self, parameters: Iterable[torch.Tensor]) -> AccumulationWindow | None:
         """Return the accumulation window in which the models of these parameters trained last, or None.
 
-        Return the current window if no model owns any of these parameters exclusively. Gradients that were removed
-        from the window's parameters are restored.
+        Return the current window if no model owns any of these parameters exclusively. As a side effect, restore the
+        window's gradients in its parameters, because the caller is about to use them.
         """
-        return self._find_window(self.find_models_of(parameters))
+        return self._find_window(self.find_owners(parameters))
 
-    def _find_window(self, models: set[int]) -> AccumulationWindow | None:
-        window = self._windows.find_latest(models) if models else self._windows.current
+    def _find_window(self, model_ids: set[int]) -> AccumulationWindow | None:
+        window = self._windows.find_latest_window(model_ids) if model_ids else self._windows.current
         if window is not None:
-            self.put_in_place(window)
+            self.restore_window_gradients(window)
         return window
 
-    def find_others(self, models: Sequence[torch.nn.Module]) -> OtherModels:
+    def find_other_models(self, models: Sequence[torch.nn.Module]) -> OtherModels:
         """Return the models and parameters that must get no gradient in an accumulation window of `models`.
 
-        If one optimizer holds parameters of two models, both train together. A parameter shared by several models
-        does not have this effect.
+        If one optimizer holds parameters of two models, both train together, even if `models` contains only one of them.
+        A parameter shared by several models does not have this effect. The result is empty if `models` is empty.
         """
         if not models:
             return _NONE
         self._refresh_cache()
         key = frozenset(map(id, models))
         if key not in self._others:
-            self._others[key] = self._find_others(key)
+            self._others[key] = self._find_other_models(key)
         return self._others[key]
 
     def _refresh_cache(self) -> None:
         """Clear the cached lists if models or optimizers were prepared or released since the lists were computed."""
         prepared = self._prepared
         sizes = [len(group["params"]) for each in prepared.optimizers for group in each.optimizer.param_groups]
-        now = prepared.num_resets, len(prepared.models), sizes
-        if now != self._known:
+        counts = prepared.num_resets, len(prepared.models), sizes
+        if counts != self._cached_counts:
             self.forget_models()
-            self._known = now
+            self._cached_counts = counts
 
-    def find_models_of(self, parameters: Iterable[torch.Tensor]) -> set[int]:
+    def find_owners(self, parameters: Iterable[torch.Tensor]) -> set[int]:
         """Return the IDs of the models that own at least one of these parameters exclusively."""
-        owners: dict[int, list[int]] = {}
-        for model, own in self._prepared.parameters.items():
+        models_with: dict[int, list[int]] = {}
+        for model_id, own in self._prepared.parameters.items():
             for p in own:
-                owners.setdefault(id(p), []).append(model)
-        found = (owners.get(id(p), ()) for p in parameters)
-        return {models[0] for models in found if len(models) == 1}
+                models_with.setdefault(id(p), []).append(model_id)
+        owners = set()
+        for parameter in parameters:
+            model_ids = models_with.get(id(parameter), [])
+            if len(model_ids) == 1:
+                owners.add(model_ids[0])
+        return owners
 
-    def _find_others(self, models: frozenset[int]) -> OtherModels:
-        held = [{id(p): p for p in iterate_parameters(each.optimizer)} for each in self._prepared.optimizers]
-        links = [self.find_models_of(each.values()) for each in held]
-        together, size = set(models), -1
-        while len(together) != size:
-            size = len(together)
-            together.update(*(link for link in links if not together.isdisjoint(link)))
-        own = {id(p) for model in together for p in self._prepared.parameters.get(model, ())}
-        own.update(*(each for each, link in zip(held, links) if not together.isdisjoint(link)))
-        apart = {id(p): p for each, link in zip(held, links) if link for p in each.values() if id(p) not in own}
-        theirs = [
+    def _find_other_models(self, model_ids: frozenset[int]) -> OtherModels:
+        """Compute the result of `find_other_models` for models with these IDs."""
+        trained = [{id(p): p for p in iterate_parameters(each.optimizer)} for each in self._prepared.optimizers]
+        owners = [self.find_owners(parameters.values()) for parameters in trained]  # models of each optimizer
+        # Add the models that share an optimizer with these models, then those that share one with the added models, ...
+        together, previous_size = set(model_ids), -1
+        while len(together) != previous_size:
+            previous_size = len(together)
+            together.update(*(models for models in owners if not together.isdisjoint(models)))
+        own_ids = {id(p) for model_id in together for p in self._prepared.parameters.get(model_id, ())}
+        other_parameters: dict[int, torch.nn.Parameter] = {}
+        for parameters, models in zip(trained, owners):
+            if not together.isdisjoint(models):
+                own_ids.update(parameters)
+            elif models:
+                other_parameters.update(parameters)
+        other_parameters = {key: p for key, p in other_parameters.items() if key not in own_ids}
+        other_models = [
             model
             for model in self._prepared.models
-            if any(id(p) in apart for p in self._prepared.parameters[id(model)])
+            if any(id(p) in other_parameters for p in self._prepared.parameters[id(model)])
         ]
-        return OtherModels(tuple(apart.values()), tuple(theirs))
+        return OtherModels(tuple(other_parameters.values()), tuple(other_models))

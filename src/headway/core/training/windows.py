@@ -1,28 +1,36 @@
 """State of accumulation windows: which micro-batches form an update, their weights, and the progress of training.
 
-The gradient of an update is the gradient of (sum of losses over the window and all data ranks) / (sum of weights).
-Each backward multiplies its loss by weight / nominal. The nominal weight is the window's expected total weight, which
-all ranks agree on in advance. If the actual total differs, gradients are multiplied once by nominal / actual. So fp16
-gradients keep the magnitude of a mean, and gradients are final when the window's last backward returns::
+An accumulation window consists of the micro-batches of one update. Its gradient must be the exact mean over all items
+(such as samples or tokens) of these micro-batches on all ranks. A loss is the mean over the items of one micro-batch on
+one rank, and its weight is the number of these items. So the gradient of an update is::
 
-    open ----> begin_micro_batch: is_last is set; each backward adds weight_i * loss_i / nominal
-      ^             |
-      |             +-- is_last: weights are summed over ranks (while backward runs), gradients *= nominal / actual
-      +-- next -----+             buffers are copied from rank 0; the window is closed: clip, step, zero_grad act
+    sum(weight * gradient of the loss) / total weight          both summed over the window's losses on all ranks
 
-If a window has only one backward, and its actual weight is known without communication, the loss is divided by the
-actual weight. Gradients then need no correction. In a single-process run, they are bitwise identical to those of
-`loss.backward()`.
+The total weight is unknown until the window's last loss. So a *nominal weight*, a prediction of the total weight, is
+used in its place, and the error of the prediction is corrected at the end of the window::
 
-Outside `accumulate`, every backward is a separate window, and the caller can step at any time. Each loss is then
-divided by `gradient_accumulation_steps`, as if it were one of that many equal micro-batches.
+    each backward        loss *= weight / nominal weight
+    end of the window    weights are summed over ranks (while the last backward runs)
+                         gradients *= nominal weight / total weight          (the correction)
+
+Dividing at once, and not only at the end, keeps the magnitude of fp16 gradients at that of a mean. The prediction is the
+total weight of the last full window. In the first window, it is the weight of the first micro-batch on all ranks times
+the number of micro-batches per update. If a window has only one backward, and its total weight is known without
+communication, it is used as nominal weight. Gradients then need no correction. In a single-process run, they are
+bitwise identical to those of `loss.backward()`. `LossPolicy` computes both factors, and `step.py` applies them.
+
+When the last backward of a window has returned, the window is closed: its gradients are final, and clip, step and
+zero_grad take effect. The next micro-batch opens the next window.
+
+A backward outside `accumulate` is called a standalone backward. It is a window of its own, because the caller can step
+after any of them. If the run accumulates gradients, its loss is divided by `gradient_accumulation_steps`, as if it were
+one of that many equal micro-batches.
 
 `begin_micro_batch` finds the window of a micro-batch. The window is `current` until the next micro-batch begins, and
 backward, clip, step and zero_grad read its fields. The fields are plain attributes, because they are read several times
 per micro-batch.
 
-The policies at the end of this file define how losses are divided, and `step.py` applies them. `snapshot` and `restore`
-define which state is restored when a batch is run again.
+`snapshot` and `restore` define which state is restored when a batch is run again, because memory ran out.
 """
 
 from collections import Counter
@@ -73,8 +81,10 @@ class BatchPiece:
         return self.num_rows / self.total_rows
 
 
-WHOLE = BatchPiece(0, 1, 1, True)
-"""Value of `AccumulationWindows.piece` while a batch is not split, and only its loader, if any, counts its rows."""
+UNSPLIT = BatchPiece(0, 1, 1, True)
+"""Value of `AccumulationWindows.piece` if the batch is not split, and its number of rows is unknown or counted by its
+loader.
+"""
 
 
 class LossWeight(NamedTuple):
@@ -93,54 +103,61 @@ class LossWeight(NamedTuple):
 class AccumulationWindow:
     """Accumulation window: the state of the micro-batches of one update, for one set of models.
 
-    "Weight" means the weight of a loss, such as its number of rows or tokens.
+    One object serves all windows of a set of models, one after another, because `open` resets it. The fields are
+    grouped: position, progress, loss weights (such as numbers of rows or tokens), and special cases.
 
     Attributes:
         models: Models that train in this window. Empty for a backward outside `accumulate`.
         number: Number of the window in the run, from 1. 0 until the first window is opened.
         num_done: Number of micro-batches begun. The parts of a split batch count as one.
+        batch: Number of the batch to which the latest micro-batch belongs, from 1. 0 without automatic micro-batching.
         is_first: Whether this is the first window of its models since the run was started or resumed. Only such windows
             are checked for mistakes in the training loop.
         is_last: Whether the current micro-batch closes the window.
+        has_gradient: Whether a backward of the window has run.
         is_closed: Whether the backward of its last micro-batch has returned, so that gradients are final. Also True
             before the window is opened, and after an error in it.
-        is_empty: Whether it closed with a total weight of zero or after an error, so that no update follows.
-        nominal: Weight by which each backward of the window divides its loss. None while it is unknown.
-        next_nominal: Actual weight of the last full window, which becomes `nominal` in the next one.
+        is_discarded: Whether it closed with a total weight of zero or after an error, so that no update follows.
+        is_applied: Whether an optimizer's step() came after the window closed, even if the guard refused the update or
+            fp16 skipped it. Also True after zero_grad() has dropped the gradients of a closed window.
+        nominal_weight: Weight by which each backward of the window divides its loss. None while it is unknown.
+        next_nominal_weight: Total weight of the last full window, which becomes `nominal_weight` in the next one. None
+            before a full window has closed.
         local_weight: Sum of this rank's weights so far.
         global_weight: Sum of all ranks' weights so far. None if only a collective can provide it.
         micro_weight: Weight of the current micro-batch's loss. None before the micro-batch's first loss.
-        has_gradient: Whether a backward of the window has run.
-        is_applied: Whether an optimizer made its step, or fp16 skipped it.
-        batch: Number of the batch to which the latest micro-batch belongs. 0 without automatic micro-batching.
-        is_by_hand: Whether this is a single backward outside `accumulate`, one of several that the script combines into
-            an update.
-        was_left: Whether the previous window ended without an optimizer step, and its gradients were not dropped.
+        is_standalone_fraction: Whether this is a backward outside `accumulate` in a run that accumulates gradients. The
+            script then combines several of them into an update.
+        has_leftover_gradients: Whether the previous window of these models ended without an optimizer step, and its
+            gradients were not dropped.
         was_step_called_early: Whether step() or zero_grad() was called between a backward and the end of the
             micro-batch, where it had no effect.
-        set_aside: Pairs of (parameter IDs, gradients). These gradients are detached from their parameters while another
-            window trains the same parameters.
+        stashed_gradients: Pairs of (parameter IDs, gradients). These gradients are detached from their parameters while
+            another window trains the same parameters.
     """
 
     models: tuple[torch.nn.Module, ...] = ()
     number: int = 0
     num_done: int = 0
+    batch: int = 0
+
     is_first: bool = False
     is_last: bool = False
+    has_gradient: bool = False
     is_closed: bool = True
-    is_empty: bool = False
-    nominal: float | None = None
-    next_nominal: float | None = None
+    is_discarded: bool = False
+    is_applied: bool = False
+
+    nominal_weight: float | None = None
+    next_nominal_weight: float | None = None
     local_weight: float = 0.0
     global_weight: float | None = 0.0
     micro_weight: LossWeight | None = None
-    has_gradient: bool = False
-    is_applied: bool = False
-    batch: int = 0
-    is_by_hand: bool = False
-    was_left: bool = False
+
+    is_standalone_fraction: bool = False
+    has_leftover_gradients: bool = False
     was_step_called_early: bool = False
-    set_aside: tuple[tuple[frozenset[int], Any], ...] = ()
+    stashed_gradients: tuple[tuple[frozenset[int], Any], ...] = ()
 
     def open(self, number: int) -> None:
         """Reset this object for the next accumulation window of its models.
@@ -152,38 +169,38 @@ class AccumulationWindow:
         """
         self.is_first = not self.number
         self.number = number
-        self.was_left = not self.is_applied and self.is_waiting
+        self.has_leftover_gradients = not self.is_applied and self.has_pending_gradients
         self.num_done = 0
         self.is_closed = False
-        self.is_empty = False
+        self.is_discarded = False
         self.has_gradient = False
         self.is_applied = False
-        self.set_aside = ()
-        self.nominal = self.next_nominal
+        self.stashed_gradients = ()
+        self.nominal_weight = self.next_nominal_weight
         self.local_weight = 0.0
         self.global_weight = 0.0
 
     @property
-    def is_waiting(self) -> bool:
+    def has_pending_gradients(self) -> bool:
         """Whether the window has gradients on which no optimizer has stepped, and which were not dropped."""
-        return self.has_gradient and not (self.is_applied or self.is_empty)
+        return self.has_gradient and not (self.is_applied or self.is_discarded)
 
-    def close(self, total: float) -> None:
+    def close(self, total_weight: float) -> None:
         """Mark the accumulation window as closed, because its gradients are final. An optimizer may then step on them.
 
         Args:
-            total: Sum of the loss weights of the window's micro-batches over all ranks, such as a number of rows or
-                tokens. If it is 0, no update follows.
+            total_weight: Sum of the loss weights of the window's micro-batches over all ranks, such as a number of rows
+                or tokens. If it is 0, no update follows.
         """
         self.is_closed = True
-        self.is_empty = total == 0
+        self.is_discarded = total_weight == 0
 
     def close_after_error(self) -> None:
         """Close the accumulation window after an error, so that its gradients are not used.
 
         The next micro-batch starts a new window.
         """
-        self.is_closed = self.is_empty = True
+        self.is_closed = self.is_discarded = True
 
 
 class AccumulationWindows:
@@ -194,44 +211,46 @@ class AccumulationWindows:
         events: Loader events, and the loaders that are being iterated.
         sync_with_loader: Whether a loader's last batch closes the window.
         sync_each: Whether to reduce gradients at every micro-batch.
-        elsewhere: Function that returns another Accelerator's current loader, used if no loader of this run is being
-            iterated. By default it returns None.
+        find_other_loader: Function that returns another Accelerator's current loader, used if no loader of this run is
+            being iterated. By default it returns None.
         clips_partial_gradients: Whether clipping also changes the partial gradients of an unfinished window. Default:
             False.
 
     Attributes:
         active: Loaders that are being iterated, innermost last.
         current: Window of the latest micro-batch.
-        are_several: Whether different sets of models have separate windows.
+        has_several_windows: Whether different sets of models have separate windows.
         is_last: Whether the latest micro-batch ends its window.
         num_windows: Number of windows begun so far. After a resume, it continues from the number of updates made.
-        piece: Part of a split batch that is being processed, or `WHOLE`.
-        trained_on: Loaders that were being iterated when a micro-batch began. Of nested loaders, only the innermost.
+        piece: Part of a split batch that is being processed, or `UNSPLIT`.
+        trained_on: Loaders whose batches were trained on, in order of first use. Of nested loaders, only the innermost.
         read_in_training: All loaders that were being iterated when a micro-batch began, such as both of
-            `zip(one, other)`.
+            `zip(one, other)`, in order of first use.
         is_inside: Whether the script is inside a `with accelerator.accumulate()` block.
-        is_held: Whether step() and zero_grad() have no effect before the next micro-batch, as set by `set_due`.
-        restarted: Functions to call when all windows are dropped, such as when the run continues from a loaded state.
+        are_steps_disabled: Whether step() and zero_grad() have no effect before the next micro-batch, as set by
+            `set_steps_enabled`.
+        restart_listeners: Functions to call when all windows are dropped, such as when the run continues from a loaded
+            state.
     """
 
     NOT_ROLLED_BACK: ClassVar[frozenset[str]] = frozenset(
         (
-            # settings
+            # Settings.
             "num_steps",
             "sync_with_loader",
             "sync_each",
             "clips_partial_gradients",
-            # state of the surrounding loop, and the listeners
+            # State of the loop around the batch, which does not repeat what it did before, and the listeners.
             "active",
-            "_in_hand",
+            "_unused_reads",
             "trained_on",
             "read_in_training",
-            "restarted",
-            "_elsewhere",
-            # state of the block, which a replay leaves and enters again
+            "restart_listeners",
+            "_find_other_loader",
+            # State of the `accumulate` block, which a replay leaves and enters again.
             "piece",
             "is_inside",
-            "is_held",
+            "are_steps_disabled",
         )
     )
     """Names of attributes that `snapshot` leaves out. `restore` resets all other attributes when a batch is run
@@ -244,7 +263,7 @@ class AccumulationWindows:
         events: LoaderEvents,
         sync_with_loader: bool = True,
         sync_each: bool = False,
-        elsewhere: Callable[[], PreparedLoader | None] = lambda: None,
+        find_other_loader: Callable[[], PreparedLoader | None] = lambda: None,
         *,
         clips_partial_gradients: bool = False,
     ) -> None:
@@ -253,21 +272,23 @@ class AccumulationWindows:
         self.sync_each = sync_each
         self.clips_partial_gradients = clips_partial_gradients
         self.active = events.active
-        self._in_hand = events.in_hand
-        self.restarted: list[Callable[[], None]] = []
+        self._unused_reads = events.in_hand  # the loader of each batch that was read since the last micro-batch began
+        self.restart_listeners: list[Callable[[], None]] = []
         self.current = AccumulationWindow()
-        self.are_several = False
+        self.has_several_windows = False
         self.is_last = True
         self.num_windows = 0
-        self.piece = WHOLE
+        self.piece = UNSPLIT
         self.trained_on: list[PreparedLoader] = []
         self.read_in_training: list[PreparedLoader] = []
         self.is_inside = False
-        self.is_held = False
-        self._elsewhere = elsewhere
-        self._num_ahead = 0
+        self.are_steps_disabled = False
+        self._find_other_loader = find_other_loader
+        self._num_read_ahead = 0
+        # A round is the training on batches that were read together, before the first of them was used.
         self._num_in_round = 0
-        self._is_round_saved = False
+        self._was_saved_in_round = False
+        # By the IDs of the models that train together, in order of last use.
         self._by_models: dict[tuple[int, ...], AccumulationWindow] = {}
 
     # ---------------------------------------------------------------- changes
@@ -285,47 +306,51 @@ class AccumulationWindows:
         window = self._by_models.get(key)
         if window is None:
             window = self._by_models[key] = AccumulationWindow(tuple(models))
-            self.are_several = len(self._by_models) > 1
+            self.has_several_windows = len(self._by_models) > 1
         elif window is not self.current:
-            self._by_models[key] = self._by_models.pop(key)  # keep the dict in order of use, latest last
+            self._by_models[key] = self._by_models.pop(key)  # `find_latest_window` relies on the order of last use
         # If the last micro-batch of a window never ran backward (the loop skipped it), the window continues until one
         # does.
         opened_with_none_unfinished = window.is_closed
         if opened_with_none_unfinished:
             self.num_windows += 1
             window.open(self.num_windows)
-            opened_with_none_unfinished = not self.are_several or self._are_closed(but=window)
+            opened_with_none_unfinished = not self.has_several_windows or self._are_closed(excluded=window)
         piece = self.piece
         if not piece.batch or window.batch != piece.batch:
             window.num_done += 1
             window.batch = piece.batch
         window.micro_weight = None
         window.was_step_called_early = False
-        is_end = self._note_batch(window)
+        is_end = self._record_batch(window)
         self.is_last = window.is_last = self._is_complete(window, is_end) and piece.is_last
         self.current = window
         self.is_inside = True
-        self.is_held = False
+        self.are_steps_disabled = False
         return opened_with_none_unfinished
 
-    def _note_batch(self, window: AccumulationWindow) -> bool:
-        """Record which loader the micro-batch is from. Warn of batches read ahead, and of a save between them.
+    def _record_batch(self, window: AccumulationWindow) -> bool:
+        """Record which loader the micro-batch's batch is from.
+
+        Warn if the loop reads several batches before it uses the first of them, and if a checkpoint was saved between
+        updates on such batches.
 
         Returns:
             Whether this is the loader's last batch and `sync_with_loader` is set, so that the batch ends the window.
         """
         active = self.active
-        loader = active[-1] if active else self._elsewhere()
+        # The same as the property `loader`, which would be one more call for each micro-batch.
+        loader = active[-1] if active else self._find_other_loader()
         if active and (len(active) > 1 or loader not in self.trained_on):
-            self._note_loaders()
-        num_read = 1 if loader is None else self._in_hand.count(loader)
-        if num_read > 1 or self._num_ahead:
-            self._note_reading(window, num_read)
-        if self._in_hand:
-            self._num_in_round = len(self._in_hand)
-            self._is_round_saved = False
-            self._in_hand.clear()
-        elif self._is_round_saved and window.num_done == 1:
+            self._record_loaders()
+        num_reads = 1 if loader is None else self._unused_reads.count(loader)
+        if num_reads > 1 or self._num_read_ahead:
+            self._record_reads(window, num_reads)
+        if self._unused_reads:
+            self._num_in_round = len(self._unused_reads)
+            self._was_saved_in_round = False
+            self._unused_reads.clear()
+        elif self._was_saved_in_round and window.num_done == 1:
             log.warning_once(_SAVED_IN_ROUND, self._num_in_round)
         return self.sync_with_loader and loader is not None and loader.pass_position.share.is_last
 
@@ -338,41 +363,44 @@ class AccumulationWindows:
         """
         return is_end or window.num_done >= self.num_steps
 
-    def _note_reading(self, window: AccumulationWindow, num_read: int) -> None:
+    def _record_reads(self, window: AccumulationWindow, num_reads: int) -> None:
         """Record how many batches were read ahead. Warn if a later micro-batch of the window uses one of them.
 
         Args:
             window: Window of the micro-batch.
-            num_read: Number of batches that were read since the last micro-batch.
+            num_reads: Number of batches that were read from the micro-batch's loader since the last micro-batch.
         """
-        if num_read:
-            self._num_ahead = num_read - 1
-        elif self._num_ahead and window is self.current and window.num_done > 1:
-            log.warning_once(_READ_AHEAD, self._num_ahead + 1)
+        if num_reads:
+            self._num_read_ahead = num_reads - 1
+        elif self._num_read_ahead and window is self.current and window.num_done > 1:
+            log.warning_once(_READ_AHEAD, self._num_read_ahead + 1)
 
-    def note_save(self) -> None:
+    def record_save(self) -> None:
         """Record a save. If batches that were read together are trained on before and after it, a warning follows.
 
         A save inside an accumulation window needs no warning, because the resumed run starts that window again and
         reads its batches again.
         """
-        self._is_round_saved = self._num_in_round > 1 and bool(self.active) and not self.is_unfinished
+        self._was_saved_in_round = self._num_in_round > 1 and bool(self.active) and not self.is_unfinished
 
-    def begin_lone_window(self) -> AccumulationWindow:
-        """Begin and return a separate accumulation window for a backward outside of any `accumulate` block."""
+    def begin_standalone_window(self) -> AccumulationWindow:
+        """Begin and return the accumulation window of a standalone backward, which is outside any `accumulate` block.
+
+        The window becomes `current`. It has no models, and this backward is its only one.
+        """
         self.num_windows += 1
-        self._in_hand.clear()
-        self._note_loaders()
+        self._unused_reads.clear()
+        self._record_loaders()
         self.is_last = True
         self.current = AccumulationWindow(
-            number=self.num_windows, num_done=1, is_last=True, is_by_hand=self.num_steps > 1
+            number=self.num_windows, num_done=1, is_last=True, is_standalone_fraction=self.num_steps > 1
         )
         return self.current
 
-    def leave_block(self) -> None:
+    def end_block(self) -> None:
         """Record that the loop has left the `with accelerator.accumulate()` block of the current micro-batch.
 
-        A backward that follows is then treated as one outside any micro-batch.
+        A backward that follows is a standalone backward.
         """
         self.is_inside = False
 
@@ -384,18 +412,18 @@ class AccumulationWindows:
         """Record that the `accumulate` block of the current part of a batch has ended early, and will be run again."""
         self.is_inside = self.is_last = False
 
-    def set_due(self, is_due: bool) -> None:
-        """Set whether calls to step() and zero_grad() have an effect until the next micro-batch begins.
+    def set_steps_enabled(self, is_enabled: bool) -> None:
+        """Set whether calls to step() and zero_grad() can take effect before the next micro-batch begins.
 
-        This method is for loops that define accumulation windows themselves.
+        This method is for loops that define accumulation windows themselves. The next micro-batch enables them again.
         """
-        self.is_held = not is_due
+        self.are_steps_disabled = not is_enabled
 
-    def set_steps(self, num_steps: int) -> None:
+    def set_num_steps(self, num_steps: int) -> None:
         """Set the number of micro-batches per update from now on."""
         self.num_steps = num_steps
 
-    def _note_loaders(self) -> None:
+    def _record_loaders(self) -> None:
         """Record all loaders that are being iterated as used in training."""
         if self.active and self.active[-1] not in self.trained_on:
             self.trained_on.append(self.active[-1])
@@ -409,54 +437,59 @@ class AccumulationWindows:
     def loader(self) -> PreparedLoader | None:
         """Innermost loader that is being iterated, or None.
 
-        If none of this run's loaders is being iterated, it is the loader that `elsewhere` returns, if any.
+        If none of this run's loaders is being iterated, it is the loader that `find_other_loader` returns, if any.
         """
-        return self.active[-1] if self.active else self._elsewhere()
+        return self.active[-1] if self.active else self._find_other_loader()
 
     @property
-    def num_read(self) -> int:
+    def num_unused_reads(self) -> int:
         """Largest number of batches that any single loader has returned since the last micro-batch began."""
-        return max(Counter(map(id, self._in_hand)).values(), default=0)
+        return max(Counter(map(id, self._unused_reads)).values(), default=0)
 
-    def find_latest(self, models: Container[int]) -> AccumulationWindow | None:
+    def find_latest_window(self, model_ids: Container[int]) -> AccumulationWindow | None:
         """Return the latest accumulation window that trained one of these models, or None.
 
-        A window that was only prepared for the first micro-batch of a resumed run is skipped, because it has trained
-        nothing yet.
+        A window that `resume` created is skipped until its first micro-batch, because it has trained nothing yet.
 
         Args:
-            models: `id` of each model. If the current window has no models, as for a backward outside `accumulate`, it
-                is returned whatever `models` contains.
+            model_ids: `id` of each model. If the current window has no models, as for a backward outside `accumulate`,
+                it is returned whatever `model_ids` contains.
         """
         if not self.current.models:
             return self.current
-        opened = (window for window in reversed(self._by_models.values()) if window.number)
-        return next((window for window in opened if any(id(model) in models for model in window.models)), None)
+        for window in reversed(self._by_models.values()):
+            if window.number and any(id(model) in model_ids for model in window.models):
+                return window
+        return None
 
     @property
-    def is_final(self) -> bool:
+    def are_gradients_final(self) -> bool:
         """Whether the current accumulation window's gradients are final, so that clipping and step() take effect."""
         return self.can_step(self.current)
 
     def can_step(self, window: AccumulationWindow) -> bool:
-        """Whether an accumulation window's gradients are final, and `set_due` has not disabled optimizer steps."""
-        return window.is_closed and not self.is_held
+        """Whether an accumulation window's gradients are final, and `set_steps_enabled` has not disabled optimizer steps."""
+        return window.is_closed and not self.are_steps_disabled
 
     @property
-    def is_due(self) -> bool:
-        """Whether the current micro-batch ends its window, and `set_due` has not disabled optimizer steps."""
-        return self.is_last and not self.is_held
+    def is_step_due(self) -> bool:
+        """Whether the current micro-batch ends its window, and `set_steps_enabled` has not disabled optimizer steps."""
+        return self.is_last and not self.are_steps_disabled
 
     @property
-    def is_partial(self) -> bool:
-        """Whether gradients cover only part of an accumulation window that is still being computed."""
+    def has_partial_gradients(self) -> bool:
+        """Whether gradients cover only part of the current accumulation window, which more micro-batches will complete.
+
+        False for an unfinished window that the loop has left: it is outside any `accumulate` block, and no loader is
+        being iterated.
+        """
         window = self.current
         return window.has_gradient and not window.is_closed and (self.is_inside or bool(self.active))
 
     @property
-    def is_in_hand(self) -> bool:
+    def are_read_batches_used(self) -> bool:
         """Whether a loader is being iterated, and no batch has been read since the latest micro-batch began."""
-        return bool(self.active) and not self._in_hand
+        return bool(self.active) and not self._unused_reads
 
     @property
     def is_unfinished(self) -> bool:
@@ -465,13 +498,13 @@ class AccumulationWindows:
         A window that closed with a loss weight of 0 or after an error counts as finished, because no update follows.
         """
         window = self.current
-        return window.num_done > 0 and not (window.is_applied or (window.is_closed and window.is_empty))
+        return window.num_done > 0 and not (window.is_applied or (window.is_closed and window.is_discarded))
 
     @property
-    def is_cut(self) -> bool:
-        """Whether the current micro-batch is a piece that automatic micro-batching has made of a batch.
+    def is_in_splittable_batch(self) -> bool:
+        """Whether the current micro-batch belongs to a batch that automatic micro-batching may split.
 
-        The piece can also be the whole batch, if all of it fits into memory.
+        If all of the batch fits into memory, it runs as one micro-batch, and the result is True, too.
         """
         return self.piece.batch > 0
 
@@ -480,19 +513,19 @@ class AccumulationWindows:
         """Whether all accumulation windows are closed, so that no gradients are partial."""
         return self._are_closed(None)
 
-    def _are_closed(self, but: AccumulationWindow | None) -> bool:
-        return all(window.is_closed or window is but for window in self._by_models.values())
+    def _are_closed(self, excluded: AccumulationWindow | None) -> bool:
+        return all(window.is_closed or window is excluded for window in self._by_models.values())
 
-    def find_waiting(self, window: AccumulationWindow) -> list[AccumulationWindow]:
-        """Return the other accumulation windows that have gradients on which no optimizer has stepped yet.
+    def find_pending_windows(self, excluded: AccumulationWindow) -> list[AccumulationWindow]:
+        """Return the accumulation windows that have gradients on which no optimizer has stepped yet.
 
         Args:
-            window: Window that is left out of the result.
+            excluded: Window that is left out of the result.
         """
-        if not self.are_several:
+        if not self.has_several_windows:
             return []
-        others = (other for other in self._by_models.values() if other is not window)
-        return [other for other in others if other.is_waiting]
+        others = (window for window in self._by_models.values() if window is not excluded)
+        return [window for window in others if window.has_pending_gradients]
 
     # ---------------------------------------------------------------- resume and replay
 
@@ -506,11 +539,11 @@ class AccumulationWindows:
             A pair (indices of the models, weight) for each set of models that share an accumulation window. Sets that
                 have not completed a full window yet are left out.
         """
-        numbers = {id(model): number for number, model in enumerate(models)}
+        indices = {id(model): index for index, model in enumerate(models)}
         return [
-            ([numbers[key] for key in keys if key in numbers], window.next_nominal)
-            for keys, window in self._by_models.items()
-            if window.next_nominal is not None
+            ([indices[key] for key in model_ids if key in indices], window.next_nominal_weight)
+            for model_ids, window in self._by_models.items()
+            if window.next_nominal_weight is not None
         ]
 
     def resume(
@@ -530,42 +563,45 @@ class AccumulationWindows:
         """
         self._start_over()
         self.num_windows = num_updates
-        for numbers, weight in nominal_weights:
-            chosen = tuple(models[number] for number in numbers)
-            self._by_models[tuple(map(id, chosen))] = AccumulationWindow(chosen, next_nominal=weight)
-        self.are_several = len(self._by_models) > 1
+        for indices, weight in nominal_weights:
+            window_models = tuple(models[index] for index in indices)
+            self._by_models[tuple(map(id, window_models))] = AccumulationWindow(
+                window_models, next_nominal_weight=weight
+            )
+        self.has_several_windows = len(self._by_models) > 1
 
     def reset(self) -> None:
-        """Drop all accumulation windows and the current piece of a batch, and call the functions in `restarted`."""
+        """Drop all accumulation windows and the current piece of a batch, and call the functions in `restart_listeners`."""
         self._start_over()
-        self.piece = WHOLE
+        self.piece = UNSPLIT
 
     def _start_over(self) -> None:
         self._by_models.clear()
         self.trained_on.clear()
         self.read_in_training.clear()
         self.current = AccumulationWindow()
-        self.are_several = False
+        self.has_several_windows = False
         self.is_last = True
         self.is_inside = False
-        for listener in self.restarted:
+        for listener in self.restart_listeners:
             listener()
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state that `restore` needs to undo a batch: all attributes except those in `NOT_ROLLED_BACK`."""
-        kept = {name: value for name, value in vars(self).items() if name not in self.NOT_ROLLED_BACK}
-        kept["_by_models"] = {key: (window, replace(window)) for key, window in self._by_models.items()}
-        return kept
+        state = {name: value for name, value in vars(self).items() if name not in self.NOT_ROLLED_BACK}
+        # Other objects refer to the windows, so `restore` writes the copies' values back into the windows themselves.
+        state["_by_models"] = {key: (window, replace(window)) for key, window in self._by_models.items()}
+        return state
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Restore the state from a snapshot, and drop the accumulation windows that have begun since.
+        """Restore the state from a snapshot, and drop the accumulation windows of models that had none before.
 
         A snapshot can be restored several times.
         """
         vars(self).update(snapshot)
         self._by_models = {}
-        for key, (window, saved) in snapshot["_by_models"].items():
-            vars(window).update(vars(saved))
+        for key, (window, copy) in snapshot["_by_models"].items():
+            vars(window).update(vars(copy))
             self._by_models[key] = window
 
     def restore_weights(self, snapshot: dict[str, Any]) -> None:
@@ -574,8 +610,8 @@ class AccumulationWindows:
         Args:
             snapshot: Return value of `snapshot()`.
         """
-        for window, saved in snapshot["_by_models"].values():
-            window.next_nominal = saved.next_nominal
+        for window, copy in snapshot["_by_models"].values():
+            window.next_nominal_weight = copy.next_nominal_weight
 
 
 @dataclass
@@ -590,6 +626,7 @@ class UpdateClock:
 
     num_updates: int = 0
     num_skipped: int = 0
+    # Numbers of the accumulation windows that were counted last; -1: none.
     _last_window: int = -1
     _last_skipped: int = -1
 
@@ -644,25 +681,25 @@ class LossPolicy:
         """
         return type(self) is LossPolicy
 
-    def factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
+    def factor(self, weight: float, nominal_weight: float, divisor: int, num_steps: int) -> float:
         """Return the factor by which a backward multiplies its mean loss.
 
         Args:
             weight: Weight of the loss, such as its number of rows or tokens.
-            nominal: Divisor of the losses: the assumed total weight of the window.
-            divisor: Number by which DDP or another engine itself divides gradients.
+            nominal_weight: Predicted total weight of the window, by which each of its backwards divides its loss.
+            divisor: Number by which DDP or another engine itself divides gradients. The factor undoes this division.
             num_steps: Micro-batches per update.
         """
-        return weight * divisor / nominal
+        return weight * divisor / nominal_weight
 
-    def correction(self, nominal: float, actual: float) -> float:
+    def correction(self, nominal_weight: float, total_weight: float) -> float:
         """Return the factor by which gradients are multiplied when an accumulation window closes.
 
         Args:
-            nominal: Weight by which the backwards of the window divided their losses.
-            actual: Sum of the weights of the window's micro-batches over all ranks.
+            nominal_weight: Predicted total weight, by which the backwards of the window divided their losses.
+            total_weight: Sum of the weights of the window's micro-batches over all ranks.
         """
-        return nominal / actual
+        return nominal_weight / total_weight
 
 
 class ConstantDivision(LossPolicy):
@@ -671,10 +708,10 @@ class ConstantDivision(LossPolicy):
     The number of items that a loss covers has no effect.
     """
 
-    def factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
+    def factor(self, weight: float, nominal_weight: float, divisor: int, num_steps: int) -> float:
         """Return 1 / `num_steps`."""
         return 1 / num_steps
 
-    def correction(self, nominal: float, actual: float) -> float:
+    def correction(self, nominal_weight: float, total_weight: float) -> float:
         """Return 1, because gradients need no correction."""
         return 1.0

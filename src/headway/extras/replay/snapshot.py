@@ -447,7 +447,7 @@ class RewindCopies:
         When a training loader begins a new pass, drop the copies of earlier passes first.
         """
         windows = self.run.windows
-        if windows.is_unfinished or windows.num_read:
+        if windows.is_unfinished or windows.num_unused_reads:
             return
         if not windows.trained_on or any(each.seed == loader.seed for each in windows.trained_on):
             now = loader.seed, loader.num_passes

@@ -11,7 +11,7 @@ from headway.core.strategies.base import Strategy
 from headway.core.training.run import Run
 from headway.core.training.step import MicroBatch, StepGuard, TrainingStep
 from headway.core.training.task import BatchTask, Weigher
-from headway.core.training.windows import WHOLE, AccumulationWindow, BatchPiece, LossPolicy, LossWeight
+from headway.core.training.windows import UNSPLIT, AccumulationWindow, BatchPiece, LossPolicy, LossWeight
 from headway.errors import StateError
 from headway.extras.replay.piece_size import AllocatorPressure, PieceSize
 from headway.extras.replay.rounds import Rounds
@@ -44,7 +44,7 @@ class PieceBlock(MicroBatch):
                 this batch trains other models.
         """
         windows = self._step.windows
-        if not windows.is_cut:
+        if not windows.is_in_splittable_batch:
             raise StateError(_NO_PIECE)
         if windows.current.batch == windows.piece.batch and windows.current.models != tuple(self._models):
             raise StateError(_IN_TURN)
@@ -110,19 +110,19 @@ class PieceStep(TrainingStep):
         # A filler piece has the total of a real one, but a local weight of zero.
         return found if self.windows.piece.num_rows else LossWeight(0.0, found.over_ranks)
 
-    def _backward_inside(
+    def _run_block_backward(
         self, window: AccumulationWindow, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any
     ) -> None:
         transaction = self.transaction
         local = self.weigh_micro_batch(window, weight)
-        if window.nominal is None:
-            window.nominal = self._estimate_nominal(window)
+        if window.nominal_weight is None:
+            window.nominal_weight = self._estimate_nominal(window)
         parameters = [p for p in self.prepared.list_parameters_of(window) if p.requires_grad]
         # A further loss of the last piece: gradients already reduced must not be reduced again.
         reduced = transaction.set_gradients_aside(parameters) if window.is_closed else []
         if window.is_closed:
             self.strategy.expect_backward(window.models)
-        self.run_backward(window, loss, local, window.nominal or 1.0, reduction, **kwargs)
+        self.run_backward(window, loss, local, window.nominal_weight or 1.0, reduction, **kwargs)
         if window.is_last:
             total, has_gaps = transaction.vote_on_gradients(window.local_weight, parameters)
             if window.is_closed:
@@ -153,7 +153,7 @@ class PieceStep(TrainingStep):
         total /= self.windows.piece.share
         return total * self.windows.num_steps if total > 0 else None
 
-    def _backward_outside(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
+    def _run_standalone_backward(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
         raise StateError(_NO_PIECE)
 
     # ---------------------------------------------------------------- final gradients
@@ -186,7 +186,7 @@ class PieceStep(TrainingStep):
         """
 
         def attempt_step() -> Callable[[], bool]:
-            is_permitted = self.guard.can_update(self.find_window_of(optimizer) or self.windows.current)
+            is_permitted = self.guard.can_update(self.find_window_of_optimizer(optimizer) or self.windows.current)
             return lambda: is_permitted and strategy.step_optimizer(optimizer, self.precision, None)
 
         for check in self.hooks.before_update:
@@ -205,15 +205,15 @@ class PieceStep(TrainingStep):
         self.transaction.forget_gradients(optimizer)
         super().clear_gradients(optimizer, set_to_none)
 
-    def tick_scheduler(self, call: Callable[[], None]) -> None:
+    def tick_scheduler(self, step_scheduler: Callable[[], None]) -> None:
         """Defer a scheduler's step until the batch is committed, so that it steps once per batch.
 
         For a batch that was split, the loop calls this method once per micro-batch.
 
         Args:
-            call: Function that steps the scheduler.
+            step_scheduler: Function that steps the scheduler.
         """
-        self.transaction.tick_scheduler(call, self.windows.piece.is_last)
+        self.transaction.tick_scheduler(step_scheduler, self.windows.piece.is_last)
 
     @property
     def pieces(self) -> PieceSize:
@@ -263,7 +263,7 @@ class PieceStep(TrainingStep):
         Raises:
             StateError: If a micro-batch is being processed.
         """
-        if self.windows.is_cut:
+        if self.windows.is_in_splittable_batch:
             raise StateError(
                 f"{name} inside a piece of accelerator.microbatches (or of forward_backward): pieces are not split again; "
                 "smaller ones follow automatically if memory runs out. Call accelerator.backward on the piece"
@@ -272,11 +272,11 @@ class PieceStep(TrainingStep):
     def _leave_batch(self) -> None:
         self._clear_piece()
         window = self.windows.current
-        self.transaction.abandon_batch(is_window_dropped=window.is_closed and window.is_empty)
+        self.transaction.abandon_batch(is_window_dropped=window.is_closed and window.is_discarded)
 
     def _clear_piece(self) -> None:
         """Record that no micro-batch of a batch is being processed."""
-        self.windows.set_piece(WHOLE)
+        self.windows.set_piece(UNSPLIT)
         self.transaction.set_piece(None, 0)
 
     def _iterate_pieces(self, batch: Tree) -> Iterator[Tree]:
@@ -360,7 +360,7 @@ class PieceStep(TrainingStep):
             task.start_over()
             for piece in self._iterate_pieces(task.batch):
                 self.run_task(task, piece)
-            if not transaction.must_replay and self.windows.is_final:
+            if not transaction.must_replay and self.windows.are_gradients_final:
                 transaction.mark_gradients()
                 break
             # A batch that does not end its window is committed at once.

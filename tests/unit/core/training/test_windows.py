@@ -5,7 +5,7 @@ import torch
 from headway import Accelerator
 from headway.core.data.loader import LoaderEvents
 from headway.core.training.windows import (
-    WHOLE,
+    UNSPLIT,
     AccumulationWindow,
     AccumulationWindows,
     BatchPiece,
@@ -94,14 +94,14 @@ def test_held_update_waits_until_the_next_micro_batch_begins() -> None:
     state, model = make_windows(1), torch.nn.Linear(1, 1)
     state.begin_micro_batch([model])
     state.current.close(1.0)
-    assert (state.is_due, state.is_final) == (True, True)
-    state.set_due(False)
-    assert (state.is_due, state.is_final) == (False, False)
-    state.set_due(True)
-    assert state.is_final
-    state.set_due(False)
+    assert (state.is_step_due, state.are_gradients_final) == (True, True)
+    state.set_steps_enabled(False)
+    assert (state.is_step_due, state.are_gradients_final) == (False, False)
+    state.set_steps_enabled(True)
+    assert state.are_gradients_final
+    state.set_steps_enabled(False)
     state.begin_micro_batch([model])
-    assert state.is_due
+    assert state.is_step_due
 
 
 def test_pieces_of_a_batch_are_one_micro_batch_and_the_last_ends_the_window() -> None:
@@ -112,5 +112,5 @@ def test_pieces_of_a_batch_are_one_micro_batch_and_the_last_ends_the_window() ->
         state.begin_micro_batch([model])
         seen.append((state.current.num_done, state.is_last))
     assert seen == [(1, False), (1, True)]
-    state.set_piece(WHOLE)
-    assert not state.is_cut
+    state.set_piece(UNSPLIT)
+    assert not state.is_in_splittable_batch

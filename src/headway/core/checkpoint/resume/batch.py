@@ -214,4 +214,4 @@ class GlobalBatch:
         for index, loader in enumerate(self._loaders):
             size, unit = plan.windows.get(index, (0, 1))
             loader.keep_window(size, plan.num_steps, unit)
-        self._accumulation.set_steps(plan.num_steps)
+        self._accumulation.set_num_steps(plan.num_steps)

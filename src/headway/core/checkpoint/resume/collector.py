@@ -118,7 +118,7 @@ class StateCollector:
         if before is None:
             progress.note_saved_epoch(run["epoch"])
             if not is_alone:  # copies in memory are made after every update, and must not cause a warning
-                self._windows.note_save()
+                self._windows.record_save()
         run["passes_over"] = progress.passes.state(finished_passes if run["epoch"] <= progress.epoch else {})
         collected.state["run"] = run
         if is_alone:

@@ -94,7 +94,7 @@ class LoopProgress:
     @property
     def is_without_loader(self) -> bool:
         """Whether no prepared loader is being iterated and automatic micro-batching is not splitting a batch."""
-        return not self._windows.active and not self._windows.is_cut
+        return not self._windows.active and not self._windows.is_in_splittable_batch
 
     def get_position(self, before: EvaluationStart | None = None) -> tuple[object, ...]:
         """Return the position of the run as a tuple.

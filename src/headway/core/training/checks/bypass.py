@@ -157,7 +157,9 @@ def _may_drift(steps: list[TrainingStep]) -> bool:
         steps: Training steps of all Accelerators of the process.
     """
     is_nothing_prepared = not any(step.prepared.parameters or step.prepared.num_resets for step in steps)
-    return is_nothing_prepared or any(step.windows.is_unfinished or step.windows.is_in_hand for step in steps)
+    return is_nothing_prepared or any(
+        step.windows.is_unfinished or step.windows.are_read_batches_used for step in steps
+    )
 
 
 def _sees_scaled(optimizer: torch.optim.Optimizer, owner: TrainingStep) -> bool:

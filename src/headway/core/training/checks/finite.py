@@ -115,12 +115,12 @@ class FiniteGuard(StepGuard):
         ConfigError: If the action is unknown.
     """
 
-    is_judge = True
+    can_refuse_updates = True
 
     def __init__(self, chosen: str | NonFinitePolicy, run: Run) -> None:
         super().__init__(run)
         self.policy = policy = chosen if isinstance(chosen, NonFinitePolicy) else NonFinitePolicy(chosen)
-        self.of_non_finite = self
+        self.non_finite_guard = self
         self.origin: NanOrigin | None = None
         # Runs a bad window again; None if no explanation is requested.
         self._search: OriginSearch | None = None
@@ -137,7 +137,7 @@ class FiniteGuard(StepGuard):
         self._has_scaler = has_scaler(run)
         self._records: dict[tuple[torch.nn.Module, ...], WindowRecord] = {}
         self._record = WindowRecord()  # of the window that is being examined
-        run.windows.restarted.append(self.reset_state)
+        run.windows.restart_listeners.append(self.reset_state)
 
     def reset_state(self) -> None:
         """Drop the records of all accumulation windows, because the windows themselves were dropped.

@@ -8,7 +8,7 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-BY_HAND = (
+STANDALONE_BACKWARDS = (
     "backward() was called outside accumulate(), with gradient_accumulation_steps=%d: each loss is divided by %d, and step() and "
     "zero_grad() act whenever they are called. `with accelerator.accumulate(model):` makes it exact, for short windows and ragged "
     "batches too, and reduces gradients only once per window. Do not divide the loss yourself"
@@ -60,11 +60,16 @@ class FirstWindow:
                 losses, and several batches of one loader were read for it.
         """
         window = self._windows.current
-        if window.micro_weight is not None and self._windows.num_read > 1:
+        if window.micro_weight is not None and self._windows.num_unused_reads > 1:
             raise StateError(_SEVERAL_BATCHES)
         # If a batch is split to fit into memory, the gradients of earlier batches are stored elsewhere, so `grad` can
         # be None here.
-        if not self._windows.is_cut and window.has_gradient and self._had_gradients and not self._has_gradients():
+        if (
+            not self._windows.is_in_splittable_batch
+            and window.has_gradient
+            and self._had_gradients
+            and not self._has_gradients()
+        ):
             raise StateError(_CLEARED)
         if window.micro_weight is None:
             self._warn_of_scaled()

@@ -145,7 +145,7 @@ class PreparedObjects:
         self.models.append(model)
         self.parameters[id(model)] = list(model.parameters())
 
-    def at_rest(self) -> list[torch.nn.Module]:
+    def reshard_models(self) -> list[torch.nn.Module]:
         """Free the models' gathered parameters so that names and parameters can be read, and return the models.
 
         The parameters stay readable until a model's next forward.
@@ -190,7 +190,7 @@ class PreparedObjects:
             attribute: Method of the models that lists the tensors: "named_parameters" or "named_buffers".
         """
         several = len(self.models) > 1
-        for number, model in enumerate(self.at_rest()):
+        for number, model in enumerate(self.reshard_models()):
             for name, tensor in getattr(model, attribute)():
                 yield f"{type(model).__name__} {number}: {name}" if several else name, tensor
 
@@ -206,5 +206,5 @@ class PreparedObjects:
         for held in everything:
             held[:] = [each for each in held if id(each) in kept]
         self.parameters.clear()
-        self.parameters.update({id(model): list(model.parameters()) for model in self.at_rest()})
+        self.parameters.update({id(model): list(model.parameters()) for model in self.reshard_models()})
         self.num_resets += 1

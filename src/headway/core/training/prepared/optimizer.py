@@ -198,16 +198,16 @@ class PreparedOptimizer(torch.optim.Optimizer):
             set_to_none: Whether to set gradients to None instead of zero. Default: True.
         """
         step, windows = self._step, self._windows
-        window = step.find_window_of(self.optimizer)
+        window = step.find_window_of_optimizer(self.optimizer)
         if not step.weighs_losses:
-            may_clear = windows.is_due
+            may_clear = windows.is_step_due
         elif window is None:
             may_clear = True
         else:
-            may_clear = (window.is_closed or not window.has_gradient) and not windows.is_held
+            may_clear = (window.is_closed or not window.has_gradient) and not windows.are_steps_disabled
         if may_clear:
             # After step() the window is applied, and nothing is lost.
-            if window is not None and not window.is_applied and window.is_closed and window.is_waiting:
+            if window is not None and not window.is_applied and window.is_closed and window.has_pending_gradients:
                 self._warn_of_lost_gradients(window)
             step.clear_gradients(self.optimizer, set_to_none)
         elif window is not None and window.micro_weight is not None:
@@ -238,16 +238,16 @@ class PreparedOptimizer(torch.optim.Optimizer):
         step, windows = self._step, self._windows
         if "grad_scale" in self.__dict__:
             raise StateError(_SCALER % type(self.optimizer).__name__)
-        window = step.find_window_of(self.optimizer)
+        window = step.find_window_of_optimizer(self.optimizer)
         if window is None or (window is not windows.current and window.number == self._last_window):
             raise StateError(self._describe_missing_models())
-        if window.was_left and step.weighs_losses:
+        if window.has_leftover_gradients and step.weighs_losses:
             log.warning_once(_LEFT, windows.num_steps, find_call_site())
         elif not self._came_early and self._asked_in not in (self._last_window, window.number) and step.weighs_losses:
             log.warning_once(_MISSED, type(self.optimizer).__name__, find_call_site())
         self._asked_in = window.number
         # Gradients of a window that a backward has closed are final. Other cases need a closer check.
-        is_final = window.is_closed and not windows.is_held and window.number > 0
+        is_final = window.is_closed and not windows.are_steps_disabled and window.number > 0
         if not is_final and not self._is_final(window, closure):
             return
         if self._checked != step.prepared.num_resets:
@@ -255,11 +255,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         phases = step.hooks.phases
         for listener in phases:
             listener("step")
-        did_step = not window.is_empty and self._apply_update(closure)
+        did_step = not window.is_discarded and self._apply_update(closure)
         for listener in phases:
             listener("forward")
         # If the batch was replayed within the update, the window may be another one.
-        window = step.find_window_of(self.optimizer) or window
+        window = step.find_window_of_optimizer(self.optimizer) or window
         self.step_was_skipped = not did_step
         window.is_applied = True
         self._last_window = window.number
@@ -271,7 +271,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             step.run.clock.count_update(window.number)
             for note_update in step.hooks.updated:
                 note_update(self.optimizer, window.number)
-        if not window.is_empty and (step.guard.is_judge or not did_step):
+        if not window.is_discarded and (step.guard.can_refuse_updates or not did_step):
             step.guard.after_step(window, did_step)
 
     def _apply_update(self, closure: Callable[[], Any] | None) -> bool:
@@ -309,7 +309,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 raise StateError(_OTHER_BACKWARD)
         elif window.micro_weight is not None:
             window.was_step_called_early = True
-        is_due = windows.is_due and window is windows.current
+        is_due = windows.is_step_due and window is windows.current
         if is_due and not self._step.weighs_losses:
             window.close(1.0)
             return True
@@ -335,7 +335,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         )
 
     def _describe_missing_models(self) -> str:
-        models = self._step.turns.find_models_of(iterate_parameters(self.optimizer))
+        models = self._step.turns.find_owners(iterate_parameters(self.optimizer))
         own = ", ".join(type(model).__name__ for model in self._step.prepared.models if id(model) in models)
         given = ", ".join(type(model).__name__ for model in self._windows.current.models)
         if not all(isinstance(model, torch.nn.Module) for model in self._windows.current.models):
@@ -417,7 +417,7 @@ class StepWatch:
             member = reference()
             if member is None or member.step.windows.current.is_closed:
                 continue  # the usual case: all backwards of the window came before the step
-            if member.step.windows.is_partial:
+            if member.step.windows.has_partial_gradients:
                 _check_apart(optimizer, member.step)
         if optimizer not in self._seen:
             self._seen.add(optimizer)

@@ -419,7 +419,7 @@ class Preparation:
         for told in self.events.prepared:
             told(made)
         if self.global_batch_size is not None and len(self.loaders) == 1:
-            self._windows.set_steps(self._derive_steps(made, self.global_batch_size))
+            self._windows.set_num_steps(self._derive_steps(made, self.global_batch_size))
         return made
 
     def _derive_steps(self, loader: PreparedLoader, wanted: int) -> int:

@@ -225,7 +225,7 @@ class PreparedScheduler(LRScheduler):
         for optimizer in self.optimizers:
             count = max(count, optimizer.num_updates)
             window_length = max(window_length, optimizer.last_window_length)
-        if count == self._seen and not (self._step.windows.current.is_by_hand and self._has_stepped()):
+        if count == self._seen and not (self._step.windows.current.is_standalone_fraction and self._has_stepped()):
             return
         if count - self._seen > 1:
             log.warning_once(
