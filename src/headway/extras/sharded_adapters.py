@@ -20,7 +20,7 @@ from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.strategies.base import Strategy
 from headway.core.strategies.fully_sharded.dtensors import put_whole
-from headway.core.training.prepared.model import PreparedPart
+from headway.core.training.prepared.model import PreparedShard
 from headway.core.training.weights import WholeWeights, gather_state
 from headway.core.weights.pieces import is_spread
 from headway.core.weights.twin import make_twin
@@ -82,7 +82,7 @@ def _refuse_tuner(module: torch.nn.Module, name: str, submodule: torch.nn.Module
     Raises:
         UnsupportedError: If the submodule is a sharded model, and the module is one of PEFT's tuners.
     """
-    if not isinstance(submodule, PreparedPart) or (peft := sys.modules.get("peft")) is None:
+    if not isinstance(submodule, PreparedShard) or (peft := sys.modules.get("peft")) is None:
         return
     if isinstance(module, peft.tuners.tuners_utils.BaseTuner):
         raise UnsupportedError(

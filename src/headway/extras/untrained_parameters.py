@@ -24,14 +24,14 @@ log = get_logger(__name__)
 _SHOWN = 3
 
 
-def watch_second_update(step: TrainingStep, neighbors: AcceleratorRegistry) -> None:
+def watch_second_update(step: TrainingStep, accelerators: AcceleratorRegistry) -> None:
     """At the second update, warn about parameters that get gradients but do not change and are in no optimizer.
 
     Do nothing in a memory forecast, in which no weights change.
 
     Args:
         step: Training step that makes its first update. Its prepared optimizers do not hold all trainable parameters.
-        neighbors: Registry of the Accelerators of this process.
+        accelerators: Registry of the Accelerators of this process.
     """
     if any(map(is_fake, step.prepared.list_parameters())):  # a forecast changes no weights
         return
@@ -46,7 +46,7 @@ def watch_second_update(step: TrainingStep, neighbors: AcceleratorRegistry) -> N
         is_done = True  # removing the check would disturb the loop over the hooks
         left = {key: p for key, p in _find_untrained(step).items() if checksums.get(key) == _sum_values(p)}
         if left:
-            left = {key: p for key, p in left.items() if key not in _list_held_ids(neighbors)}
+            left = {key: p for key, p in left.items() if key not in _list_held_ids(accelerators)}
         names = [name for name, p in step.prepared.iterate_named("named_parameters") if id(p) in left] if left else []
         if names:
             rest = len(names) - _SHOWN
@@ -93,11 +93,11 @@ def _sum_values(parameter: torch.Tensor) -> float:
     )  # MPS has no float64
 
 
-def _list_held_ids(neighbors: AcceleratorRegistry) -> set[int]:
+def _list_held_ids(accelerators: AcceleratorRegistry) -> set[int]:
     """Return the IDs of the parameters that any optimizer in this process holds.
 
     All Python objects are searched for optimizers. This is called at most once per Accelerator, before a warning.
     """
     optimizers = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.optim.Optimizer)]
     held = [p for optimizer in optimizers for p in iterate_parameters(optimizer)]
-    return {id(p) for p in held}.union(*(find_replaced_ids(step, held) for step in neighbors.list_newest_first()))
+    return {id(p) for p in held}.union(*(find_replaced_ids(step, held) for step in accelerators.list_newest_first()))

@@ -19,7 +19,7 @@ from headway.core.precision.mixed import halve_embeddings
 from headway.core.runtime.collectives.tree import list_tensors
 from headway.core.runtime.process import ProcessRuntime
 from headway.core.training.forecast_types import Forecast, ForecastRequest, Forward, MakeOptimizer, TrainingSetup
-from headway.core.training.prepared.dispatched import list_spread_places
+from headway.core.training.prepared.dispatched import list_dispatch_places
 from headway.core.training.prepared.optimizer import PreparedOptimizer
 from headway.core.weights.compiled import unwrap_compiled
 from headway.errors import ConfigError, UnsupportedError
@@ -100,7 +100,7 @@ def _check_request(question: ForecastRequest, setting: TrainingSetup) -> None:
             "prepare() compiles the model (dynamo_backend), and the memory of compiled graphs is known only after they are "
             "compiled. Forecast with an Accelerator that does not compile; a compiled step usually needs less memory"
         )
-    places = list_spread_places(model, setting.run.runtime.device)
+    places = list_dispatch_places(model, setting.run.runtime.device)
     if places:
         raise UnsupportedError(
             f"{type(model).__name__} is spread over {', '.join(places)}, but a forecast is for one device; load it on one"

@@ -354,11 +354,11 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
 
         Can be assigned; assignments apply to objects that are prepared later.
         """
-        return self._preparation.places
+        return self._preparation.moves_objects
 
     @device_placement.setter
     def device_placement(self, value: bool) -> None:
-        self._preparation.places = value
+        self._preparation.moves_objects = value
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
         """Divide a loss by the number of accumulation steps and run its backward, which accumulates gradients.

@@ -93,19 +93,19 @@ class AcceleratedOptimizer(_AccelerateAttributes, PreparedOptimizer):
     def scaler(self, value: Any) -> None:
         check_scaler(value, self.scaler)
 
-    def check_owned(self, known: set[int]) -> None:
+    def check_owned(self, prepared_ids: set[int]) -> None:
         """Raise an error if a parameter belongs to no prepared model and there are several processes.
 
         In a single-process run, such parameters can be trained. With several processes, their values would diverge.
 
         Args:
-            known: IDs of the parameters of prepared models.
+            prepared_ids: IDs of the parameters of prepared models.
 
         Raises:
             PrepareError: If there are several processes and a parameter belongs to no prepared model.
         """
         if self._strategy.everyone.world_size > 1:
-            super().check_owned(known)
+            super().check_owned(prepared_ids)
 
 
 def check_scaler(value: Any, known: Any) -> None:

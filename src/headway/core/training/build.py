@@ -202,9 +202,9 @@ def build_preparation(run: Run, settings: Settings, step: TrainingStep, behavior
     more_steps = 1 if is_split else run.strategy.data_shard.count
     return Preparation(
         step=step,
-        neighbors=run.runtime.scope.get_or_create(AcceleratorRegistry),
+        accelerators=run.runtime.scope.get_or_create(AcceleratorRegistry),
         loading=settings.loading,
-        places=settings.places_objects,
+        moves_objects=settings.moves_objects,
         rule=choose_rule(settings.scheduler_ticks, counts_micro_batches, more_steps),
         follows_optimizer=settings.schedules_follow_updates,
         rng_types=settings.rng_types,

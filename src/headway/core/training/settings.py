@@ -48,7 +48,7 @@ class Settings:
         on_non_finite: Response to updates whose loss or gradients are not finite, or None.
         on_spike: Response to updates that are outliers, or None.
         loading: Settings for splitting, padding and moving batches.
-        places_objects: Whether to move models and batches to the device.
+        moves_objects: Whether to move models and batches to the device.
         rng_types: RNGs to synchronize across ranks at the start of each pass over a loader.
         scheduler_ticks: Rule for the number of scheduler steps per update, or its name. None: the usual rules.
         schedules_count_micro_batches: Whether the lengths of schedules are in micro-batches rather than updates.
@@ -74,7 +74,7 @@ class Settings:
     on_non_finite: str | NonFinitePolicy | None
     on_spike: str | SpikePolicy | None
     loading: DataLoaderConfiguration
-    places_objects: bool
+    moves_objects: bool
     rng_types: tuple[str, ...]
     scheduler_ticks: str | SchedulerStepRule | None
     schedules_count_micro_batches: bool
@@ -153,7 +153,7 @@ def resolve_settings(
         on_non_finite=on_non_finite,
         on_spike=on_spike,
         loading=resolve_loading(dataloader_config, split_batches),
-        places_objects=device_placement,
+        moves_objects=device_placement,
         rng_types=tuple(resolve_generator_names(rng_types or ())),
         scheduler_ticks=scheduler_ticks,
         schedules_count_micro_batches=adjust_scheduler_to_accumulation,

@@ -695,7 +695,7 @@ class PretrainedLoads:
         if whole is not None:
             self.read(whole)
 
-    def names(self, model: torch.nn.Module) -> set[str]:
+    def list_names(self, model: torch.nn.Module) -> set[str]:
         """Return the names of a model's tensors that will be filled from registered checkpoints."""
         return {
             f"{path}.{name}".lstrip(".")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from headway.core.training.prepared.objects import contains_any, find_reference, iterate_parameters
+from headway.core.training.prepared.objects import contains_any, find_parameter_reference, iterate_parameters
 from headway.layouts.low_bit import bitsandbytes
 from headway.layouts.low_bit.states import keeps_low_bit_state
 from headway.layouts.whole_updates import _torch
@@ -130,7 +130,7 @@ def try_kind(optimizer: torch.optim.Optimizer) -> UpdateKind:
     """
     if _holds_other_state(optimizer):
         return UpdateKind.DIRECT
-    if place := find_reference(optimizer, {id(parameter) for parameter in iterate_parameters(optimizer)}):
+    if place := find_parameter_reference(optimizer, {id(parameter) for parameter in iterate_parameters(optimizer)}):
         raise TrialRefused(f"it keeps parameters, or their IDs, in {place}")
     shapes = [_choose_shapes(group["params"]) for group in optimizer.param_groups]
     try:
@@ -288,7 +288,7 @@ class _Trial:
         """
         keys = {id(p) for p in self.parameters}
         keys |= {p.data_ptr() for p in self.parameters}
-        if place := find_reference(self.optimizer, keys):
+        if place := find_parameter_reference(self.optimizer, keys):
             raise TrialRefused(f"it keeps parameters, or their IDs, in {place}")
         for state in self.optimizer.state.values():
             if contains_any(state, keys):

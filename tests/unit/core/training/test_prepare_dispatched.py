@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from headway import Accelerator, dispatch_model
-from headway.core.training.prepared.dispatched import list_spread_places
+from headway.core.training.prepared.dispatched import list_dispatch_places
 from headway.errors import PrepareError
 from tests.unit.offload.test_stream import stream_model
 
@@ -57,7 +57,7 @@ def test_model_on_one_device_is_moved(device_map):
 def test_model_mapped_from_files_that_runs_on_the_cpu_is_complete(tmp_path):
     model = dispatch_model(build_model(), {"0": "cpu", "1": "cpu", "2": "disk"}, offload_dir=tmp_path)
     assert Accelerator(cpu=True).prepare(model) is model
-    assert list_spread_places(model, torch.device("cuda", 0)) == ["cpu", "disk"]
+    assert list_dispatch_places(model, torch.device("cuda", 0)) == ["cpu", "disk"]
 
 
 def test_streamed_model_is_trained_in_place():

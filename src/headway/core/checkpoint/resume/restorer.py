@@ -214,7 +214,7 @@ class StateRestorer:
         self._objects.step.drop_all_gradients()
         windows.resume(preparation.models, saved.nominal, saved.num_updates)
         if plan.is_kept:
-            preparation.keep_ticks(*saved.ticks)
+            preparation.keep_tick_base(*saved.ticks)
         loaders = preparation.loaders
         windows.trained_on.extend(loaders[index] for index in saved.trained_on if index < len(loaders))
         windows.read_in_training.extend(loaders[index] for index in saved.read_in_training if index < len(loaders))

@@ -55,9 +55,9 @@ class BypassDetector:
     """
 
     def __init__(self) -> None:
-        self._neighbors = process.current().scope.get_or_create(AcceleratorRegistry)
+        self._accelerators = process.current().scope.get_or_create(AcceleratorRegistry)
         self._num_looks = 0
-        self._watch = StepWatch(self._neighbors, self._judge_step)
+        self._watch = StepWatch(self._accelerators, self._judge_step)
 
     def join(self, step: TrainingStep) -> AcceleratorRegistration:
         """Register the Accelerator to which a training step belongs.
@@ -65,7 +65,7 @@ class BypassDetector:
         The Accelerator stays registered until the returned object is freed.
         """
         self._num_looks = 0
-        return self._neighbors.join(step)
+        return self._accelerators.join(step)
 
     # ---------------------------------------------------------------- optimizers
 
@@ -77,7 +77,7 @@ class BypassDetector:
                 gradients still contain the loss scale of the Accelerator that prepared the model.
         """
         name, parameters = type(optimizer).__name__, list(iterate_parameters(optimizer))
-        preparer, steps = self._neighbors.find_preparer(optimizer), self._neighbors.list_newest_first()
+        preparer, steps = self._accelerators.find_preparer(optimizer), self._accelerators.list_newest_first()
         stale = [p for p in parameters if any(step.strategy.find_current(p) is not p for step in steps)]
         if preparer is None and stale:
             raise StateError(
@@ -95,7 +95,7 @@ class BypassDetector:
                     "prepared its model, and call step() on what prepare() returned"
                 )
         if preparer is not None and preparer.prepared.has_untrained_gradients():
-            extensions.load("feature", "untrained_parameters")(preparer, self._neighbors)
+            extensions.load("feature", "untrained_parameters")(preparer, self._accelerators)
         num_ranks = steps[-1].strategy.everyone.world_size if steps else 1
         if num_ranks == 1 or any(map(is_fake, parameters)):  # the optimizer of a forecast changes no weights
             return

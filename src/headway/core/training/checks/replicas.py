@@ -374,7 +374,7 @@ def _join_shortened(told: list[str]) -> str:
     return "; ".join(told[:_NUM_NAMES]) + more
 
 
-def check_alike(
+def check_models(
     model: torch.nn.Module, settings: dict[str, str], everyone: Collectives, expected: Container[str] = ()
 ) -> bool:
     """Raise an error if ranks built different models or settings. Return whether rank 0's model has values.

@@ -8,38 +8,38 @@ from torch import nn
 
 EXECUTION = "headway_execution"
 """Key in a dispatched model's `__dict__` for its `Execution`, the hooks that move its weights and inputs."""
-_HOST = ("cpu", "disk")
+_HOST = {"cpu", "disk"}
 """Entries of a device map that name no accelerator: host memory and disk."""
 
 
-def list_spread_places(model: nn.Module, device: torch.device) -> list[str]:
-    """Return the places (devices, "cpu", "disk") over which a dispatched model is spread, or [] if it may be moved.
+def list_dispatch_places(model: nn.Module, device: torch.device) -> list[str]:
+    """Return the places over which a dispatched model is spread, sorted, or [] if it may be moved.
 
-    `prepare()` may move a model whose device map names at most one place, unless that is "disk". It may also move a
-    model that is completely on `device`, if the model has Headway's hooks or `device` is the CPU. Parts on "disk" count
-    as being on the CPU, because they are memory-mapped.
+    A place is "cpu", "disk", or a device such as "device 0". `prepare()` may move a model whose device map names at most
+    one place, unless that is "disk". It may also move a model that is completely on `device`, if the model has Headway's
+    hooks or `device` is the CPU. Parts on "disk" count as being on the CPU, because they are memory-mapped.
 
     Args:
         model: Model that dispatch_model(), transformers' `device_map=` or Accelerate may have placed, completely or in
             part.
         device: Device of this process.
     """
-    found: dict[str, None] = {}
-    for module in model.modules():
-        own = vars(module)
-        running: Any = own.get(EXECUTION)  # its `Execution`
-        device_map = own.get("hf_device_map")
-        named = dict.fromkeys(map(_name_place, device_map.values())) if isinstance(device_map, Mapping) else {}
-        if running is not None:
-            is_spread = not running.is_all_on(device)
+    all_places: set[str] = set()
+    for module in model.modules():  # parts of a model can be dispatched separately
+        execution: Any = vars(module).get(EXECUTION)
+        device_map = vars(module).get("hf_device_map")
+        places = set(map(_name_place, device_map.values())) if isinstance(device_map, Mapping) else set[str]()
+        if execution is not None:
+            is_spread = not execution.is_all_on(device)
+        elif len(places) <= 1 and "disk" not in places:
+            is_spread = False
         else:
-            is_on_host = device.type == "cpu" and not named.keys() - set(_HOST)
-            is_one = len(named) <= 1 and "disk" not in named
-            lies_there = all(each.device == device for each in (*module.parameters(), *module.buffers()))
-            is_spread = not is_one and not (is_on_host and lies_there)
+            is_mapped_to_host = device.type == "cpu" and places <= _HOST
+            is_on_device = all(each.device == device for each in (*module.parameters(), *module.buffers()))
+            is_spread = not (is_mapped_to_host and is_on_device)
         if is_spread:
-            found.update(named or {str(device): None})
-    return sorted(found)
+            all_places |= places or {str(device)}
+    return sorted(all_places)
 
 
 def _name_place(place: Any) -> str:

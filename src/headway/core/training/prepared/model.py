@@ -29,45 +29,47 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 _KEY = "_headway_call"
-_MOST_OPENED = 100_000
-_PARTS = (
+"""Key in a prepared model's `__dict__` for its `_CallState`. It is set there directly, past `Module.__setattr__`."""
+_MAX_MODULE_READS = 100_000
+"""Number of reads of `model.module` without a forward in between, after which the attribute counts as missing."""
+_SHARDS_IN_STATE_DICT = (
     "state_dict() of %s holds this rank's part of each tensor, so a file of it lacks the other ranks' parts. Whole weights: "
     "accelerator.save_model(model, folder), or accelerator.get_state_dict(model), on every rank"
 )
 
-KeepLocal = Callable[[torch.nn.Module], AbstractContextManager[Any]]
+NoSyncFactory = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 """Function that returns a context for a model, in which backward does not reduce gradients over processes."""
-Look = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
-"""Function that is called before a prepared model's forward, with the model and the call's arguments."""
+ForwardHook = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
+"""Function that is called before a prepared model's outermost forward, with the model and the call's arguments."""
 
 
 @dataclass(slots=True, eq=False)
 class _CallState:
-    """Call settings and call state of one prepared model.
+    """Call settings and call state of one prepared model. Only the last two fields change.
 
     Attributes:
         bare_class: Class that the model had before it was prepared.
         engine: Engine, such as a DDP instance, that runs forward passes with gradients; None to run them directly.
         autocast: Function that creates the autocast context of a forward; None without autocast.
-        keep_local: Function that creates the context of `no_sync()`, or None.
-        shards: Name of the strategy that sharded the model; None if it is not sharded.
-        looks: Functions that are called before each outermost forward.
-        lone: Check that all ranks make a state-dict call on a sharded model, or None.
-        serves_all: Whether the engine also runs forward passes without gradients.
+        make_no_sync_context: Function that creates the context of `no_sync()`, or None.
+        sharding_strategy: Name of the strategy that sharded the model; None if it is not sharded.
+        forward_hooks: Functions that are called before each outermost forward.
+        rank_check: Check that all ranks make a state-dict call on a sharded model, or None.
+        handles_evaluation: Whether the engine also runs forward passes without gradients.
         is_inside: Whether the outermost call is running, so that inner calls run the user's forward.
-        num_opened: Number of reads of the attribute `module` since the last forward began.
+        num_module_reads: Number of reads of the attribute `module` since the last forward began.
     """
 
     bare_class: type
     engine: Engine | None
     autocast: Callable[[], AbstractContextManager[Any]] | None
-    keep_local: KeepLocal | None
-    shards: str | None
-    looks: Sequence[Look]
-    lone: RankConditionalCallCheck | None
-    serves_all: bool
+    make_no_sync_context: NoSyncFactory | None
+    sharding_strategy: str | None
+    forward_hooks: Sequence[ForwardHook]
+    rank_check: RankConditionalCallCheck | None
+    handles_evaluation: bool
     is_inside: bool = False
-    num_opened: int = 0
+    num_module_reads: int = 0
 
 
 class PreparedModel:
@@ -81,16 +83,16 @@ class PreparedModel:
         Some engines also run forwards without gradients. A forward inside a torch.func transform bypasses the engine.
         """
         call: _CallState = self.__dict__[_KEY]
-        bare = super().__call__  # type: ignore[misc]
-        if call.is_inside:
-            return bare(*args, **kwargs)
-        for look in call.looks:
-            look(self, args, kwargs)  # type: ignore[arg-type]
-        run: Any = bare
-        if call.engine is not None and (call.serves_all or torch.is_grad_enabled()) and not _is_transformed():
+        run_forward = super().__call__  # type: ignore[misc]
+        if call.is_inside:  # the engine calls the model, or the user's forward calls the model itself
+            return run_forward(*args, **kwargs)
+        for hook in call.forward_hooks:
+            hook(self, args, kwargs)  # type: ignore[arg-type]
+        run: Any = run_forward
+        if call.engine is not None and (call.handles_evaluation or torch.is_grad_enabled()) and not _is_transformed():
             run = call.engine
         call.is_inside = True
-        call.num_opened = 0
+        call.num_module_reads = 0
         try:
             if call.autocast is None:
                 return run(*args, **kwargs)
@@ -105,16 +107,16 @@ class PreparedModel:
         Raises:
             StateError: If the dtype of replicated parameters changed, because DDP would not reduce their gradients.
         """
-        before = [parameter.dtype for parameter in self.parameters()]  # type: ignore[attr-defined]
-        moved = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        after = [parameter.dtype for parameter in self.parameters()]  # type: ignore[attr-defined]
-        if after != before and self.__dict__[_KEY].engine is not None:
+        dtypes_before = [parameter.dtype for parameter in self.parameters()]  # type: ignore[attr-defined]
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        dtypes = [parameter.dtype for parameter in self.parameters()]  # type: ignore[attr-defined]
+        if dtypes != dtypes_before and self.__dict__[_KEY].engine is not None:
             name = self.__dict__[_KEY].bare_class.__name__
             raise StateError(
                 f"the dtype of {name}'s parameters was changed after prepare(), which leaves their gradients unreduced; change it "
                 "before prepare(), or use mixed_precision="
             )
-        return moved
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Make pickle and deepcopy create an object of the original class, without the engine.
@@ -126,10 +128,10 @@ class PreparedModel:
         return reduce_to_bare(self, super().__reduce_ex__(protocol), self.__dict__[_KEY].bare_class, (_KEY,))
 
 
-class PreparedPart(PreparedModel):
-    """Variant of `PreparedModel` for models that are sharded over processes.
+class PreparedShard(PreparedModel):
+    """Variant of `PreparedModel` for models that are sharded over processes, of which each process holds one shard.
 
-    It forbids copies and checks state-dict calls.
+    It forbids copies, torch.func and state-dict calls that only some ranks make.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,12 +142,12 @@ class PreparedPart(PreparedModel):
                 would use this rank's shards instead of the gathered parameters. Also if only some ranks call the model,
                 which is checked once for each stack of callers.
         """
-        # TorchDynamo cannot read frames.
+        # While torch.compile traces the call, TorchDynamo cannot read frames.
         if (not torch.compiler.is_compiling() and is_called_by(functional_call.__code__)) or _is_transformed():
             call: _CallState = self.__dict__[_KEY]
             raise UnsupportedError(
-                f"torch.func cannot be used on {call.bare_class.__name__} under the {call.shards} strategy, where each process "
-                "holds a part of its parameters. Use the layout ddp"
+                f"torch.func cannot be used on {call.bare_class.__name__} under the {call.sharding_strategy} strategy, where each "
+                "process holds a part of its parameters. Use the layout ddp"
             )
         return super().__call__(*args, **kwargs)
 
@@ -160,7 +162,7 @@ class PreparedPart(PreparedModel):
         refuse_copies(self)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a state dict with this rank's shards, as torch's sharded models do.
+        """Return a state dict with this rank's shards, as torch's sharded models do. Warn once if user code calls it.
 
         Raises:
             UnsupportedError: If only some ranks make the call, for example under a condition, so that the other shards
@@ -172,8 +174,8 @@ class PreparedPart(PreparedModel):
             "putting whole weights together (accelerator.get_state_dict(model))",
         )
         _, caller, *_ = walk_stack()
-        if is_user_file(caller.f_code.co_filename):
-            log.warning_once(_PARTS, name)
+        if is_user_file(caller.f_code.co_filename):  # libraries that gather the shards also call it
+            log.warning_once(_SHARDS_IN_STATE_DICT, name)
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -187,17 +189,23 @@ class PreparedPart(PreparedModel):
         )
         own = super().state_dict()  # type: ignore[misc]
         # Names with and without the prefixes of compiled submodules are accepted.
-        parts = own | dict(rename_bare_items(own.items()))
-        fits = {
-            name: shard_like(value, parts[name]) if name in parts and value.shape == parts[name].shape else value
-            for name, value in state_dict.items()
-        }
-        return super().load_state_dict(fits, *args, **kwargs)  # type: ignore[misc]
+        shards = own | dict(rename_bare_items(own.items()))
+        sharded = dict(state_dict)
+        for name, value in state_dict.items():
+            if name in shards and value.shape == shards[name].shape:
+                sharded[name] = shard_like(value, shards[name])
+        return super().load_state_dict(sharded, *args, **kwargs)  # type: ignore[misc]
 
     def _check_rank_condition(self, call: str, action: str) -> None:
-        lone: RankConditionalCallCheck | None = self.__dict__[_KEY].lone
-        if lone is not None:
-            lone.check(call, action)
+        """Raise `UnsupportedError` if only some ranks make the call, for example under `if is_main_process:`.
+
+        Args:
+            call: Call that was made, for the message.
+            action: Action that needs all ranks, for the message.
+        """
+        rank_check: RankConditionalCallCheck | None = self.__dict__[_KEY].rank_check
+        if rank_check is not None:
+            rank_check.check(call, action)
 
 
 def _is_transformed() -> bool:
@@ -208,22 +216,24 @@ def _is_transformed() -> bool:
     return peek_interpreter_stack() is not None
 
 
-def reduce_to_bare(model: Any, reduced: Any, bare: type, keys: tuple[str, ...]) -> tuple[Any, ...]:
+def reduce_to_bare(model: Any, reduced: Any, bare_class: type, keys: tuple[str, ...]) -> tuple[Any, ...]:
     """Return the value for `__reduce_ex__` with which copy and pickle rebuild `model` in its original class.
 
     Args:
         model: Object whose class was exchanged for a subclass.
         reduced: Result of `__reduce_ex__` for `model` in its current class.
-        bare: Original class.
+        bare_class: Original class.
         keys: Names of the attributes that were added together with the subclass. The rebuilt object lacks them.
     """
-    made = list(reduced)
-    made[1] = tuple(bare if argument is type(model) else argument for argument in made[1])
-    # copyreg's own constructor requires the object's current class.
-    made[0] = bare if made[0] is type(model) else _create_uninitialized if made[0] is copyreg.__newobj__ else made[0]  # type: ignore[attr-defined]
-    if len(made) > 2 and isinstance(made[2], dict):
-        made[2] = {key: value for key, value in made[2].items() if key not in keys}
-    return tuple(made)
+    construct, arguments, *rest = reduced  # the rest is optional: state, list items, dict items, state setter
+    if construct is type(model):
+        construct = bare_class
+    elif construct is copyreg.__newobj__:  # type: ignore[attr-defined]
+        construct = _create_uninitialized  # copyreg's own function requires the object's current class
+    arguments = tuple(bare_class if argument is type(model) else argument for argument in arguments)
+    if rest and isinstance(rest[0], dict):
+        rest[0] = {key: value for key, value in rest[0].items() if key not in keys}
+    return construct, arguments, *rest
 
 
 def _create_uninitialized(kind: type, *args: Any) -> Any:
@@ -238,67 +248,77 @@ def _get_module(model: Any) -> Any:
             hasattr(model, "module"): model = model.module`, which remove nested wrappers.
     """
     call: _CallState = model.__dict__[_KEY]
-    call.num_opened += 1
-    if call.num_opened > _MOST_OPENED:
-        call.num_opened = 0
+    call.num_module_reads += 1
+    if call.num_module_reads > _MAX_MODULE_READS:
+        call.num_module_reads = 0
         raise AttributeError("module")
     return model
 
 
 def _no_sync(model: Any) -> AbstractContextManager[Any]:
     """Return a context in which backward does not reduce gradients over processes."""
-    keep_local: KeepLocal = model.__dict__[_KEY].keep_local
-    return keep_local(model)
+    make_no_sync_context: NoSyncFactory = model.__dict__[_KEY].make_no_sync_context
+    return make_no_sync_context(model)
 
 
 def attach_engine(
     model: torch.nn.Module,
     engine: Engine | None,
     autocast: Callable[[], AbstractContextManager[Any]] | None,
-    keep_local: KeepLocal | None = None,
-    shards: str | None = None,
-    looks: Sequence[Look] = (),
-    lone: RankConditionalCallCheck | None = None,
+    make_no_sync_context: NoSyncFactory | None = None,
+    sharding_strategy: str | None = None,
+    forward_hooks: Sequence[ForwardHook] = (),
+    rank_check: RankConditionalCallCheck | None = None,
     methods: Mapping[str, Any] | None = None,
 ) -> None:
     """Route calls to `model` through `engine` and `autocast`, by a subclass that replaces the class of the object.
 
-    Leave the object unchanged if `looks` is empty, and `engine`, `autocast`, `keep_local` and `shards` are None.
+    Leave the object unchanged if `forward_hooks` is empty, and `engine`, `autocast`, `make_no_sync_context` and
+    `sharding_strategy` are None.
 
     Args:
         model: User's model.
         engine: Engine, such as a DDP instance, that runs forward passes with gradients. If its attribute
             `serves_evaluation` is true, it also runs all other forward passes. None: they run directly.
         autocast: Function that creates the autocast context of a forward. None: forwards run without autocast.
-        keep_local: Function that creates the context of `no_sync()`. None on a single process: the model then gets
+        make_no_sync_context: Function that creates the context of `no_sync()`. None on a single process: the model then gets
             neither `no_sync()` nor `module`.
-        shards: Name of the strategy that sharded the model. A sharded model cannot be copied. None: the model is not
-            sharded.
-        looks: Functions that are called before each outermost forward.
-        lone: Check that raises an error if only some ranks request the state dict of a sharded model, which needs all
-            ranks. None: no check.
+        sharding_strategy: Name of the strategy that sharded the model. A sharded model cannot be copied. None: the model
+            is not sharded.
+        forward_hooks: Functions that are called before each outermost forward.
+        rank_check: Check that raises an error if only some ranks request the state dict of a sharded model, which needs
+            all ranks. None: no check.
         methods: Methods that replace those of the user's class, by name. By default, no method is replaced.
 
     Raises:
         PrepareError: If the class cannot be extended, because it defines __slots__ or forbids subclasses.
     """
-    if not looks and all(each is None for each in (engine, autocast, keep_local, shards)):
+    if not forward_hooks and all(each is None for each in (engine, autocast, make_no_sync_context, sharding_strategy)):
         return
-    bare: Any = type(model)
-    added: dict[str, Any] = {"__module__": bare.__module__, "__doc__": bare.__doc__}
-    if keep_local is not None:
-        expected: dict[str, Any] = {"module": property(_get_module), "no_sync": _no_sync}
-        added.update({name: value for name, value in expected.items() if not hasattr(model, name)})
+    bare_class: Any = type(model)
+    added: dict[str, Any] = {"__module__": bare_class.__module__, "__doc__": bare_class.__doc__}
+    if make_no_sync_context is not None:
+        ddp_attributes: dict[str, Any] = {"module": property(_get_module), "no_sync": _no_sync}
+        added.update({name: value for name, value in ddp_attributes.items() if not hasattr(model, name)})
     added |= methods or {}
+    mixin = PreparedModel if sharding_strategy is None else PreparedShard
     try:
         # Keep the class name, because repr, wrapping by class name and configuration files refer to it.
-        model.__class__ = type(bare.__name__, (PreparedModel if shards is None else PreparedPart, bare), added)
+        model.__class__ = type(bare_class.__name__, (mixin, bare_class), added)
     except TypeError as error:
         raise PrepareError(
-            f"the class {bare.__qualname__} cannot be prepared, because it cannot be extended: {error}"
+            f"the class {bare_class.__qualname__} cannot be prepared, because it cannot be extended: {error}"
         ) from error
-    serves_all = bool(getattr(engine, "serves_evaluation", False))
-    model.__dict__[_KEY] = _CallState(bare, engine, autocast, keep_local, shards, looks, lone, serves_all)
+    model.__dict__[_KEY] = _CallState(
+        bare_class=bare_class,
+        engine=engine,
+        autocast=autocast,
+        make_no_sync_context=make_no_sync_context,
+        sharding_strategy=sharding_strategy,
+        forward_hooks=forward_hooks,
+        rank_check=rank_check,
+        handles_evaluation=bool(getattr(engine, "serves_evaluation", False)),
+    )
 
 
 def refuse_copies(model: Any) -> None:
@@ -308,10 +328,10 @@ def refuse_copies(model: Any) -> None:
         UnsupportedError: If this process holds only part of the model.
     """
     call: _CallState = model.__dict__[_KEY]
-    if call.shards is not None:
+    if call.sharding_strategy is not None:
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be copied or pickled: under the {call.shards} strategy each process holds a part of it. "
-            "For an average of its weights (AveragedModel), use headway.ExponentialMovingAverage(model). Otherwise copy it before "
+            f"{type(model).__name__} cannot be copied or pickled: under the {call.sharding_strategy} strategy each process holds a "
+            "part of it. For an average of its weights (AveragedModel), use headway.ExponentialMovingAverage(model). Otherwise copy it before "
             "prepare(), or save it with accelerator.save_model()"
         )
 

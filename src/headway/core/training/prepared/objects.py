@@ -15,7 +15,7 @@ class OptimizerEntry(Protocol):
     Attributes:
         optimizer: torch's own optimizer.
         num_updates: Number of updates that it has made. Skipped steps do not count.
-        step_was_skipped: Whether its last step at a closed accumulation window made no update.
+        step_was_skipped: Whether its last step at the end of an accumulation window made no update.
         last_window_length: Number of micro-batches in the accumulation window of its last update.
     """
 
@@ -28,10 +28,10 @@ class OptimizerEntry(Protocol):
         """Continue the count of updates from `num_updates`."""
 
     def snapshot(self) -> Any:
-        """Return the optimizer's update count and other state that `restore` needs to undo a batch."""
+        """Return the values of `num_updates`, `step_was_skipped` and `last_window_length`, to undo a batch."""
 
     def restore(self, snapshot: Any) -> None:
-        """Restore the update count and other state from a snapshot, which can be restored several times."""
+        """Restore the values from a snapshot, which can be restored several times."""
 
 
 class SchedulerEntry(Protocol):
@@ -69,11 +69,12 @@ def iterate_parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
-def find_reference(optimizer: torch.optim.Optimizer, keys: Collection[int]) -> str | None:
+def find_parameter_reference(optimizer: torch.optim.Optimizer, keys: Collection[int]) -> str | None:
     """Return the place in which an optimizer keeps parameters, or their IDs, outside of its parameter lists and state.
 
-    The result is the name of an attribute, or of an option of a parameter group, or None if there is no such place. An
-    attribute that is the parameter list of a group itself does not count, because its contents are exchanged in place.
+    The result is a phrase for messages that names an attribute, or an option of a parameter group. It is None if there
+    is no such place. An attribute that is the parameter list of a group itself does not count, because its contents are
+    exchanged in place. LBFGS has such an attribute.
 
     Args:
         optimizer: Optimizer to search.
@@ -91,12 +92,13 @@ def find_reference(optimizer: torch.optim.Optimizer, keys: Collection[int]) -> s
 
 
 def contains_any(value: Any, keys: Collection[int], depth: int = 0) -> bool:
-    """Whether a value is or contains a tensor, or the ID of one.
+    """Whether a value is or contains one of certain tensors, or the ID of one.
 
     Args:
-        value: Value to search, including nested collections.
+        value: Value to search, with nested dicts (keys and values), lists, tuples and sets. Other objects, such as
+            optimizers, are not searched.
         keys: IDs of the tensors, or other integers that identify them.
-        depth: Number of collections around the value. The search stops at a depth of 5. Default: 0.
+        depth: Number of collections around the value. Collections at a depth of 5 are not searched. Default: 0.
     """
     if isinstance(value, torch.Tensor):
         return id(value) in keys
@@ -117,21 +119,22 @@ class PreparedObjects:
     """Registry of the prepared objects of one Accelerator.
 
     Args:
-        rest: Function that frees a model's gathered parameters, so that its names and parameters can be read until its
-            next forward. Default: None, for models without gathered parameters.
+        reshard: Function that frees a model's gathered parameters, so that its names and parameters can be read until
+            its next forward. Default: None, for models without gathered parameters.
 
     Attributes:
         models: Models in order of preparation.
         optimizers: Optimizers in order of preparation.
         loaders: Loaders in order of preparation.
         schedulers: Schedulers in order of preparation.
-        parameters: Parameters that each model had when it was prepared, by the model's ID.
-        num_resets: Number of times that objects were removed from the registry.
+        parameters: Parameters that each model had when it was prepared, or when objects were last removed from the
+            registry, by the model's ID.
+        num_resets: Number of calls to `remove_objects`.
         has_had_loader: Whether a loader has ever been prepared, even if it was removed since.
     """
 
-    def __init__(self, rest: Callable[[torch.nn.Module], None] | None = None) -> None:
-        self._rest = rest
+    def __init__(self, reshard: Callable[[torch.nn.Module], None] | None = None) -> None:
+        self._reshard = reshard
         self.models: list[torch.nn.Module] = []
         self.optimizers: list[OptimizerEntry] = []
         self.loaders: list[PreparedLoader] = []
@@ -146,12 +149,14 @@ class PreparedObjects:
         self.parameters[id(model)] = list(model.parameters())
 
     def reshard_models(self) -> list[torch.nn.Module]:
-        """Free the models' gathered parameters so that names and parameters can be read, and return the models.
+        """Free the gathered parameters of all models, and return the models in order of preparation.
 
-        The parameters stay readable until a model's next forward.
+        Until its next forward, a model's names and parameters are then those of its shards, and can be read. Models
+        that are not sharded do not change.
         """
-        for model in self.models if self._rest is not None else ():
-            self._rest(model)  # type: ignore[misc]
+        if self._reshard is not None:
+            for model in self.models:
+                self._reshard(model)
         return self.models
 
     def add_loader(self, loader: PreparedLoader) -> None:
@@ -166,12 +171,13 @@ class PreparedObjects:
         return list({id(p): p for parameters in self.parameters.values() for p in parameters}.values())
 
     def list_parameters_of(self, window: AccumulationWindow) -> Iterable[torch.nn.Parameter]:
-        """Return the parameters that train in an accumulation window.
+        """Return the parameters that train in an accumulation window, each parameter once.
 
-        They are the parameters of the window's models, or of all models if the window names none.
+        They are the parameters of the window's models. A window without models, as of a backward outside `accumulate`,
+        trains all models.
         """
-        models = [id(model) for model in window.models] or list(self.parameters)
-        unique = {id(p): p for model in models for p in self.parameters.get(model, ())}
+        model_ids = [id(model) for model in window.models] or list(self.parameters)
+        unique = {id(p): p for model_id in model_ids for p in self.parameters.get(model_id, ())}
         return unique.values()
 
     def list_ids(self) -> set[int]:
@@ -184,27 +190,30 @@ class PreparedObjects:
         return any(p.requires_grad and p.grad is not None and id(p) not in held for p in self.list_parameters())
 
     def iterate_named(self, attribute: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield pairs of (name for messages, tensor) for the tensors of all models.
+        """Yield pairs of (name for messages, tensor) for the tensors of all models, after resharding the models.
+
+        With several models, the name begins with the class and the number of the model, from 0.
 
         Args:
             attribute: Method of the models that lists the tensors: "named_parameters" or "named_buffers".
         """
-        several = len(self.models) > 1
+        has_several_models = len(self.models) > 1
         for number, model in enumerate(self.reshard_models()):
             for name, tensor in getattr(model, attribute)():
-                yield f"{type(model).__name__} {number}: {name}" if several else name, tensor
+                yield f"{type(model).__name__} {number}: {name}" if has_several_models else name, tensor
 
     # ---------------------------------------------------------------- the end
 
-    def remove_all(self, kept: Container[int] = ()) -> None:
-        """Remove all objects from the registry.
+    def remove_objects(self, kept_ids: Container[int] = ()) -> None:
+        """Remove objects from the registry. The parameters of models that stay are listed again.
 
         Args:
-            kept: IDs of objects that stay. By default, all objects are removed.
+            kept_ids: IDs of objects that stay. By default, all objects are removed.
         """
-        everything: tuple[list[Any], ...] = (self.models, self.optimizers, self.loaders, self.schedulers)
-        for held in everything:
-            held[:] = [each for each in held if id(each) in kept]
+        # The lists are changed in place, because other components hold them.
+        all_lists: tuple[list[Any], ...] = (self.models, self.optimizers, self.loaders, self.schedulers)
+        for objects in all_lists:
+            objects[:] = [each for each in objects if id(each) in kept_ids]
         self.parameters.clear()
         self.parameters.update({id(model): list(model.parameters()) for model in self.reshard_models()})
         self.num_resets += 1

@@ -1,6 +1,7 @@
 """Checks for tensors that processes cannot synchronize: expanded buffers and parameters, lazy parameters.
 
-Expanded buffers are copied. Expanded and lazy parameters raise an error.
+Several elements of an expanded tensor share memory, so that it cannot be written in a collective. Expanded buffers are
+copied. Expanded and lazy parameters raise an error.
 """
 
 import torch
@@ -10,7 +11,7 @@ from headway.errors import PrepareError
 
 
 def check_odd_tensors(model: torch.nn.Module) -> None:
-    """Copy expanded buffers into contiguous memory, and raise an error for lazy and expanded parameters.
+    """Copy expanded buffers into contiguous memory, and raise an error for lazy tensors and expanded parameters.
 
     Raises:
         PrepareError: If a parameter or buffer of a lazy module has no shape yet, or if elements of a parameter share
@@ -31,7 +32,7 @@ def check_odd_tensors(model: torch.nn.Module) -> None:
             "can change them; before prepare(): parameter.data = parameter.data.contiguous()"
         )
     for module in model.modules():
-        for key, buffer in module._buffers.items():
+        for key, buffer in module._buffers.items():  # assigned there, a buffer keeps its persistence
             if buffer is not None and _is_expanded(buffer):
                 module._buffers[key] = buffer.contiguous()
 

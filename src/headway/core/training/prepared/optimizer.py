@@ -19,7 +19,7 @@ from headway.core import extensions
 from headway.core.runtime import process
 from headway.core.runtime.control_plane.conditional_calls import RankConditionalCallCheck
 from headway.core.strategies.base import Strategy
-from headway.core.training.prepared.objects import find_reference, iterate_parameters
+from headway.core.training.prepared.objects import find_parameter_reference, iterate_parameters
 from headway.core.training.prepared.registry import AcceleratorRegistry
 from headway.core.training.step import TrainingStep
 from headway.core.training.windows import AccumulationWindow
@@ -70,8 +70,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: User's optimizer.
         step: Training step that makes updates.
-        neighbors: Registry of the Accelerators of this process, because another of them may have prepared the model.
-        looks: Check that raises an error if only some ranks make a call. It runs before sharded state is read or
+        accelerators: Registry of the Accelerators of this process, because another of them may have prepared the model.
+        rank_check: Check that raises an error if only some ranks make a call. It runs before sharded state is read or
             loaded. Default: None, no check.
 
     Attributes:
@@ -89,8 +89,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         step: TrainingStep,
-        neighbors: AcceleratorRegistry,
-        looks: RankConditionalCallCheck | None = None,
+        accelerators: AcceleratorRegistry,
+        rank_check: RankConditionalCallCheck | None = None,
     ) -> None:
         # Optimizer.__init__ would build a second set of groups and state: everything is delegated instead.
         self.optimizer = optimizer
@@ -100,26 +100,28 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._step = step
         self._windows = step.windows
         self._strategy = step.strategy
-        self._neighbors = neighbors
-        self._looks = looks
-        self._checked = -1
-        self._last_window = -1  # number of the window of its last update
-        self._asked_in = -1  # number of the window of its last step()
-        self._came_early = False
-        neighbors.note_prepared(optimizer, step)
+        self._accelerators = accelerators
+        self._rank_check = rank_check
+        self._checked_num_resets = -1  # `num_resets` of the registry when the parameters were last checked
+        # Numbers of the accumulation windows of its last update (even if it was skipped) and of its last step() call.
+        self._last_window = -1
+        self._last_step_window = -1
+        # Whether step() came at the end of a window, before the window's last backward.
+        self._was_step_too_early = False
+        accelerators.record_preparer(optimizer, step)
 
     def resume(self, num_updates: int) -> None:
         """Continue the count of updates from `num_updates`, and forget the accumulation windows before it."""
         self.num_updates = num_updates
-        self._last_window = self._asked_in = -1
-        self._came_early = False
+        self._last_window = self._last_step_window = -1
+        self._was_step_too_early = False
 
     def snapshot(self) -> Any:
-        """Return the update count and other state that `restore` needs to undo a batch."""
+        """Return the values of `num_updates`, `step_was_skipped` and `last_window_length`, to undo a batch."""
         return self.num_updates, self.step_was_skipped, self.last_window_length
 
     def restore(self, snapshot: Any) -> None:
-        """Restore the update count and other state from a snapshot, which can be restored several times."""
+        """Restore the values from a snapshot, which can be restored several times."""
         self.num_updates, self.step_was_skipped, self.last_window_length = snapshot
 
     @property
@@ -152,7 +154,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer. Parameters that sharding has replaced are exchanged in it."""
         self.optimizer.add_param_group(param_group)
-        self._checked = -1
+        self._checked_num_resets = -1
         repoint_parameters(self.optimizer, self._strategy)
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,7 +164,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             UnsupportedError: If an engine such as DeepSpeed keeps the state itself, or if the state is sharded and only
                 some ranks make the call.
         """
-        self._require_state("state_dict() is asked for")
+        self._check_state_access("state_dict() is asked for")
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -172,14 +174,23 @@ class PreparedOptimizer(torch.optim.Optimizer):
             UnsupportedError: If an engine such as DeepSpeed keeps the state itself, or if the state is sharded and only
                 some ranks make the call.
         """
-        self._require_state("load_state_dict() is called")
+        self._check_state_access("load_state_dict() is called")
         self.optimizer.load_state_dict(state_dict)
         fit_state(self.optimizer, self._strategy)
 
-    def _require_state(self, call: str) -> None:
+    def _check_state_access(self, call: str) -> None:
+        """Raise an error if the state cannot be read or loaded here.
+
+        Args:
+            call: Call that needs the state, for messages, such as "state_dict() is asked for".
+
+        Raises:
+            UnsupportedError: If an engine such as DeepSpeed keeps the state itself, or if the state is sharded and only
+                some ranks make the call.
+        """
         self._strategy.capabilities.require("optimizer_state", self._strategy.name, _BY_CHECKPOINT)
-        if self._looks is not None:
-            self._looks.check(
+        if self._rank_check is not None:
+            self._rank_check.check(
                 f"{type(self.optimizer).__name__}'s {call}", "the state of an optimizer (accelerator.save_state())"
             )
 
@@ -194,12 +205,16 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless they are part of an unfinished accumulation window.
 
+        Warn once if the gradients of a complete window are cleared before an optimizer stepped on them. If the loss
+        policy gives losses constant factors, the gradients are cleared only in the last micro-batch of a window.
+
         Args:
             set_to_none: Whether to set gradients to None instead of zero. Default: True.
         """
         step, windows = self._step, self._windows
         window = step.find_window_of_optimizer(self.optimizer)
         if not step.weighs_losses:
+            # The script may run backward itself, so whether the window has a gradient is not known.
             may_clear = windows.is_step_due
         elif window is None:
             may_clear = True
@@ -214,9 +229,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
             window.was_step_called_early = True
 
     def _warn_of_lost_gradients(self, window: AccumulationWindow) -> None:
-        """Warn that `zero_grad()` drops gradients of a complete accumulation window on which no optimizer stepped."""
+        """Warn that `zero_grad()` drops gradients of a complete accumulation window on which no optimizer stepped.
+
+        Mark the window as applied, so that it counts as finished. Do nothing if this optimizer has no gradients.
+        """
         if self._list_weighed_gradients():
-            if not self._came_early:  # the warning _NO_BACKWARD has already named the mistake
+            if not self._was_step_too_early:  # the warning _NO_BACKWARD has already named the mistake
                 log.warning_once(_NO_STEP, find_call_site())
             window.is_applied = True
 
@@ -231,26 +249,30 @@ class PreparedOptimizer(torch.optim.Optimizer):
         Raises:
             PrepareError: In a run on several processes, if parameters belong to no prepared model.
             StateError: If gradients did not come from `accelerator.backward`, if no `accumulate` block has named this
-                optimizer's models since its last step, if a GradScaler makes the call, or if a closure is passed inside
-                an `accumulate` block before any backward. Also if ranks have diverged.
+                optimizer's models since its last step, if a GradScaler that the script created makes the call, or if a
+                closure is passed inside an `accumulate` block before any backward. Also if ranks have diverged.
             NonFiniteError: If a loss or gradient is not finite, and `on_non_finite` requests an error.
         """
         step, windows = self._step, self._windows
-        if "grad_scale" in self.__dict__:
+        if "grad_scale" in self.__dict__:  # torch's GradScaler sets this attribute before it calls step()
             raise StateError(_SCALER % type(self.optimizer).__name__)
         window = step.find_window_of_optimizer(self.optimizer)
         if window is None or (window is not windows.current and window.number == self._last_window):
             raise StateError(self._describe_missing_models())
         if window.has_leftover_gradients and step.weighs_losses:
             log.warning_once(_LEFT, windows.num_steps, find_call_site())
-        elif not self._came_early and self._asked_in not in (self._last_window, window.number) and step.weighs_losses:
+        elif (
+            not self._was_step_too_early
+            and self._last_step_window not in (self._last_window, window.number)
+            and step.weighs_losses
+        ):
             log.warning_once(_MISSED, type(self.optimizer).__name__, find_call_site())
-        self._asked_in = window.number
+        self._last_step_window = window.number
         # Gradients of a window that a backward has closed are final. Other cases need a closer check.
         is_final = window.is_closed and not windows.are_steps_disabled and window.number > 0
-        if not is_final and not self._is_final(window, closure):
+        if not is_final and not self._is_at_end(window, closure):
             return
-        if self._checked != step.prepared.num_resets:
+        if self._checked_num_resets != step.prepared.num_resets:
             self._check_parameters()
         phases = step.hooks.phases
         for listener in phases:
@@ -263,19 +285,21 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.step_was_skipped = not did_step
         window.is_applied = True
         self._last_window = window.number
-        self._asked_in = window.number
-        self._came_early = False
+        self._last_step_window = window.number
+        self._was_step_too_early = False
         if did_step:
             self.num_updates += 1
             self.last_window_length = window.num_done or 1
             step.run.clock.count_update(window.number)
-            for note_update in step.hooks.updated:
-                note_update(self.optimizer, window.number)
+            for notify_update in step.hooks.updated:
+                notify_update(self.optimizer, window.number)
         if not window.is_discarded and (step.guard.can_refuse_updates or not did_step):
             step.guard.after_step(window, did_step)
 
     def _apply_update(self, closure: Callable[[], Any] | None) -> bool:
         """Make the update, and return whether the parameters were updated.
+
+        After an error, restore the random generators that an optimizer with low-bit states uses.
 
         Args:
             closure: Closure as for a torch optimizer, or None.
@@ -284,12 +308,19 @@ class PreparedOptimizer(torch.optim.Optimizer):
             return self._step.apply_update(self.optimizer, self._strategy, closure)
         except BaseException:
             low_bit = find_low_bit_extension(self.optimizer)
-            if low_bit is not None:  # torch calls no post hooks after an error
+            if low_bit is not None:  # its post hook would restore them, but torch calls no post hooks after an error
                 low_bit.restore_generators(self.optimizer)
             raise
 
-    def _is_final(self, window: AccumulationWindow, closure: Callable[[], Any] | None) -> bool:
+    def _is_at_end(self, window: AccumulationWindow, closure: Callable[[], Any] | None) -> bool:
         """Whether a call to step() comes at the end of an accumulation window, so that it may update the parameters.
+
+        If it comes in the last micro-batch but before a backward, warn once, because no update will be made. If the
+        script may run backward itself, the call closes the window.
+
+        Args:
+            window: Window in which the optimizer's models trained last.
+            closure: Closure that was passed to step(), or None.
 
         Raises:
             StateError: If gradients come from a backward outside `Accelerator.backward`, or if a closure is passed
@@ -315,7 +346,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             return True
         if is_due:
             log.warning_once(_NO_BACKWARD, find_call_site())
-            self._came_early = True
+            self._was_step_too_early = True
         return False
 
     def _has_foreign_gradients(self) -> bool:
@@ -326,24 +357,25 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return any(bool(grad.count_nonzero()) for grad in self._list_weighed_gradients())
 
     def _list_weighed_gradients(self) -> list[torch.Tensor]:
-        """Return this rank's gradients of the optimizer's parameters as a list.
+        """Return this rank's gradients of the optimizer's parameters, shards if they are sharded.
 
         The list is empty if the loss policy allows the script to run backward itself.
         """
-        return (
-            self._strategy.get_local_gradients(iterate_parameters(self.optimizer)) if self._step.weighs_losses else []
-        )
+        if not self._step.weighs_losses:
+            return []
+        return self._strategy.get_local_gradients(iterate_parameters(self.optimizer))
 
     def _describe_missing_models(self) -> str:
-        models = self._step.turns.find_owners(iterate_parameters(self.optimizer))
-        own = ", ".join(type(model).__name__ for model in self._step.prepared.models if id(model) in models)
-        given = ", ".join(type(model).__name__ for model in self._windows.current.models)
+        """Return the error message for a step() although no accumulation window has trained the optimizer's models."""
+        model_ids = self._step.turns.find_owners(iterate_parameters(self.optimizer))
+        own = ", ".join(type(model).__name__ for model in self._step.prepared.models if id(model) in model_ids)
+        current = ", ".join(type(model).__name__ for model in self._windows.current.models)
         if not all(isinstance(model, torch.nn.Module) for model in self._windows.current.models):
-            return f"accumulate() got {given}, which is not a model; write accumulate(model) (docs/several_models.md)"
+            return f"accumulate() got {current}, which is not a model; write accumulate(model) (docs/several_models.md)"
         return (
             f"{type(self.optimizer).__name__} of {own} steps, but no accumulate() block has named {own} since its last step, and "
-            f"a backward in accumulate({given}) leaves nothing in other models. For a loss that trains both, name both: "
-            f"accumulate({given}, {own}) (docs/several_models.md)"
+            f"a backward in accumulate({current}) leaves nothing in other models. For a loss that trains both, name both: "
+            f"accumulate({current}, {own}) (docs/several_models.md)"
         )
 
     def _check_parameters(self) -> None:
@@ -355,36 +387,36 @@ class PreparedOptimizer(torch.optim.Optimizer):
             PrepareError: If some parameters belong to no prepared model.
         """
         prepared = self._step.prepared
-        self._checked = prepared.num_resets
+        self._checked_num_resets = prepared.num_resets
         if self._strategy.everyone.world_size == 1:
             return
-        known = prepared.list_ids()
-        every = list(iterate_parameters(self.optimizer))
-        owner = None if known.issuperset(map(id, every)) else self._neighbors.find_owner(every)
+        prepared_ids = prepared.list_ids()
+        parameters = list(iterate_parameters(self.optimizer))
+        owner = None if prepared_ids.issuperset(map(id, parameters)) else self._accelerators.find_owner(parameters)
         if owner is None:
-            self.check_owned(known)
+            self.check_owned(prepared_ids)
         else:  # another Accelerator has prepared the model, and reduces its gradients
             self._strategy = owner.strategy
             repoint_parameters(self.optimizer, self._strategy)
 
-    def check_owned(self, known: set[int]) -> None:
+    def check_owned(self, prepared_ids: set[int]) -> None:
         """Raise an error unless every parameter belongs to a prepared model.
 
         Args:
-            known: IDs of the parameters of prepared models.
+            prepared_ids: IDs of the parameters of prepared models.
 
         Raises:
             PrepareError: If some parameters belong to no prepared model. The message gives their number and shapes.
         """
-        strangers = [p for p in iterate_parameters(self.optimizer) if id(p) not in known]
-        if strangers:
-            shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+        unowned = [p for p in iterate_parameters(self.optimizer) if id(p) not in prepared_ids]
+        if unowned:
+            shapes = ", ".join(str(tuple(p.shape)) for p in unowned[:3])
             raise PrepareError(
-                f"{type(self.optimizer).__name__} has {len(strangers)} parameters that belong to no prepared model (shapes "
-                f"{shapes}{', ...' if len(strangers) > 3 else ''}). Prepare that model too, and build the optimizer from exactly "
+                f"{type(self.optimizer).__name__} has {len(unowned)} parameters that belong to no prepared model (shapes "
+                f"{shapes}{', ...' if len(unowned) > 3 else ''}). Prepare that model too, and build the optimizer from exactly "
                 "the model that is prepared (not from a copy, and not before its layers were replaced). Add layers and adapters "
                 "before prepare()"
-                + ("" if known else "; after end_training() or free_memory() nothing is prepared any more")
+                + ("" if prepared_ids else "; after end_training() or free_memory() nothing is prepared any more")
             )
 
 
@@ -392,14 +424,16 @@ class StepWatch:
     """torch hook that checks every optimizer step in this process, whether or not the optimizer is prepared.
 
     Args:
-        neighbors: Registry of the Accelerators. No optimizer may step on their unfinished accumulation windows.
-        judge: Function that is called with each optimizer at its first step.
+        accelerators: Registry of the Accelerators. No optimizer may step on their unfinished accumulation windows.
+        check_first_step: Function that is called with each optimizer before its first step.
     """
 
-    def __init__(self, neighbors: AcceleratorRegistry, judge: Callable[[torch.optim.Optimizer], None]) -> None:
-        self._neighbors = neighbors
-        self._judge = judge
-        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+    def __init__(
+        self, accelerators: AcceleratorRegistry, check_first_step: Callable[[torch.optim.Optimizer], None]
+    ) -> None:
+        self._accelerators = accelerators
+        self._check_first_step = check_first_step
+        self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         process.release_at_end(self.release)
 
@@ -408,32 +442,32 @@ class StepWatch:
         self._hook.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Raise an error if an optimizer is about to step on incomplete or still scaled gradients.
+        """Raise an error if an optimizer is about to step on incomplete gradients, and check its first step.
 
         Raises:
-            StateError: If the gradient covers only part of an accumulation window, or still contains the loss scale.
+            StateError: If the gradient covers only part of an accumulation window, or if `check_first_step` raises it.
         """
-        for reference in self._neighbors.members:
-            member = reference()
-            if member is None or member.step.windows.current.is_closed:
+        for reference in self._accelerators.members:
+            registration = reference()
+            if registration is None or registration.step.windows.current.is_closed:
                 continue  # the usual case: all backwards of the window came before the step
-            if member.step.windows.has_partial_gradients:
-                _check_apart(optimizer, member.step)
-        if optimizer not in self._seen:
-            self._seen.add(optimizer)
-            self._judge(optimizer)
+            if registration.step.windows.has_partial_gradients:
+                _check_unaffected(optimizer, registration.step)
+        if optimizer not in self._have_stepped:
+            self._have_stepped.add(optimizer)
+            self._check_first_step(optimizer)
 
 
-def _check_apart(optimizer: torch.optim.Optimizer, step: TrainingStep) -> None:
+def _check_unaffected(optimizer: torch.optim.Optimizer, step: TrainingStep) -> None:
     """Raise `StateError` if the optimizer holds parameters that train in the unfinished accumulation window.
 
     Args:
         optimizer: Optimizer that is about to step.
         step: Training step whose current window is unfinished.
     """
-    learning = {id(parameter) for parameter in step.prepared.list_parameters_of(step.windows.current)}
-    current = step.strategy.find_current
-    if any(id(current(p)) in learning for p in iterate_parameters(optimizer)):
+    trained_ids = {id(parameter) for parameter in step.prepared.list_parameters_of(step.windows.current)}
+    find_current = step.strategy.find_current
+    if any(id(find_current(p)) in trained_ids for p in iterate_parameters(optimizer)):
         raise StateError(
             f"{type(optimizer).__name__} stepped inside an accumulation window, on a part of its gradient. Only an optimizer "
             "that the same Accelerator has prepared waits for the window's end: prepare it together with its model, and call "
@@ -459,7 +493,7 @@ def repoint_parameters(optimizer: torch.optim.Optimizer, strategy: Strategy) -> 
     """
     num_exchanged = 0
     replaced = {id(p) for p in iterate_parameters(optimizer) if strategy.find_current(p) is not p}
-    if replaced and (place := find_reference(optimizer, replaced)):
+    if replaced and (place := find_parameter_reference(optimizer, replaced)):
         raise UnsupportedError(
             f"{type(optimizer).__name__} cannot train a sharded model: it keeps parameters, or their IDs, in {place}. prepare() "
             "replaces parameters by shards, and the optimizer would keep the old ones. Let it read parameters from param_groups, or "
@@ -467,16 +501,19 @@ def repoint_parameters(optimizer: torch.optim.Optimizer, strategy: Strategy) -> 
         )
     with _convert_low_bit_states(optimizer, bool(replaced)):
         for group in optimizer.param_groups:
-            given = group["params"]
-            now = [strategy.find_current(parameter) for parameter in given]
-            for old, new in zip(given, now):
-                if new is not old:
-                    num_exchanged += 1
-                    if old in optimizer.state:
-                        state, is_whole = optimizer.state.pop(old), strategy.keeps_whole_state(optimizer)
-                        optimizer.state[new] = state if is_whole else _shard_value(state, old.shape, new, strategy)
-            if any(new is not old for old, new in zip(given, now)):
-                given[:] = now
+            old_parameters = group["params"]
+            new_parameters = [strategy.find_current(parameter) for parameter in old_parameters]
+            for old, new in zip(old_parameters, new_parameters):
+                if new is old:
+                    continue
+                num_exchanged += 1
+                if old in optimizer.state:
+                    state = optimizer.state.pop(old)
+                    if not strategy.keeps_whole_state(optimizer):
+                        state = _shard_state(state, old.shape, new, strategy)
+                    optimizer.state[new] = state
+            if any(new is not old for old, new in zip(old_parameters, new_parameters)):
+                old_parameters[:] = new_parameters
     if num_exchanged:
         log.info_once(
             "%s was created before prepare(): %d of its parameters were replaced by the prepared ones",
@@ -494,13 +531,13 @@ def fit_state(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
         return
     with _convert_low_bit_states(optimizer, any(map(is_dtensor, iterate_parameters(optimizer)))):
         for parameter, state in optimizer.state.items():
-            optimizer.state[parameter] = _shard_value(state, parameter.shape, parameter, strategy)
+            optimizer.state[parameter] = _shard_state(state, parameter.shape, parameter, strategy)
 
 
-def _shard_value(state: Any, shape: torch.Size, parameter: torch.Tensor, strategy: Strategy) -> Any:
-    """Return a parameter's state in which tensors of the full shape are sharded like the parameter.
+def _shard_state(state: Any, shape: torch.Size, parameter: torch.Tensor, strategy: Strategy) -> Any:
+    """Return a parameter's optimizer state in which tensors of the full shape are sharded like the parameter.
 
-    Other values, and a state that is not a dict, are returned unchanged.
+    Other values, such as step counts, are kept. A state that is not a dict is returned unchanged.
 
     Args:
         state: The optimizer's state of the parameter, by name.
@@ -510,12 +547,11 @@ def _shard_value(state: Any, shape: torch.Size, parameter: torch.Tensor, strateg
     """
     if not isinstance(state, dict):
         return state
-    return {
-        name: strategy.shard_like(value, parameter)
-        if isinstance(value, torch.Tensor) and value.ndim and value.shape == shape
-        else value
-        for name, value in state.items()
-    }
+    sharded = dict(state)
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.ndim and value.shape == shape:
+            sharded[name] = strategy.shard_like(value, parameter)
+    return sharded
 
 
 _LOW_BIT_PACKAGES = {"bitsandbytes", "torchao"}
@@ -528,25 +564,25 @@ def load_low_bit_extension() -> Any:
 
 def find_low_bit_extension(optimizer: torch.optim.Optimizer) -> Any:
     """Return the extension that converts an optimizer's low-bit states, or None if the optimizer has no such states."""
-    found = load_low_bit_extension()
-    return found if found is not None and found.keeps_low_bit_state(optimizer) else None
+    extension = load_low_bit_extension()
+    return extension if extension is not None and extension.keeps_low_bit_state(optimizer) else None
 
 
 @contextmanager
 def _convert_low_bit_states(optimizer: torch.optim.Optimizer, is_needed: bool) -> Iterator[None]:
     """Return a context in which an optimizer's low-bit states are dequantized, so that they can be sharded.
 
-    At the end of the context they are quantized again.
+    At the end of the context they are quantized again, but not after an error.
 
     Args:
         optimizer: Any optimizer.
         is_needed: Whether to convert states. If False, the context does nothing.
     """
-    found = find_low_bit_extension(optimizer) if is_needed and optimizer.state else None
-    if found is None:
+    extension = find_low_bit_extension(optimizer) if is_needed and optimizer.state else None
+    if extension is None:
         yield
         return
     for parameter, state in optimizer.state.items():
-        optimizer.state[parameter] = found.export_state(optimizer, state)
+        optimizer.state[parameter] = extension.export_state(optimizer, state)
     yield
-    found.quantize_states(optimizer)
+    extension.quantize_states(optimizer)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -24,10 +24,10 @@ from headway.core.runtime.moving import move_module
 from headway.core.runtime.seed import mix_seed
 from headway.core.strategies.placeholders import OptimizerPlaceholder, SchedulerPlaceholder
 from headway.core.training.behavior import Behavior
-from headway.core.training.checks.replicas import check_alike, compare_data
+from headway.core.training.checks.replicas import check_models, compare_data
 from headway.core.training.checks.schedule_lengths import get_schedule_length, warn_if_prepared_length_is_doubtful
 from headway.core.training.prepared import model as prepared_model
-from headway.core.training.prepared.dispatched import list_spread_places
+from headway.core.training.prepared.dispatched import list_dispatch_places
 from headway.core.training.prepared.objects import OptimizerEntry
 from headway.core.training.prepared.odd_tensors import check_odd_tensors
 from headway.core.training.prepared.optimizer import PreparedOptimizer, load_low_bit_extension, repoint_parameters
@@ -49,12 +49,28 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_REACH = 4
+_MAX_STEPS_FACTOR = 4
 """Upper limit for the number of micro-batches per update, as a multiple of the smallest possible number.
 
 It applies if machines were lost and a global batch must be split unevenly. If no number up to the limit fits, preparing
 the loader raises an error.
 """
+
+
+class TickBase(NamedTuple):
+    """Pair of numbers from which scheduler steps per update are computed.
+
+    The product of both is the number of micro-batches that a single-process loop trains on while this run makes one
+    update.
+
+    Attributes:
+        num_processes: Number of updates that the single-process loop makes while this run makes one: the number of
+            ranks that read different data. 1 if an update has equally many samples on any number of processes.
+        num_steps: Micro-batches in each of these updates.
+    """
+
+    num_processes: int
+    num_steps: int
 
 
 @dataclass(eq=False)
@@ -63,9 +79,9 @@ class Preparation:
 
     Args:
         step: Training step of the run, whose registry holds the objects.
-        neighbors: Registry of the Accelerators of this process.
+        accelerators: Registry of the Accelerators of this process.
         loading: Settings for splitting, padding and moving batches. `set_evenness` and `set_loading` change them.
-        places: Whether to move models and batches to the device.
+        moves_objects: Whether to move models and batches to the device.
         rule: Rule for the number of scheduler steps per update.
         follows_optimizer: Whether schedulers advance only with updates. If False, each call of step() advances them.
         rng_types: RNGs to synchronize across ranks at the start of each pass over a loader.
@@ -86,9 +102,9 @@ class Preparation:
     """
 
     step: TrainingStep
-    neighbors: AcceleratorRegistry
+    accelerators: AcceleratorRegistry
     loading: DataLoaderConfiguration
-    places: bool
+    moves_objects: bool
     rule: SchedulerStepRule
     follows_optimizer: bool
     rng_types: tuple[str, ...]
@@ -107,22 +123,28 @@ class Preparation:
         self._prepared = run.prepared
         self._strategy = run.strategy
         self._runtime = run.runtime
-        self._evaluated: set[int] = set()
-        self._separating: set[int] = set()
+        self._evaluated_ids: set[int] = set()  # IDs of models that are only evaluated
+        self._packing_checked_ids: set[int] = set()  # IDs of models that are known to separate packed documents
         self.weights = PretrainedLoads(self._strategy)
-        self.loader_rng = LoaderGenerator(is_private=self._is_spread and self.behavior.loading_rules.parts_streams)
-        self._tick_base: tuple[int, int] | None = None
-        self._is_sharing = False
+        self.loader_rng = LoaderGenerator(
+            is_private=self._has_several_ranks and self.behavior.loading_rules.parts_streams
+        )
+        self._resumed_tick_base: TickBase | None = None
+        self._has_shared_rng_states = False
         capabilities = self._strategy.capabilities
-        self._lone = None if capabilities.lone_forward else RankConditionalCallCheck(self._runtime, self._strategy.name)
-        # Stages of a pipeline are called one after another and synchronize themselves, so they need no check.
-        is_joint = not capabilities.lone_pieces
-        lone: Sequence[prepared_model.Look] = (self._lone,) if self._lone is not None and is_joint else ()
-        self._looks = (*lone, *run.hooks.before_forward)
+        self._rank_check: RankConditionalCallCheck | None = None
+        self._forward_hooks: Sequence[prepared_model.ForwardHook] = (*run.hooks.before_forward,)
+        if not capabilities.lone_forward:
+            self._rank_check = RankConditionalCallCheck(self._runtime, self._strategy.name)
+            # Stages of a pipeline are called one after another and synchronize themselves, so they need no check.
+            if not capabilities.lone_pieces:
+                self._forward_hooks = (self._rank_check, *self._forward_hooks)
         attempt.register_owner(self)
 
     def prepare(self, objects: Sequence[Any], placement: list[bool] | None, is_strict: bool = False) -> list[Any]:
-        """Prepare models, optimizers, loaders and schedulers, and return them in the given order.
+        """Prepare models, optimizers, loaders and schedulers, and return them in the order of `objects`.
+
+        Models are prepared first, whatever the order, then optimizers, loaders and schedulers.
 
         Args:
             objects: Objects as for `Accelerator.prepare`.
@@ -143,20 +165,21 @@ class Preparation:
             raise ConfigError(
                 f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each"
             )
-        places: Sequence[bool | None] = placement or [None] * len(objects)
+        are_moved: Sequence[bool | None] = placement or [None] * len(objects)
         kinds = [self._find_kind(obj) for obj in objects]
         unknown = [obj for obj, kind in zip(objects, kinds) if kind is None]
         if unknown:
             _report_unknown(unknown, is_strict)
-        made = dict(enumerate(objects))
+        prepared = list(objects)
+        # An optimizer gets the parameters of the prepared models, and a scheduler looks up its prepared optimizer.
         for kind in ("model", "optimizer", "loader", "scheduler"):
             for index, obj in enumerate(objects):
                 if kinds[index] == kind:
-                    made[index] = self._prepare_one(kind, obj, places[index])
+                    prepared[index] = self._prepare_one(kind, obj, are_moved[index])
         if "model" in kinds:
             self._check_optimizers()
         self.create_engine_if_ready()
-        return [made[index] for index in range(len(objects))]
+        return prepared
 
     def _find_kind(self, obj: Any) -> str | None:
         """Return the kind of an object passed to `prepare()`.
@@ -189,37 +212,38 @@ class Preparation:
             )
         return None
 
-    def _prepare_one(self, kind: str, obj: Any, place: bool | None) -> Any:
+    def _prepare_one(self, kind: str, obj: Any, is_moved: bool | None) -> Any:
         if kind == "model":
-            return self.prepare_model(obj, place)
+            return self.prepare_model(obj, is_moved)
         if kind == "optimizer":
             return self.prepare_optimizer(obj)
-        return self.prepare_loader(obj, place) if kind == "loader" else self.prepare_scheduler(obj)
+        return self.prepare_loader(obj, is_moved) if kind == "loader" else self.prepare_scheduler(obj)
 
     def _share_rng_states(self) -> None:
         """Give ranks that read the same data shard equal RNG states. Only the first call has an effect."""
-        if not self._is_sharing and self._strategy.everyone.world_size > self._strategy.data_shard.count:
+        if not self._has_shared_rng_states and self._strategy.everyone.world_size > self._strategy.data_shard.count:
             share_rng_states(self._strategy.everyone, self._strategy.data_shard.index)
-        self._is_sharing = True
+        self._has_shared_rng_states = True
 
     # ---------------------------------------------------------------- each kind
 
     def prepare_model(
-        self, model: torch.nn.Module, place: bool | None = None, is_evaluation: bool = False
+        self, model: torch.nn.Module, is_moved: bool | None = None, is_evaluation: bool = False
     ) -> torch.nn.Module:
         """Move and wrap a model, and return it as the same object. A model that is prepared already is left unchanged.
 
         Args:
             model: Model to prepare.
-            place: Whether to move it to the device. None: the Accelerator's setting.
+            is_moved: Whether to move it to the device. None: the Accelerator's setting.
             is_evaluation: Whether it is only evaluated, and therefore not sharded. Default: False.
 
         Raises:
-            PrepareError: If the model cannot be prepared, or if ranks built different models.
+            PrepareError: If the model cannot be prepared, or if ranks built different models. In a run on several
+                processes, also if a model that was prepared for evaluation is now prepared for training.
             UnsupportedError: If the strategy supports only one model, and another one is prepared already.
         """
-        if any(model is known for known in self.models):
-            if not is_evaluation and id(model) in self._evaluated and self._is_spread:
+        if any(model is prepared for prepared in self.models):
+            if not is_evaluation and id(model) in self._evaluated_ids and self._has_several_ranks:
                 raise PrepareError(
                     f"{type(model).__name__} was prepared with evaluation_mode=True, so its gradients would not be reduced; call "
                     "free_memory() before preparing it for training"
@@ -228,7 +252,7 @@ class Preparation:
         self._share_rng_states()
         if not is_evaluation:  # each rank may evaluate a different model
             self._compare_models(model)
-        is_moved = self._is_moved(model, place, is_evaluation)
+        should_move = self._should_move(model, is_moved, is_evaluation)
         if any(parameter.is_meta for parameter in model.parameters()):
             if is_evaluation:
                 raise PrepareError(
@@ -236,11 +260,11 @@ class Preparation:
                     "weights before prepare()"
                 )
             self._strategy.materialize_model(model)
-        if is_moved and is_evaluation:
+        if should_move and is_evaluation:
             move_module(model, self._runtime.device)  # it is not sharded, whatever the strategy
-        elif is_moved:
+        elif should_move:
             self._strategy.move_model(model, self._runtime.device)
-        elif self._is_spread:
+        elif self._has_several_ranks:
             self._check_device(model)
         if self.models:
             self._strategy.capabilities.require("several_models", self._strategy.name, "prepare one model")
@@ -249,67 +273,86 @@ class Preparation:
         prepared_model.detach_engine(model)  # a model released earlier may still run under autocast
         if is_evaluation:
             prepared_model.attach_engine(model, None, self._strategy.forward_context(self.step.precision))
-            self._evaluated.add(id(model))
+            self._evaluated_ids.add(id(model))
         else:
-            self._set_up(model)
+            self._set_up_for_training(model)
         self._prepared.add_model(model)
         return model
 
     def _compare_models(self, model: torch.nn.Module) -> None:
         """Raise `PrepareError` if ranks built different models, or if they cannot share a tensor of the model.
 
-        Otherwise pass the strategy the names of the tensors that will be filled from files or from rank 0.
+        Otherwise pass the strategy the names of the tensors that will have values: those that registered checkpoints
+        fill, and all of them if rank 0's model has values.
         """
-        if self._is_spread:
+        if self._has_several_ranks:
             check_odd_tensors(model)
-        steps, expected = str(self._windows.num_steps), self.weights.names(model)
-        settings = {"gradient_accumulation_steps": steps, "mixed_precision": self.step.precision.name}
-        if check_alike(model, settings, self._strategy.everyone, expected):
-            expected.update(name for name, _ in (*model.named_parameters(), *model.named_buffers()))
-        self._strategy.expect_values(expected)
+        settings = {
+            "gradient_accumulation_steps": str(self._windows.num_steps),
+            "mixed_precision": self.step.precision.name,
+        }
+        names_with_values = self.weights.list_names(model)
+        if check_models(model, settings, self._strategy.everyone, names_with_values):
+            names_with_values.update(name for name, _ in (*model.named_parameters(), *model.named_buffers()))
+        self._strategy.expect_values(names_with_values)
 
-    def _set_up(self, model: torch.nn.Module) -> None:
-        """Replicate or shard a model for training, fill it from registered checkpoints, and attach its engine."""
+    def _set_up_for_training(self, model: torch.nn.Module) -> None:
+        """Replicate or shard a model for training, fill it from registered checkpoints, and attach its engine.
+
+        At the end, notify the process's `PreparationListeners`.
+        """
         accept_bare_names(model)
         engine = self._strategy.setup_model(model, self.transforms(True))
         self.weights.read(model)
-        context, capabilities = self._strategy.forward_context(self.step.precision), self._strategy.capabilities
-        learns = any(parameter.requires_grad for parameter in model.parameters())
-        is_replicated = learns and self._is_spread and capabilities.deferred_sync
-        keep_local = partial(self._strategy.micro_batch_context, sync=False) if is_replicated else None
-        shards = None if capabilities.copies else self._strategy.name
+        capabilities = self._strategy.capabilities
+        is_trainable = any(parameter.requires_grad for parameter in model.parameters())
+        has_no_sync = is_trainable and self._has_several_ranks and capabilities.deferred_sync
+        sharding_strategy = None if capabilities.copies else self._strategy.name
         methods = None
-        if shards is not None and callable(getattr(type(model), "save_pretrained", None)):
+        if sharding_strategy is not None and callable(getattr(type(model), "save_pretrained", None)):
             methods = extensions.load("feature", "sharded_adapters")(model, self._strategy, self._runtime)
-        prepared_model.attach_engine(model, engine, context, keep_local, shards, self._looks, self._lone, methods)
+        prepared_model.attach_engine(
+            model,
+            engine,
+            self._strategy.forward_context(self.step.precision),
+            make_no_sync_context=partial(self._strategy.micro_batch_context, sync=False) if has_no_sync else None,
+            sharding_strategy=sharding_strategy,
+            forward_hooks=self._forward_hooks,
+            rank_check=self._rank_check,
+            methods=methods,
+        )
         for listener in scope.get_or_create(PreparationListeners):
             listener(model, self.step)
 
     @property
-    def _is_spread(self) -> bool:
-        """Whether the model trains on several processes, replicated or sharded."""
+    def _has_several_ranks(self) -> bool:
+        """Whether models train on several processes, replicated or sharded."""
         return self._strategy.everyone.world_size > 1
 
-    def _is_moved(self, model: torch.nn.Module, place: bool | None, is_evaluation: bool) -> bool:
+    def _should_move(self, model: torch.nn.Module, is_moved: bool | None, is_evaluation: bool) -> bool:
         """Whether to move the model to this process's device.
 
-        Dispatched models stay on the devices where their parts are.
+        Dispatched models, whose parts are on several devices, are not moved.
+
+        Args:
+            model: Model to prepare.
+            is_moved: Whether the caller requests a move. None: the Accelerator's setting.
+            is_evaluation: Whether the model is only evaluated.
 
         Raises:
-            PrepareError: If the model is dispatched, and `place` requests a move, or several processes train it.
+            PrepareError: If the model is dispatched, and the caller requests a move, or several processes train it.
         """
-        is_moved = self.places if place is None else place
-        places, count = list_spread_places(model, self._runtime.device), self._strategy.everyone.world_size
+        places, num_ranks = list_dispatch_places(model, self._runtime.device), self._strategy.everyone.world_size
         if not places:
-            return is_moved
+            return self.moves_objects if is_moved is None else is_moved
         what = f"{type(model).__name__} was dispatched over {', '.join(places)} (hf_device_map)"
-        if count > 1 and not is_evaluation:
+        if num_ranks > 1 and not is_evaluation:
             raise PrepareError(
-                f"{what}, so it cannot be one of {count} replicas: a model that was loaded with device_map= or placed by "
+                f"{what}, so it cannot be one of {num_ranks} replicas: a model that was loaded with device_map= or placed by "
                 "dispatch_model() can only be trained by one process. Start one (headway launch -n 1), or load it without a device "
                 "map, so that each process holds all of it"
             )
-        if place:
+        if is_moved:
             raise PrepareError(
                 f"{what}, and device_placement=[True] would move all of it to {self._runtime.device}, under hooks that expect it "
                 "elsewhere. Leave device_placement out, or load the model without a device map"
@@ -318,12 +361,13 @@ class Preparation:
         return False
 
     def _check_device(self, model: torch.nn.Module) -> None:
-        wanted = self._runtime.device
-        found = {parameter.device for parameter in model.parameters()}
-        if found - {wanted}:
+        """Raise `PrepareError` if any parameter of the model is not on this process's device."""
+        own_device = self._runtime.device
+        devices = {parameter.device for parameter in model.parameters()}
+        if devices - {own_device}:
             raise PrepareError(
-                f"{type(model).__name__} is on {', '.join(sorted(map(str, found)))}, but this process computes on {wanted}; move "
-                "it there, or leave device_placement on"
+                f"{type(model).__name__} is on {', '.join(sorted(map(str, devices)))}, but this process computes on {own_device}; "
+                "move it there, or leave device_placement on"
             )
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
@@ -335,75 +379,85 @@ class Preparation:
         """
         if isinstance(optimizer, OptimizerPlaceholder):
             optimizer = self._strategy.replace_placeholder(optimizer, 1)
-        for known in map(_as_prepared, self.optimizers):
-            if optimizer is known or optimizer is known.optimizer:
-                return known
+        for wrapper in map(_as_prepared, self.optimizers):
+            if optimizer is wrapper or optimizer is wrapper.optimizer:
+                return wrapper
         self._strategy.check_optimizer(optimizer)
         if (low_bit := load_low_bit_extension()) is not None:
             low_bit.prepare_optimizer(optimizer, self._strategy)
         repoint_parameters(optimizer, self._strategy)
-        made = self.behavior.optimizer(optimizer, self.step, self.neighbors, self._lone)
-        self.optimizers.append(made)
-        return made
+        prepared = self.behavior.optimizer(optimizer, self.step, self.accelerators, self._rank_check)
+        self.optimizers.append(prepared)
+        return prepared
 
     def create_engine_if_ready(self) -> None:
         """Create an engine that needs models and optimizers together, such as DeepSpeed's, once both are prepared.
 
         Then check whether models separate packed documents (see `check_packed_models`).
         """
-        optimizers, count = [each.optimizer for each in self.optimizers], self._strategy.data_shard.count
-        rows = [loader.total_batch_size // count for loader in self.loaders if loader.total_batch_size]
-        for made in self._strategy.create_engine(optimizers, self.step.precision.name, self._windows.num_steps, rows):
-            self.neighbors.note_prepared(made, self.step)
+        optimizers, num_shards = [each.optimizer for each in self.optimizers], self._strategy.data_shard.count
+        batch_sizes = [loader.total_batch_size // num_shards for loader in self.loaders if loader.total_batch_size]
+        # The engine's own optimizers make steps, too, which must not be taken for steps of unprepared optimizers.
+        for engine_optimizer in self._strategy.create_engine(
+            optimizers, self.step.precision.name, self._windows.num_steps, batch_sizes
+        ):
+            self.accelerators.record_preparer(engine_optimizer, self.step)
         self.check_packed_models()
 
     def check_packed_models(self) -> None:
         """Raise an error if a loader packs several documents into a sequence, but a model does not separate them.
 
-        A loader's collator requests the check. Each model is checked once.
+        A loader's collator requests the check with its attribute `check_model`. Each model is checked once. Models that
+        are only evaluated are not checked.
 
         Raises:
             PrepareError: If a model ignores the boundaries between documents.
         """
         collators = [loader.collate_fn for loader in self.loaders]
-        asking = next((each for each in collators if getattr(each, "check_model", False) is True), None)
-        models = [each for each in self.models if id(each) not in self._evaluated | self._separating]
-        if asking is not None and models and not is_dry_run():
+        collator = next((each for each in collators if getattr(each, "check_model", False) is True), None)
+        models = [each for each in self.models if id(each) not in self._evaluated_ids | self._packing_checked_ids]
+        if collator is not None and models and not is_dry_run():
+            # None: full precision, but the model itself may be in half precision, which the check then finds out.
             is_half = self.step.precision.name != "no" or None
-            extensions.load("feature", "packing")(models, asking, is_half)
-            self._separating.update(map(id, models))
+            extensions.load("feature", "packing")(models, collator, is_half)
+            self._packing_checked_ids.update(map(id, models))
 
     def _check_optimizers(self) -> None:
-        known = {id(parameter) for model in self.models for parameter in model.parameters()}
+        """Give optimizers that were prepared before their model the model's parameters, and check that they own no others.
+
+        Raises:
+            PrepareError: If an optimizer has parameters that belong to no prepared model.
+        """
+        prepared_ids = {id(parameter) for model in self.models for parameter in model.parameters()}
         for optimizer in self.optimizers:
             repoint_parameters(optimizer.optimizer, self._strategy)
-            _as_prepared(optimizer).check_owned(known)
+            _as_prepared(optimizer).check_owned(prepared_ids)
 
-    def prepare_loader(self, loader: DataLoader[Any], place: bool | None = None) -> PreparedLoader:
+    def prepare_loader(self, loader: DataLoader[Any], is_moved: bool | None = None) -> PreparedLoader:
         """Shard a loader over ranks, or return it unchanged if it is prepared already.
 
         If a global batch size is set, the number of accumulation steps is derived from the first loader.
 
         Args:
             loader: Loader to prepare.
-            place: Whether to move batches to the device. None: the Accelerator's setting.
+            is_moved: Whether to move batches to the device. None: the Accelerator's setting.
 
         Raises:
             DataError: If the loader cannot be split, or if ranks gave different data and the rules forbid it.
             ConfigError: If the loader's batches cannot add up to the global batch size.
         """
-        for known in self.loaders:
-            if loader is known:
-                return known
+        for prepared in self.loaders:
+            if loader is prepared:
+                return prepared
         self._share_rng_states()
         if not (self.loading.dispatch_batches or isinstance(loader.dataset, IterableDataset)):
             compare_data(loader.dataset, self._strategy.everyone, self.behavior.loading_rules.refuses_unlike_data)
-        places = self.places if place is None else place
-        made = prepare_loader(
+        should_move = self.moves_objects if is_moved is None else is_moved
+        prepared = prepare_loader(
             loader,
             shard=self._strategy.data_shard,
             config=self.loading,
-            device=self._runtime.device if places else None,
+            device=self._runtime.device if should_move else None,
             collectives=self._strategy.data_group,
             everyone=self._strategy.everyone,
             events=self.events,
@@ -412,45 +466,47 @@ class Preparation:
             stream=self.loader_rng,
             rules=self.behavior.loading_rules,
         )
-        others = [name for name in self.rng_types if name != "generator"]
-        if others:
-            synchronize_rng_states(others)
-        self._prepared.add_loader(made)
-        for told in self.events.prepared:
-            told(made)
+        other_rngs = [name for name in self.rng_types if name != "generator"]  # loaders share the generator themselves
+        if other_rngs:
+            synchronize_rng_states(other_rngs)
+        self._prepared.add_loader(prepared)
+        for listener in self.events.prepared:
+            listener(prepared)
         if self.global_batch_size is not None and len(self.loaders) == 1:
-            self._windows.set_num_steps(self._derive_steps(made, self.global_batch_size))
-        return made
+            self._windows.set_num_steps(self._derive_num_steps(prepared, self.global_batch_size))
+        return prepared
 
-    def _derive_steps(self, loader: PreparedLoader, wanted: int) -> int:
+    def _derive_num_steps(self, loader: PreparedLoader, global_batch_size: int) -> int:
         """Return the number of micro-batches per update for a global batch size.
 
-        If the micro-batches of an update need different sizes, the loader is configured accordingly.
+        If the run has lost machines, and the global batch size is not a multiple of what the remaining ranks read at
+        once, the loader is configured to return micro-batches of different sizes.
 
         Args:
             loader: Prepared loader that yields the micro-batches.
-            wanted: Samples per update over all ranks.
+            global_batch_size: Samples per update over all ranks.
 
         Raises:
-            ConfigError: If the ranks' batches cannot add up to `wanted`. If machines were lost, the batch is split
-                unevenly instead, as far as that is possible.
+            ConfigError: If the ranks' batches cannot add up to `global_batch_size`.
         """
-        num_shards, per_step = self._strategy.data_shard.count, loader.total_batch_size
-        if per_step and wanted % per_step == 0:
-            steps = wanted // per_step
+        num_shards, samples_per_step = self._strategy.data_shard.count, loader.total_batch_size
+        if samples_per_step and global_batch_size % samples_per_step == 0:
+            num_steps = global_batch_size // samples_per_step
             log.info("global batch %d = %d per process x %d processes x %d accumulation steps",
-                     wanted, per_step // num_shards, num_shards, steps)  # fmt: skip
-            return steps
-        if per_step and find_launched_ranks(self._strategy.everyone.world_size) is not None:
-            fewest = -(-wanted // per_step)
-            for steps in range(fewest, _REACH * fewest + 1):
-                if loader.can_fit_window(wanted, steps):
-                    loader.request_window(wanted, steps, per_step)
-                    log.warning_once("the global batch of %d samples is split unevenly among the ranks", wanted)
-                    return steps
+                     global_batch_size, samples_per_step // num_shards, num_shards, num_steps)  # fmt: skip
+            return num_steps
+        if samples_per_step and find_launched_ranks(self._strategy.everyone.world_size) is not None:
+            fewest_steps = -(-global_batch_size // samples_per_step)
+            for num_steps in range(fewest_steps, _MAX_STEPS_FACTOR * fewest_steps + 1):
+                if loader.can_fit_window(global_batch_size, num_steps):
+                    loader.request_window(global_batch_size, num_steps, samples_per_step)
+                    log.warning_once(
+                        "the global batch of %d samples is split unevenly among the ranks", global_batch_size
+                    )
+                    return num_steps
         raise ConfigError(
-            f"global_batch_size={wanted} is not a multiple of what all ranks read at once ({per_step} samples); choose a "
-            "multiple, or another batch size for the loader"
+            f"global_batch_size={global_batch_size} is not a multiple of what all ranks read at once ({samples_per_step} "
+            "samples); choose a multiple, or another batch size for the loader"
         )
 
     def _derive_seed(self) -> int:
@@ -458,10 +514,10 @@ class Preparation:
 
         This is a collective, because rank 0 broadcasts its seed.
         """
-        given = self.loading.data_seed
-        seed = torch.initial_seed() if given is None else given
-        agreed = self._strategy.everyone.broadcast_object(seed)
-        return mix_seed(agreed & ((1 << 63) - 1), len(self.loaders))
+        own_seed = torch.initial_seed() if self.loading.data_seed is None else self.loading.data_seed
+        seed = self._strategy.everyone.broadcast_object(own_seed)
+        # torch's initial seed is an unsigned number of 64 bits.
+        return mix_seed(seed & ((1 << 63) - 1), len(self.loaders))
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Wrap a scheduler and connect it to its prepared optimizer, or return the existing wrapper.
@@ -473,75 +529,73 @@ class Preparation:
         """
         rule = self.rule
         if isinstance(scheduler, SchedulerPlaceholder):
-            scheduler = self._strategy.replace_placeholder(scheduler, self.tick_base[0])
-            rule = StepsPerUpdate()  # with this setting, schedules count updates
-        for known in self.schedulers:
-            if scheduler is known or scheduler is known.scheduler:
-                return cast(PreparedScheduler, known)
-        bound = getattr(scheduler, "optimizer", None)
-        followed = [o for o in self.optimizers if bound is None or bound is o or bound is o.optimizer]
-        if not followed and self.follows_optimizer and self.behavior.scheduler.needs_optimizer:
+            scheduler = self._strategy.replace_placeholder(scheduler, self.tick_base.num_processes)
+            rule = StepsPerUpdate()  # the schedule's length was converted to updates
+        for wrapper in self.schedulers:
+            if scheduler is wrapper or scheduler is wrapper.scheduler:
+                return cast(PreparedScheduler, wrapper)
+        own = getattr(scheduler, "optimizer", None)  # a scheduler without this attribute follows all optimizers
+        optimizers = [each for each in self.optimizers if own is None or own is each or own is each.optimizer]
+        if not optimizers and self.follows_optimizer and self.behavior.scheduler.needs_optimizer:
             raise PrepareError(
                 f"{type(scheduler).__name__} follows an optimizer that is not prepared; prepare that optimizer before it or in the "
                 "same call, or pass step_scheduler_with_optimizer=False"
             )
-        made = self.behavior.scheduler(
-            scheduler, followed, rule=rule, follows_optimizer=self.follows_optimizer, step=self.step
+        prepared = self.behavior.scheduler(
+            scheduler, optimizers, rule=rule, follows_optimizer=self.follows_optimizer, step=self.step
         )
-        self.schedulers.append(made)
+        self.schedulers.append(prepared)
         if self.follows_optimizer and rule is self.rule:
-            self._explain_ticks(made)
-            num_parts = self.tick_base[0]
-            if warn_if_prepared_length_is_doubtful(
-                made.scheduler, rule, num_parts, self._windows.num_steps, self.loaders
-            ):
-                made.is_doubted = True
-        return made
+            self._log_rule(prepared)
+            prepared.has_length_warning = warn_if_prepared_length_is_doubtful(
+                prepared.scheduler, rule, self.tick_base.num_processes, self._windows.num_steps, self.loaders
+            )
+        return prepared
 
     # ---------------------------------------------------------------- scheduler steps
 
-    def _explain_ticks(self, scheduler: PreparedScheduler) -> None:
+    def _log_rule(self, scheduler: PreparedScheduler) -> None:
+        """Log how many steps a scheduler makes per update, and when it ends if its length is known."""
         name, rule = type(scheduler.scheduler).__name__, self.rule
         length, end = get_schedule_length(scheduler.scheduler), ""
         if length is not None:
-            updates = -(-length // max(1, rule.ticks(self._windows.num_steps)))
-            end = f"; it ends after {length} ticks, {updates} updates from now"
+            num_updates = -(-length // max(1, rule.ticks(self._windows.num_steps)))
+            end = f"; it ends after {length} ticks, {num_updates} updates from now"
         log.info_once(f"{name} is {rule.reason}{end}")
 
     @property
-    def tick_base(self) -> tuple[int, int]:
+    def tick_base(self) -> TickBase:
         """Pair of numbers from which scheduler steps per update are computed.
 
-        The first is how many updates a single-process loop makes while this run makes one. The product of both is the
-        number of micro-batches of these updates. In a resumed run, these can be the numbers of the earlier run.
+        In a resumed run, it can be the pair of the earlier run.
         """
-        if self._tick_base is not None:
-            return self._tick_base
+        if self._resumed_tick_base is not None:
+            return self._resumed_tick_base
         num_parts = 1 if self.loading.split_batches else self._strategy.data_shard.count
         if self.global_batch_size is not None:  # an update has equally many samples on any number of processes
-            return 1, num_parts * self._windows.num_steps
-        return num_parts, self._windows.num_steps
+            return TickBase(1, num_parts * self._windows.num_steps)
+        return TickBase(num_parts, self._windows.num_steps)
 
-    def keep_ticks(self, num_processes: int, accumulation: int) -> None:
+    def keep_tick_base(self, num_processes: int, num_steps: int) -> None:
         """Keep the number of scheduler steps per update that the resumed run used before it was interrupted.
 
         This has no effect on schedules whose steps do not depend on the number of processes, such as one step per
         update.
 
         Args:
-            num_processes: First number of `tick_base` before the interruption.
-            accumulation: Second number of `tick_base` before the interruption.
+            num_processes: `tick_base.num_processes` before the interruption.
+            num_steps: `tick_base.num_steps` before the interruption.
         """
-        if self.tick_base == (num_processes, accumulation):
+        if self.tick_base == (num_processes, num_steps):
             return
-        self._tick_base = (num_processes, accumulation)
-        before = self.rule
+        self._resumed_tick_base = TickBase(num_processes, num_steps)
+        previous_rule = self.rule
         if isinstance(self.rule, StepsPerProcess):
             self.rule = StepsPerProcess(num_processes)
         elif isinstance(self.rule, StepsPerMicroBatch | KeptSteps):
-            self.rule = KeptSteps(num_processes * accumulation, self._windows.num_steps)
+            self.rule = KeptSteps(num_processes * num_steps, self._windows.num_steps)
         for scheduler in self.schedulers:
-            if scheduler.rule is before:  # schedules that an engine's configuration defines count updates
+            if scheduler.rule is previous_rule:  # schedules that an engine's configuration defines count updates
                 scheduler.set_rule(self.rule)
 
     # ---------------------------------------------------------------- loaders' evenness, the end
@@ -565,12 +619,12 @@ class Preparation:
 
         It also changes loaders that are already prepared. The earlier setting is restored when the context ends.
         """
-        before = self.loading.even_batches
+        previous = self.loading.even_batches
         self.set_evenness(even_batches)
         try:
             yield
         finally:
-            self.set_evenness(before)
+            self.set_evenness(previous)
 
     def list_prepared_objects(self) -> dict[int, str]:
         """Return a dict from the `id()` of each prepared object to its name in messages."""
@@ -581,35 +635,37 @@ class Preparation:
         return names
 
     def read_progress(self) -> dict[str, Any]:
-        """Return the state of the update counter."""
+        """Return the state of the update counter, for `restore_progress`."""
         return self.step.run.clock.snapshot()
 
     def restore_progress(self, progress: dict[str, Any]) -> None:
-        """Restore the update counter to its state before the current batch-size attempt.
+        """Restore the update counter, because a batch-size search calls the training function again.
 
         Args:
             progress: State of the counter, as `read_progress` returns it.
         """
         self.step.run.clock.restore(progress)
 
-    def release(self, kept: Container[int] = ()) -> None:
-        """Remove all prepared objects from the registry. Models get their original class back.
+    def release(self, kept_ids: Container[int] = ()) -> None:
+        """Remove prepared objects from the registry, and drop all accumulation windows.
+
+        The models get their original class back. With `Behavior.keeps_precision`, they still run under autocast.
 
         Args:
-            kept: IDs of objects that stay. By default, all objects are removed.
+            kept_ids: IDs of objects that stay. By default, all objects are removed.
         """
         for model in self.models:
-            if id(model) not in kept:
+            if id(model) not in kept_ids:
                 prepared_model.detach_engine(model)
                 if self.behavior.keeps_precision:
                     prepared_model.attach_engine(model, None, self._strategy.forward_context(self.step.precision))
-                if kept:
+                if kept_ids:
                     self._strategy.release_model(model)
-        self._prepared.remove_all(kept)
+        self._prepared.remove_objects(kept_ids)
         if not self.loaders:
             self.loader_rng.load_state(None)
-        self._evaluated &= {id(model) for model in self.models}
-        self._separating &= {id(model) for model in self.models}
+        self._evaluated_ids &= {id(model) for model in self.models}
+        self._packing_checked_ids &= {id(model) for model in self.models}
         self.step.forget_windows()
         if not self.models:
             self._strategy.release_model()
@@ -624,6 +680,7 @@ def _as_prepared(optimizer: OptimizerEntry) -> PreparedOptimizer:
 
 
 def _report_unknown(objects: Sequence[Any], is_strict: bool) -> None:
+    """Warn once that objects of these types are returned unchanged, or raise `PrepareError` if `is_strict` is set."""
     kinds = [f"{type(obj).__module__}.{type(obj).__qualname__}" for obj in objects]
     text = (
         f"prepare() got {', '.join(dict.fromkeys(kinds))}, which is not a model (nn.Module), optimizer, DataLoader or schedule (an "

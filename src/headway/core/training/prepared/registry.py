@@ -43,12 +43,13 @@ class AcceleratorRegistry:
     """Registry of all Accelerators of this process. It is released together with the process runtime.
 
     Attributes:
-        members: Weak references to registrations, in order of creation. The order is equal on every rank. Some
-            registrations may have been freed.
+        members: Weak references to registrations, in order of creation. The order is equal on every rank. A reference
+            returns None after its Accelerator has been freed.
     """
 
     def __init__(self) -> None:
         self.members: list[weakref.ref[AcceleratorRegistration]] = []
+        # By torch's own optimizer: the training step of the Accelerator that wrapped it.
         self._preparers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[TrainingStep]]
         self._preparers = weakref.WeakKeyDictionary()
 
@@ -57,15 +58,15 @@ class AcceleratorRegistry:
 
         The Accelerator stays registered until the returned object is freed.
         """
-        membership = AcceleratorRegistration(step)
+        registration = AcceleratorRegistration(step)
         # Build a new list, because a hook may be iterating over the old one.
-        self.members = [*(each for each in self.members if each() is not None), weakref.ref(membership)]
-        return membership
+        self.members = [*(each for each in self.members if each() is not None), weakref.ref(registration)]
+        return registration
 
     def list_newest_first(self) -> list[TrainingStep]:
         """Return the training steps of all live Accelerators, newest first. The order is equal on every rank."""
-        alive = [reference() for reference in reversed(self.members)]
-        return [membership.step for membership in alive if membership is not None]
+        registrations = [reference() for reference in reversed(self.members)]
+        return [registration.step for registration in registrations if registration is not None]
 
     def find_other_loader(self, prepared: PreparedObjects) -> PreparedLoader | None:
         """Return the innermost loader that another Accelerator of this process is iterating over.
@@ -82,25 +83,33 @@ class AcceleratorRegistry:
     def find_owner(self, parameters: Iterable[torch.Tensor]) -> TrainingStep | None:
         """Return the training step of the Accelerator that prepared the models of all these parameters.
 
-        Return None if no single Accelerator prepared all of them.
+        Return the newest if there are several, and None if no single Accelerator prepared all of them.
         """
-        wanted = list(parameters)
-        return next(
-            (step for step in self.list_newest_first() if find_replaced_ids(step, wanted) <= step.prepared.list_ids()),
-            None,
-        )
+        parameter_list = list(parameters)
+        for step in self.list_newest_first():
+            if find_replaced_ids(step, parameter_list) <= step.prepared.list_ids():
+                return step
+        return None
 
-    def note_prepared(self, optimizer: torch.optim.Optimizer, step: TrainingStep) -> None:
-        """Record which Accelerator has wrapped a torch optimizer: the one that the training step `step` belongs to."""
+    def record_preparer(self, optimizer: torch.optim.Optimizer, step: TrainingStep) -> None:
+        """Record which Accelerator has wrapped a torch optimizer.
+
+        Args:
+            optimizer: torch's own optimizer.
+            step: Training step of the Accelerator.
+        """
         self._preparers[optimizer] = weakref.ref(step)
 
     def find_preparer(self, optimizer: torch.optim.Optimizer) -> TrainingStep | None:
         """Return the training step of the Accelerator that wrapped the optimizer, or None if none wrapped it.
 
-        If the optimizer is an attribute of a wrapped optimizer, the Accelerator that wrapped the outer one counts.
+        If the optimizer is an attribute of a wrapped optimizer, as in wrappers that average or clip, the Accelerator
+        that wrapped the outer one counts.
         """
-        preparers = self._preparers.items()
-        known = self._preparers.get(optimizer) or next(
-            (step for outer, step in preparers if any(value is optimizer for value in vars(outer).values())), None
-        )
-        return None if known is None else known()
+        reference = self._preparers.get(optimizer)
+        if reference is None:
+            for outer, outer_reference in self._preparers.items():
+                if any(value is optimizer for value in vars(outer).values()):
+                    reference = outer_reference
+                    break
+        return None if reference is None else reference()

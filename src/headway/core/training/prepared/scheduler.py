@@ -1,4 +1,7 @@
-"""Prepared scheduler, which advances only with updates, and the rules for its number of steps per update."""
+"""Prepared scheduler, which advances only with updates, and the rules for its number of steps per update.
+
+Log messages and settings call a scheduler step a tick, to distinguish it from an optimizer step.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +42,7 @@ class StepsPerProcess:
     per update does not depend on the number of processes, as with `global_batch_size`, it makes equally many: P is 1.
 
     Attributes:
-        num_processes: The number P.
+        num_processes: The number P: updates of the single-process loop for each update of this run.
         name: Short name of the rule.
     """
 
@@ -144,7 +147,7 @@ class PreparedScheduler(LRScheduler):
             updates is deferred until the whole batch has succeeded.
 
     Attributes:
-        is_doubted: Whether a warning about the schedule's length has been given.
+        has_length_warning: Whether a warning about the schedule's length has been given.
         num_calls: Number of calls to `step` that do not depend on updates: with `follows_optimizer=False`, for
             ReduceLROnPlateau, or with arguments. Repeated calls that `ignore_repeated` skips are counted, too.
     """
@@ -168,15 +171,15 @@ class PreparedScheduler(LRScheduler):
         self.follows_optimizer = follows_optimizer
         self._step = step
         self.num_calls = 0
-        self._num_repeated = 0
-        self._seen = self._count_updates()
-        self._end = get_decay_length(scheduler)
-        self._num_over = 0
-        self.is_doubted = False
-        self._may_end = isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR)
+        self._num_calls_to_ignore = 0
+        self._num_counted_updates = self._count_updates()
+        self._decay_length = get_decay_length(scheduler)
+        self._num_updates_after_end = 0
+        self.has_length_warning = False
+        self._is_one_cycle = isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":
+        if name == "scheduler":  # requested before __init__ (by copy or pickle)
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
@@ -216,45 +219,55 @@ class PreparedScheduler(LRScheduler):
         """
         if not self.follows_optimizer or args or kwargs or isinstance(self.scheduler, ReduceLROnPlateau):
             self.num_calls += 1
-            if self._num_repeated:
-                self._num_repeated -= 1
+            if self._num_calls_to_ignore:
+                self._num_calls_to_ignore -= 1
                 return
             self._step.tick_scheduler(lambda: self.scheduler.step(*args, **kwargs))
             return
-        count = window_length = 0
+        num_updates = window_length = 0
         for optimizer in self.optimizers:
-            count = max(count, optimizer.num_updates)
+            num_updates = max(num_updates, optimizer.num_updates)
             window_length = max(window_length, optimizer.last_window_length)
-        if count == self._seen and not (self._step.windows.current.is_standalone_fraction and self._has_stepped()):
+        num_new_updates = num_updates - self._num_counted_updates
+        if num_new_updates == 0 and not (
+            self._step.windows.current.is_standalone_fraction and self._is_no_step_skipped()
+        ):
             return
-        if count - self._seen > 1:
+        if num_new_updates > 1:
             log.warning_once(
                 "%s.step() was called once for %d updates. A schedule that is stepped per epoch needs "
                 "Accelerator(step_scheduler_with_optimizer=False); now it ticked for the last update only",
                 type(self.scheduler).__name__,
-                count - self._seen,
+                num_new_updates,
             )
-        self._seen = count
+        self._num_counted_updates = num_updates
         ticks = self.rule.ticks(window_length)
-        for _ in range(min(ticks, count_remaining_steps(self.scheduler)) if self._may_end else ticks):
+        num_steps = ticks
+        if self._is_one_cycle:  # OneCycleLR raises an error if it steps past its end
+            num_steps = min(ticks, count_remaining_steps(self.scheduler))
+        for _ in range(num_steps):
             self.scheduler.step()
-        if ticks > 1 and self._end is not None and has_at_most_one_step_left(self.scheduler, self._end):
-            self._look_for_more(ticks, self._end)
+        if (
+            ticks > 1
+            and self._decay_length is not None
+            and has_at_most_one_step_left(self.scheduler, self._decay_length)
+        ):
+            self._warn_of_updates_after_end(ticks, self._decay_length)
 
-    def _look_for_more(self, ticks: int, length: int) -> None:
+    def _warn_of_updates_after_end(self, ticks: int, length: int) -> None:
         """Warn once if updates continue well after the schedule's end, at a learning rate of nearly zero.
 
         The last accumulation window of an epoch can be incomplete and still makes an update, so a few updates after the
-        schedule's end are normal.
+        schedule's end are normal. The warning comes after more than 2 updates plus a tenth of the schedule's.
 
         Args:
             ticks: Scheduler steps that the current update would make.
             length: Length of the schedule in scheduler steps.
         """
-        if self.is_doubted or not is_nearly_zero(self.scheduler):
+        if self.has_length_warning or not is_nearly_zero(self.scheduler):
             return
-        self._num_over += 1
-        if self._num_over > 2 + 0.1 * length / ticks:
+        self._num_updates_after_end += 1
+        if self._num_updates_after_end > 2 + 0.1 * length / ticks:
             log.warning_once(
                 "%s has ended after %d updates, and training goes on with a learning rate of %g: it has %d ticks and makes %d "
                 "an update, one for each update of the single-process loop. If its length counts the updates of this run, "
@@ -266,7 +279,7 @@ class PreparedScheduler(LRScheduler):
                 ticks,
             )
 
-    def _has_stepped(self) -> bool:
+    def _is_no_step_skipped(self) -> bool:
         """Whether no optimizer of this scheduler skipped its last step."""
         return not any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
@@ -303,12 +316,15 @@ class PreparedScheduler(LRScheduler):
         Args:
             num_calls: Number of calls that the saving run made after the point from which the resumed loop continues.
         """
-        self._num_repeated = num_calls
+        self._num_calls_to_ignore = num_calls
 
     def catch_up(self) -> None:
-        """Treat all updates so far as already counted, because the loaded state of the schedule includes them."""
-        self._seen = self._count_updates()
-        self._end = get_decay_length(self.scheduler)
+        """Treat all updates so far as already counted, because the loaded state of the schedule includes them.
+
+        The loaded state can also have changed the schedule's length, so read it again.
+        """
+        self._num_counted_updates = self._count_updates()
+        self._decay_length = get_decay_length(self.scheduler)
 
 
 def is_like_optimizer(obj: Any) -> bool:
@@ -326,29 +342,32 @@ def count_remaining_steps(scheduler: Any) -> int:
     return 1 << 30
 
 
-def choose_rule(given: str | SchedulerStepRule | None, in_micro_batches: bool, num_processes: int) -> SchedulerStepRule:
+def choose_rule(
+    scheduler_ticks: str | SchedulerStepRule | None, counts_micro_batches: bool, num_processes: int
+) -> SchedulerStepRule:
     """Return the rule for the number of scheduler steps per update.
 
     Args:
-        given: "updates" for `StepsPerUpdate`, a rule object, or None for the rule that `in_micro_batches` selects.
-        in_micro_batches: Whether the lengths of schedules were counted in micro-batches (`StepsPerMicroBatch`). If
+        scheduler_ticks: "updates" for `StepsPerUpdate`, a rule object, or None for the rule that `counts_micro_batches`
+            selects.
+        counts_micro_batches: Whether the lengths of schedules were counted in micro-batches (`StepsPerMicroBatch`). If
             False, the rule is `StepsPerProcess`.
         num_processes: Number of updates that a loop on a single process makes for the data of one update of this run.
             1 if the batches of a single process are split among ranks.
 
     Raises:
-        ConfigError: If the name is unknown, or `given` and `in_micro_batches` are both set.
+        ConfigError: If the name is unknown, or `scheduler_ticks` and `counts_micro_batches` are both set.
     """
-    if given is not None and in_micro_batches:
+    if scheduler_ticks is not None and counts_micro_batches:
         raise ConfigError(
             "scheduler_ticks and adjust_scheduler_to_accumulation both set the rule for the schedule; give one"
         )
-    if given is None:
-        return StepsPerMicroBatch(num_processes) if in_micro_batches else StepsPerProcess(num_processes)
-    if given == "updates":
+    if scheduler_ticks is None:
+        return StepsPerMicroBatch(num_processes) if counts_micro_batches else StepsPerProcess(num_processes)
+    if scheduler_ticks == "updates":
         return StepsPerUpdate()
-    if isinstance(given, str):
+    if isinstance(scheduler_ticks, str):
         raise ConfigError(
-            f"scheduler_ticks={given!r}; allowed: 'updates', None, or an object with ticks(window_length)"
+            f"scheduler_ticks={scheduler_ticks!r}; allowed: 'updates', None, or an object with ticks(window_length)"
         )
-    return given
+    return scheduler_ticks

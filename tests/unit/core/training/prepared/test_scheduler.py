@@ -106,7 +106,7 @@ def test_ticks_per_update(rule: Any, one: int, window_of_3: int) -> None:
 )
 def test_resumed_run_keeps_its_ticks(options: dict[str, Any], saved: tuple[int, int], wanted: list[float]) -> None:
     parts = build(gradient_accumulation_steps=4, **options)
-    parts[0]._preparation.keep_ticks(*saved)
+    parts[0]._preparation.keep_tick_base(*saved)
     assert parts[0]._preparation.tick_base == saved
     assert train_and_list_rates(*parts) == wanted
 
@@ -114,8 +114,8 @@ def test_resumed_run_keeps_its_ticks(options: dict[str, Any], saved: tuple[int, 
 def test_ticks_kept_twice_are_those_of_the_first_run() -> None:
     """A checkpoint of a resumed run contains the tick base of the first run."""
     accelerator, *parts = build(gradient_accumulation_steps=4, adjust_scheduler_to_accumulation=True)
-    accelerator._preparation.keep_ticks(3, 1)
-    accelerator._preparation.keep_ticks(2, 3)
+    accelerator._preparation.keep_tick_base(3, 1)
+    accelerator._preparation.keep_tick_base(2, 3)
     assert train_and_list_rates(accelerator, *parts)[3] == 94
 
 
@@ -127,7 +127,7 @@ def test_schedule_of_an_engine_counts_updates_after_a_resume_on_other_processes(
     monkeypatch.setattr(accelerator.strategy, "replace_placeholder", lambda placeholder, share: real)
     defined = accelerator.prepare(SchedulerPlaceholder())
     for num_processes in (4, 2):
-        accelerator._preparation.keep_ticks(num_processes, 1)
+        accelerator._preparation.keep_tick_base(num_processes, 1)
         assert (schedule.rule.ticks(1), defined.rule.ticks(1)) == (num_processes, 1)
 
 
