@@ -33,7 +33,7 @@ import torch
 
 from headway.core.config.guards import NonFinitePolicy, SpikePolicy
 from headway.core.runtime.events import RunEvent, notify_listeners, subscribe
-from headway.core.training.checks.finite import FiniteGuard, has_scaler
+from headway.core.training.checks.finite import BadLosses, FiniteGuard, has_scaler
 from headway.core.training.run import Run
 from headway.core.training.windows import AccumulationWindow
 from headway.errors import SpikeError, UnsupportedError
@@ -220,8 +220,8 @@ class SpikeGuard(FiniteGuard):
         If gradients are sharded, also record this rank's squared norm.
         """
         total = super().before_clip(window, parameters, norm_type)
-        if not self._is_whole:
-            self._record.squares.append(self._compute_own_square(parameters))
+        if not self._has_full_gradients:
+            self._record.shards.squares.append(self._compute_own_square(parameters))
         return total
 
     # ---------------------------------------------------------------- the decision
@@ -267,8 +267,8 @@ class SpikeGuard(FiniteGuard):
             parameters: Parameters whose gradients are checked.
         """
         record = self._record
-        is_noted = record.squares and record.noted_at == record.num_backwards
-        own = record.squares if is_noted else [self._compute_own_square(parameters)]
+        is_recorded = record.shards.squares and record.has_valid_norms
+        own = record.shards.squares if is_recorded else [self._compute_own_square(parameters)]
         self._new_losses += [float(loss) for _, loss in record.losses if not loss.is_cpu]
         num_bad, square = self._group.reduce_numbers([float(is_bad), float(sum(own))])
         self._norm = math.sqrt(square) if square >= 0 else math.nan
@@ -310,12 +310,15 @@ class SpikeGuard(FiniteGuard):
     # ---------------------------------------------------------------- after a refusal
 
     def _refuse_update(
-        self, window: AccumulationWindow, ranks: dict[int, list[float]], parameters: Sequence[torch.Tensor]
+        self, window: AccumulationWindow, bad_losses: dict[int, BadLosses], parameters: Sequence[torch.Tensor]
     ) -> None:
         self._new_losses = []
-        is_finite = all(math.isfinite(row[2]) for row in ranks.values()) if ranks else math.isfinite(self._norm)
+        if bad_losses:
+            is_finite = all(math.isfinite(bad.loss) for bad in bad_losses.values())
+        else:
+            is_finite = math.isfinite(self._norm)
         if self.has_own_policy and not is_finite:
-            super()._refuse_update(window, ranks, parameters)
+            super()._refuse_update(window, bad_losses, parameters)
             return
         update = self._clock.num_updates + 1
         if not self._record.is_counted:
@@ -324,7 +327,7 @@ class SpikeGuard(FiniteGuard):
             self.num_spikes += 1
             self._spikes_in_row, self._num_since = self._spikes_in_row + 1, 0
         is_hopeless = self._spikes_in_row > self.spike_policy.max_in_row
-        reason = self._describe_spike(ranks)
+        reason = self._describe_spike(bad_losses)
         left = self._rewind.undo_updates() if self._rewind is not None and not is_hopeless else None
         action = "raise" if is_hopeless else "skip" if left is None else "go_back"
         everywhere = " on all ranks" if self._group.world_size > 1 else ""
@@ -335,8 +338,8 @@ class SpikeGuard(FiniteGuard):
             "bad batches: lower the learning rate, or resume from an earlier checkpoint",
         }[action]
         self.report = f"update {update}: {reason}: {done} ({self.num_spikes} in all)"
-        losses = {str(rank): f"{row[2]} in micro-batch {row[1]:.0f}" for rank, row in ranks.items()}
-        norm = None if ranks else f"{self._norm:.4g}"
+        losses = {str(rank): f"{bad.loss} in micro-batch {bad.micro_batch}" for rank, bad in bad_losses.items()}
+        norm = None if bad_losses else f"{self._norm:.4g}"
         notify_listeners(
             "spike", source=self._clock, update=update, action=action, losses=losses, norm=norm, num_updates=left
         )
@@ -344,9 +347,10 @@ class SpikeGuard(FiniteGuard):
             raise SpikeError(self.report)
         log.warning("%s", self.report)
 
-    def _describe_spike(self, ranks: dict[int, list[float]]) -> str:
+    def _describe_spike(self, bad_losses: dict[int, BadLosses]) -> str:
         reasons = [
-            f"the loss of micro-batch {row[1]:.0f} was {row[2]:.4g} on rank {rank}" for rank, row in ranks.items()
+            f"the loss of micro-batch {bad.micro_batch} was {bad.loss:.4g} on rank {rank}"
+            for rank, bad in bad_losses.items()
         ]
         band = self._losses if reasons else self._norms
         seen = f"the median of the last {len(band.values)} is {band.median:.4g}, the fence is at {band.limit:.4g}"

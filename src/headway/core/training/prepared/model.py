@@ -331,8 +331,8 @@ def refuse_copies(model: Any) -> None:
     if call.sharding_strategy is not None:
         raise UnsupportedError(
             f"{type(model).__name__} cannot be copied or pickled: under the {call.sharding_strategy} strategy each process holds a "
-            "part of it. For an average of its weights (AveragedModel), use headway.ExponentialMovingAverage(model). Otherwise copy it before "
-            "prepare(), or save it with accelerator.save_model()"
+            "part of it. For an average of its weights (AveragedModel), use headway.ExponentialMovingAverage(model). Otherwise copy "
+            "it before prepare(), or save it with accelerator.save_model()"
         )
 
 
