@@ -752,7 +752,7 @@ class Accelerator(RankAware):
             )
         chosen = loader if loader is not None else self._training_step.windows.loader
         if chosen is None:
-            self._bypasses.look_for_loader(self._training_step)
+            self._bypasses.search_for_unprepared_loader(self._training_step)
         return gather_for_metrics(input_data, chosen, self._readers, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

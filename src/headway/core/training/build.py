@@ -157,8 +157,8 @@ def _choose_guard(run: Run, settings: Settings) -> StepGuard:
         return FiniteGuard(settings.on_non_finite, run)
     if is_dry_run():  # the tensors of a forecast have no values
         return StepGuard(run)
-    is_left_out = run.precision.name == "fp16" and run.options.scaler.enabled
-    return StepGuard(run, NonFiniteNotice(run.windows, run.clock, run.runtime, is_left_out))
+    are_updates_skipped = run.precision.name == "fp16" and run.options.scaler.enabled
+    return StepGuard(run, NonFiniteNotice(run.windows, run.clock, run.runtime, are_updates_skipped))
 
 
 def _compare_ranks(run: Run, *, is_weighed: bool, refuses_drift: bool) -> None:

@@ -36,15 +36,15 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 _SILENCE = f'logging.getLogger("{__name__}").setLevel("ERROR")'
-_WHOLE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_RANK_BLIND_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Sampler classes that ignore ranks, so that every rank reads all samples.
 
 Other classes might take ranks into account.
 """
-_MOST_LOOKS = 4
+_MAX_SEARCHES = 4
 """Maximum number of searches for unprepared loaders. Each search goes through all Python objects of the process.
 
-The number of searches made so far is reset whenever an Accelerator is created.
+Whenever an Accelerator is created, this number of searches may be made again.
 """
 
 
@@ -56,20 +56,20 @@ class BypassDetector:
 
     def __init__(self) -> None:
         self._accelerators = process.current().scope.get_or_create(AcceleratorRegistry)
-        self._num_looks = 0
-        self._watch = StepWatch(self._accelerators, self._judge_step)
+        self._num_searches = 0
+        self._watch = StepWatch(self._accelerators, self._check_first_step)
 
     def join(self, step: TrainingStep) -> AcceleratorRegistration:
         """Register the Accelerator to which a training step belongs.
 
         The Accelerator stays registered until the returned object is freed.
         """
-        self._num_looks = 0
+        self._num_searches = 0
         return self._accelerators.join(step)
 
     # ---------------------------------------------------------------- optimizers
 
-    def _judge_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise an error or warn if the first step of an optimizer bypasses the prepared objects.
 
         Raises:
@@ -77,19 +77,21 @@ class BypassDetector:
                 gradients still contain the loss scale of the Accelerator that prepared the model.
         """
         name, parameters = type(optimizer).__name__, list(iterate_parameters(optimizer))
+        # Each Accelerator is represented by its training step.
         preparer, steps = self._accelerators.find_preparer(optimizer), self._accelerators.list_newest_first()
-        stale = [p for p in parameters if any(step.strategy.find_current(p) is not p for step in steps)]
-        if preparer is None and stale:
+        replaced = [p for p in parameters if any(step.strategy.find_current(p) is not p for step in steps)]
+        if preparer is None and replaced:
             raise StateError(
-                f"{name} is not prepared, and {len(stale)} of its {len(parameters)} parameters were replaced when prepare() sharded "
-                "their model: its step changes nothing. Pass it to accelerator.prepare() together with the model, and call step() on "
-                "what prepare() returned"
+                f"{name} is not prepared, and {len(replaced)} of its {len(parameters)} parameters were replaced when prepare() "
+                "sharded their model: its step changes nothing. Pass it to accelerator.prepare() together with the model, and call "
+                "step() on what prepare() returned"
             )
+        # Accelerators that prepared a model with some of these parameters.
         owners = [
             step for step in steps if not find_replaced_ids(step, parameters).isdisjoint(step.prepared.list_ids())
         ]
         for owner in owners:
-            if owner is not preparer and _sees_scaled(optimizer, owner):
+            if owner is not preparer and _has_scaled_gradients(optimizer, owner):
                 raise StateError(
                     f"{name} stepped on gradients that are multiplied by fp16's loss scale. Prepare it with the Accelerator that has "
                     "prepared its model, and call step() on what prepare() returned"
@@ -99,7 +101,7 @@ class BypassDetector:
         num_ranks = steps[-1].strategy.everyone.world_size if steps else 1
         if num_ranks == 1 or any(map(is_fake, parameters)):  # the optimizer of a forecast changes no weights
             return
-        self.look_for_loader(steps[-1])
+        self.search_for_unprepared_loader(steps[-1])
         if preparer is not None:
             return
         if owners:
@@ -109,7 +111,7 @@ class BypassDetector:
                 name,
                 _SILENCE,
             )
-        elif _may_drift(steps) and not _is_reduced_elsewhere(optimizer):
+        elif _may_diverge(steps) and not _is_reduced_elsewhere(optimizer):
             log.warning_once(
                 "%s updates parameters of a model that is not prepared: each of the %d processes learns from its own gradients, and "
                 "their weights drift apart. Pass model and optimizer to accelerator.prepare(). If you mean that (or "
@@ -121,51 +123,53 @@ class BypassDetector:
 
     # ---------------------------------------------------------------- loaders
 
-    def look_for_loader(self, step: TrainingStep) -> None:
+    def search_for_unprepared_loader(self, step: TrainingStep) -> None:
         """Warn if the current batch apparently came from a DataLoader that was not prepared.
 
-        Do nothing if all ranks share one data shard, if a prepared loader is being iterated, or after four searches.
+        That is assumed if an iterator of a DataLoader is alive that reads all samples on every rank. Do nothing if all
+        ranks share one data shard, if a prepared loader is being iterated, or after four searches.
 
         Args:
             step: Training step of the Accelerator that trains on the batch.
         """
         count = step.strategy.data_shard.count
-        if count == 1 or step.windows.loader is not None or self._num_looks >= _MOST_LOOKS:
+        if count == 1 or step.windows.loader is not None or self._num_searches >= _MAX_SEARCHES:
             return
-        self._num_looks += 1
-        found = next((obj for obj in gc.get_objects() if _reads_everything(obj, count)), None)
-        if found is not None:
+        self._num_searches += 1
+        iterator = next((obj for obj in gc.get_objects() if _is_iterator_over_all_samples(obj, count)), None)
+        if iterator is not None:
             log.warning_once(
                 "batches come from a DataLoader of %s that is not prepared: each of the %d processes reads all of its %d samples, "
                 "so every sample is trained on and gathered %d times. Pass the loader to accelerator.prepare(). If each process "
                 "has data of its own, silence this with %s",
-                type(found._dataset).__name__,
+                type(iterator._dataset).__name__,
                 count,
-                len(found._dataset),
+                len(iterator._dataset),
                 count,
                 _SILENCE,
             )
 
 
-def _may_drift(steps: list[TrainingStep]) -> bool:
+def _may_diverge(steps: list[TrainingStep]) -> bool:
     """Whether weights might diverge between ranks if an optimizer trains parameters that belong to no prepared model.
 
     They might if no Accelerator has ever prepared a model. They also might if an Accelerator is in use: its
     accumulation window is unfinished, or it iterates over a loader and has begun to train on each batch read so far.
+    Otherwise the step is probably part of something else, such as a separate baseline, and no warning is given.
 
     Args:
         steps: Training steps of all Accelerators of the process.
     """
-    is_nothing_prepared = not any(step.prepared.parameters or step.prepared.num_resets for step in steps)
-    return is_nothing_prepared or any(
+    was_model_prepared = any(step.prepared.parameters or step.prepared.num_resets for step in steps)
+    return not was_model_prepared or any(
         step.windows.is_unfinished or step.windows.are_read_batches_used for step in steps
     )
 
 
-def _sees_scaled(optimizer: torch.optim.Optimizer, owner: TrainingStep) -> bool:
+def _has_scaled_gradients(optimizer: torch.optim.Optimizer, owner: TrainingStep) -> bool:
     """Whether an optimizer's gradients are still multiplied by the loss scale.
 
-    They are if neither Headway nor the user has unscaled them.
+    They are if neither Headway nor the user has unscaled them. Only fp16 has a loss scale.
 
     Args:
         optimizer: Optimizer that is about to step.
@@ -176,24 +180,24 @@ def _sees_scaled(optimizer: torch.optim.Optimizer, owner: TrainingStep) -> bool:
 
 
 def _is_reduced_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a wrapper that the script created, such as DDP, reduces the optimizer's gradients over ranks.
+    """Whether something outside Headway reduces the optimizer's gradients over ranks.
 
-    True also if a parameter is a DTensor.
-
-    Called once, before a warning, because it searches all Python objects of the process.
+    This is a DDP wrapper that the script created, or a sharding in which parameters are DTensors. All Python objects of
+    the process are searched for DDP wrappers, so this is called only before a warning.
     """
     parameters = list(iterate_parameters(optimizer))
     if any(hasattr(p, "device_mesh") for p in parameters):
         return True
-    wanted = set(map(id, parameters))
+    ids = set(map(id, parameters))
+    # `isinstance` would read `__class__` of every object, which runs code in proxies and lazy modules.
     engines = (obj for obj in gc.get_objects() if issubclass(type(obj), torch.nn.parallel.DistributedDataParallel))
-    return any(not wanted.isdisjoint(map(id, engine.parameters())) for engine in engines)
+    return any(not ids.isdisjoint(map(id, engine.parameters())) for engine in engines)
 
 
-def _reads_everything(obj: Any, num_ranks: int) -> bool:
-    """Whether an object is an iterator of a map-style DataLoader whose sampler ignores ranks.
+def _is_iterator_over_all_samples(obj: Any, num_ranks: int) -> bool:
+    """Whether an object is an iterator of a map-style DataLoader that reads all samples on every rank.
 
-    False if the dataset is a `Subset` that is probably one rank's shard.
+    Its sampler ignores ranks, and its dataset is not a `Subset` whose size suggests that it is one rank's shard.
 
     Args:
         obj: Any Python object.
@@ -202,10 +206,10 @@ def _reads_everything(obj: Any, num_ranks: int) -> bool:
     if not issubclass(type(obj), DataLoaderIterator):
         return False
     sampler = getattr(obj._index_sampler, "sampler", obj._index_sampler)
-    if type(sampler) not in _WHOLE:
+    if type(sampler) not in _RANK_BLIND_SAMPLERS:
         return False
     dataset = obj._dataset
     if isinstance(dataset, Subset):
-        # A subset of about 1 / world_size of the data is one rank's shard, e.g. range(rank, n, world_size).
+        # A subset of about 1 / num_ranks of the data is one rank's shard, e.g. range(rank, n, num_ranks).
         return abs(len(dataset) * num_ranks - len(dataset.dataset)) >= num_ranks  # type: ignore[arg-type]
     return hasattr(dataset, "__len__")

@@ -41,19 +41,17 @@ class FirstWindow:
         self._prepared = run.prepared
         self._strategy = run.strategy
         self._had_gradients = False
-        self._scaled: tuple[object, ...] = ()
-        """Arguments of the pending warning that the script itself scales the micro-batch's loss. (): no warning is due.
+        # Arguments of the pending warning that the script itself scales the micro-batch's loss. (): no warning is due.
+        # The warning is dropped if the micro-batch has a second loss, because two halved losses make a correct mean.
+        self._scale_warning: tuple[object, ...] = ()
 
-        The warning is dropped if the micro-batch has a second loss, because two halved losses make a correct mean.
-        """
-
-    def before_backward(self, loss: torch.Tensor, is_weighed: bool) -> None:
+    def before_backward(self, loss: torch.Tensor, has_default_weight: bool) -> None:
         """Raise an error, or prepare a warning, if a loss shows that the training loop makes a mistake.
 
         Args:
             loss: Scalar loss with a graph, before its backward.
-            is_weighed: Whether backward divides the loss by a weight that Headway derives, because the caller passed
-                none.
+            has_default_weight: Whether Headway chooses the loss's weight, because the caller passed none. A script that
+                passes weights may have reasons to scale the loss, too.
 
         Raises:
             StateError: If gradients were cleared within the accumulation window. Also if an `accumulate` block has two
@@ -62,31 +60,26 @@ class FirstWindow:
         window = self._windows.current
         if window.micro_weight is not None and self._windows.num_unused_reads > 1:
             raise StateError(_SEVERAL_BATCHES)
-        # If a batch is split to fit into memory, the gradients of earlier batches are stored elsewhere, so `grad` can
-        # be None here.
-        if (
-            not self._windows.is_in_splittable_batch
-            and window.has_gradient
-            and self._had_gradients
-            and not self._has_gradients()
-        ):
+        # With automatic micro-batching, the gradients of earlier batches are stored elsewhere, so `grad` can be None.
+        can_see_gradients = not self._windows.is_in_splittable_batch
+        if can_see_gradients and window.has_gradient and self._had_gradients and not self._has_gradients():
             raise StateError(_CLEARED)
         if window.micro_weight is None:
-            self._warn_of_scaled()
-            self._scaled = self._find_scale_warning(loss) if is_weighed else ()
+            self._log_scale_warning()
+            self._scale_warning = self._find_scale_warning(loss) if has_default_weight else ()
         else:
-            self._scaled = ()
+            self._scale_warning = ()
 
     def after_backward(self) -> None:
         """Record whether gradients exist. If the accumulation window has closed, log the pending warning."""
         is_closed = self._windows.current.is_closed
         self._had_gradients = not is_closed and self._has_gradients()
         if is_closed:
-            self._warn_of_scaled()
+            self._log_scale_warning()
 
-    def _warn_of_scaled(self) -> None:
-        if self._scaled:
-            log.warning_once(_SCALED, *self._scaled)
+    def _log_scale_warning(self) -> None:
+        if self._scale_warning:
+            log.warning_once(_SCALED, *self._scale_warning)
 
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for p in self._prepared.list_parameters_of(self._windows.current))
@@ -97,15 +90,16 @@ class FirstWindow:
         The last operation of the loss's graph shows it: a division by the number of accumulation steps, or a
         multiplication by the number of ranks.
         """
-        kind, factor = type(loss.grad_fn).__name__, getattr(loss.grad_fn, "_saved_other", None)
-        if kind not in ("DivBackward0", "MulBackward0") or not isinstance(factor, torch.Tensor):
+        operation, operand = type(loss.grad_fn).__name__, getattr(loss.grad_fn, "_saved_other", None)
+        if operation not in ("DivBackward0", "MulBackward0") or not isinstance(operand, torch.Tensor):
             return ()
-        if factor.ndim or factor.device.type != "cpu":  # a tensor that the script created
+        # torch saves a Python number as a 0-d tensor on the CPU. Any other operand is a tensor of the script.
+        if operand.ndim or operand.device.type != "cpu":
             return ()
-        steps, ranks = self._windows.num_steps, self._strategy.everyone.world_size
-        number = factor.item()
-        if steps > 1 and number == (steps if kind == "DivBackward0" else 1 / steps):
-            return "divided", steps, "micro-batches of an update"
-        if ranks > 1 and kind == "MulBackward0" and number in (ranks, ranks * steps):
-            return "multiplied", number, "processes" if number == ranks else "processes times micro-batches"
+        num_steps, num_ranks = self._windows.num_steps, self._strategy.everyone.world_size
+        number = operand.item()
+        if num_steps > 1 and number == (num_steps if operation == "DivBackward0" else 1 / num_steps):
+            return "divided", num_steps, "micro-batches of an update"
+        if num_ranks > 1 and operation == "MulBackward0" and number in (num_ranks, num_ranks * num_steps):
+            return "multiplied", number, "processes" if number == num_ranks else "processes times micro-batches"
         return ()

@@ -7,6 +7,7 @@ prevents such updates is in `finite.py`.
 import math
 from collections import deque
 from itertools import count
+from typing import NamedTuple
 
 import torch
 
@@ -21,16 +22,17 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_NUM_HOPELESS = 20
-"""Number of halvings after which fp16's initial loss scale, 65536, is below 1.
+_NUM_SKIPS_TO_WARN = 20
+"""Number of skipped updates after which a run that has made no update gets a warning.
 
-If gradients overflow even then, the scale is not the cause.
+Each of them halves fp16's loss scale, which begins at 65536. After 17 halvings it is below 1. If gradients overflow even
+then, the scale is not the cause.
 """
-_GOES_ON = (
+_UPDATE_IS_MADE = (
     "Training goes on with it, and nothing after it is likely to be of use: Accelerator(on_non_finite='skip'), 'stop' or 'raise' "
     "leaves such an update out on all ranks, and names gradients too"
 )
-_LEFT_OUT = (
+_UPDATE_IS_SKIPPED = (
     "In fp16 an update whose gradients are not finite is left out on all ranks: weights stay as they were, and the loss scale is "
     "lowered. A run with many such losses learns little: Accelerator(on_non_finite='raise') ends it at the first one, and 'explain' "
     "says where the value arose"
@@ -44,21 +46,27 @@ class NonFiniteNotice:
         windows: Accumulation windows of the run.
         clock: Update clock of the run.
         runtime: Runtime of this process.
-        is_left_out: Whether updates with non-finite gradients are skipped anyway, for example by fp16's gradient
-            scaler.
+        are_updates_skipped: Whether updates with non-finite gradients are skipped anyway, for example by fp16's
+            gradient scaler. Default: False.
     """
 
     def __init__(
-        self, windows: AccumulationWindows, clock: UpdateClock, runtime: ProcessRuntime, is_left_out: bool = False
+        self,
+        windows: AccumulationWindows,
+        clock: UpdateClock,
+        runtime: ProcessRuntime,
+        are_updates_skipped: bool = False,
     ) -> None:
-        self._is_left_out = is_left_out
+        self._are_updates_skipped = are_updates_skipped
         self._windows = windows
         self._clock = clock
         self._runtime = runtime
-        self._key = f"non_finite/{next(scope.get_or_create(_count_notices))}"
+        self._key = f"non_finite/{next(scope.get_or_create(_count_notices))}"  # key on the control plane
+        # Losses of the current update, as pairs of (micro-batch, loss on a device).
         self._losses: deque[tuple[int, torch.Tensor]] = deque(maxlen=4096)
-        self._asked: deque[tuple[int, list[int], Readback]] = deque()
-        self._is_told = False
+        # Losses of earlier updates that are being copied to the host.
+        self._pending: deque[_PendingLosses] = deque()
+        self._has_warned = False
         process.release_at_end(self._read_all)
 
     def check_loss(self, loss: torch.Tensor) -> None:
@@ -69,46 +77,57 @@ class NonFiniteNotice:
         Args:
             loss: Loss of the current micro-batch. A loss on the CPU must be one that is not finite.
         """
-        if not self._is_told:
-            micro_batch, plain = self._windows.current.num_done, get_local_shard(loss.detach())
-            if plain.device.type == "cpu":
-                self._warn_of_loss(self._clock.num_updates + 1, micro_batch, plain.item())
+        if not self._has_warned:
+            micro_batch, detached = self._windows.current.num_done, get_local_shard(loss.detach())
+            if detached.device.type == "cpu":
+                self._warn_of_loss(self._clock.num_updates + 1, micro_batch, detached.item())
             else:
-                self._losses.append((micro_batch, plain))
+                self._losses.append((micro_batch, detached))
 
     def check_arrived_losses(self) -> None:
-        """Check earlier updates' losses that have arrived on the host, and start to copy those of this update."""
-        while self._asked and self._asked[0][-1].is_ready:
+        """Check earlier updates' losses that have arrived on the host, and start to copy those of this update.
+
+        The host does not wait for the device.
+        """
+        while self._pending and self._pending[0].values.is_ready:
             self._read_losses()
         if self._losses:
-            numbers, losses = zip(*self._losses)
+            micro_batches, losses = zip(*self._losses)
             self._losses.clear()
-            together = losses[0].reshape(1) if len(losses) == 1 else torch.stack(losses)
-            self._asked.append((self._clock.num_updates + 1, list(numbers), Readback(together)))
+            stacked = losses[0].reshape(1) if len(losses) == 1 else torch.stack(losses)
+            self._pending.append(_PendingLosses(self._clock.num_updates + 1, micro_batches, Readback(stacked)))
 
     def _read_all(self) -> None:
-        while self._asked:
+        while self._pending:
             self._read_losses()
 
     def _read_losses(self) -> None:
-        update, numbers, asked = self._asked.popleft()
-        for micro_batch, loss in zip(numbers, asked.read().tolist()):
-            if not math.isfinite(loss) and not self._is_told:
-                self._warn_of_loss(update, micro_batch, loss)
+        """Read the losses of the earliest update whose losses were not read yet. Wait for them if necessary."""
+        pending = self._pending.popleft()
+        for micro_batch, loss in zip(pending.micro_batches, pending.values.read().tolist()):
+            if not math.isfinite(loss) and not self._has_warned:
+                self._warn_of_loss(pending.update, micro_batch, loss)
 
     def _warn_of_loss(self, update: int, micro_batch: int, loss: float) -> None:
         """Warn about a loss that is not finite, on the first rank that finds one.
 
         Other ranks log nothing, because their losses follow from the first one: a non-finite gradient makes the
         weights of all ranks non-finite. Listeners of the process are notified in any case.
+
+        Args:
+            update: Number of the update, from 1.
+            micro_batch: Number of the micro-batch in its accumulation window, from 1.
+            loss: The loss.
         """
-        self._is_told = True
+        self._has_warned = True
         rank = self._runtime.rank
-        told = {str(rank): f"{loss} in micro-batch {micro_batch}"}
-        events.notify_listeners("non_finite", source=self._clock, update=update, action="none", losses=told)
+        losses = {str(rank): f"{loss} in micro-batch {micro_batch}"}
+        events.notify_listeners("non_finite", source=self._clock, update=update, action="none", losses=losses)
         if control.current().set_once(self._key, str(rank).encode()) != str(rank).encode():
-            return
-        cause = f", or a gradient of update {update - 1} was not finite" if update > 1 and not self._is_left_out else ""
+            return  # another rank has already logged the warning
+        # If the update before was made, its gradients may have made the weights non-finite.
+        is_earlier_possible = update > 1 and not self._are_updates_skipped
+        cause = f", or a gradient of update {update - 1} was not finite" if is_earlier_possible else ""
         log.warning(
             "update %d: the loss of micro-batch %d was %s on rank %d%s. %s (docs/non_finite.md)",
             update,
@@ -116,9 +135,23 @@ class NonFiniteNotice:
             loss,
             rank,
             cause,
-            _LEFT_OUT if self._is_left_out else _GOES_ON,
+            _UPDATE_IS_SKIPPED if self._are_updates_skipped else _UPDATE_IS_MADE,
             main_process_only=False,
         )
+
+
+class _PendingLosses(NamedTuple):
+    """Losses of one update that are being copied from the device to the host.
+
+    Attributes:
+        update: Number of the update, from 1.
+        micro_batches: Number of each loss's micro-batch in its accumulation window, from 1.
+        values: The losses, one for each micro-batch number.
+    """
+
+    update: int
+    micro_batches: tuple[int, ...]
+    values: Readback
 
 
 class SkippedUpdates:
@@ -132,15 +165,19 @@ class SkippedUpdates:
         self._clock = clock
 
     def record_skip(self, window: AccumulationWindow) -> None:
-        """Record that an optimizer skipped its step on the gradients of a closed accumulation window."""
+        """Record that an optimizer skipped its step on the gradients of a closed accumulation window.
+
+        Several optimizers that skip their steps on one window count as one skipped update. If all of the first 20
+        updates were skipped, log a warning.
+        """
         clock = self._clock
         if not clock.count_skip(window.number):
             return
         events.notify_listeners("skipped_update", source=clock, num_skipped=clock.num_skipped)
         if self._format_skipped not in events.get_progress_texts():
             events.get_progress_texts().append(self._format_skipped)
-            process.release_at_end(self._leave_bars)
-        if clock.num_skipped == _NUM_HOPELESS and not clock.num_updates:
+            process.release_at_end(self._remove_from_bars)
+        if clock.num_skipped == _NUM_SKIPS_TO_WARN and not clock.num_updates:
             log.warning(
                 "fp16 has skipped all of the first %d updates: nothing was learned. Gradients overflow at every "
                 "loss scale, so losses "
@@ -150,9 +187,10 @@ class SkippedUpdates:
             )
 
     def _format_skipped(self) -> str:
+        """Return the text that progress bars show."""
         return f"{self._clock.num_skipped} updates skipped"
 
-    def _leave_bars(self) -> None:
+    def _remove_from_bars(self) -> None:
         if self._format_skipped in events.get_progress_texts():
             events.get_progress_texts().remove(self._format_skipped)
 

@@ -18,12 +18,17 @@ _NEARLY_ZERO = 1e-3
 
 
 class _Rule(Protocol):
+    """Rule for the number of scheduler steps per update (`SchedulerStepRule`, which imports this module)."""
+
     def ticks(self, window_length: int) -> int:
         """Return the number of scheduler steps for one update of `window_length` micro-batches."""
 
 
 def get_schedule_length(scheduler: Any) -> int | None:
-    """Return the number of scheduler steps after which a schedule ends, or None if the schedule does not expose it."""
+    """Return the number of scheduler steps after which a schedule ends, or None if the schedule does not expose it.
+
+    Schedules of torch and transformers expose it, and so do schedules that combine them.
+    """
     for name in ("total_steps", "T_max", "total_iters"):
         value = getattr(scheduler, name, None)
         if isinstance(value, int):
@@ -33,7 +38,7 @@ def get_schedule_length(scheduler: Any) -> int | None:
         length = getattr(function, "keywords", {}).get("num_training_steps")
         if isinstance(length, int):
             return length
-    return _length_of_children(scheduler, get_schedule_length)
+    return _get_combined_length(scheduler, get_schedule_length)
 
 
 def get_decay_length(scheduler: Any) -> int | None:
@@ -41,16 +46,15 @@ def get_decay_length(scheduler: Any) -> int | None:
 
     Return None if the schedule does not expose its length, or if it is a warm-up, which ends at the full rate.
     """
-    if isinstance(scheduler, ConstantLR) or (
-        isinstance(scheduler, LinearLR) and scheduler.end_factor >= scheduler.start_factor
-    ):
+    is_rising = isinstance(scheduler, LinearLR) and scheduler.end_factor >= scheduler.start_factor
+    if isinstance(scheduler, ConstantLR) or is_rising:
         return None
     if getattr(scheduler, "_schedulers", None):
-        return _length_of_children(scheduler, get_decay_length)
+        return _get_combined_length(scheduler, get_decay_length)
     return get_schedule_length(scheduler)
 
 
-def _length_of_children(scheduler: Any, measure: Callable[[Any], int | None]) -> int | None:
+def _get_combined_length(scheduler: Any, measure: Callable[[Any], int | None]) -> int | None:
     """Return the length of a schedule that consists of others (SequentialLR, ChainedScheduler), or None if unknown.
 
     Args:
@@ -61,10 +65,11 @@ def _length_of_children(scheduler: Any, measure: Callable[[Any], int | None]) ->
     if not children:
         return None
     milestones = getattr(scheduler, "_milestones", None)
-    if milestones:
-        rest = measure(children[-1])
-        return None if rest is None else int(milestones[-1]) + rest
-    return max((length for each in children if (length := measure(each)) is not None), default=None)
+    if milestones:  # SequentialLR: the last schedule begins at the last milestone
+        last_length = measure(children[-1])
+        return None if last_length is None else int(milestones[-1]) + last_length
+    lengths = [measure(each) for each in children]  # ChainedScheduler: all of them run at once
+    return max((length for length in lengths if length is not None), default=None)
 
 
 def warn_if_prepared_length_is_doubtful(
@@ -89,22 +94,25 @@ def warn_if_prepared_length_is_doubtful(
     length, ticks = get_decay_length(scheduler), rule.ticks(num_steps)
     if not length or ticks == 1:
         return False
-    sizes = [(loader, num_batches) for loader in loaders if (num_batches := loader.count_batches()) > num_steps]
-    if any(_does_fit_rule(length, num_batches, num_parts, num_steps) for _, num_batches in sizes):
-        return False
-    for loader, num_batches in sizes:
-        num_updates = -(-num_batches // num_steps)
-        is_own = length % num_updates == 0 or _is_whole(length * num_steps, num_batches, num_steps)
-        if not (loader.was_measured and is_own):
+    all_num_batches = [loader.count_batches() for loader in loaders]
+    for num_batches in all_num_batches:
+        if num_batches > num_steps and _does_single_process_length_fit(length, num_batches, num_parts, num_steps):
+            return False
+    for loader, num_batches in zip(loaders, all_num_batches):
+        if num_batches <= num_steps:
             continue
-        end = -(-length // ticks)
+        num_updates = -(-num_batches // num_steps)
+        counts_own_updates = length % num_updates == 0 or _is_multiple(length * num_steps, num_batches, num_steps)
+        if not (loader.was_measured and counts_own_updates):
+            continue
+        last_update = -(-length // ticks)
         log.warning_once(
             "%s ends after %d updates, in the middle of an epoch of %d: it has %d ticks and makes %d an update, one for each "
             "update of the single-process loop. Its length fits %g epochs of the prepared loader, whose updates are those of all "
             "processes together. If it was computed from that loader, multiply it by accelerator.num_processes, compute it before "
             "prepare(), or pass Accelerator(scheduler_ticks='updates') (docs/schedules.md)",
             type(scheduler).__name__,
-            end,
+            last_update,
             num_updates,
             length,
             ticks,
@@ -114,18 +122,18 @@ def warn_if_prepared_length_is_doubtful(
     return False
 
 
-def _is_whole(numerator: int, denominator: int, slack: int) -> bool:
+def _is_multiple(length: int, epoch_length: int, slack: int) -> bool:
     """Whether a schedule's length is a whole number of epochs, up to a remainder lost in the script's floor division.
 
     Args:
-        numerator: Length of the schedule in micro-batches.
-        denominator: Length of an epoch in micro-batches.
+        length: Length of the schedule in micro-batches.
+        epoch_length: Length of an epoch in micro-batches.
         slack: Number of micro-batches that the lost remainder must stay below.
     """
-    return -numerator % denominator < slack
+    return -length % epoch_length < slack
 
 
-def _does_fit_rule(length: int, num_batches: int, num_parts: int, num_steps: int) -> bool:
+def _does_single_process_length_fit(length: int, num_batches: int, num_parts: int, num_steps: int) -> bool:
     """Whether a schedule ends together with an epoch, if its length counts the updates of a loop on a single process.
 
     If a loader returns n batches to each of P ranks, a single process would read between (n - 1) P + 1 and n P batches.
@@ -152,10 +160,10 @@ def has_at_most_one_step_left(scheduler: Any, length: int) -> bool:
         scheduler: Schedule to check.
         length: Length of the schedule in scheduler steps.
     """
-    last = getattr(scheduler, "last_epoch", None)
-    if last is None:  # ChainedScheduler counts steps only in its parts
-        last = max((getattr(each, "last_epoch", 0) for each in getattr(scheduler, "_schedulers", ())), default=0)
-    return int(last) >= length - 1
+    num_steps = getattr(scheduler, "last_epoch", None)
+    if num_steps is None:  # ChainedScheduler counts steps only in the schedules that it combines
+        num_steps = max((getattr(each, "last_epoch", 0) for each in getattr(scheduler, "_schedulers", ())), default=0)
+    return int(num_steps) >= length - 1
 
 
 def is_nearly_zero(scheduler: Any) -> bool:
