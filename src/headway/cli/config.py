@@ -288,7 +288,7 @@ def _import_foreign(foreign: str, config_file: str | None, force: bool) -> None:
 
 _WHERE = "The file.  [default: default_config.yaml in $HEADWAY_HOME, else in ~/.config/headway]"
 _FILE = make_option("--config_file", "PATH", "Options", _WHERE)
-_FORCE = make_option("--force", None, "Options", "Write over a file that exists.")
+_FORCE = make_option("--force", None, "Options", "Replace an existing file.")
 _PRECISION = make_option("--mixed_precision", "no|bf16|fp16|fp8", "Options", SETTINGS["mixed_precision"].text)
 _FOREIGN = click.Argument(["foreign"], metavar="FILE")
 
@@ -297,10 +297,10 @@ def _make_subcommand(name: str, callback: Any, help_: str, *params: click.Parame
     return GroupedCommand(name, callback=callback, params=list(params), help=help_)
 
 
-_DEFAULT = "Write a file without asking. It leaves everything to detection."
-_UPDATE = "Bring a file up to date. Settings that no longer exist are removed and named."
-_SHOW = "Print settings with their origin. Settings that are not set have their default."
-_IMPORT = "Translate Accelerate's config file. What each key became is printed."
+_DEFAULT = "Write a config file without asking. It leaves all settings to automatic detection."
+_UPDATE = "Update a config file. Settings that no longer exist are removed and listed."
+_SHOW = "Print all settings with their origin. Settings that are not set have their default."
+_IMPORT = "Translate Accelerate's config file, and print the new name of each key."
 _SUBCOMMANDS = [
     _make_subcommand("default", _write_default, _DEFAULT, _FILE, _PRECISION, _FORCE),
     _make_subcommand("update", _update_config, _UPDATE, _FILE),
@@ -332,8 +332,7 @@ command = ConfigGroup(
     invoke_without_command=True,
     params=[_FILE],
     commands={str(subcommand.name): subcommand for subcommand in _SUBCOMMANDS},
-    help="Ask for the settings that this machine does not decide, write the config file, and print its path. Subcommands ask "
-    "nothing.",
+    help="Ask for the settings that cannot be detected, write the config file, and print its path. Subcommands ask no questions.",
     epilog=format_examples(
         "headway config                              ask and write",
         "headway config default --mixed_precision bf16",

@@ -295,18 +295,18 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-_ABOUT = """Find out why a run does not start, hangs or crawls.
+_ABOUT = """Find out why a run does not start, hangs or is slow.
 
-First it examines this machine: versions, devices, host name, interfaces, ports, limits. Then the processes that `headway launch`
-would start with the same flags meet (two on the CPU where it would start one), compare versions, clocks and the working folder, and
-measure an all-reduce. Each finding comes with what to do. The exit code is 0 if nothing bad was found. On several machines give each
-the same command as to `headway launch`; under SLURM, `srun headway doctor`.
+First, this machine is checked: versions, devices, host name, network interfaces, ports and limits. Then the processes start that
+`headway launch` would start with the same options (or two on the CPU instead of a single one). They connect, compare versions, clocks
+and the working folder, and measure an all-reduce. Each finding comes with advice. The exit code is 0 if there is no serious finding.
+On several machines, use the same options as for `headway launch` on each; under SLURM, `srun headway doctor`.
 """
 
 _EPILOG = format_examples(
     "headway doctor                          this machine",
-    "headway doctor -n 8                     and the links between 8 of its processes",
-    "headway doctor --here                   this machine only, nothing is started",
+    "headway doctor -n 8                     also the connections between 8 processes",
+    "headway doctor --here                   this machine only, without starting processes",
     "srun -N 4 headway doctor                four machines of a SLURM cluster",
 )
 
@@ -350,6 +350,6 @@ _LEFT_OUT = ("module", "no_python", "quiet", "log_dir", "tee", "max_restarts", "
 _PARAMS = [
     *(each for each in make_setting_options() if each.name not in _LEFT_OUT),
     CONFIG_FILE,
-    make_option("--here", None, "Configuration", "Look at this machine and start nothing."),
+    make_option("--here", None, "Configuration", "Check only this machine, without starting processes."),
 ]
 command = GroupedCommand("doctor", callback=_run_doctor, params=_PARAMS, help=_ABOUT, epilog=_EPILOG)

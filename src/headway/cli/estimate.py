@@ -20,21 +20,21 @@ from headway.errors import ConfigError
 from headway.planning import TASKS
 from headway.planning.model_types import check_model_folder, check_model_name
 
-_ABOUT = """Estimate the memory that the model in FOLDER needs, what fits on this machine, and the highest speed.
+_ABOUT = """Estimate the memory that a model needs, where it fits on this machine, and its highest speed.
 
-FOLDER holds a transformers `config.json`; weights are not needed. The rate is a ceiling: bandwidth, measured here in about two
-seconds, over the bytes that each token has to read.
+FOLDER contains a transformers `config.json`; weights are not needed. The speed is an upper bound: the memory bandwidth, which is
+measured in about two seconds, divided by the bytes that each token has to read.
 
-With --device: the memory of training on that GPU, even if this machine has none, and the largest batch; FOLDER may then also be
-a config file or a transformers model type. With --script, too: what your own script takes, run up to its second update on
-tensors without values.
+With --device, forecast the memory of training on that GPU, which this machine need not have, and the largest batch size. FOLDER may
+then also be a config file or a transformers model type. With --script, forecast your own training script instead: it runs up to its
+second update, on tensors without values.
 """
 
 
 _EPILOG = format_examples(
-    "headway estimate llama/                        the sizes, the placement, the ceiling",
-    "headway estimate llama/ --dtype int4           placed as int4",
-    "headway estimate bert --device rtx-3090        training on a GPU: memory, and the largest batch",
+    "headway estimate llama/                        sizes, placement, highest speed",
+    "headway estimate llama/ --dtype int4           placement in int4",
+    "headway estimate bert --device rtx-3090        training on a GPU: memory, largest batch size",
     "headway estimate llama --device h100 --mixed_precision bf16 --strategy fsdp --ranks 8",
     "headway estimate llama --device l4 --dtype int4 --lora r=16   QLoRA",
     "headway estimate bert --device t4 --global_batch_size 256   the cheapest configuration that fits",
@@ -306,20 +306,22 @@ def calibrate_device() -> str:
 
 
 _SEARCHED = (
-    "Rank the ways to run this many samples per update; --optimizer may then be several, separated by commas. Exit code 1 if "
-    "nothing is sure to fit."
+    "Rank the configurations that train with this many samples per update. --optimizer may then contain several names, separated "
+    "by commas. The exit code is 1 if none is certain to fit."
 )
 
 
-_MEASURED = "Measure what a process takes on this machine's GPU besides tensors, and store it for later forecasts."
+_MEASURED = (
+    "Measure the memory that a process needs on this machine's GPU besides tensors, and store it for later forecasts."
+)
 
 
 _DRAWN = "Also write an HTML page of a forecast: memory over the step and against the batch size."
 
 
 _HERE = (
-    "Forecast training on this GPU: h100, rtx-4090 ...; this: the machine's own; a product's name, as nvidia-smi prints it; or "
-    "48GiB: some GPU with that memory."
+    'Forecast training on this GPU: a name such as h100 or rtx-4090, "this" for this machine\'s GPU, a product name as '
+    "nvidia-smi prints it, or a memory size such as 48GiB."
 )
 
 
@@ -329,18 +331,20 @@ _ATTENTION = "The model's attention.  [default: the model's]"
 _TASK = f"The model's head: {', '.join(TASKS)}.  [default: the config's]"
 
 
-_LORA = "Train PEFT's LoRA of this rank; the model itself is frozen."
+_LORA = "Train LoRA adapters of this rank (PEFT); the model itself is frozen."
 
 
-_LOOP = f"What holds memory between the calls: {', '.join(LOOPS)}.  [default: plain]"
+_LOOP = (
+    f"Form of the training loop, which decides what memory is held between calls: {', '.join(LOOPS)}.  [default: plain]"
+)
 
 
-_RUN = "FOLDER is your training script, which is given ARGS."
+_RUN = "FOLDER is a training script, which gets ARGS."
 
 
 _PLACED = (
     "Place the model in this dtype, or train its weights in it; int4 with --lora is QLoRA.  "
-    "[default: what the config says]"
+    "[default: that of the config]"
 )
 
 
@@ -354,7 +358,7 @@ estimate = GroupedCommand(
         make_model_option("batch_size", "Workload"),
         make_model_option("sequence", "Workload", "; without --device, no tokens are counted]"),
         make_option("--dtype", "|".join(_DTYPES), "Running", _PLACED, _DTYPES),
-        make_option("--inference", None, "Running", "The default: running the model.", hidden=True),
+        make_option("--inference", None, "Running", "Run the model (the default).", hidden=True),
         make_option("--device", "NAME", "Training", _HERE),
         make_option("--script", None, "Training", _RUN),
         make_model_option("optimizer", "Training"),

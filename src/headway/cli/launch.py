@@ -25,12 +25,14 @@ from headway.core.config.load import ResolvedSettings, SettingValue, read_enviro
 from headway.core.config.mesh import describe_groups
 from headway.errors import ConfigError
 
-_ABOUT = """Start SCRIPT with its own ARGS on every accelerator of this machine, or as the flags say.
+_ABOUT = """Run SCRIPT with ARGS, by default in one process per accelerator of this machine.
 
-Flags go before SCRIPT and may be spelled with dashes or underscores; everything after SCRIPT is the script's own. If
-SCRIPT takes a flag of the same name, put `--` before SCRIPT. Settings in the script win over flags, flags over HEADWAY_*
-variables, variables over the config file. One process is a plain `python SCRIPT`; several are supervised by torch's elastic
-agent, and the first failure ends them all.
+Options go before SCRIPT, and may be spelled with dashes or underscores. Everything after SCRIPT belongs to the script. If SCRIPT
+takes an option of the same name, put `--` before SCRIPT.
+
+Settings in the script take precedence over options, options over HEADWAY_* variables, and variables over the config file. A single
+process runs as plain `python SCRIPT`. Several processes are supervised by torch's elastic agent, and the first failure ends all of
+them.
 """
 
 _EPILOG = format_examples(
@@ -40,7 +42,7 @@ _EPILOG = format_examples(
     "headway launch -n 4 -m my_package.train        a module",
     "headway launch --strategy fsdp train.py        the model sharded over all processes",
     "headway launch -n 8 --strategy fsdp+tp=2 train.py",
-    "headway launch -n 8 --dry-run train.py         print the command, start nothing",
+    "headway launch -n 8 --dry-run train.py         print the command only",
     "headway launch -n 16 --num_machines 2 --machine_rank 0 \\",
     "    --main_process_ip 10.0.0.1 --main_process_port 29400 train.py",
 )
@@ -228,8 +230,8 @@ command = LaunchCommand(
         *make_setting_options(),
         *make_foreign_options(),
         CONFIG_FILE,
-        make_option("--dry_run", None, "Configuration", "Print the exact command and environment, and start nothing."),
-        make_option("--force", None, "Configuration", "Let the command line override what the script says."),
+        make_option("--dry_run", None, "Configuration", "Print the command and environment without starting anything."),
+        make_option("--force", None, "Configuration", "Let the command line override settings in the script."),
         click.Argument(["script"], metavar="SCRIPT", type=click.Path()),
         click.Argument(
             ["script_args"],

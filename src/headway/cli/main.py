@@ -16,18 +16,18 @@ from headway.version import __version__
 # Module and help line of each command, so that `headway --help` imports no command.
 _COMMANDS = {
     "launch": ("headway.cli.launch", "Start a script on one process or on many."),
-    "verify": ("headway.cli.verify", "Prove on a script itself that its training can be trusted."),
-    "test": ("headway.cli.self_test:test", "Check a set-up: a real run compared with one process."),
-    "config": ("headway.cli.config", "Write, show or import the settings that `launch` starts from."),
-    "inspect": ("headway.cli.checkpoints:inspect", "Print what a checkpoint holds."),
+    "verify": ("headway.cli.verify", "Check a training script by running its first updates several times."),
+    "test": ("headway.cli.self_test:test", "Check the setup: compare a short run with one process."),
+    "config": ("headway.cli.config", "Write, show or import the config file of `launch`."),
+    "inspect": ("headway.cli.checkpoints:inspect", "Print the contents of a checkpoint."),
     "merge": ("headway.cli.checkpoints:merge", "Write a checkpoint's weights as plain safetensors."),
     "estimate": ("headway.cli.estimate:estimate", "Estimate a model's memory, here or on a GPU, and its speed."),
     "plan": ("headway.cli.plan:plan", "Compare layouts on any number of ranks: memory, traffic, time."),
-    "doctor": ("headway.cli.doctor", "Look for what keeps a run from starting, or slows it down."),
-    "report": ("headway.cli.report", "Draw runs on one page: loss, speed, memory, what happened."),
+    "doctor": ("headway.cli.doctor", "Find out why a run does not start, hangs or is slow."),
+    "report": ("headway.cli.report", "Plot runs on one HTML page: loss, speed, memory, events."),
     "compat": ("headway.cli.compat", "Show which Accelerate names work, in general or in a script."),
     "env": ("headway.cli.env", "Print versions, hardware and configuration, for bug reports."),
-    "completion": ("headway.cli.completion", "Print the script that completes commands and flags in your shell."),
+    "completion": ("headway.cli.completion", "Print the completion script for your shell."),
 }
 
 _ABOUT = """Run your own PyTorch training loop on any hardware.

@@ -31,15 +31,15 @@ class PrecisionChoice(click.Choice):  # type: ignore[type-arg]
 
 
 _OF_MODELS = {
-    "batch_size": ("N", "Samples of a micro-batch, on each data shard.  [default: 1]", POSITIVE),
-    "sequence": ("N", "Tokens per sample.  [default: what the model allows, up to 4096", POSITIVE),
+    "batch_size": ("N", "Samples per micro-batch on each data shard.  [default: 1]", POSITIVE),
+    "sequence": ("N", "Tokens per sample.  [default: the model's maximum, up to 4096", POSITIVE),
     "optimizer": ("NAME", _OPTIMIZERS, str),
     "mixed_precision": ("no|bf16|fp16", "Precision of the forward pass.  [default: no]", PrecisionChoice(_PRECISIONS)),
     "activation_checkpointing": (None, "Keep only the inputs of blocks; recompute the rest in backward.", None),
-    "ranks": ("N", "Processes of the run.", POSITIVE),
+    "ranks": ("N", "Number of processes.", POSITIVE),
     "strategy": ("LAYOUT", "ddp, fsdp, hsdp=8, tp, fsdp+tp=2 ...", str),
-    "machine_ranks": ("N", "Ranks on one machine.  [default: 8]", POSITIVE),
-    "budget": ("SIZE", "Memory that each process may take, such as 20GiB.", str),
+    "machine_ranks": ("N", "Number of ranks per machine.  [default: 8]", POSITIVE),
+    "budget": ("SIZE", "Memory limit of each process, such as 20GiB.", str),
 }
 
 EARLIER_NAMES = {

@@ -16,11 +16,11 @@ from headway.core.config.parallelism import SCHEDULES, PipelineOptions
 from headway.errors import ConfigError
 from headway.planning.model_types import check_model_name
 
-_ABOUT_PLAN = """Show what training MODEL takes on N ranks, for each layout, starting with the cheapest that fits.
+_ABOUT_PLAN = """Show the memory, communication and time that training MODEL needs on N ranks in each layout.
 
-MODEL is a folder with a transformers `config.json`, the path of such a file, a transformers model type ("llama"), or
-`module:function`: a function that returns a model, or a model and a step (model -> loss). The model is prepared as in a run, but
-without allocating its tensors and without other processes.
+The fastest layout that fits comes first. MODEL is a folder with a transformers `config.json`, the path of such a file, a
+transformers model type ("llama"), or `module:function`: a function that returns a model, or a model and a step (model -> loss). The
+model is prepared as in a run, but without allocating its tensors and without other processes.
 """
 
 _EPILOG_PLAN = format_examples(

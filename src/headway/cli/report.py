@@ -8,11 +8,11 @@ from headway.cli.options import PLACE, GroupedCommand, format_examples, make_opt
 from headway.common.object_path import ObjectPath
 from headway.common.text import format_bytes
 
-_ABOUT = """Draw the runs RUN (folders, their `log.jsonl`, or URLs such as s3://bucket/run) on one page.
+_ABOUT = """Plot one or more runs on one page. RUN is a folder, its `log.jsonl`, or a URL such as s3://bucket/run.
 
-The page is a single HTML file that needs no network: loss, learning rate, gradient norm, speed and memory, with out-of-memory
-errors, restarts and checkpoints marked. Several runs are laid over each other, and their settings compared. Without RUN, the page
-shows the only run in or below the current folder; if there are several, an error lists them.
+The page is a single HTML file that needs no network. It shows loss, learning rate, gradient norm, speed and memory, and marks
+out-of-memory errors, restarts and checkpoints. The curves of several runs share the charts, and their settings are compared. Without
+RUN, the page shows the only run in or below the current folder; if there are several, an error lists them.
 """
 
 _EPILOG = format_examples(
@@ -35,7 +35,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
             "--out",
             "FILE",
             "Output",
-            "The page.  [default: report.html beside the first run's log, or here for a URL]",
+            "File of the page.  [default: report.html next to the first run's log, or in the current folder for a URL]",
             _FILE,
         ),
         make_option("--png", "FOLDER", "Output", "Write each chart as a PNG, too; needs headway[plots].", _FOLDER),

@@ -11,10 +11,10 @@ from headway.cli.options import (
     make_setting_options,
 )
 
-_ABOUT_TEST = """Check this set-up: start Headway's self-check as `headway launch` would start a script with the same flags.
+_ABOUT_TEST = """Check the setup: run Headway's self-check in the processes that `headway launch` would start with the same options.
 
-It compares data order, gradients, collectives, RNG states and metrics of the real run with what one process computes,
-says what it checked and how long it took, and exits 0 only if all is right.
+The check compares data order, gradients, collectives, RNG states and metrics with those of one process, and prints each
+comparison and the time it took. The exit code is 0 only if all are correct.
 """
 
 _EPILOG_TEST = format_examples(

@@ -30,16 +30,16 @@ from headway.errors import ConfigError, HeadwayError
 PROOFS = ("repeat", "processes", "layout", "samples", "resume", "out_of_memory", "learning", "leaks", "memory", "data")
 """Names of all proofs (checks of a script) for `--only` and `--skip`, in the order of the printed table."""
 
-_ABOUT = """Prove on SCRIPT itself that its training can be trusted, before the long run.
+_ABOUT = """Check a training script before a long run: run its first updates several times, and compare the results.
 
-The first updates of SCRIPT run several times in a scratch folder: on one process and on several, killed and resumed, with an
-out-of-memory error. Each line of the table is one proof: PASS, FAIL with the place and the likely cause, or NOT CHECKED with
-the reason. The exit code is 0 if no proof failed and at least one passed.
+The runs use a scratch folder. They start one process and several, are killed and resumed, or run out of memory. Each line of the
+table is one proof: PASS, FAIL with the place and the likely cause, or NOT CHECKED with the reason. The exit code is 0 if no proof
+failed and at least one passed.
 """
 
 _EPILOG = format_examples(
-    "headway verify train.py --lr 3e-4              two processes are compared with one",
-    "headway verify -n 4 --strategy fsdp train.py   and the layout with one process",
+    "headway verify train.py --lr 3e-4              compare two processes with one",
+    "headway verify -n 4 --strategy fsdp train.py   also compare the layout with one process",
     "headway verify --as accelerate train.py        a script written for Accelerate",
     "headway verify --only resume --resume_args '--resume runs/last' train.py",
 )

@@ -163,18 +163,16 @@ class LaunchConfig:
 
     num_processes: Maybe[int] = _make_setting_field(
         _HARDWARE,
-        "Processes to start, over all machines.",
+        "Number of processes on all machines together.",
         default="one per visible accelerator; 1 per machine without any",
         short="-n",
         minimum=1,
         is_usual=True,
     )
     cpu: Maybe[bool] = _make_setting_field(
-        _HARDWARE, "Compute on the CPU even where there are accelerators.", is_for_workers=True, is_usual=True
+        _HARDWARE, "Compute on the CPU, even if there are accelerators.", is_for_workers=True, is_usual=True
     )
-    multi_gpu: Maybe[bool] = _make_setting_field(
-        _HARDWARE, "Insist on accelerators: refuse to start where there are none."
-    )
+    multi_gpu: Maybe[bool] = _make_setting_field(_HARDWARE, "Refuse to start if there are no accelerators.")
     gpu_ids: Maybe[str] = _make_setting_field(
         _HARDWARE,
         "Accelerators of this machine to use, such as 0,1.",
@@ -184,7 +182,7 @@ class LaunchConfig:
     num_cpu_threads_per_process: Maybe[int] = _make_setting_field(
         _HARDWARE,
         "CPU threads of each process (OMP_NUM_THREADS).",
-        default="cores / processes; one process is left alone",
+        default="cores / processes; not set for a single process",
         minimum=1,
     )
     enable_cpu_affinity: Maybe[bool] = _make_setting_field(
@@ -201,13 +199,13 @@ class LaunchConfig:
         _TRAINING, "Compile models with torch.compile and this backend.", default="no", choices=BACKENDS
     )
     dynamo_mode: Maybe[str] = _make_setting_field(
-        _TRAINING, "What inductor optimizes for.", default="default", choices=MODES
+        _TRAINING, "Mode of torch.compile, which decides what inductor optimizes.", default="default", choices=MODES
     )
     dynamo_use_fullgraph: Maybe[bool] = _make_setting_field(
-        _TRAINING, "Compile to a single graph: code that cannot be compiled is an error."
+        _TRAINING, "Compile to a single graph. Code that cannot be compiled raises an error."
     )
     dynamo_use_dynamic: Maybe[bool] = _make_setting_field(
-        _TRAINING, "Compile for all sizes from the start.", default="for the sizes that occur"
+        _TRAINING, "Compile for dynamic shapes from the start.", default="dynamic only after shapes have changed"
     )
     dynamo_use_regional_compilation: Maybe[bool] = _make_setting_field(
         _TRAINING, "Compile only a model's repeated blocks, once for all of them."
@@ -219,7 +217,7 @@ class LaunchConfig:
         _TRAINING, "Keep only the inputs of blocks; recompute the rest in backward.", is_usual=True
     )
     activation_checkpointing_offload: Maybe[bool] = _make_setting_field(
-        _TRAINING, "Also keep the inputs of these blocks in host memory."
+        _TRAINING, "With --activation_checkpointing, keep the inputs of blocks in host memory."
     )
     strategy: Maybe[str] = _make_setting_field(
         _LAYOUT,
@@ -232,7 +230,7 @@ class LaunchConfig:
     )
     fsdp_reshard_after_forward: Maybe[bool] = _make_setting_field(
         _LAYOUT,
-        "FSDP: free a block's gathered weights between its forward and its backward.",
+        "FSDP: free a block's all-gathered weights between its forward and its backward.",
         default="true",
         takes_value=True,
     )
@@ -244,28 +242,31 @@ class LaunchConfig:
     )
     fsdp_auto_wrap_policy: Maybe[str] = _make_setting_field(
         _LAYOUT,
-        "FSDP: what is gathered together: blocks of named classes, modules above a size, or the whole model.",
+        "FSDP: units that are gathered together: blocks of the named classes, modules above a size, or the whole model.",
         default="the model's repeated blocks",
         choices=WRAPPING,
     )
     fsdp_transformer_layer_cls_to_wrap: Maybe[str] = _make_setting_field(
-        _LAYOUT, "FSDP: class names of these blocks, separated by commas."
+        _LAYOUT, "FSDP: class names of the blocks to gather as units, separated by commas."
     )
     fsdp_min_num_params: Maybe[int] = _make_setting_field(
-        _LAYOUT, "FSDP: number of parameters from which a module is gathered on its own.", minimum=1, maximum=2**62
+        _LAYOUT,
+        "FSDP: minimum number of parameters of a module that is gathered as its own unit.",
+        minimum=1,
+        maximum=2**62,
     )
     cp_comm_strategy: Maybe[str] = _make_setting_field(
         _LAYOUT,
-        "Context parallelism: how keys and values travel in torch's ring attention.",
+        "Context parallelism: how ranks exchange keys and values in torch's ring attention.",
         default="allgather",
         choices=ROTATIONS,
     )
     deepspeed_config_file: Maybe[str] = _make_setting_field(_LAYOUT, "DeepSpeed: path of its JSON configuration.")
     offload_optimizer_device: Maybe[str] = _make_setting_field(
-        _LAYOUT, "DeepSpeed: where to keep the optimizer state.", default="none: with the weights", choices=OFFLOADS
+        _LAYOUT, "DeepSpeed: device for the optimizer state.", default="none: on the accelerator", choices=OFFLOADS
     )
     offload_param_device: Maybe[str] = _make_setting_field(
-        _LAYOUT, "DeepSpeed, zero3: where to keep the parameters.", default="none: on the accelerator", choices=OFFLOADS
+        _LAYOUT, "DeepSpeed, zero3: device for the parameters.", default="none: on the accelerator", choices=OFFLOADS
     )
     offload_optimizer_nvme_path: Maybe[str] = _make_setting_field(_LAYOUT, "DeepSpeed: folder for nvme offloading.")
     offload_param_nvme_path: Maybe[str] = _make_setting_field(_LAYOUT, "DeepSpeed: folder for nvme offloading.")
@@ -273,93 +274,97 @@ class LaunchConfig:
         _LAYOUT, "DeepSpeed: maximum norm of the gradients. With other layouts, call clip_grad_norm_.", minimum=0
     )
     num_machines: Maybe[int] = _make_setting_field(
-        _MACHINES, "Machines in this run.", default="1", minimum=1, is_usual=True
+        _MACHINES, "Number of machines in this run.", default="1", minimum=1, is_usual=True
     )
     min_machines: Maybe[int] = _make_setting_field(
         _MACHINES,
-        "With how many the run goes on after machines are lost (not machine 0); needs --max_restarts.",
+        "Smallest number of machines with which the run continues after it has lost others (never machine 0); needs --max_restarts.",
         default="all of them",
         minimum=1,
     )
     machine_rank: Maybe[int] = _make_setting_field(
-        _MACHINES, "Which of them this one is, from 0.", default="the command for each machine is printed", minimum=0
+        _MACHINES, "Rank of this machine, from 0.", default="print the command for each machine", minimum=0
     )
-    main_process_ip: Maybe[str] = _make_setting_field(_MACHINES, "Address of machine 0, as the others reach it.")
+    main_process_ip: Maybe[str] = _make_setting_field(_MACHINES, "Address at which the other machines reach machine 0.")
     main_process_port: Maybe[int] = _make_setting_field(
         _MACHINES,
-        "Port of machine 0 where the machines meet.",
-        default="on one machine a free one that the launcher binds",
+        "Port on machine 0 for the rendezvous.",
+        default="on one machine, a free port that the launcher binds",
         minimum=0,
         maximum=65535,
     )
     rdzv_backend: Maybe[str] = _make_setting_field(
         _MACHINES,
-        "How machines meet: by their given ranks, or as they come.",
+        "Rendezvous backend: static (ranks of machines are given) or c10d (torch assigns them).",
         default="static; c10d with --max_restarts",
         choices=("static", "c10d"),
     )
     rdzv_conf: Maybe[str] = _make_setting_field(
-        _MACHINES, "More rendezvous options, key=value,key=value: timeout=60 gives machines 60 s to come."
+        _MACHINES, "Further rendezvous options, as key=value,key=value. timeout=60 waits 60 s for all machines."
     )
-    rdzv_id: Maybe[str] = _make_setting_field(_MACHINES, "Name of the run, where several share one rendezvous.")
+    rdzv_id: Maybe[str] = _make_setting_field(_MACHINES, "ID of the run, if several runs share one rendezvous.")
     secret: Maybe[str] = _make_setting_field(
         _MACHINES,
-        "File of at least 16 bytes, the same on all machines, by which they authenticate. HEADWAY_SECRET can hold it instead.",
+        "File with the secret that authenticates the machines: at least 16 bytes, equal on all of them. "
+        "HEADWAY_SECRET can contain the secret instead.",
         is_for_files=False,
     )
     max_restarts: Maybe[int] = _make_setting_field(
         _CARE,
-        "How often all processes are started again after a failure.",
+        "Number of times that all processes are restarted after a failure.",
         default="0",
         minimum=0,
         is_usual=True,
     )
     timeout: Maybe[float] = _make_setting_field(
         _CARE,
-        "Seconds that a rank, or a machine at the start, may keep the others waiting; 0: forever.",
+        "Seconds that ranks wait for another rank, and machines for another machine at the start. 0: no limit.",
         default="600",
         minimum=0,
         is_for_workers=True,
     )
     monitor_interval: Maybe[float] = _make_setting_field(
-        _CARE, "Seconds between looks at the processes.", default="0.1", minimum=0
+        _CARE, "Seconds between two checks of the processes.", default="0.1", minimum=0
     )
     machine_timeout: Maybe[float] = _make_setting_field(
-        _CARE, "Seconds of silence after which another machine counts as lost.", default="30", minimum=3
+        _CARE, "Seconds without a heartbeat after which another machine counts as lost.", default="30", minimum=3
     )
     grace: Maybe[float] = _make_setting_field(
-        _CARE, "Seconds that ranks get to save in after SIGTERM or SIGUSR1 to the launcher.", default="300", minimum=1
+        _CARE,
+        "Seconds that ranks have to save a checkpoint after the launcher has received SIGTERM or SIGUSR1.",
+        default="300",
+        minimum=1,
     )
     log_dir: Maybe[str] = _make_setting_field(
         _CARE, "Folder for one log file per rank and failure.json.", is_usual=True
     )
     tee: Maybe[str] = _make_setting_field(
         _CARE,
-        "What the log files hold: 0 nothing, 1 stdout, 2 stderr, 3 both.",
+        "Contents of the log files: 0 nothing, 1 stdout, 2 stderr, 3 both.",
         default="3 with --log_dir",
         short="-t",
         choices=("0", "1", "2", "3"),
     )
     metrics_port: Maybe[int] = _make_setting_field(
-        _CARE, "Serve updates, loss, speed and memory to Prometheus, at this port on 127.0.0.1.", minimum=1
+        _CARE, "Port on 127.0.0.1 at which Prometheus can read updates, loss, speed and memory.", minimum=1
     )
     role: Maybe[str] = _make_setting_field(
-        _CARE, "Word before the process number in line prefixes: [rank 0].", default="rank"
+        _CARE, "Word before the rank in the prefix of output lines, as in [rank 0].", default="rank"
     )
     debug: Maybe[bool] = _make_setting_field(
-        _CARE, "Let torch check every collective (TORCH_DISTRIBUTED_DEBUG=DETAIL); slow."
+        _CARE, "Let torch check every collective (TORCH_DISTRIBUTED_DEBUG=DETAIL). Slow."
     )
     quiet: Maybe[bool] = _make_setting_field(_CARE, "Do not print the banner.", short="-q")
     module: Maybe[bool] = _make_setting_field(
         _SCRIPT, "SCRIPT is a module, as in python -m.", short="-m", is_for_files=False, is_usual=True
     )
     no_python: Maybe[bool] = _make_setting_field(
-        _SCRIPT, "SCRIPT is a program of its own, not Python.", is_for_files=False
+        _SCRIPT, "SCRIPT is an executable program, not a Python file.", is_for_files=False
     )
     run_as: Maybe[str] = _make_setting_field(
         _SCRIPT,
-        "What `import accelerate` gives to SCRIPT and its libraries: Headway.",
-        default="what is installed",
+        "Let Headway serve `import accelerate` in SCRIPT and its libraries.",
+        default="the installed Accelerate",
         short="--as",
         choices=("accelerate",),
     )
