@@ -56,7 +56,7 @@ from headway.core.training.metrics import gather_for_metrics, warn_of_repeats
 from headway.core.training.prepared.optimizer import PreparedOptimizer
 from headway.core.training.prepared.scheduler import PreparedScheduler, SchedulerStepRule
 from headway.core.training.settings import Settings, resolve_settings
-from headway.core.training.weights import WholeWeights
+from headway.core.training.whole_weights import WholeWeights
 from headway.core.training.windows import LossPolicy
 from headway.core.weights.compiled import remove_wrappers, unwrap_compiled
 from headway.core.weights.export import save_object

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.core.training.weights import GatheredTensor, gather_state, save_gathered
+from headway.core.training.gathered_tensors import GatheredTensor, gather_state, save_gathered
 from headway.core.weights.files import open_checkpoint
 from headway.errors import HeadwayError
 from headway.layouts.deepspeed.optimizer import make_piece

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from headway import Accelerator
-from headway.core.training.weights import GatheredTensor, WholeWeights
+from headway.core.training.gathered_tensors import GatheredTensor
+from headway.core.training.whole_weights import WholeWeights
 from tests.distributed.ranks import run_ranks
 
 peft = pytest.importorskip("peft")

@@ -44,7 +44,7 @@ _PLACES: dict[str, dict[str, str]] = {
         "explain": "headway.extras.origin:WindowReplay",
         "float8": "headway.extras.float8",
         "forecast": "headway.forecasting.in_script:forecast_step",
-        "gather_written_tensors": "headway.extras.sharded_adapters:gather_written_tensors",
+        "gather_written_tensors": "headway.extras.adapter_tensors:gather_written_tensors",
         "hang_watch": "headway.launch.watch.hang_watch:start",
         "keep_activations": "headway.extras.activation_checkpointing:keep_activations",
         "keep_compiled": "headway.extras.compiled_artifacts",

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from headway.core.training.weights import iterate_buckets
+from headway.core.training.gathered_tensors import iterate_buckets
 from headway.extras._torch import foreach_copy_
 
 _BUCKET_BYTES = 64 * 2**20

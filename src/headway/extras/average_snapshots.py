@@ -17,8 +17,8 @@ from headway.common.object_path import ObjectPath, to_path
 from headway.common.untrusted import read_regular_file
 from headway.core.checkpoint.format.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
 from headway.core.checkpoint.loading.reading import find_tensor_offset, read_file_header, read_files
+from headway.core.training.gathered_tensors import run_on_rank_0, save_gathered
 from headway.core.training.run import Run
-from headway.core.training.weights import run_on_rank_0, save_gathered
 from headway.core.weights.compiled import remove_compiled_levels
 from headway.core.weights.export import save_weights
 from headway.core.weights.files import StoredTensor, open_checkpoint

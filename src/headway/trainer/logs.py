@@ -13,7 +13,7 @@ from headway.accelerator import Accelerator
 from headway.common.object_path import open_writable, to_path
 from headway.core.memory.monitor import MemoryMonitor
 from headway.core.memory.use import memory_use
-from headway.core.training.weights import WholeWeights
+from headway.core.training.whole_weights import WholeWeights
 from headway.core.weights.export import has_adapters, write_configurations
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState

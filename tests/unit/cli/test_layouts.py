@@ -161,7 +161,7 @@ WRONG = [
     ),
     (
         "-n 8 --fsdp_sharding_strategy NO_SHARD --parallelism_config_dp_shard_size 8",
-        "--fsdp_sharding_strategy ask for whole models, but --parallelism_config_dp_shard_size for shards; keep one",
+        "--fsdp_sharding_strategy request whole models, but --parallelism_config_dp_shard_size requests shards; keep one",
     ),
     (
         "-n 8 --use_fsdp --parallelism_config_tp_size 8",

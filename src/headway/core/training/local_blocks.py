@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from headway.core.runtime.collectives.checked import Collectives
-from headway.core.training.weights import iterate_buckets
+from headway.core.training.gathered_tensors import iterate_buckets
 from headway.core.training.windows import AccumulationWindows
 
 _GROUP_BYTES = 256 << 20

@@ -41,8 +41,8 @@ from headway.core.training.prepared.scheduler import (
     StepsPerUpdate,
     is_like_optimizer,
 )
+from headway.core.training.pretrained_weights import PretrainedLoads
 from headway.core.training.step import TrainingStep
-from headway.core.training.weights import PretrainedLoads
 from headway.core.weights.compiled import accept_bare_names
 from headway.errors import ConfigError, PrepareError
 from headway.log import get_logger

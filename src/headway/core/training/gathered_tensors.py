@@ -1,0 +1,268 @@
+"""Gather sharded tensors on rank 0, one at a time, for a state dict or for plain weight files."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from headway.core.runtime.collectives.checked import Collectives
+from headway.core.weights.export import (
+    list_write_order,
+    save_weights,
+    split_ties,
+)
+from headway.core.weights.pieces import (
+    ShardCutter,
+    ShardPiece,
+    is_dtensor,
+    is_spread,
+    make_slices,
+)
+from headway.core.weights.shards import get_raw_bytes, view_as_bits
+from headway.errors import CheckpointError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_T = TypeVar("_T")
+_BLOCK = 16 * 2**20
+"""Bytes per message between ranks."""
+
+
+def iterate_buckets(items: Iterable[tuple[_T, int]], most: int) -> Iterator[list[_T]]:
+    """Yield items in order, in buckets of at most `most` bytes. A larger item gets a bucket for itself.
+
+    Args:
+        items: Pairs of (item, size in bytes).
+        most: Largest size of a bucket in bytes.
+    """
+    bucket: list[_T] = []
+    room = most
+    for item, size in items:
+        if bucket and size > room:
+            yield bucket
+            bucket, room = [], most
+        bucket.append(item)
+        room -= size
+    if bucket:
+        yield bucket
+
+
+class GatheredTensor:
+    """Sharded tensor that is gathered on rank 0 when it is needed. All ranks must request it, in the same order.
+
+    Args:
+        piece: This rank's shard of the tensor.
+        collectives: Collectives over all ranks.
+    """
+
+    def __init__(self, piece: ShardPiece, collectives: Collectives) -> None:
+        self.shape = torch.Size(piece.shape)
+        self.dtype = piece.dtype
+        self.is_done = False
+        self._piece = piece
+        self._collectives = collectives
+
+    def assemble(self) -> torch.Tensor:
+        """Gather the tensor, and return it on rank 0's CPU. Other ranks get a meta tensor without values.
+
+        Rank 0 needs memory for the tensor and for one received part of it.
+        """
+        is_here = self._collectives.rank == 0
+        out = torch.empty(self.shape, dtype=self.dtype, device="cpu" if is_here else "meta")
+        self._send_to_rank0(out if is_here else None)
+        return out
+
+    def pass_by(self) -> None:
+        """Take part in the gather without keeping the values, so that the other ranks can continue."""
+        self._send_to_rank0(None)
+
+    def _send_to_rank0(self, out: torch.Tensor | None) -> None:
+        """Send this rank's boxes to rank 0. On rank 0, receive the boxes of all ranks.
+
+        A box is a rectangular part of the full tensor. Every rank must call this method.
+
+        Args:
+            out: Full tensor that rank 0 fills. If None, rank 0 drops the values. Other ranks pass None.
+        """
+        self.is_done = True
+        rank = self._collectives.rank
+        own = {box.offsets: box.values for box in self._piece.boxes if box.is_written}
+        for source, offsets, shape in self._iterate_boxes():
+            if rank == source == 0 and out is not None:
+                view_as_bits(out[make_slices(offsets, shape)]).copy_(view_as_bits(own[offsets]))
+            elif rank == source != 0:
+                self._send_blocks(get_raw_bytes(own[offsets]))
+            elif rank == 0 and source != 0:
+                self._receive_blocks(out, offsets, shape, source)
+
+    def _iterate_boxes(self) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """Yield the rectangular parts that make up the full tensor, as tuples (sending rank, offsets, shape)."""
+        split = self._piece.split
+        if split is None:
+            own = [(box.offsets, tuple(box.values.shape)) for box in self._piece.boxes if box.is_written]
+            for rank, boxes in enumerate(self._collectives.gather_objects(own)):
+                yield from ((rank, *box) for box in boxes)
+            return
+        yield from split.iterate_boxes()
+
+    def _send_blocks(self, flat: torch.Tensor) -> None:
+        for start in range(0, len(flat), _BLOCK):
+            self._collectives.send(flat[start : start + _BLOCK], 0)
+
+    def _receive_blocks(
+        self, out: torch.Tensor | None, offsets: tuple[int, ...], shape: tuple[int, ...], source: int
+    ) -> None:
+        num_bytes = torch.Size(shape).numel() * self.dtype.itemsize
+        if out is None:
+            scratch = torch.empty(min(_BLOCK, num_bytes), dtype=torch.uint8)
+            for start in range(0, num_bytes, _BLOCK):
+                self._collectives.receive(scratch[: min(_BLOCK, num_bytes - start)], source)
+            return
+        target = out[make_slices(offsets, shape)]
+        box = target if target.is_contiguous() else torch.empty(shape, dtype=self.dtype)
+        flat = get_raw_bytes(box)  # a view of `box`: it is contiguous and on the CPU
+        for start in range(0, num_bytes, _BLOCK):
+            self._collectives.receive(flat[start : start + _BLOCK], source)
+        if box is not target:
+            view_as_bits(target).copy_(view_as_bits(box))
+
+
+def pass_by_all(tensors: Iterable[Any]) -> None:
+    """Take part in the gathers of all tensors that have not been gathered yet. Other objects are ignored."""
+    for each in tensors:
+        if isinstance(each, GatheredTensor) and not each.is_done:
+            each.pass_by()
+
+
+def wrap_sharded(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
+    """Return the tensors by name, with a `GatheredTensor` in place of each sharded tensor.
+
+    Every rank must call this function with the same names.
+
+    Args:
+        tensors: Tensors by name.
+        collectives: Collectives over all ranks.
+
+    Raises:
+        CheckpointError: If ranks hold different tensors, shard them differently, or together miss part of one, or if
+            partial sums were not reduced over ranks.
+    """
+    cutter = ShardCutter()
+    pieces = {name: cutter.cut_tensor(each) if is_dtensor(each) else each for name, each in tensors.items()}
+    spread = {name: each for name, each in pieces.items() if isinstance(each, ShardPiece)}
+    told = [
+        (name, each.shape, str(each.dtype), each.split and (each.split.rows, each.split.steps))
+        for name, each in spread.items()
+    ]
+    brought = {
+        name: sum(box.values.numel() for box in each.boxes if box.is_written)
+        for name, each in spread.items()
+        if each.split is None
+    }
+    answers = collectives.gather_objects((hashlib.sha256(repr(told).encode()).hexdigest(), list(brought.values())))
+    if len({found for found, _ in answers}) > 1:
+        raise CheckpointError("the ranks have different sharded tensors; pass the same model on every rank")
+    for name, *numbers in zip(brought, *(each for _, each in answers)):
+        wanted, there = prod(pieces[name].shape), sum(numbers)
+        if there != wanted:  # a missing part would be uninitialized memory
+            raise CheckpointError(f"{name} has {wanted:,} values, but the ranks' parts of it have {there:,} in total")
+    return pieces | {name: GatheredTensor(each, collectives) for name, each in spread.items()}
+
+
+def gather_state(tensors: Iterable[tuple[str, Any]], collectives: Collectives) -> dict[str, torch.Tensor]:
+    """Return a state dict of full tensors. Every rank calls it.
+
+    If any tensor is sharded, only rank 0 gets the tensors, with the gathered ones on the CPU. The other ranks get an
+    empty dict. If no tensor is sharded, every rank gets its own tensors unchanged.
+
+    Args:
+        tensors: Pairs of (name, tensor).
+        collectives: Collectives over all ranks.
+
+    Raises:
+        CheckpointError: On every rank, if ranks hold different tensors, or part of one is missing. If rank 0 fails to
+            gather, it raises its own error, and the other ranks raise CheckpointError.
+    """
+    named = dict(tensors)
+    if not any(map(is_spread, named.values())):
+        return named
+    values = {name: each for name, each in named.items() if isinstance(each, torch.Tensor) or is_spread(each)}
+    kept, tied = split_ties(values.items())
+    whole = wrap_sharded(kept, collectives)
+
+    def put_together() -> dict[str, torch.Tensor]:
+        found = named | {
+            name: each.assemble() if isinstance(each, GatheredTensor) else each for name, each in whole.items()
+        }
+        return {name: found[tied.get(name, name)] for name in named}
+
+    return run_on_rank_0(put_together, collectives, whole, list(whole)) or {}
+
+
+def save_gathered(
+    tensors: Iterable[tuple[str, Any]], folder: str | Path, max_shard_size: int | str, collectives: Collectives
+) -> None:
+    """Gather sharded tensors and write all tensors from rank 0, as `save_weights` does. Every rank calls it.
+
+    Rank 0 needs memory for one full tensor at a time. The other ranks need none beyond their own shards.
+
+    Args:
+        tensors: Pairs of (name, tensor).
+        folder: Directory to write to.
+        max_shard_size: Largest size of a file, in bytes or as text such as "10GB".
+        collectives: Collectives over all ranks.
+
+    Raises:
+        CheckpointError: On every rank, if ranks hold different tensors, or part of one is missing. If rank 0 fails to
+            write, it raises its own error, and the other ranks raise CheckpointError.
+    """
+    named = list(tensors)
+    kept, tied = split_ties(named)
+    whole = wrap_sharded(kept, collectives)
+    every = [(name, whole[tied.get(name, name)]) for name, _ in named]
+    run_on_rank_0(
+        lambda: save_weights(every, folder, max_shard_size), collectives, whole, list_write_order(whole, max_shard_size)
+    )
+
+
+def run_on_rank_0(
+    act: Callable[[], _T],
+    collectives: Collectives,
+    whole: Mapping[str, Any] | None = None,
+    order: Iterable[str] = (),
+) -> _T | None:
+    """Run `act` on rank 0 while the other ranks send it the tensors in the given order, and then wait for its end.
+
+    If `act` fails, rank 0 still receives the remaining tensors, so that all ranks continue together.
+
+    Args:
+        act: Function that rank 0 calls, such as one that writes a file.
+        collectives: Collectives over all ranks.
+        whole: Tensors by name, sharded ones as `GatheredTensor`. None: `act` needs none.
+        order: Names in the order in which `act` requests them.
+
+    Returns:
+        The result of `act` on rank 0, and None on the other ranks.
+
+    Raises:
+        CheckpointError: On the other ranks, if `act` fails. Rank 0 raises the error of `act`.
+    """
+    result: _T | None = None
+    failure: Exception | None = None
+    try:
+        if collectives.rank == 0:
+            result = act()
+    except Exception as error:
+        failure = error
+    # Other ranks send what rank 0 requests. After a failure rank 0 receives the rest, so that no sender waits.
+    pass_by_all(whole[name] for name in order if whole is not None)
+    told = collectives.broadcast_object(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise CheckpointError(f"rank 0 could not put the weights together, or write them: {told}")
+    return result
