@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
-from headway.verify.whole_tensors import gather_whole
+from headway.verify.sharded_tensors import gather_full_tensor
 from tests.devices import ON_CPU
 
 VOCABULARY, LENGTH, ROWS = 50, 12, 37
@@ -249,7 +249,7 @@ def run_loop(accelerator: Accelerator, task: Task, model: nn.Module, optimizer: 
 def gather_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     whole = {}
     for name, tensor in model.state_dict().items():
-        tensor = gather_whole(tensor.detach())
+        tensor = gather_full_tensor(tensor.detach())
         whole[name] = (tensor if tensor.is_meta else tensor.cpu()).clone()  # type: ignore[attr-defined]
     return whole
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from headway import Accelerator, ActivationCheckpointing, Float8Options, PipelineOptions, TensorParallelOptions
 from headway.core.strategies.fully_sharded.dtensors import get_local_shard
-from headway.verify.whole_tensors import gather_whole
+from headway.verify.sharded_tensors import gather_full_tensor
 from tests.devices import ON_CPU
 from tests.distributed.layouts import build_seeded, gather_weights
 from tests.distributed.ranks import run_ranks
@@ -169,7 +169,7 @@ def split(
         with accelerator.accumulate(model):
             loss = model(input_ids=ids, labels=ids).loss
             accelerator.backward(loss)
-            grads = grads or {name: gather_whole(p.grad.detach()).clone() for name, p in model.named_parameters()}
+            grads = grads or {name: gather_full_tensor(p.grad.detach()).clone() for name, p in model.named_parameters()}
             optimizer.step()
             optimizer.zero_grad()
         losses.append(float(accelerator.reduce_mean(loss.item(), 1)))
@@ -191,7 +191,9 @@ def check_scales(model: nn.Module) -> int:
         local = get_local_shard(parameter)
         if hasattr(local, "fsdp_pre_all_gather"):
             count += 1
-            assert float(local._precomputed_scale) == pytest.approx(448 / float(gather_whole(parameter).abs().max()))
+            assert float(local._precomputed_scale) == pytest.approx(
+                448 / float(gather_full_tensor(parameter).abs().max())
+            )
     return count
 
 

@@ -20,7 +20,7 @@ class Cause:
     page: str
 
 
-_WEIGHTED_BY_HAND = (
+_WEIGHTING_ADVICE = (
     "divide the sum of the losses by this number, added over all ranks and micro-batches of the update "
     "(accelerator.gather(count).sum()), and multiply it by accelerator.num_processes and gradient_accumulation_steps"
 )
@@ -30,102 +30,102 @@ It is for scripts that use Accelerate's API, whose `backward` takes no `weight`.
 """
 
 
-def explain_parts(blame: Blame, parts: str, *, is_accelerate: bool = False) -> Cause:
+def explain_parts(blame: Blame, unit: str, *, is_accelerate: bool = False) -> Cause:
     """Return the cause of a difference between a whole batch in one process and the parts into which it was divided.
 
     Args:
         blame: First call that differs.
-        parts: Unit into which the batch was divided: "rank" or "piece" (micro-batch).
+        unit: Unit into which the batch was divided: "rank" or "piece" (micro-batch).
         is_accelerate: Whether the script uses Accelerate's API, so that the advice must use it, too. Default: False.
     """
     at = f" at {blame.line}" if blame.line else ""
     call = f"{blame.call}(){at}"
     name = f" ({blame.name})" if blame.name else ""
-    values = f" is {blame.values[0]} for the whole batch and {blame.values[1]} for a {parts}" if blame.values else ""
-    texts = {
-        "sum": (
+    values = f" is {blame.values[0]} for the whole batch and {blame.values[1]} for a {unit}" if blame.values else ""
+    causes = {
+        "sum": Cause(
             f"the loss is a sum over rows: {call}",
             "let the loss be a mean over rows"
             if is_accelerate
             else "let the loss be a mean, or pass reduction='sum' and weight= to accelerator.backward",
             "accumulation.md",
         ),
-        "tokens": (
-            f"the loss is a mean over the counted tokens of one {parts}'s rows, not over all tokens: {call}",
-            _WEIGHTED_BY_HAND
+        "tokens": Cause(
+            f"the loss is a mean over the counted tokens of one {unit}'s rows, not over all tokens: {call}",
+            _WEIGHTING_ADVICE
             if is_accelerate
             else "pass the number of counted tokens: accelerator.backward(loss, weight=count)",
             "accumulation.md",
         ),
-        "classes": (
-            f"the loss is a weighted mean, divided by the class weights of one {parts}'s rows: {call} with weight=",
-            _WEIGHTED_BY_HAND
+        "classes": Cause(
+            f"the loss is a weighted mean, divided by the class weights of one {unit}'s rows: {call} with weight=",
+            _WEIGHTING_ADVICE
             if is_accelerate
             else "pass the sum of these weights: accelerator.backward(loss, weight=class_weights[labels].sum())",
             "accumulation.md",
         ),
-        "count": (
-            f"the loss is divided by a number of one {parts}'s rows, which is not the number of rows: {call}",
-            _WEIGHTED_BY_HAND
+        "count": Cause(
+            f"the loss is divided by a number of one {unit}'s rows, which is not the number of rows: {call}",
+            _WEIGHTING_ADVICE
             if is_accelerate
             else "pass this number to backward: accelerator.backward(loss, weight=count)",
             "accumulation.md",
         ),
-        "number": (
+        "number": Cause(
             f"a number{name} in {call}{values}",
             "let it be equal on all ranks, and do not scale the loss by the number of processes: accelerator.backward averages"
-            if parts == "rank"
+            if unit == "rank"
             else "a value that the loop keeps must not change when a batch is run again in pieces: keep it in a buffer, or "
             "update it after the step",
-            "accumulation.md" if parts == "rank" else "microbatching.md",
+            "accumulation.md" if unit == "rank" else "microbatching.md",
         ),
-        "norm": (
-            f"BatchNorm{name} normalizes over the rows of one {parts} only{at}",
+        "norm": Cause(
+            f"BatchNorm{name} normalizes over the rows of one {unit} only{at}",
             "use GroupNorm, or on GPUs convert the model before prepare(): "
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), which has no CPU kernel",
             "troubleshooting.md",
         ),
-        "draw": (
-            f"{call} draws other random numbers on each {parts}, from a generator with another seed or state",
+        "draw": Cause(
+            f"{call} draws other random numbers on each {unit}, from a generator with another seed or state",
             "seed the generator with the same number on all ranks, and draw for the rows of the batch",
             "verify.md#a-run-repeats-itself",
         ),
-        "tensor": (
-            f"a tensor{name} used{at} differs between the {parts}s, and is neither in the batch nor in a prepared model",
+        "tensor": Cause(
+            f"a tensor{name} used{at} differs between the {unit}s, and is neither in the batch nor in a prepared model",
             "create it from a seed that does not depend on the rank, or prepare the model that it belongs to"
-            if parts == "rank"
+            if unit == "rank"
             else "the loss function must not change state: change it after the step",
-            "several_models.md" if parts == "rank" else "microbatching.md",
+            "several_models.md" if unit == "rank" else "microbatching.md",
         ),
-        "buffer": (
-            f"the buffer{name} used{at} differs between the {parts}s",
+        "buffer": Cause(
+            f"the buffer{name} used{at} differs between the {unit}s",
             "compute it from the rows of all ranks: accelerator.reduce(value, 'mean')",
             "several_models.md",
         ),
-        "mixes": (
-            f"{call} combines each row with the other rows of its {parts}, such as negatives of a contrastive loss",
+        "mixes": Cause(
+            f"{call} combines each row with the other rows of its {unit}, such as negatives of a contrastive loss",
             "gather the rows of all ranks, and compare each rank's own rows with them",
-            "evaluation.md" if parts == "rank" else "microbatching.md",
+            "evaluation.md" if unit == "rank" else "microbatching.md",
         ),
-        "selects": (
-            f"{call} selects among the rows of one {parts}",
+        "selects": Cause(
+            f"{call} selects among the rows of one {unit}",
             "select among the rows of all ranks: accelerator.gather(values)",
             "evaluation.md",
         ),
-        "statistic": (
-            f"{call} computes a statistic over the rows of one {parts}, and the loss depends on it",
+        "statistic": Cause(
+            f"{call} computes a statistic over the rows of one {unit}, and the loss depends on it",
             "compute it over the rows of all ranks: accelerator.reduce(value, 'mean') or accelerator.gather(values)",
-            "evaluation.md" if parts == "rank" else "microbatching.md",
+            "evaluation.md" if unit == "rank" else "microbatching.md",
         ),
-        "path": (
+        "path": Cause(
             f"the script takes another path at {blame.line} ({blame.call}())",
             "let every rank make the same calls: remove conditions on the rank or the number of processes from the loss"
-            if parts == "rank"
+            if unit == "rank"
             else "the loss function must not change state or advance an iterator, because a batch may be run again",
-            "several_models.md" if parts == "rank" else "microbatching.md",
+            "several_models.md" if unit == "rank" else "microbatching.md",
         ),
     }
-    return Cause(*texts[blame.kind])
+    return causes[blame.kind]
 
 
 def explain_repeat(blame: Blame) -> str:
@@ -136,7 +136,7 @@ def explain_repeat(blame: Blame) -> str:
     if blame.kind == "number":
         return f"the number{name} in {blame.call}(){at}{values}"
     shape = f": its shape{values}" if blame.values else ""
-    if blame.kind in ("tensor", "own"):
+    if blame.kind in ("tensor", "model_tensor"):
         return f"the tensor{name} used{at} differs{shape}"
     if blame.kind == "draw":
         return f"{blame.call}(){at} draws other random numbers"

@@ -14,7 +14,7 @@ from headway.verify.table import format_error_json, format_json, format_summary,
 from headway.verify.verdict import Verdict, shorten_paths
 
 _DESCRIPTIONS = {
-    "first": "one process",
+    "baseline": "one process",
     "repeat": "one process again, saved and killed",
     "reference": "one process, with shared random numbers",
     "reordered": "one process, rows in another order",
@@ -90,11 +90,16 @@ def _run_verify(options: Options, is_json: bool) -> int:
         runs = session.run()
         verdicts = [shorten_paths(PROOFS[word](runs)) for word in PROOFS if word in options.proofs]
         seconds = time.monotonic() - began
-        if runs.first.fact.get("compiles"):
+        if runs.baseline.rank0_facts.get("uses_compilation"):
             runs.notes.append("torch.compile is off in these runs, except when memory is measured")
             print(f"headway: {runs.notes[-1]}", file=sys.stderr)
         escapes = format_escapes(
-            [facts.get("escaped", []) for run in (runs.first, runs.several) if run for facts in run.facts]
+            [
+                facts.get("escaped_files", [])
+                for run in (runs.baseline, runs.several)
+                if run
+                for facts in run.facts_by_rank
+            ]
         )
     code = choose_code(verdicts)
     error = _NOTHING_CHECKED if code == 2 else None

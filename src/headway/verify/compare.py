@@ -5,10 +5,9 @@ parameters have moved since the start. The tolerance comes from a run that rever
 usually changes only the order of summation.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -37,24 +36,26 @@ _PROPORTIONAL = 0.02
 class Difference:
     """Difference between a reference run and another run in one update.
 
+    All differences are relative: those of gradients to the norm of the gradients, and those of parameters to the
+    distance that the parameters have moved since the start of the run.
+
     Attributes:
         update: Number of the update.
-        gradient: Norm of the difference of all gradients, relative to the norm of the gradients.
-        movement: Norm of the difference of all parameters, relative to the distance that they have moved so far.
-        by_name: Difference of each parameter's gradient, relative to the norm of that gradient, by parameter name.
-        values_by_name: Difference of each parameter's value, relative to the distance that it has moved so far, by
-            parameter name.
+        gradient: Difference of all gradients together.
+        movement: Difference of all parameters together, after the update.
+        gradient_by_name: Difference of each gradient, by parameter name.
+        movement_by_name: Difference of each parameter after the update, by parameter name.
         factor: Factor by which the reference's gradients must be multiplied to fit the other run's gradients best, by
             least squares.
-        residual: Relative difference that remains between the multiplied gradients and the other run's gradients.
+        residual: Difference that remains between the multiplied gradients and the other run's gradients.
         one_sided: Names of the parameters that have a gradient in only one of the runs, or gradients of other shapes.
     """
 
     update: int
     gradient: float
     movement: float
-    by_name: dict[str, float] = field(default_factory=dict)
-    values_by_name: dict[str, float] = field(default_factory=dict)
+    gradient_by_name: dict[str, float] = field(default_factory=dict)
+    movement_by_name: dict[str, float] = field(default_factory=dict)
     factor: float = 1.0
     residual: float = 0.0
     one_sided: tuple[str, ...] = ()
@@ -76,31 +77,31 @@ def compare_update(reference: RunRecord, other: RunRecord, update: int) -> Diffe
     ours, theirs = reference.gradients(update), other.gradients(update)
     names = [name for name in ours if name in theirs and ours[name].shape == theirs[name].shape]
     one_sided = tuple(name for name in {**ours, **theirs} if name not in names)
+    squares = {name: _sum_squares(ours[name]) for name in names}
+    gaps = {name: _sum_squares(theirs[name] - ours[name]) for name in names}
     square = sum(float(ours[name] @ ours[name]) for name in names)
-    apart = sum(_sum_squares(theirs[name] - ours[name]) for name in names)
-    product = sum(float(ours[name] @ theirs[name]) for name in names)
-    factor = product / square if square else 1.0
     size = square**0.5
-    rest = sum(_sum_squares(theirs[name] - factor * ours[name]) for name in names)
-    # Much smaller gradients than the average are compared with this floor, because they consist of rounding errors.
-    least = 1e-3 * size / max(1, len(names)) ** 0.5
-    by_name = {
-        name: _sum_squares(theirs[name] - ours[name]) ** 0.5 / max(_sum_squares(ours[name]) ** 0.5, least, 1e-30)
-        for name in names
-    }
+    factor = sum(float(ours[name] @ theirs[name]) for name in names) / square if square else 1.0
+    residual = sum(_sum_squares(theirs[name] - factor * ours[name]) for name in names)
+    # A gradient that is much smaller than the average consists of rounding errors, so its norm is raised to this one.
+    least_norm = 1e-3 * size / max(1, len(names)) ** 0.5
+
     before, after, now = reference.values(0), reference.values(update), other.values(update)
     moved = {name: _sum_squares(after[name] - before[name]) for name in after if name in before and name in now}
-    total = sum(moved.values())
-    gaps = {name: _sum_squares(now[name] - after[name]) for name in moved if now[name].shape == after[name].shape}
-    floor = 1e-3 * (total / max(1, len(moved))) ** 0.5
+    total_moved = sum(moved.values())
+    shifts = {name: _sum_squares(now[name] - after[name]) for name in moved if now[name].shape == after[name].shape}
+    total_shift = sum(shifts.values())
+    least_distance = 1e-3 * (total_moved / max(1, len(moved))) ** 0.5
     return Difference(
         update=update,
-        gradient=apart**0.5 / size if size else float(bool(apart)),
-        movement=(sum(gaps.values()) / total) ** 0.5 if total else float(bool(sum(gaps.values()))),
-        by_name=by_name,
-        values_by_name={name: gap**0.5 / max(moved[name] ** 0.5, floor, 1e-30) for name, gap in gaps.items()},
+        gradient=sum(gaps.values()) ** 0.5 / size if size else float(any(gaps.values())),
+        movement=(total_shift / total_moved) ** 0.5 if total_moved else float(bool(total_shift)),
+        gradient_by_name={name: gaps[name] ** 0.5 / max(squares[name] ** 0.5, least_norm, 1e-30) for name in names},
+        movement_by_name={
+            name: shift**0.5 / max(moved[name] ** 0.5, least_distance, 1e-30) for name, shift in shifts.items()
+        },
         factor=factor,
-        residual=rest**0.5 / max(size * abs(factor), 1e-30),
+        residual=residual**0.5 / max(size * abs(factor), 1e-30),
         one_sided=one_sided,
     )
 
@@ -110,16 +111,29 @@ def are_equal(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     return numpy.array_equal(numpy.asarray(ours), numpy.asarray(theirs), equal_nan=True)
 
 
-def find_other_norms(ours: UpdateRecord, theirs: UpdateRecord) -> list[str]:
-    """Return the names of the parameters whose gradient norms differ between two runs. NaN counts as equal to NaN."""
+def find_different_norms(ours: UpdateRecord, theirs: UpdateRecord) -> list[str]:
+    """Return the names of the parameters whose gradient norms differ between two runs. NaN counts as equal to NaN.
+
+    Parameters that have a gradient only in `theirs` are left out.
+    """
     return [
         name
-        for name, norm in ours.norms.items()
-        if name not in theirs.norms or not are_equal([norm], [theirs.norms[name]])
+        for name, norm in ours.gradient_norms.items()
+        if name not in theirs.gradient_norms or not are_equal([norm], [theirs.gradient_norms[name]])
     ]
 
 
+def find_different_numbers(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
+    """Return the first pair of numbers that differ at one position of two lists, or None. NaN counts as equal to NaN.
+
+    If one list is longer, its additional numbers are not compared.
+    """
+    pairs = zip(ours, theirs, strict=False)
+    return next((pair for pair in pairs if not are_equal(pair[:1], pair[1:])), None)
+
+
 def _sum_squares(values: Any) -> float:
+    """Return the sum of the squares of a vector's values. NaN and infinite values count as 1e30."""
     finite = numpy.nan_to_num(values, nan=1e30, posinf=1e30, neginf=-1e30)
     return float(finite @ finite)
 
@@ -131,12 +145,17 @@ class Tolerance:
     Attributes:
         gradient: Limit for `Difference.gradient`.
         movement: Limit for `Difference.movement`.
-        by_name: Limit for each parameter in `Difference.by_name`.
+        gradient_by_name: Limit for each parameter in `Difference.gradient_by_name`. A parameter without an entry has
+            the limit `gradient`, which is also the lower bound of all entries.
     """
 
     gradient: float = FLOOR
     movement: float = FLOOR
-    by_name: Mapping[str, float] = field(default_factory=dict)
+    gradient_by_name: Mapping[str, float] = field(default_factory=dict)
+
+    def get_gradient_limit(self, name: str) -> float:
+        """Return the largest allowed difference of the gradient of the parameter with this name."""
+        return max(self.gradient_by_name.get(name, 0.0), self.gradient)
 
 
 def estimate_tolerance(reference: RunRecord, reordered: RunRecord | None, update: int) -> Tolerance:
@@ -154,21 +173,22 @@ def estimate_tolerance(reference: RunRecord, reordered: RunRecord | None, update
     rounding = max(_ROUNDING.get(each, 0.0) for each in _list_formats(reference))
     # The runs drift apart, because an optimizer such as Adam turns tiny differences of gradients into whole steps.
     floor = max(FLOOR, min(rounding * (1 + _DRIFT * (update - 1)), _CEILING / 5))
-    if reordered is None or update not in reordered.first or update not in reference.first:
+    if reordered is None or update not in reordered.rank0_updates or update not in reference.rank0_updates:
         return Tolerance(floor * 5, floor * 50)
     if _is_order_meaningful(reference, reordered):
         return Tolerance(floor * 5, floor * 50)
-    seen = compare_update(reference, reordered, update)
+    difference = compare_update(reference, reordered, update)
     return Tolerance(
-        _widen_tolerance(seen.gradient, floor),
-        _widen_tolerance(seen.movement, floor * 5),
-        {name: _widen_tolerance(value, floor * 5) for name, value in seen.by_name.items()},
+        _widen_tolerance(difference.gradient, floor),
+        _widen_tolerance(difference.movement, floor * 5),
+        {name: _widen_tolerance(value, floor * 5) for name, value in difference.gradient_by_name.items()},
     )
 
 
 def _list_formats(reference: RunRecord) -> list[str]:
     """Return the number formats of a run: its mixed precision, and the dtypes of its parameters."""
-    return [reference.fact.get("mixed_precision", "no"), *reference.fact.get("dtypes", ())]
+    facts = reference.rank0_facts
+    return [facts.get("mixed_precision", "no"), *facts.get("trainable_dtypes", ())]
 
 
 def _is_order_meaningful(reference: RunRecord, reordered: RunRecord) -> bool:
@@ -179,12 +199,13 @@ def _is_order_meaningful(reference: RunRecord, reordered: RunRecord) -> bool:
     """
     if any(each in _ROUNDING for each in _list_formats(reference)):
         return False
-    start = min(reference.first)
-    return start in reordered.first and compare_update(reference, reordered, start).gradient > _MOST_ROUNDING
+    start = min(reference.rank0_updates)
+    return start in reordered.rank0_updates and compare_update(reference, reordered, start).gradient > _MOST_ROUNDING
 
 
-def _widen_tolerance(value: float, least: float) -> float:
-    return min(max(_MARGIN * value, least), _CEILING)
+def _widen_tolerance(difference: float, least: float) -> float:
+    """Return the tolerance for a difference that a changed order of summation has caused, between `least` and 0.25."""
+    return min(max(_MARGIN * difference, least), _CEILING)
 
 
 @dataclass(frozen=True)
@@ -194,82 +215,80 @@ class RunDifference:
     Attributes:
         difference: Difference in this update.
         tolerance: Tolerance in this update.
-        parameter: Name of the first parameter that differs, in the order of the model; "" if there is none.
-        others: Names of all parameters that differ.
+        parameters: Names of all parameters that differ, in the order of the model. Empty if only the gradients of all
+            parameters together exceed the tolerance.
         is_before_step: Whether the gradients already differ before the optimizer step. False if only the parameters
             differ after it.
     """
 
     difference: Difference
     tolerance: Tolerance
-    parameter: str
-    others: tuple[str, ...]
+    parameters: tuple[str, ...]
     is_before_step: bool
+
+    @property
+    def first_parameter(self) -> str:
+        """Name of the first parameter that differs, in the order of the model; "" if there is none."""
+        return self.parameters[0] if self.parameters else ""
+
+
+class RunComparison(NamedTuple):
+    """Result of comparing the updates of two runs.
+
+    Attributes:
+        first_difference: First difference that exceeds the tolerance, or None.
+        num_updates: Number of compared updates. No update after the first difference is compared.
+        largest: Largest relative difference of gradients or parameters in these updates.
+    """
+
+    first_difference: RunDifference | None
+    num_updates: int
+    largest: float
 
 
 def find_first_difference(
-    reference: RunRecord, other: RunRecord, reordered: RunRecord | None, first: int = 1
-) -> tuple[RunDifference | None, int, float]:
-    """Find the first difference between two runs that exceeds the tolerance.
+    reference: RunRecord, other: RunRecord, reordered: RunRecord | None, first_update: int = 1
+) -> RunComparison:
+    """Compare the updates of two runs, up to the first difference that exceeds the tolerance.
 
     Args:
         reference: Run that is assumed to be correct.
         other: Run to compare with it.
         reordered: Run with a changed order of summation, from which the tolerance is estimated. None: a default
             tolerance applies.
-        first: Number of the first update to compare. Default: 1.
-
-    Returns:
-        Tuple of (first difference or None, number of compared updates, largest relative difference in these updates).
-        No update after the first difference is compared.
+        first_update: Number of the first update to compare. Default: 1.
     """
-    largest, num = 0.0, 0
-    for update in sorted(set(reference.first) & set(other.first)):
-        if update < first:
+    largest, num_updates = 0.0, 0
+    for update in sorted(set(reference.rank0_updates) & set(other.rank0_updates)):
+        if update < first_update:
             continue
-        num += 1
-        found = compare_update(reference, other, update)
-        allowed = estimate_tolerance(reference, reordered, update)
-        largest = max(largest, found.gradient, found.movement)
-        if found.one_sided:
-            return RunDifference(found, allowed, found.one_sided[0], found.one_sided, True), num, largest
-        if not found.gradient <= allowed.gradient:  # also true for NaN, the difference of gradients that are not finite
-            bad = [name for name, value in found.by_name.items() if not value <= _get_tolerance(allowed, name)]
-            return RunDifference(found, allowed, bad[0] if bad else "", tuple(bad), True), num, largest
-        if found.movement > allowed.movement and found.movement > 50 * found.gradient:
-            bad = [name for name, value in found.values_by_name.items() if value > allowed.movement]
-            return RunDifference(found, allowed, bad[0] if bad else "", tuple(bad), False), num, largest
-    return None, num, largest
+        num_updates += 1
+        difference = compare_update(reference, other, update)
+        tolerance = estimate_tolerance(reference, reordered, update)
+        largest = max(largest, difference.gradient, difference.movement)
+        exceeding = _find_exceeding(difference, tolerance)
+        if exceeding is not None:
+            return RunComparison(exceeding, num_updates, largest)
+    return RunComparison(None, num_updates, largest)
 
 
-def _get_tolerance(allowed: Tolerance, name: str) -> float:
-    return max(allowed.by_name.get(name, 0.0), allowed.gradient)
+def _find_exceeding(difference: Difference, tolerance: Tolerance) -> RunDifference | None:
+    """Return the parameters whose difference in an update exceeds the tolerance, or None if there is no such difference.
 
-
-# -------------------------------------------------------------------- samples
-
-
-def count_samples(record: RunRecord, update: int, key: str) -> Counter[Any]:
-    """Return how often each sample was trained on in an update. Ranks that share a data shard are counted once.
-
-    Args:
-        record: Records of the run.
-        update: Number of the update.
-        key: Property by which samples are recognized: "rows" (hash of the contents), "loose" (hash without padding) or
-            "indices" (index in the dataset).
+    Parameters that have a gradient in only one run come first, then gradients, then values after the optimizer step.
     """
-    counts: Counter[Any] = Counter()
-    seen_shards = set()
-    for facts, updates in zip(record.facts, record.updates, strict=False):
-        shard = facts["shard"][0]
-        if shard in seen_shards or update not in updates:
-            continue
-        seen_shards.add(shard)
-        for batch in updates[update].batches:
-            counts.update(batch.get(key) or ())
-    return counts
-
-
-def count_rows(record: RunRecord, update: int) -> int:
-    """Return the number of samples in an update, over all data shards."""
-    return sum(count_samples(record, update, "rows").values())
+    if difference.one_sided:
+        return RunDifference(difference, tolerance, difference.one_sided, is_before_step=True)
+    # Gradients that are not finite have a difference of NaN. `not <=` is true for NaN, unlike `>`.
+    if not difference.gradient <= tolerance.gradient:
+        names = tuple(
+            name
+            for name, value in difference.gradient_by_name.items()
+            if not value <= tolerance.get_gradient_limit(name)
+        )
+        return RunDifference(difference, tolerance, names, is_before_step=True)
+    # A difference of gradients within the tolerance also moves the parameters. Only much larger shifts are reported.
+    if difference.movement > tolerance.movement and difference.movement > 50 * difference.gradient:
+        names = tuple(name for name, value in difference.movement_by_name.items() if value > tolerance.movement)
+        return RunDifference(difference, tolerance, names, is_before_step=False)
+    return None

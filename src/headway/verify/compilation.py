@@ -17,7 +17,7 @@ from headway.verify.request import RunRequest
 
 
 class EagerCalls:
-    """Switch that lets compiled functions run without compilation in this process.
+    """Replacement of `torch.compile` in this process that makes compiled functions run without compilation.
 
     Attributes:
         is_used: Whether the script has asked for compilation. A library that only decorates functions with
@@ -43,12 +43,12 @@ class EagerCalls:
         original: Callable[..., Any] = torch.compile
 
         @wraps(original)
-        def compile_nothing(*args: Any, **kwargs: Any) -> Any:
+        def compile_and_record(*args: Any, **kwargs: Any) -> Any:
             self.is_used = self.is_used or not _is_import_of_library()
             self._force_eager()
             return original(*args, **kwargs)
 
-        torch.compile = compile_nothing
+        torch.compile = compile_and_record
         if "torch._dynamo" in sys.modules:  # the script has compiled a function before it created the Accelerator
             self.is_used = True
             self._force_eager()
@@ -72,6 +72,6 @@ def _is_import_of_library() -> bool:
     return False
 
 
-def run_eagerly() -> EagerCalls:
+def get_eager_calls() -> EagerCalls:
     """Return this process's `EagerCalls`."""
     return scope.get_or_create(EagerCalls)

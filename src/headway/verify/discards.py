@@ -2,11 +2,23 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from headway.verify.calls import find_line
+from headway.verify.script_frames import find_line
+
+
+class _ClearedGradients(NamedTuple):
+    """Gradients that `zero_grad` has cleared before an optimizer step.
+
+    Attributes:
+        line: Line of the script that cleared them.
+        batches: Numbers of the batches whose backward passes computed them.
+    """
+
+    line: str
+    batches: set[int]
 
 
 class DiscardWatch:
@@ -19,8 +31,9 @@ class DiscardWatch:
 
     def __init__(self) -> None:
         self._optimizer: Any = None
+        # Numbers of the batches that have contributed to the current gradients.
         self._batches: set[int] = set()
-        self._cleared: tuple[str, set[int]] | None = None
+        self._cleared: _ClearedGradients | None = None
 
     def watch_optimizer(self, optimizers: Sequence[Any]) -> None:
         """Watch `zero_grad` of the prepared optimizer, if there is only one.
@@ -30,9 +43,9 @@ class DiscardWatch:
         """
         if len(optimizers) == 1:
             self._optimizer = optimizers[0]
-            self._optimizer.zero_grad = self._record_discards(self._optimizer.zero_grad)
+            self._optimizer.zero_grad = self._wrap_zero_grad(self._optimizer.zero_grad)
 
-    def note_backward(self, batch: int, loss: float) -> list[str]:
+    def record_backward(self, batch: int, loss: float) -> list[str]:
         """Record a backward pass. Return a list with the line that discarded an earlier batch's gradients, if any.
 
         Args:
@@ -40,27 +53,25 @@ class DiscardWatch:
             loss: Value of the loss. If it is infinite or NaN, the script may discard its gradients, which is not
                 reported.
         """
-        found = []
-        if self._cleared is not None:
-            line, batches = self._cleared
-            if batch not in batches:
-                found.append(line)
-            self._cleared = None
+        lines = []
+        if self._cleared is not None and batch not in self._cleared.batches:
+            lines.append(self._cleared.line)
+        self._cleared = None
         if math.isfinite(loss):
             self._batches.add(batch)
-        return found
+        return lines
 
     def forget_backwards(self) -> None:
         """Forget all backward passes, because an optimizer step uses their gradients."""
         self._batches, self._cleared = set(), None
 
-    def _record_discards(self, clear: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_zero_grad(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
         def clear_and_record(*args: Any, **kwargs: Any) -> Any:
             line = find_line() if self._batches else ""
             had_gradients = bool(line) and self._has_gradients()
-            result = clear(*args, **kwargs)
+            result = zero_grad(*args, **kwargs)
             if had_gradients and not self._has_gradients():
-                self._cleared = (line, self._batches)
+                self._cleared = _ClearedGradients(line, self._batches)
                 self._batches = set()
             return result
 

@@ -7,20 +7,31 @@ recorded.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from headway.common.callsite import Frame, is_user_file, walk_stack
 from headway.verify.calls import CallTrace
 from headway.verify.random_calls import INTEGER, NORMAL, OTHERS, RANDOM_CALLS
+from headway.verify.script_frames import find_line
 
-Place = Callable[[], tuple[int, int, int, int] | None]
-"""Function that returns (row count of this rank, row count of all ranks, first row of this rank, seed).
 
-It returns None outside of a batch.
-"""
+class BatchPlace(NamedTuple):
+    """Position of one rank's rows in the current global batch.
+
+    Attributes:
+        num_rows: Number of rows of this rank.
+        total_rows: Number of rows of all ranks together.
+        first_row: Index of the first row of this rank in the global batch.
+        seed: Seed for random numbers of this batch, equal on all ranks.
+    """
+
+    num_rows: int
+    total_rows: int
+    first_row: int
+    seed: int
+
 
 _DROPOUTS = (
     "dropout",
@@ -39,27 +50,31 @@ class SharedDraws(TorchFunctionMode):
     Args:
         shares: Whether to make draws for the global batch and to turn off dropout. If False, draws are only recorded.
         reverses: Whether to reverse the rows of a draw, for runs that reverse the rows of each batch.
-        find_place: Function that returns the position of this rank's rows in the global batch, and a seed.
+        find_place: Function that returns the position of this rank's rows in the global batch, or None outside of a
+            batch.
         trace: Recorder to which each torch call is passed.
 
     Attributes:
-        num_dropped: Number of calls with active dropout. Calls whose dropout this mode turned off are included.
-        seen: Names of the functions that drew random numbers, by the script line that called each of them. Draws
+        num_dropout_calls: Number of calls with active dropout. Calls whose dropout this mode turned off are included.
+        draw_lines: Names of the functions that drew random numbers, by the script line that called each of them. Draws
             outside of a batch, and draws from a generator that the script passed, are left out.
-        unshared: Entries of `seen` whose draws could not be made for the global batch.
+        unshared_lines: Entries of `draw_lines` whose draws could not be made for the global batch.
     """
 
-    def __init__(self, shares: bool, reverses: bool, find_place: Place, trace: CallTrace) -> None:
+    def __init__(
+        self, shares: bool, reverses: bool, find_place: Callable[[], BatchPlace | None], trace: CallTrace
+    ) -> None:
         super().__init__()
         self._trace = trace
         self._shares = shares
         self._reverses = reverses
         self._find_place = find_place
-        self._count = 0
+        # Number of shared draws in the batch that has this seed.
+        self._num_draws = 0
         self._seed = -1
-        self.num_dropped = 0
-        self.seen: dict[str, str] = {}
-        self.unshared: dict[str, str] = {}
+        self.num_dropout_calls = 0
+        self.draw_lines: dict[str, str] = {}
+        self.unshared_lines: dict[str, str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Call a function and record the call.
@@ -85,29 +100,30 @@ class SharedDraws(TorchFunctionMode):
         # Draws from a generator that the script passes are unchanged: other draws do not advance this generator.
         if place is None or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        where = _find_line()
-        self.seen.setdefault(where, name)
+        line = find_line() or "a library"
+        self.draw_lines.setdefault(line, name)
         if not self._shares:
             return func(*args, **kwargs)
-        return self._draw_globally(name, func, args, kwargs, place, where)
+        return self._draw_globally(name, func, args, kwargs, place, line)
 
     def _call_dropout(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a dropout function, with a rate of 0 if draws are shared."""
         rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        is_on = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-        if rate and is_on:  # also without gradients: a teacher's outputs are part of the loss
-            self.num_dropped += 1
-            if self._shares:
-                kwargs = {name: value for name, value in kwargs.items() if name not in ("p", "training", "train")}
-                flag = "train" if func is torch.dropout else "training"
-                return func(args[0], p=0.0, **{flag: True}, **{k: v for k, v in kwargs.items() if k == "inplace"})
-        return func(*args, **kwargs)
+        is_active = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+        if not (rate and is_active):
+            return func(*args, **kwargs)
+        self.num_dropout_calls += 1  # also without gradients, because a teacher's outputs are part of the loss
+        if not self._shares:
+            return func(*args, **kwargs)
+        flag = "train" if func is torch.dropout else "training"
+        options = {flag: True, **{name: value for name, value in kwargs.items() if name == "inplace"}}
+        return func(args[0], p=0.0, **options)
 
     def _call_attention(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call `scaled_dot_product_attention`, with a dropout rate of 0 if draws are shared."""
         rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         if rate:
-            self.num_dropped += 1
+            self.num_dropout_calls += 1
             if self._shares and len(args) > 4:
                 args = (*args[:4], 0.0, *args[5:])
             elif self._shares:
@@ -115,41 +131,42 @@ class SharedDraws(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _draw_globally(
-        self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Any, where: str
+        self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: BatchPlace, line: str
     ) -> Any:
         """Draw random numbers for the global batch, and return the rows of this rank.
 
         After such a draw, torch's global CPU generator has the state that it had before the call. If the rows of the
         result cannot be assigned to samples, the function's own result is returned, and the call is recorded in
-        `unshared`.
+        `unshared_lines`.
 
         Args:
             name: Name of the function.
             func: Function that draws random numbers.
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
-            place: Return value of `find_place`.
-            where: Line of code that calls the function.
+            place: Position of this rank's rows in the global batch.
+            line: Line of code that calls the function.
         """
-        local, total, first, seed = place
         state = torch.get_rng_state()
         result = func(*args, **kwargs)
-        is_shared = isinstance(result, torch.Tensor) and result.ndim and result.shape[0] and not result.shape[0] % local
-        if not is_shared or name in OTHERS:
-            self.unshared.setdefault(where, name)
+        has_rows = isinstance(result, torch.Tensor) and result.ndim and result.shape[0]
+        if not has_rows or result.shape[0] % place.num_rows or name in OTHERS:
+            self.unshared_lines.setdefault(line, name)
             return result
         torch.set_rng_state(state)
-        if seed != self._seed:
-            self._seed, self._count = seed, 0
-        self._count += 1
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + self._count * 7919) % (1 << 62))
-        per_row = result.shape[0] // local
-        whole = torch.empty((total * per_row, *result.shape[1:]), dtype=torch.float32)
+        if place.seed != self._seed:
+            self._seed, self._num_draws = place.seed, 0
+        self._num_draws += 1
+        # Each draw of a batch has its own seed. The factors are arbitrary primes that keep the seeds apart.
+        generator = torch.Generator().manual_seed((place.seed * 1_000_003 + self._num_draws * 7919) % (1 << 62))
+        per_row = result.shape[0] // place.num_rows
+        drawn = torch.empty((place.total_rows * per_row, *result.shape[1:]), dtype=torch.float32)
         with torch.no_grad():
-            _fill_shared(name, whole, result, args, kwargs, generator)
-            rows = whole[first * per_row : (first + local) * per_row]
+            _fill_shared(name, drawn, args, kwargs, generator)
+            start = place.first_row * per_row
+            rows = drawn[start : start + place.num_rows * per_row]
             if self._reverses:
-                rows = rows.view(local, per_row, *rows.shape[1:]).flip(0).reshape(rows.shape)
+                rows = rows.view(place.num_rows, per_row, *rows.shape[1:]).flip(0).reshape(rows.shape)
             if name.startswith("bernoulli"):
                 rate = args[0] if name == "bernoulli" else kwargs.get("p", args[1] if len(args) > 1 else 0.5)
                 rows = (rows.to(result.device) < rate).to(result.dtype)
@@ -158,45 +175,45 @@ class SharedDraws(TorchFunctionMode):
 
 
 def _fill_shared(
-    name: str, whole: torch.Tensor, result: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any], source: Any
+    name: str, drawn: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any], generator: torch.Generator
 ) -> None:
     """Fill a tensor for the global batch with random numbers from the distribution that the call requested.
 
+    For Bernoulli draws, fill it with uniform numbers between 0 and 1.
+
     Args:
         name: Name of the function that draws random numbers.
-        whole: Tensor to fill.
-        result: Return value of the original call.
+        drawn: Tensor to fill.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
-        source: Generator to draw from.
+        generator: Generator to draw from.
     """
     if name in NORMAL:
         mean, deviation = 0.0, 1.0
         if name == "normal_":
             mean = kwargs.get("mean", args[1] if len(args) > 1 else 0.0)
             deviation = kwargs.get("std", args[2] if len(args) > 2 else 1.0)
-        whole.normal_(mean, deviation, generator=source)
+        drawn.normal_(mean, deviation, generator=generator)
     elif name in INTEGER:
         low, high = _read_range(name, args, kwargs)
-        whole.random_(low, high, generator=source)
+        drawn.random_(low, high, generator=generator)
     else:
         least, most = 0.0, 1.0
         if name == "uniform_":
             least = kwargs.get("from", args[1] if len(args) > 1 else 0.0)
             most = kwargs.get("to", args[2] if len(args) > 2 else 1.0)
-        whole.uniform_(least, most, generator=source)
+        drawn.uniform_(least, most, generator=generator)
 
 
 def _read_range(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Return the lowest integer and the exclusive upper bound that a call requests. Defaults: 0 and 2**24.
+
+    Args:
+        name: "randint", "randint_like" or "random_". The first argument of the last two is a tensor.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+    """
     numbers = [each for each in (args if name == "randint" else args[1:]) if isinstance(each, int)]
     low = kwargs.get("low", kwargs.get("from", numbers[0] if len(numbers) > 1 else 0))
     high = kwargs.get("high", kwargs.get("to", numbers[-1] if numbers else 2**24))
     return int(low), int(high)
-
-
-def _find_line() -> str:
-    """Return the innermost line of the user's code on the stack, or "a library" if there is none."""
-    for frame in walk_stack():
-        if is_user_file(frame.f_code.co_filename):
-            return str(Frame.from_frame(frame))
-    return "a library"

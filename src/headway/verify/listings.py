@@ -14,7 +14,11 @@ from headway.common import scope
 from headway.common.callsite import Frame, is_user_file, walk_stack
 from headway.verify.request import read_request
 
-_HELPERS = ("glob.py", "pathlib.py", "_local.py", "fnmatch.py", "os.py", "__init__.py", "_abc.py")
+_LISTING_FILES = ("glob.py", "pathlib.py", "_local.py", "fnmatch.py", "os.py", "__init__.py", "_abc.py")
+"""Ends of the paths of Python's source files that list folders for the user's code.
+
+pathlib consists of other files in newer versions of Python.
+"""
 
 
 class ReversedListings:
@@ -39,9 +43,8 @@ class ReversedListings:
             return names[::-1] if self._is_user_call(len(names)) else names
 
         def scan_reversed_folder(*args: Any) -> Any:
-            found = scandir(*args)
-            with found:
-                entries = list(found)
+            with scandir(*args) as iterator:
+                entries = list(iterator)
             return _ReversedEntries(entries[::-1] if self._is_user_call(len(entries)) else entries)
 
         os.listdir = list_reversed_folder  # type: ignore[assignment]
@@ -57,7 +60,7 @@ class ReversedListings:
         """
         for frame in walk_stack():
             name = frame.f_code.co_filename
-            if name == __file__ or (not is_user_file(name) and name.endswith(_HELPERS)):
+            if name == __file__ or (not is_user_file(name) and name.endswith(_LISTING_FILES)):
                 continue
             is_own = is_user_file(name)
             if is_own and num_files > 1:
@@ -99,6 +102,6 @@ def reverse_listings_if_asked() -> None:
         scope.get_or_create(ReversedListings).reverse_listings()
 
 
-def list_reversed() -> list[str]:
+def list_reversed_lines() -> list[str]:
     """Return the lines of the user's code that got the files of a folder in reverse order."""
     return list(scope.get_or_create(ReversedListings).lines)

@@ -7,19 +7,40 @@ The model is called in evaluation mode, without gradients.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from headway.core.training.evaluation_mode import use_evaluation_mode
-from headway.verify.calls import find_line, get_function_name
+from headway.verify.calls import get_function_name
 from headway.verify.fingerprints import walk_tensors
+from headway.verify.record_types import LeakEntry
+from headway.verify.script_frames import find_line
 
 _MOST_CALLS = 2000
 """Largest number of torch calls that are searched for the origin of a leak."""
-_LOOSE = 1e-3
+_TOLERANCE = 1e-3
 """Largest difference between outputs that count as equal, relative to the largest absolute output."""
+
+
+class CrossEntropies(NamedTuple):
+    """Cross entropies of a causal model's logits for its first batch, by which its first loss is tested.
+
+    Attributes:
+        with_same_tokens: Cross entropy of each position with the token of the same position, which the model has seen.
+        with_next_tokens: Cross entropy of each position with the next token, as in training.
+    """
+
+    with_same_tokens: float
+    with_next_tokens: float
+
+    def judge_loss(self, loss: float) -> LeakEntry:
+        """Return whether the first loss of the script is the cross entropy with tokens that the model has seen."""
+        same, following = self
+        is_leak = abs(loss - same) < 1e-4 * abs(same) < 0.1 * abs(same - following)
+        description = "the loss compares the output of each position with the token of the same position, which the model has seen"
+        return {"kind": "copy", "is_leak": is_leak, "description": description if is_leak else "", "call": ""}
 
 
 class LeakProbe:
@@ -34,10 +55,8 @@ class LeakProbe:
         batch: Batch from the loader, which can contain labels that the model does not get; None if there is no loader.
 
     Attributes:
-        findings: One dict for each kind of leak that could be tested: "kind", "leaks" (whether the model leaks),
-            "where" (description of the leak, with the first torch call that leaks; "" if there is no leak), and "call"
-            (this torch call; "" if it is unknown).
-        changing: Names of the persistent floating-point buffers whose values change when the model is called in
+        entries: Results, one for each kind of leak that could be tested.
+        changed_buffers: Names of the persistent floating-point buffers whose values change when the model is called in
             evaluation mode. Buffers of torch's own modules are left out.
     """
 
@@ -45,50 +64,57 @@ class LeakProbe:
         self._model = model
         self._args = args
         self._kwargs = kwargs
-        self._batch = [leaf for _, leaf in walk_tensors(batch) if isinstance(leaf, torch.Tensor)]
-        self._named = [(path, leaf) for path, leaf in walk_tensors(batch) if isinstance(leaf, torch.Tensor)]
-        self.findings: list[dict[str, Any]] = []
-        self.changing: list[str] = []
+        # Path and value of each tensor in the batch.
+        self._batch = [(path, leaf) for path, leaf in walk_tensors(batch) if isinstance(leaf, torch.Tensor)]
+        # Outputs for the unchanged inputs.
+        self._outputs: list[torch.Tensor] = []
         self._tokens: torch.Tensor | None = None
         self._labels: torch.Tensor | None = None
+        self.entries: list[LeakEntry] = []
+        self.changed_buffers: list[str] = []
 
-    def run(self) -> None:
-        """Test the model for each kind of leak that is possible with its inputs, and fill `findings` and `changing`.
+    def test_model(self) -> None:
+        """Test the model for each kind of leak that is possible with its inputs, and fill the attributes.
 
-        `findings` stays empty if two calls with equal inputs return different outputs.
+        `entries` stays empty if two calls with equal inputs return different outputs.
         """
         inputs = [leaf for _, leaf in walk_tensors([self._args, self._kwargs]) if isinstance(leaf, torch.Tensor)]
+        num_rows = inputs[0].shape[0] if inputs and inputs[0].ndim else 0
         with _preserve_model(self._model):
-            kept = set(self._model.state_dict())  # buffers that are not in the state dict are caches
-            before = {name: each.detach().clone() for name, each in self._model.named_buffers() if name in kept}
-            self._base = self._call_model(self._args, self._kwargs)
-            after = dict(self._model.named_buffers())
-            self.changing = [
-                name
-                for name, value in before.items()
-                if value.is_floating_point()
-                and not self._is_own_of_torch(name)
-                and name in after
-                and value.shape == after[name].shape
-                and not torch.equal(value, after[name])
-            ]
-            rows = inputs[0].shape[0] if inputs and inputs[0].ndim else 0
-            if rows < 1:
+            buffers = {name: each.detach().clone() for name, each in self._model.named_buffers()}
+            self._outputs = self._call_model(self._args, self._kwargs)
+            self.changed_buffers = self._list_changed_buffers(buffers)
+            if num_rows < 1:
                 return
-            if not all(
-                torch.equal(a, b) for a, b in zip(self._base, self._call_model(self._args, self._kwargs), strict=True)
-            ):
+            repeated = self._call_model(self._args, self._kwargs)
+            if not all(torch.equal(one, other) for one, other in zip(self._outputs, repeated, strict=True)):
                 return  # outputs are random, so a change proves nothing
-            if rows > 1:
-                self._probe_rows(inputs, rows)
+            if num_rows > 1:
+                self._probe_rows(inputs, num_rows)
             tokens = self._tokens = self._find_tokens(inputs)
-            self._labels = None if tokens is None else _find_labels(inputs, tokens)
             if tokens is not None:
+                self._labels = _find_labels(inputs, tokens)
                 self._probe_documents(tokens, inputs)
                 self._probe_padding(tokens)
                 self._probe_future(tokens)
 
-    def _is_own_of_torch(self, name: str) -> bool:
+    def _list_changed_buffers(self, buffers: dict[str, torch.Tensor]) -> list[str]:
+        """Return the names of the persistent floating-point buffers that differ from earlier values.
+
+        Args:
+            buffers: Earlier values of all buffers, by name.
+        """
+        persistent = set(self._model.state_dict())  # buffers that are not in the state dict are caches
+        names = []
+        for name, after in self._model.named_buffers():
+            before = buffers.get(name)
+            if before is None or name not in persistent or self._belongs_to_torch(name):
+                continue
+            if before.is_floating_point() and before.shape == after.shape and not torch.equal(before, after):
+                names.append(name)
+        return names
+
+    def _belongs_to_torch(self, name: str) -> bool:
         """Whether a buffer belongs to one of torch's modules, some of which change buffers in evaluation mode."""
         owner = self._model.get_submodule(name.rpartition(".")[0])
         return type(owner).__module__.startswith("torch.")
@@ -110,164 +136,185 @@ class LeakProbe:
             if isinstance(leaf, torch.Tensor) and (leaf.ndim or has_scalars) and leaf.is_floating_point()
         ]
 
-    def _call_with(self, old: torch.Tensor, new: torch.Tensor) -> list[torch.Tensor]:
+    def _call_with_replacement(self, old: torch.Tensor, new: torch.Tensor) -> list[torch.Tensor]:
         """Call the model with one input replaced, and return its floating-point outputs without scalars.
 
         Args:
             old: Input to replace.
             new: Tensor that replaces it.
         """
-        return self._call_model(_exchange_tensor(self._args, old, new), _exchange_tensor(self._kwargs, old, new))
+        return self._call_model(_replace_tensor(self._args, old, new), _replace_tensor(self._kwargs, old, new))
 
     # ---------------------------------------------------------------- kinds of leaks
 
-    def _probe_rows(self, inputs: list[torch.Tensor], rows: int) -> None:
+    def _probe_rows(self, inputs: list[torch.Tensor], num_rows: int) -> None:
         """Change row 0 of all inputs except masks and labels, and check that outputs of other rows do not change.
+
+        Nothing is recorded if no output changes.
 
         Args:
             inputs: Input tensors of the model.
-            rows: Number of rows of the batch.
+            num_rows: Number of rows of the batch.
         """
         args, kwargs = self._args, self._kwargs
-        labels = [id(leaf) for path, leaf in walk_tensors(self._kwargs) if "label" in path or "target" in path]
-        for each in inputs:
-            if each.ndim and each.shape[0] == rows and not _is_mask(each) and id(each) not in labels:
-                args, kwargs = (_exchange_tensor(tree, each, _change_at(each, (0,))) for tree in (args, kwargs))
+        labels = {id(leaf) for path, leaf in walk_tensors(self._kwargs) if "label" in path or "target" in path}
+        for tensor in inputs:
+            has_rows = tensor.ndim > 0 and tensor.shape[0] == num_rows
+            if has_rows and not _is_mask(tensor) and id(tensor) not in labels:
+                changed_tensor = _change_values(tensor, (0,))
+                args = _replace_tensor(args, tensor, changed_tensor)
+                kwargs = _replace_tensor(kwargs, tensor, changed_tensor)
+        # Outputs of shape (rows, rows, ...) compare rows with each other on purpose.
         outputs = [
             (before, after)
-            for before, after in zip(self._base, self._call_model(args, kwargs), strict=False)
+            for before, after in zip(self._outputs, self._call_model(args, kwargs), strict=False)
             if before.shape == after.shape
-            and before.shape[0] == rows
-            and not (before.ndim > 1 and before.shape[1] == rows)
+            and before.shape[0] == num_rows
+            and not (before.ndim > 1 and before.shape[1] == num_rows)
         ]
         if not outputs or all(torch.equal(before, after) for before, after in outputs):
             return
-        leaked = next(
-            (row for before, after in outputs for row in range(1, rows) if _are_different(before[row], after[row])),
-            None,
-        )
-        place = ""
-        if leaked is not None:
-            place = self._locate_leak(
-                args, kwargs, lambda one, other: one.shape[0] == rows and not torch.equal(one[1:], other[1:])
+        leaking_rows = [
+            row for before, after in outputs for row in range(1, num_rows) if _are_different(before[row], after[row])
+        ]
+        call = ""
+        if leaking_rows:
+            call = self._locate_leak(
+                args, kwargs, lambda one, other: one.shape[0] == num_rows and not torch.equal(one[1:], other[1:])
             )
-        self._add_finding("rows", leaked is not None, f"changing row 0 changes the output of row {leaked}", place)
+        row = leaking_rows[0] if leaking_rows else 0
+        self._add_entry("rows", bool(leaking_rows), f"changing row 0 changes the output of row {row}", call)
 
     def _probe_future(self, tokens: torch.Tensor) -> None:
         """Change the last quarter of the tokens, and check that outputs at earlier positions do not change.
 
-        Nothing is checked if the model is not trained to predict the next token.
+        If the model returns no outputs by position, check that the loss of earlier positions does not change. Nothing
+        is checked if the model is not trained to predict the next token.
         """
-        if not self._predicts_next(tokens):
+        if not self._predicts_next_token(tokens):
             return
         length = tokens.shape[1]
-        place = max(1, 3 * length // 4)
-        changed_tokens = _change_at(tokens, (slice(None), slice(place, None)))
-        changed = self._call_with(tokens, changed_tokens)
-        for before, after in self._list_sequences(changed, length):
-            seen = [at for at in range(place) if _are_different(before[:, at], after[:, at])]
-            where = f"changing tokens from position {place} on changes the output of position {seen[0] if seen else 0}"
-            self._add_finding(
-                "future", bool(seen), where, self._locate_position(tokens, changed_tokens, seen, 0, place)
-            )
-            return
-        kept = torch.zeros_like(tokens, dtype=torch.bool)
-        kept[:, :place] = True
-        leaks = self._does_loss_change(tokens, (slice(None), slice(place, None)), kept)
-        if leaks is not None:
-            where = f"changing tokens from position {place} on changes the loss of earlier positions"
-            self._add_finding("future", leaks, where, self._locate_position(tokens, changed_tokens, leaks, 0, place))
+        start = max(1, 3 * length // 4)
+        changed_index = (slice(None), slice(start, None))
+        changed_tokens = _change_values(tokens, changed_index)
+        what = f"changing tokens from position {start} on changes"
+        pair = self._find_sequence_output(self._call_with_replacement(tokens, changed_tokens), length)
+        if pair is not None:
+            before, after = pair
+            positions = [i for i in range(start) if _are_different(before[:, i], after[:, i])]
+            is_leak, description = bool(positions), f"{what} the output of position {positions[0] if positions else 0}"
+        else:
+            is_unchanged_label = torch.zeros_like(tokens, dtype=torch.bool)
+            is_unchanged_label[:, :start] = True
+            loss_changes = self._does_loss_change(tokens, changed_index, is_unchanged_label)
+            if loss_changes is None:
+                return
+            is_leak, description = loss_changes, f"{what} the loss of earlier positions"
+        call = self._locate_position(tokens, changed_tokens, 0, start) if is_leak else ""
+        self._add_entry("future", is_leak, description, call)
 
     def _probe_documents(self, tokens: torch.Tensor, inputs: list[torch.Tensor]) -> None:
         """Change the first document of a packed row, and check that outputs of the row's next documents do not change.
 
-        Nothing is checked if there is no tensor of positions that shows where documents start.
+        If the model returns no outputs by position, check that the loss of the next documents does not change. Nothing
+        is checked if there is no tensor of positions that shows where documents start.
         """
-        positions = next((each for each in (*inputs, *self._batch) if _is_positions(each, tokens)), None)
+        candidates = [*inputs, *(leaf for _, leaf in self._batch)]
+        positions = next((each for each in candidates if _is_positions(each, tokens)), None)
         if positions is None:
             return
-        starts = (positions[0] == 0).nonzero().flatten().tolist()
-        if len(starts) < 2:
+        document_starts = (positions[0] == 0).nonzero().flatten().tolist()
+        if len(document_starts) < 2:
             return
-        second = starts[1]
-        changed_tokens = _change_at(tokens, (0, slice(0, second)))
-        changed = self._call_with(tokens, changed_tokens)
-        for before, after in self._list_sequences(changed, tokens.shape[1]):
-            leaks = _are_different(before[0, second:], after[0, second:])
-            where = f"changing the first document of a row changes the output of the next, at position {second}"
-            self._add_finding(
-                "documents", leaks, where, self._locate_position(tokens, changed_tokens, leaks, second, None)
+        second = document_starts[1]
+        changed_index = (0, slice(0, second))
+        changed_tokens = _change_values(tokens, changed_index)
+        pair = self._find_sequence_output(self._call_with_replacement(tokens, changed_tokens), tokens.shape[1])
+        if pair is not None:
+            before, after = pair
+            is_leak = _are_different(before[0, second:], after[0, second:])
+            description = f"changing the first document of a row changes the output of the next, at position {second}"
+        else:
+            is_unchanged_label = torch.zeros_like(tokens, dtype=torch.bool)
+            # The label of the second document's first token belongs to the last position of the first document.
+            is_unchanged_label[0, second + 1 :] = True
+            loss_changes = self._does_loss_change(tokens, changed_index, is_unchanged_label)
+            if loss_changes is None:
+                return
+            is_leak = loss_changes
+            description = (
+                f"changing the first document of a row changes the loss of the next ones, from position {second} on"
             )
-            return
-        kept = torch.zeros_like(tokens, dtype=torch.bool)
-        kept[0, second + 1 :] = True
-        changes = self._does_loss_change(tokens, (0, slice(0, second)), kept)
-        if changes is not None:
-            where = f"changing the first document of a row changes the loss of the next ones, from position {second} on"
-            self._add_finding(
-                "documents", changes, where, self._locate_position(tokens, changed_tokens, changes, second, None)
-            )
+        call = self._locate_position(tokens, changed_tokens, second, None) if is_leak else ""
+        self._add_entry("documents", is_leak, description, call)
 
-    def _does_loss_change(self, tokens: torch.Tensor, place: tuple[Any, ...], kept: torch.Tensor) -> bool | None:
+    def _does_loss_change(self, tokens: torch.Tensor, index: tuple[Any, ...], is_compared: torch.Tensor) -> bool | None:
         """Return whether a change of tokens changes the loss at other positions.
 
         Return None if the model returns no loss, or if no label can be compared.
 
         Args:
             tokens: Input tokens of the model.
-            place: Index of the tokens to change.
-            kept: Mask of the labels whose loss is compared. The other labels are set to -100.
+            index: Index of the tokens to change.
+            is_compared: Mask of the labels whose loss is compared. The other labels are set to -100, which the loss
+                ignores.
         """
         labels = self._labels
-        if labels is None or not bool((labels[kept] >= 0).any()):
+        if labels is None or not bool((labels[is_compared] >= 0).any()):
             return None
-        masked = torch.where(kept, labels, -100)
-        args, kwargs = (_exchange_tensor(tree, labels, masked) for tree in (self._args, self._kwargs))
+        masked_labels = torch.where(is_compared, labels, -100)
+        args = _replace_tensor(self._args, labels, masked_labels)
+        kwargs = _replace_tensor(self._kwargs, labels, masked_labels)
         before = self._call_model(args, kwargs, has_scalars=True)
-        changed = _change_at(tokens, place)
-        after = self._call_model(
-            _exchange_tensor(args, tokens, changed), _exchange_tensor(kwargs, tokens, changed), has_scalars=True
-        )
+        changed_tokens = _change_values(tokens, index)
+        args = _replace_tensor(args, tokens, changed_tokens)
+        kwargs = _replace_tensor(kwargs, tokens, changed_tokens)
+        after = self._call_model(args, kwargs, has_scalars=True)
         losses = [(one, other) for one, other in zip(before, after, strict=False) if not one.ndim]
         return _are_different(*losses[0]) if losses else None
 
     def _probe_padding(self, tokens: torch.Tensor) -> None:
-        """Change tokens outside of the attention mask, and check that outputs of real tokens do not change."""
+        """Change tokens outside of the attention mask, and check that outputs of real tokens do not change.
+
+        Nothing is checked if the batch has no mask that leaves out tokens.
+        """
         masks = [
-            leaf for path, leaf in self._named
+            leaf for path, leaf in self._batch
             if leaf.shape == tokens.shape and _is_mask(leaf) and "mask" in path.lower() and not bool(leaf.bool().all())
         ]  # fmt: skip
         if not masks:
             return
         mask = masks[0].bool()
-        changed = self._call_with(tokens, torch.where(mask, tokens, _change_at(tokens, (slice(None),))))
-        for before, after in zip(self._base, changed, strict=False):
+        changed_tokens = torch.where(mask, tokens, _change_values(tokens, (slice(None),)))
+        outputs = self._call_with_replacement(tokens, changed_tokens)
+        for before, after in zip(self._outputs, outputs, strict=False):
             if before.shape != after.shape or before.shape[0] != tokens.shape[0]:
                 continue
             if before.ndim > 2 and before.shape[1] == tokens.shape[1]:
-                before, after = before[mask], after[mask]
-            self._add_finding(
-                "padding", _are_different(before, after), "changing padding changes the output of real tokens"
-            )
+                is_leak = _are_different(before[mask], after[mask])
+            else:
+                is_leak = _are_different(before, after)
+            self._add_entry("padding", is_leak, "changing padding changes the output of real tokens")
             return
 
-    def find_targets(self) -> tuple[float, float] | None:
+    def compute_cross_entropies(self) -> CrossEntropies | None:
         """Return two cross entropies of the model's logits: with the input tokens as labels, and with the next tokens.
 
-        Call it after `run`, which tests whether the model is causal. Return None unless the model was found to be
-        causal and returns logits over the vocabulary.
+        Call it after `test_model`, which tests whether the model is causal. Return None unless the model was found to
+        be causal and returns logits over the vocabulary.
         """
         tokens = self._tokens
-        if tokens is None or not any(each["kind"] == "future" and not each["leaks"] for each in self.findings):
+        is_causal = any(each["kind"] == "future" and not each["is_leak"] for each in self.entries)
+        if tokens is None or not is_causal:
             return None
         with _preserve_model(self._model):
             outputs = self._call_model(self._args, self._kwargs)
-        for each in outputs:
-            if each.ndim == 3 and each.shape[:2] == tokens.shape and each.shape[2] > int(tokens.max()):
-                entropy = torch.nn.functional.cross_entropy
-                own = entropy(each.flatten(0, 1), tokens.flatten().long())
-                following = entropy(each[:, :-1].flatten(0, 1), tokens[:, 1:].flatten().long())
-                return float(own), float(following)
+        for output in outputs:
+            if output.ndim == 3 and output.shape[:2] == tokens.shape and output.shape[2] > int(tokens.max()):
+                cross_entropy = torch.nn.functional.cross_entropy
+                same = cross_entropy(output.flatten(0, 1), tokens.flatten().long())
+                following = cross_entropy(output[:, :-1].flatten(0, 1), tokens[:, 1:].flatten().long())
+                return CrossEntropies(float(same), float(following))
         return None
 
     # ---------------------------------------------------------------- tokens
@@ -281,70 +328,65 @@ class LeakProbe:
                 return each
         return None
 
-    def _predicts_next(self, tokens: torch.Tensor) -> bool:
+    def _predicts_next_token(self, tokens: torch.Tensor) -> bool:
         """Whether the model is trained to predict the next token.
 
         This is inferred from the labels in the batch and from the class names of the model's modules. The labels can be
         the next tokens, or, for models that shift their labels, the tokens themselves.
         """
-        length = tokens.shape[1]
-        for each in self._batch:
-            if each.ndim != 2 or each.is_floating_point() or each.shape[0] != tokens.shape[0] or _is_mask(each):
-                continue
-            if each.shape[1] == length + 1 and torch.equal(each[:, :-1], tokens):
+        for _, leaf in self._batch:
+            if leaf.ndim == 2 and not leaf.is_floating_point() and not _is_mask(leaf) and _are_labels(leaf, tokens):
                 return True
-            if each.shape == tokens.shape and each is not tokens and not _is_positions(each, tokens):
-                known = each >= 0
-                if known.float().mean() < 0.5:
-                    continue
-                if bool((each[:, :-1][known[:, :-1]] == tokens[:, 1:][known[:, :-1]]).float().mean() > 0.95):
-                    return True
-                if not torch.equal(each, tokens) and bool((each == tokens)[known].all()):
-                    return True
         names = " ".join(type(each).__name__ for each in self._model.modules())
         return "CausalLM" in names or "LMHeadModel" in names
 
-    def _list_sequences(self, changed: list[torch.Tensor], length: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of (original output, changed output) for outputs of shape (rows, length, features)."""
-        for before, after in zip(self._base, changed, strict=False):
+    def _find_sequence_output(
+        self, changed_outputs: list[torch.Tensor], length: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the first output of shape (rows, length, features), as a pair of its original and changed values.
+
+        Return None if there is no such output.
+
+        Args:
+            changed_outputs: Outputs of the model for changed inputs.
+            length: Number of tokens per row.
+        """
+        for before, after in zip(self._outputs, changed_outputs, strict=False):
             if before.shape == after.shape and before.ndim == 3 and before.shape[1] == length:
-                yield before, after
+                return before, after
+        return None
 
-    def _add_finding(self, kind: str, leaks: bool, where: str, place: str = "") -> None:
-        at = f": {place}" if place else ""
-        self.findings.append({"kind": kind, "leaks": leaks, "where": where + at if leaks else "", "call": place})
+    def _add_entry(self, kind: str, is_leak: bool, description: str, call: str = "") -> None:
+        """Add the result of a test. The description is used only if there is a leak. See `LeakEntry`."""
+        description = (f"{description}: {call}" if call else description) if is_leak else ""
+        self.entries.append({"kind": kind, "is_leak": is_leak, "description": description, "call": call})
 
-    # ---------------------------------------------------------------- places
+    # ---------------------------------------------------------------- torch calls that leak
 
-    def _locate_position(
-        self, tokens: torch.Tensor, changed: torch.Tensor, leaks: object, first: int, last: int | None
-    ) -> str:
+    def _locate_position(self, tokens: torch.Tensor, changed: torch.Tensor, start: int, end: int | None) -> str:
         """Return the first torch call whose result changes at positions that must not change, or "" if there is none.
 
         Args:
             tokens: Input tokens of the model.
             changed: Tokens that replace the input tokens.
-            leaks: Whether the model's outputs change at positions that must not change. If False, no search is made,
-                and "" is returned.
-            first: First position that must not change.
-            last: Position after the last one that must not change; None for the end.
+            start: First position that must not change.
+            end: Position after the last one that must not change. None for the end: only row 0 is then compared.
         """
-        if not leaks:
-            return ""
-        rows, length = tokens.shape
+        num_rows, length = tokens.shape
 
         def does_leak(one: torch.Tensor, other: torch.Tensor) -> bool:
-            if one.ndim == 4 and one.shape[0] == rows and one.shape[2] == length:  # (rows, heads, positions, features)
+            if one.ndim == 4 and one.shape[0] == num_rows and one.shape[2] == length:
+                # (rows, heads, positions, features) -> (rows, positions, heads, features)
                 one, other = one.transpose(1, 2), other.transpose(1, 2)
-            if one.ndim < 3 or one.shape[:2] != (rows, length):
+            if one.ndim < 3 or one.shape[:2] != (num_rows, length):
                 return False
-            span = (slice(None) if last is not None else slice(0, 1), slice(first, last))
+            span = (slice(None) if end is not None else slice(0, 1), slice(start, end))
             one, other = one[span], other[span]
             if one.shape[-1] == length:  # attention scores before the mask: columns of changed positions may change
-                one, other = one[..., first:last], other[..., first:last]
+                one, other = one[..., start:end], other[..., start:end]
             return _are_different(one, other)
 
-        args, kwargs = _exchange_tensor(self._args, tokens, changed), _exchange_tensor(self._kwargs, tokens, changed)
+        args, kwargs = _replace_tensor(self._args, tokens, changed), _replace_tensor(self._kwargs, tokens, changed)
         return self._locate_leak(args, kwargs, does_leak)
 
     def _locate_leak(self, args: Any, kwargs: Any, does_leak: Callable[[torch.Tensor, torch.Tensor], bool]) -> str:
@@ -410,7 +452,7 @@ def _preserve_model(model: torch.nn.Module) -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def _change_at(tensor: torch.Tensor, place: tuple[Any, ...]) -> torch.Tensor:
+def _change_values(tensor: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
     """Return a copy of a tensor whose values at one index are changed.
 
     Integers change by 1 and stay in the tensor's range of values. Negative integers are unchanged, because labels with
@@ -418,31 +460,32 @@ def _change_at(tensor: torch.Tensor, place: tuple[Any, ...]) -> torch.Tensor:
 
     Args:
         tensor: Tensor to copy.
-        place: Index of the values to change.
+        index: Index of the values to change.
     """
     changed = tensor.clone()
-    part = changed[place]
+    part = changed[index]
     if tensor.is_floating_point() or tensor.is_complex():
-        changed[place] = part * -1.5 + 0.7
+        changed[index] = part * -1.5 + 0.7
     elif tensor.dtype == torch.bool:
-        changed[place] = ~part
+        changed[index] = ~part
     else:
         low, high = max(0, int(tensor.min())), int(tensor.max())
-        other = torch.where(part >= high, part - 1 if high > low else part, part + 1).clamp(low, max(low, high))
-        changed[place] = torch.where(part < 0, part, other)  # -100 marks labels that the loss ignores
+        lowered = part - 1 if high > low else part
+        values = torch.where(part >= high, lowered, part + 1).clamp(low, max(low, high))
+        changed[index] = torch.where(part < 0, part, values)  # -100 marks labels that the loss ignores
     return changed
 
 
-def _exchange_tensor(tree: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+def _replace_tensor(tree: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
     """Return a copy of nested collections in which one tensor is replaced by another."""
     if tree is old:
         return new
     if isinstance(tree, Mapping):
-        return {key: _exchange_tensor(value, old, new) for key, value in tree.items()}
+        return {key: _replace_tensor(value, old, new) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_exchange_tensor(each, old, new) for each in tree))
+        return type(tree)(*(_replace_tensor(each, old, new) for each in tree))
     if isinstance(tree, list | tuple):
-        return type(tree)(_exchange_tensor(each, old, new) for each in tree)
+        return type(tree)(_replace_tensor(each, old, new) for each in tree)
     return tree
 
 
@@ -460,7 +503,32 @@ def _find_labels(inputs: list[torch.Tensor], tokens: torch.Tensor) -> torch.Tens
     return None
 
 
+def _are_labels(tensor: torch.Tensor, tokens: torch.Tensor) -> bool:
+    """Whether integers of a batch are the labels of a model that predicts the next token.
+
+    They are the tokens with one more token at the end, the next tokens, or a copy of the tokens in which some are
+    negative, which means that the loss ignores them.
+
+    Args:
+        tensor: Integers in two dimensions that are no mask.
+        tokens: Input tokens of the model.
+    """
+    num_rows, length = tokens.shape
+    if tensor.shape == (num_rows, length + 1) and torch.equal(tensor[:, :-1], tokens):
+        return True
+    if tensor.shape != tokens.shape or tensor is tokens or _is_positions(tensor, tokens):
+        return False
+    is_counted = tensor >= 0
+    if is_counted.float().mean() < 0.5:
+        return False
+    is_next_token = tensor[:, :-1][is_counted[:, :-1]] == tokens[:, 1:][is_counted[:, :-1]]
+    if bool(is_next_token.float().mean() > 0.95):
+        return True
+    return not torch.equal(tensor, tokens) and bool((tensor == tokens)[is_counted].all())
+
+
 def _is_mask(tensor: torch.Tensor) -> bool:
+    """Whether a tensor contains only the integers 0 and 1, or bools."""
     if tensor.dtype == torch.bool:
         return True
     return not tensor.is_floating_point() and tensor.numel() > 0 and int(tensor.min()) >= 0 and int(tensor.max()) <= 1
@@ -475,7 +543,8 @@ def _is_positions(tensor: torch.Tensor, tokens: torch.Tensor) -> bool:
 
 
 def _are_different(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether two tensors differ by more than rounding. Tensors without elements do not differ."""
     if not before.numel():
         return False
     size = before.abs().max()
-    return bool((before - after).abs().max() > _LOOSE * size + 1e-6)
+    return bool((before - after).abs().max() > _TOLERANCE * size + 1e-6)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy
 import torch
 
-from headway.core.weights.pieces import is_dtensor
 from headway.verify.fingerprints import hash_bytes
 
 
@@ -80,9 +79,3 @@ def _read_resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return 0
-
-
-def get_shard(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a tensor that may be sharded."""
-    plain = tensor.detach()
-    return plain.to_local() if is_dtensor(plain) else plain

@@ -13,10 +13,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -26,34 +25,31 @@ from headway.core.data.loader import PreparedLoader
 from headway.core.runtime.seed import set_seed
 from headway.core.training.run import Run
 from headway.core.training.settings import Settings
-from headway.verify.calls import CallTrace, TensorPlaces, find_line, get_address
-from headway.verify.compilation import run_eagerly
+from headway.verify.alive_tensors import measure_alive_tensors
+from headway.verify.calls import CallTrace
+from headway.verify.compilation import get_eager_calls
 from headway.verify.discards import DiscardWatch
 from headway.verify.draws import SharedDraws
 from headway.verify.escapes import EscapeWatch
-from headway.verify.fingerprints import (
-    find_rows,
-    hash_rows,
-    hash_tensor,
-    sample_values,
-    walk_tensors,
-)
-from headway.verify.listings import list_reversed
+from headway.verify.fingerprints import find_rows, hash_rows, sample_values, walk_tensors
+from headway.verify.listings import list_reversed_lines
 from headway.verify.loader_records import LoaderRecorder
-from headway.verify.probes import LeakProbe
-from headway.verify.readings import get_shard, hash_generators, measure_peak, measure_resident
+from headway.verify.prepared_models import PreparedModels
+from headway.verify.probes import CrossEntropies, LeakProbe
+from headway.verify.rate_watch import RateWatch
+from headway.verify.readings import hash_generators, measure_peak, measure_resident
+from headway.verify.record_types import RunFacts
 from headway.verify.request import RunRequest, read_request, redirect_path
-from headway.verify.sources import watch_sources
+from headway.verify.script_frames import find_line
+from headway.verify.sharded_tensors import gather_full_tensor
+from headway.verify.sources import get_source_watch
 from headway.verify.stacks import is_any_stuck, write_stack
 from headway.verify.tensor_peak import TensorPeak
 from headway.verify.transformers_trainer import watch_transformers_trainer
-from headway.verify.watches import GraphSizes, OtherModules, RateWatch
-from headway.verify.whole_tensors import gather_whole
+from headway.verify.unprepared_models import UnpreparedModels
 
-_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _STACK_SECONDS = 2.5
 """Seconds that a rank without progress waits before it ends the run, so that the other ranks can write their stacks."""
-_NORMALIZED = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 
 
 def redirect_settings(settings: Settings) -> Settings:
@@ -64,9 +60,9 @@ def redirect_settings(settings: Settings) -> Settings:
     sampler.
     """
     request = read_request()
-    assert request is not None
-    watch_sources().install_watches()  # a forked run has done this before the script began
-    run_eagerly().install_for(request)
+    assert request is not None  # this function is called only in processes of `headway verify`
+    get_source_watch().install_watches()  # a forked run has done this before the script began
+    get_eager_calls().install_for(request)
     project = settings.project
     changes: dict[str, Any] = {}
     if project.project_dir is not None:
@@ -115,29 +111,8 @@ class _RecordingGuard:
 
     def after_backward(self, loss: torch.Tensor) -> None:
         """Record the loss, and call the wrapped guard."""
-        self._recorder.add_loss(loss)
+        self._recorder.record_loss(loss)
         self._guard.after_backward(loss)
-
-
-class _RunPlaces(TensorPlaces):
-    """Lookup of the modules and gradients of a run's prepared models, by which `CallTrace` names tensors.
-
-    Args:
-        run: Run of the Accelerator.
-    """
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self._run = run
-
-    def list_modules(self) -> dict[int, str]:
-        """Return the name of each module of the prepared models, by its `id`."""
-        return {id(each): name for model in self._run.prepared.models for name, each in model.named_modules()}
-
-    def list_gradients(self) -> dict[int, str]:
-        """Return the name of each parameter with a gradient, by the address of this rank's part of the gradient."""
-        named = [pair for model in self._run.prepared.models for pair in model.named_parameters()]
-        return {get_address(get_shard(p.grad)): name for name, p in named if p.grad is not None and p.grad.numel()}
 
 
 class RunRecorder:
@@ -156,48 +131,45 @@ class RunRecorder:
         self._folder.mkdir(parents=True, exist_ok=True)
         # Until here, the server's timer limits how long the script may run. From here on, `_watch_progress` does.
         faulthandler.cancel_dump_traceback_later()
+        self._last_progress = time.monotonic()
         self._accelerator: Any = None
         self._checkpoints: Any = None
-        self._progressed = time.monotonic()
-        self._escapes = EscapeWatch(Path(request.output).parent.parent)
-        self._num_backwards = 0
-        self._is_done = self._is_busy = self._has_saved = self._has_part = False
-        self._num_skipped = 0
-        self._closed = self._num_updates
-        self._targets: tuple[float, float] | None = None
-        self._tensor_peak: TensorPeak | None = None
-        self._update: dict[str, Any] = self._new_update()
-        self._gradients: dict[str, Any] = {}
-        self._initial: dict[str, str] = {}
+        self._models = PreparedModels(run)
+        self._unprepared_models = UnpreparedModels()
         self._trace = CallTrace(
-            self._folder / f"trace{self._rank}.jsonl",
-            self._name_tensors,
-            _RunPlaces(run),
-            is_enabled=not request.measures_tensors,
+            self._folder / f"trace{self._rank}.jsonl", self._models, is_enabled=not request.measures_tensors
         )
         self._rates = RateWatch()
         self._discards = DiscardWatch()
-        self._others = OtherModules()
-        self._num_restored = -1
-        self._facts: dict[str, Any] = {
+        self._escapes = EscapeWatch(Path(request.output).parent.parent)
+        self._tensor_peak: TensorPeak | None = None
+        self._facts: RunFacts = {
             "rank": self._rank,
-            "world_size": run.runtime.world_size,
-            "loaded": [],
-            "saved": [],
-            "loaders": {},
-            "changed_data": {},
-            "shard": [run.strategy.data_shard.index, run.strategy.data_shard.count],
+            "data_shard_index": run.strategy.data_shard.index,
             "strategy": run.strategy.name,
             "mixed_precision": run.mixed_precision,
-            "microbatching": run.replays_batches,
-            "device_type": run.runtime.device.type,
-            "seeds": hash_generators(),
-            "failed": 0,
-            "error": "",
-            "metrics": [],
+            "replays_batches": run.replays_batches,
+            "saves": [],
+            "loads": [],
+            "loaders": {},
+            "changed_dataset_tensors": {},
+            "failed_backward": 0,
+            "scheduler_metrics": [],
         }
         self._loaders = LoaderRecorder(run, request, self._trace, self._facts)
-        self._draws = SharedDraws(request.shares_draws, request.reverses_rows, self._loaders.find_place, self._trace)
+        self._draws = SharedDraws(
+            request.shares_draws, request.reverses_rows, self._loaders.find_batch_place, self._trace
+        )
+        self._cross_entropies: CrossEntropies | None = None
+        self._num_backwards = 0
+        # Number of updates before a resume that the run's own counter leaves out.
+        self._num_earlier_updates = 0
+        # Number of parameters with optimizer state when a checkpoint was loaded; -1 from the next update on.
+        self._num_restored_states = -1
+        # Number of the last update whose record has been written.
+        self._last_update = self._num_updates
+        self._has_started = self._has_saved = self._is_writing = self._has_ended = False
+        self._begin_update()
         events, hooks = run.events, run.hooks
         events.before_fetch.append(self._before_fetch)
         events.after_pass.append(self._after_pass)
@@ -210,6 +182,8 @@ class RunRecorder:
     def attach_to(self, accelerator: Any, step: Any, checkpoints: Any) -> None:
         """Start to observe the parts of an Accelerator that do not exist yet when the recorder is created.
 
+        Uploads to the Hugging Face Hub are turned off.
+
         Args:
             accelerator: Accelerator of the run.
             step: Training step of the Accelerator.
@@ -220,7 +194,7 @@ class RunRecorder:
         step.guard = _RecordingGuard(step.guard, self)
         self._trace_losses(step)
         self._redirect_checkpoints(accelerator, checkpoints)
-        self._loaders.attach(accelerator._preparation)
+        self._loaders.attach_to(accelerator._preparation)
         watch_transformers_trainer(self, self._request)
         accelerator.push_to_hub = lambda *args, **kwargs: ""
         atexit.register(self._write_last_record)
@@ -232,44 +206,47 @@ class RunRecorder:
     @property
     def _num_updates(self) -> int:
         """Number of updates so far, including those before a resume that the run's own counter leaves out."""
-        return self._run.clock.num_updates + self._num_skipped
+        return self._run.clock.num_updates + self._num_earlier_updates
 
-    # ---------------------------------------------------------------- output of the script
+    # ---------------------------------------------------------------- checkpoints
 
-    def note_save(self, folder: str) -> None:
+    def record_save(self, folder: str) -> None:
         """Record that the script has saved a checkpoint without the Accelerator's methods.
 
         Args:
             folder: Folder of the checkpoints.
         """
-        self._facts["saved"].append([self._num_updates, folder])
+        self._facts["saves"].append({"update": self._num_updates, "folder": folder})
 
-    def note_load(self, num_updates: int, folder: str) -> None:
+    def record_load(self, num_updates: int, folder: str) -> None:
         """Record that the script has loaded a checkpoint without the Accelerator's methods.
 
         Args:
             num_updates: Number of updates that were made before the checkpoint was saved.
             folder: Folder of the checkpoints.
         """
-        self._num_skipped = num_updates - self._run.clock.num_updates
-        self._closed = num_updates
-        self._facts["loaded"].append([num_updates, folder])
+        self._num_earlier_updates = num_updates - self._run.clock.num_updates
+        self._last_update = num_updates
+        self._facts["loads"].append({"update": num_updates, "folder": folder})
         self._write_facts()
 
     def _redirect_checkpoints(self, accelerator: Any, checkpoints: Any) -> None:
-        """Redirect saves and loads with an explicit folder to the scratch folder, and record each save and load."""
-        request, facts = self._request, self._facts
+        """Redirect saves and loads with an explicit folder to the scratch folder, and record each save and load.
+
+        A checkpoint that is not in the scratch folder, such as one from before the verification, is loaded from its own
+        folder.
+        """
+        request = self._request
         save, load, load_state = checkpoints.save, checkpoints.load, accelerator.load_state
 
         def save_in_scratch(output_dir: Any, *args: Any, **kwargs: Any) -> Any:
-            place = save(None if output_dir is None else redirect_path(output_dir, request), *args, **kwargs)
-            facts["saved"].append([self._num_updates, str(output_dir or "")])
-            return place
+            saved_path = save(None if output_dir is None else redirect_path(output_dir, request), *args, **kwargs)
+            self.record_save(str(output_dir or ""))
+            return saved_path
 
         def find_copy(input_dir: Any) -> Any:
-            if input_dir is not None and (copied := redirect_path(input_dir, request)).exists():
-                return copied
-            return input_dir
+            copy = None if input_dir is None else redirect_path(input_dir, request)
+            return copy if copy is not None and copy.exists() else input_dir
 
         def load_state_from_scratch(input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
             # In a script that uses Headway as `accelerate`, this method checks the folder before it calls `load`.
@@ -277,9 +254,9 @@ class RunRecorder:
 
         def load_from_scratch(input_dir: Any, *args: Any, **kwargs: Any) -> Any:
             restored = load(find_copy(input_dir), *args, **kwargs)
-            facts["loaded"].append([self._num_updates, str(input_dir or "")])
-            self._num_restored = self._count_states()
-            self._closed = self._num_updates
+            self._facts["loads"].append({"update": self._num_updates, "folder": str(input_dir or "")})
+            self._num_restored_states = self._models.count_states()
+            self._last_update = self._num_updates
             self._write_facts()
             return restored
 
@@ -287,150 +264,172 @@ class RunRecorder:
         checkpoints.load = load_from_scratch
         accelerator.load_state = load_state_from_scratch
 
-    # ---------------------------------------------------------------- the loop
+    # ---------------------------------------------------------------- hooks of the run
 
     def _before_fetch(self, loader: PreparedLoader) -> None:
-        self._facts.setdefault("seeds_at_start", hash_generators())
+        self._facts.setdefault("generator_hashes", hash_generators())
         if self._request.measures_tensors and self._tensor_peak is None:
-            kinds = ("named_parameters", "named_buffers")
-            existing = [tensor for kind in kinds for _, tensor in self._list_tensors(kind)]
-            self._tensor_peak = TensorPeak(self._run.runtime.device, existing)
-        self._close_update()
+            tensors = [*self._models.list_tensors("named_parameters"), *self._models.list_tensors("named_buffers")]
+            self._tensor_peak = TensorPeak(self._run.runtime.device, [tensor for _, tensor in tensors])
+        self._write_update()
         self._save_if_due(loader)
         self._end_if_due()
 
     def _after_pass(self) -> None:
-        self._close_update()
+        self._write_update()
 
     def _before_learning(self) -> None:
-        self._close_update()
+        self._write_update()
         self._end_if_due()
-
-    def _probe_model(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Test the model for leaks with its first batch, and store two cross entropies for a test of the first loss."""
-        self._facts["leaks"] = []
-        self._trace.pause_recording()
-        probe = LeakProbe(model, args, kwargs, self._loaders.last_batch)
-        try:
-            probe.run()
-        except Exception as error:
-            self._facts["probe_error"] = (
-                f"the model cannot be called on a changed batch: {type(error).__name__}: {error}"[:300]
-            )
-        self._facts["leaks"] = probe.findings
-        self._facts["changes_in_evaluation"] = [name.replace("_orig_mod.", "") for name in probe.changing]
-        self._targets = probe.find_targets()
-        self._trace.resume()
 
     def _before_forward(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
             mode = "train" if model.training else "eval"
-            modes = self._update["modes"].setdefault(str(self._find_model(model)), [])
+            modes = self._update["training_modes"].setdefault(str(self._models.find_model(model)), [])
             if mode not in modes:
                 modes.append(mode)
         if not (model.training and torch.is_grad_enabled()):
             return
-        self._note_start()
-        if not self._run.events.active and not self._trace.is_on:
+        self._record_start()
+        has_loader = bool(self._run.events.active)
+        if not has_loader and not self._trace.is_recording:
             self._trace.begin_batch(None)
-        self._trace.note_inputs(args, kwargs)
-        if self._request.probes_leaks and "leaks" not in self._facts:
+        self._trace.store_inputs(args, kwargs)
+        if self._request.probes_leaks and "leak_entries" not in self._facts:
             self._probe_model(model, args, kwargs)
-        if not self._run.events.active and not self._loaders.has_pending:
-            rows = find_rows(list(walk_tensors([args, kwargs])))
-            if rows:
-                exact, loose = hash_rows([args, kwargs], rows)
-                self._update["batches"].append({"loader": -1, "num_rows": rows, "rows": exact, "loose": loose})
-
-    def _find_model(self, model: torch.nn.Module) -> int:
-        """Return the index of a model among the prepared models, or -1 if it is not one of them."""
-        return next((number for number, each in enumerate(self._run.prepared.models) if each is model), -1)
+        if not has_loader and not self._loaders.has_pending:  # the script makes its batches without a prepared loader
+            num_rows = find_rows(list(walk_tensors([args, kwargs])))
+            if num_rows:
+                hashes, unpadded_hashes = hash_rows([args, kwargs], num_rows)
+                self._update["batches"].append(
+                    {"loader": -1, "num_rows": num_rows, "row_hashes": hashes, "unpadded_hashes": unpadded_hashes}
+                )
 
     def _before_backward(self) -> None:
-        self._note_start()
+        self._record_start()
         self._update["batches"] += self._loaders.take_used()
         self._num_backwards += 1
         if self._num_backwards == self._request.fails_in:
-            self._facts["failed"] = self._num_backwards
+            self._facts["failed_backward"] = self._num_backwards
             self._trace.void_last_loss()
             self._trace.begin_batch(None)
             raise torch.OutOfMemoryError("CUDA out of memory. Injected by headway verify.")
 
-    def _note_start(self) -> None:
-        """Record the models and the optimizers before the first update, and start to watch them. Do this only once."""
-        if self._initial:
+    def _before_update(self) -> None:
+        """Record the learning rates, and the gradients that the optimizer is about to use."""
+        if self._has_ended or self._request.measures_tensors:  # copies of gradients would be measured, too
             return
-        self._facts.setdefault("seeds_at_start", hash_generators())
-        arrays: dict[str, Any] = {}
-        for name, tensor in self._list_tensors("named_parameters"):
-            whole = gather_whole(tensor.detach())
-            self._initial[name] = hash_tensor(whole)
-            arrays[f"p:{name}"] = sample_values(whole)
-        for name, tensor in self._list_tensors("named_buffers"):
-            self._initial[f"buffer:{name}"] = hash_tensor(gather_whole(tensor.detach()))
-        self._facts["trainable"] = [name for name, p in self._list_tensors("named_parameters") if p.requires_grad]
-        # bitsandbytes replaces the values of its parameters by packed ones when it first uses them.
-        self._facts["frozen"] = [
-            name
-            for name, p in self._list_tensors("named_parameters")
-            if not p.requires_grad and not type(p).__module__.startswith("bitsandbytes")
-        ]
-        self._facts["modules"] = sorted(
-            {type(each).__name__ for m in self._run.prepared.models for each in m.modules()}
-        )
-        self._facts["norms"] = [
-            name for m in self._run.prepared.models for name, each in m.named_modules() if _is_batch_norm(each)
-        ]
-        self._facts["initial"] = self._initial
-        self._facts["dtypes"] = sorted(
-            {str(p.dtype).removeprefix("torch.") for _, p in self._list_tensors("named_parameters") if p.requires_grad}
-        )
-        self._facts["in_optimizer"] = self._list_optimized()
-        self._facts["optimizers"] = self._describe_optimizers()
-        self._trace.learn_names()
-        self._others.find_models(self._run.prepared.models)
-        self._trace.places.outside = self._others.list_addresses()
-        self._rates.watch_optimizers(self._run.prepared.optimizers)
-        self._watch_metrics()
+        prepared = self._run.prepared
+        if self._num_restored_states > 0:
+            self._facts["lost_optimizer_state"] = self._models.count_states() < self._num_restored_states
+        self._num_restored_states = -1
+        self._rates.watch_optimizers(prepared.optimizers)
+        groups = [group for each in prepared.optimizers for group in each.optimizer.param_groups]
+        self._update["learning_rates"] = [float(group["lr"]) for group in groups]
+        stale = self._models.list_stale_gradients()
+        earlier_stale = self._update.get("frozen_with_gradient", stale)  # of earlier optimizer steps in this update
+        self._update["frozen_with_gradient"] = [name for name in stale if name in earlier_stale]
+        self._discards.forget_backwards()
+        trained = {id(each) for each in prepared.list_parameters_of(self._run.windows.current)}
+        for name, parameter in self._models.list_tensors("named_parameters"):
+            if parameter.grad is not None and id(parameter) in trained:
+                self._record_gradient(name, parameter.grad)
+
+    def _record_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Record a sample and the norm of a gradient, and which experts have no gradient.
+
+        Args:
+            name: Name of the parameter.
+            gradient: Gradient that the optimizer is about to use. A sharded one is gathered, on all ranks.
+        """
+        full = gather_full_tensor(gradient.detach())
+        if full.is_sparse:
+            full = full.to_dense()
+        self._gradient_samples[name] = sample_values(full)
+        self._update["gradient_norms"][name] = float(full.detach().to(torch.float64).norm().item())
+        if "expert" in name and full.ndim > 2:  # the weights of all experts, stacked in the first dimension
+            is_used = full.flatten(1).abs().amax(1) > 0
+            self._update["idle_experts"][name] = (~is_used).nonzero().flatten().tolist()
+
+    def record_loss(self, loss: torch.Tensor) -> None:
+        """Record the value of a loss after its backward pass."""
+        self._trace.resume_recording()
+        if self._has_ended:
+            return
+        value = float(loss.detach().float().mean().item())
+        self._update["losses"].append(value)
+        self._update["discard_lines"] += self._discards.record_backward(self._loaders.num_fetched, value)
+        if self._cross_entropies is not None:
+            self._facts["leak_entries"].append(self._cross_entropies.judge_loss(value))
+            self._cross_entropies = None
+
+    def _probe_model(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Test the model for leaks with its first batch, and store two cross entropies for a test of the first loss.
+
+        Args:
+            model: Model that the script calls.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
+        self._facts["leak_entries"] = []  # set before the model is called, which calls this hook again
+        self._trace.pause_recording()
+        probe = LeakProbe(model, args, kwargs, self._loaders.last_batch)
+        try:
+            probe.test_model()
+        except Exception as error:
+            self._facts["probe_error"] = (
+                f"the model cannot be called on a changed batch: {type(error).__name__}: {error}"[:300]
+            )
+        self._facts["leak_entries"] = probe.entries
+        self._facts["buffers_changed_by_eval"] = [name.replace("_orig_mod.", "") for name in probe.changed_buffers]
+        self._cross_entropies = probe.compute_cross_entropies()
+        self._trace.resume_recording()
+
+    # ---------------------------------------------------------------- the start of training
+
+    def _record_start(self) -> None:
+        """Record the models and the optimizers before the first update, and start to watch them. Do this only once."""
+        if self._has_started:
+            return
+        models, facts = self._models, self._facts
+        facts.setdefault("generator_hashes", hash_generators())
+        hashes, samples = models.sample_parameters()
+        buffer_hashes = {f"buffer:{name}": value for name, value in models.hash_buffers().items()}
+        facts["initial_hashes"] = {**hashes, **buffer_hashes}
+        self._has_started = bool(facts["initial_hashes"])  # a script can call backward() before it prepares a model
+        facts["trainable_parameters"] = models.list_trainable()
+        facts["frozen_parameters"] = models.list_frozen()
+        facts["optimized_parameters"] = models.list_optimized()
+        facts["trainable_dtypes"] = models.list_trainable_dtypes()
+        facts["batch_norms"] = models.list_batch_norms()
+        facts["optimizers"] = models.describe_optimizers()
+        facts["num_dropout_rates"] = models.count_dropout_rates(sets_to_zero=self._request.shares_draws)
+        self._trace.update_names()
+        prepared = self._run.prepared
+        self._unprepared_models.find_models(prepared.models)
+        models.unprepared_models = self._unprepared_models.map_addresses()
+        self._rates.watch_optimizers(prepared.optimizers)
+        self._watch_scheduler_metrics()
+        # In fp16, updates with infinite gradients are skipped. With several processes, reading sharded gradients is a
+        # collective operation, which all ranks would have to call.
         if self._run.runtime.world_size == 1 and self._run.mixed_precision != "fp16":
-            self._discards.watch_optimizer(self._run.prepared.optimizers)
-        self._turn_dropout_off()
-        self._save_arrays("start", arrays)
+            self._discards.watch_optimizer(prepared.optimizers)
+        self._save_arrays("start", {f"p:{name}": value for name, value in samples.items()})
         self._write_facts()
 
-    def _list_optimized(self) -> list[str]:
-        """Return the names of the parameters that belong to a prepared optimizer."""
-        held = {
-            id(p)
-            for each in self._run.prepared.optimizers
-            for group in each.optimizer.param_groups
-            for p in group["params"]
-        }
-        return [name for name, p in self._list_tensors("named_parameters") if id(p) in held]
-
-    def _describe_optimizers(self) -> list[dict[str, Any]]:
-        """Return, for each prepared optimizer, its type, the script line that created it, and its parameters' names."""
-        names = {id(p): name for name, p in self._list_tensors("named_parameters")}
-        return [
-            {
-                "type": type(each.optimizer).__name__,
-                "line": watch_sources().get_birth(each.optimizer),
-                "parameters": [names.get(id(p), "") for group in each.optimizer.param_groups for p in group["params"]],
-            }
-            for each in self._run.prepared.optimizers
-        ]
-
-    def _watch_metrics(self) -> None:
+    def _watch_scheduler_metrics(self) -> None:
         """Record the values that the script passes to prepared schedulers, such as a loss for `ReduceLROnPlateau`."""
         for each in self._run.prepared.schedulers:
             scheduler: Any = each
-            scheduler.step = self._record_metric(scheduler.step)
+            scheduler.step = self._wrap_scheduler_step(scheduler.step)
 
-    def _record_metric(self, step: Any) -> Any:
+    def _wrap_scheduler_step(self, step: Any) -> Any:
         def step_and_record(*args: Any, **kwargs: Any) -> Any:
             for value in (*args, *kwargs.values()):
-                if _is_number(value) and not isinstance(value, int):
-                    self._facts["metrics"].append([self._num_updates, float(value), find_line()])
+                if _is_number(value) and not isinstance(value, int):  # an integer is the number of an epoch
+                    self._facts["scheduler_metrics"].append(
+                        {"update": self._num_updates, "value": float(value), "line": find_line()}
+                    )
             return step(*args, **kwargs)
 
         return step_and_record
@@ -440,144 +439,89 @@ class RunRecorder:
         backward = step.backward
 
         def trace_and_backward(loss: Any, weight: Any = None, reduction: str = "mean", **kwargs: Any) -> Any:
-            if isinstance(loss, torch.Tensor) and not self._is_done:
+            if isinstance(loss, torch.Tensor) and not self._has_ended:
                 self._trace.update = self._num_updates + 1
-                self._trace.close(loss, weight, reduction)
+                self._trace.write_loss(loss, weight, reduction)
             return backward(loss, weight, reduction, **kwargs)
 
         step.backward = trace_and_backward
 
-    def _count_states(self) -> int:
-        """Return the number of parameters for which prepared optimizers have a state."""
-        return sum(len(each.optimizer.state) for each in self._run.prepared.optimizers)
+    # ---------------------------------------------------------------- records
 
-    def _name_tensors(self) -> tuple[dict[int, str], dict[int, str]]:
-        """Return two dicts with the names of parameters and buffers: by the tensor's `id`, and by its memory address.
-
-        Sharded parameters are not gathered, because this function is called during a forward pass.
-        """
-        models = self._run.prepared.models
-        kinds = ("named_parameters", "named_buffers")
-        named = [pair for model in models for kind in kinds for pair in getattr(model, kind)()]
-        shards = [(name, get_shard(tensor)) for name, tensor in named]
-        by_address = {get_address(tensor): name for name, tensor in shards if tensor.numel()}
-        return {id(tensor): name for name, tensor in named}, by_address
-
-    def _turn_dropout_off(self) -> None:
-        """Count the models' nonzero dropout rates, and set them to 0 if random draws are shared between ranks."""
-        num = 0
-        for model in self._run.prepared.models:
-            for module in model.modules():
-                for name, value in list(vars(module).items()):
-                    is_rate = "drop" in name or (name == "p" and "Dropout" in type(module).__name__)
-                    if is_rate and isinstance(value, float) and 0 < value < 1:
-                        num += 1
-                        if self._request.shares_draws:
-                            setattr(module, name, 0.0)
-        self._facts["num_dropouts"] = num
-
-    def add_loss(self, loss: torch.Tensor) -> None:
-        """Record the value of a loss after its backward pass."""
-        self._trace.resume()
-        if not self._is_done:
-            value = float(loss.detach().float().mean().item())
-            self._update["losses"].append(value)
-            self._update["discarded"] += self._discards.note_backward(self._loaders.num_fetched, value)
-            if self._targets is not None:
-                own, following = self._targets
-                self._targets = None
-                # The first loss equals the cross entropy with the input tokens themselves, not with the next ones.
-                leaks = abs(value - own) < 1e-4 * abs(own) < 0.1 * abs(own - following)
-                where = "the loss compares the output of each position with the token of the same position, which the model has seen"
-                self._facts["leaks"].append({"kind": "copy", "leaks": leaks, "where": where if leaks else ""})
-
-    def _before_update(self) -> None:
-        """Record the learning rates, and the gradients that the optimizer is about to use."""
-        if self._is_done or self._request.measures_tensors:  # copies of gradients would be measured, too
-            return
-        if self._num_restored > 0:
-            self._facts["state_emptied"] = self._count_states() < self._num_restored
-        self._num_restored = -1
-        self._rates.watch_optimizers(self._run.prepared.optimizers)
-        self._update["rates"] = [
-            float(group["lr"]) for each in self._run.prepared.optimizers for group in each.optimizer.param_groups
-        ]
-        window = self._run.windows.current
-        trained = {id(each) for each in self._run.prepared.list_parameters_of(window)}
-        stale = [
-            name for name, p in self._list_tensors("named_parameters") if p.grad is not None and not p.requires_grad
-        ]
-        self._update["stale"] = [name for name in stale if name in self._update.get("stale", stale)]
-        self._discards.forget_backwards()
-        for name, parameter in self._list_tensors("named_parameters"):
-            if parameter.grad is None or id(parameter) not in trained:
-                continue
-            whole = gather_whole(parameter.grad.detach())
-            if whole.is_sparse:
-                whole = whole.to_dense()
-            self._gradients[name] = sample_values(whole)
-            if "expert" in name and whole.ndim > 2:
-                used = whole.flatten(1).abs().amax(1) > 0
-                self._update["unused"][name] = (~used).nonzero().flatten().tolist()
-            self._update["norms"][name] = float(whole.detach().to(torch.float64).norm().item())
-
-    def _close_update(self) -> None:
-        """Write the record of the last update if it has not been written."""
-        self._progressed = time.monotonic()
-        run = self._run
-        if self._is_done or self._is_busy or self._num_updates <= self._closed:
-            return
-        self._is_busy = True
-        if self._tensor_peak is not None and self._num_updates >= self._request.num_updates:
-            self._facts["tensor_peak"] = self._tensor_peak.stop()
-        self._closed = number = self._num_updates
-        record, arrays = self._update, {f"g:{name}": value for name, value in self._gradients.items()}
-        hashes: dict[str, str] = {}
-        for name, tensor in self._list_tensors("named_parameters"):
-            whole = gather_whole(tensor.detach())
-            hashes[name] = hash_tensor(whole)
-            arrays[f"p:{name}"] = sample_values(whole)
-        buffers = {
-            name: hash_tensor(gather_whole(tensor.detach())) for name, tensor in self._list_tensors("named_buffers")
-        }
-        record.update(
-            update=number,
-            hashes=hashes,
-            buffers=buffers,
-            seconds=time.perf_counter() - record.pop("began"),
-            memory=measure_peak(run.runtime.device),
-            resident=measure_resident(run.runtime.device),
-            is_training=[bool(model.training) for model in run.prepared.models],
-            **self._trace.take_written(),
-            rate_lines=self._rates.take_lines(),
-            others=self._others.hash_all(),
-        )
-        record["busy"] = time.thread_time() - record.pop("busy_at_start")
-        if number >= self._request.num_updates:
-            gc.collect()
-            alive = GraphSizes(self._trace.list_alive(number), self._name_tensors()[1])
-            self._facts["kept"] = alive.list_lines()
-        self._facts["slow_lines"] = self._loaders.slow.list_lines()
-        self._save_arrays(f"update_{number}", arrays)
-        with open(self._folder / f"rank{self._rank}.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
-        self._gradients, self._update = {}, self._new_update()
-        self._write_facts()
-        self._is_busy = False
-
-    def _new_update(self) -> dict[str, Any]:
-        began, busy = time.perf_counter(), time.thread_time()
-        return {
+    def _begin_update(self) -> None:
+        """Reset what is recorded about the current update."""
+        # Fields of the `UpdateRecord` of the current update.
+        self._update: dict[str, Any] = {
             "batches": [],
             "losses": [],
-            "norms": {},
-            "rates": [],
-            "unused": {},
-            "modes": {},
-            "discarded": [],
-            "began": began,
-            "busy_at_start": busy,
+            "gradient_norms": {},
+            "idle_experts": {},
+            "training_modes": {},
+            "discard_lines": [],
         }
+        self._gradient_samples: dict[str, Any] = {}
+        self._start_time, self._start_cpu_time = time.perf_counter(), time.thread_time()
+
+    def _write_update(self) -> None:
+        """Write the record of the last update if it has not been written."""
+        self._last_progress = time.monotonic()
+        if self._has_ended or self._is_writing or self._num_updates <= self._last_update:
+            return
+        self._is_writing = True
+        number = self._last_update = self._num_updates
+        is_last = number >= self._request.num_updates
+        if self._tensor_peak is not None and is_last:
+            self._facts["tensor_peak_bytes"] = self._tensor_peak.stop()
+        hashes, samples = self._models.sample_parameters()
+        buffer_hashes = self._models.hash_buffers()
+        device = self._run.runtime.device
+        self._update.update(
+            number=number,
+            parameter_hashes=hashes,
+            buffer_hashes=buffer_hashes,
+            unprepared_hashes=self._unprepared_models.hash_parameters(),
+            seconds=time.perf_counter() - self._start_time,
+            peak_bytes=measure_peak(device),
+            resident_bytes=measure_resident(device),
+            rate_lines=self._rates.take_lines(),
+            **self._trace.take_lines(),
+        )
+        self._update["cpu_seconds"] = time.thread_time() - self._start_cpu_time
+        if is_last:
+            gc.collect()
+            results = self._trace.list_alive_results(number)
+            _, names_by_address = self._models.map_tensors()
+            self._facts["alive_tensors"] = measure_alive_tensors(results, names_by_address)
+        self._facts["slow_functions"] = self._loaders.slow_functions.list_functions()
+        gradients = {f"g:{name}": value for name, value in self._gradient_samples.items()}
+        parameters = {f"p:{name}": value for name, value in samples.items()}
+        self._save_arrays(f"update_{number}", gradients | parameters)
+        with open(self._folder / f"rank{self._rank}.jsonl", "a") as file:
+            file.write(json.dumps(self._update) + "\n")
+        self._begin_update()
+        self._write_facts()
+        self._is_writing = False
+
+    def _write_facts(self) -> None:
+        facts = self._facts
+        facts["num_backwards"] = self._num_backwards
+        facts["draw_lines"] = self._draws.draw_lines
+        facts["unshared_draw_lines"] = self._draws.unshared_lines
+        facts["num_dropout_calls"] = self._draws.num_dropout_calls
+        facts["escaped_files"] = self._escapes.list_files()
+        facts["reversed_listing_lines"] = list_reversed_lines()
+        facts["uses_compilation"] = get_eager_calls().is_used
+        facts["write_lines"] = self._trace.write_lines
+        facts.update(cast("RunFacts", get_source_watch().list_facts()))
+        path = self._folder / f"facts{self._rank}.json"
+        # The process can be killed at any time, so the file is replaced in one step.
+        path.with_suffix(".new").write_text(json.dumps(facts))
+        path.with_suffix(".new").replace(path)
+
+    def _save_arrays(self, name: str, arrays: dict[str, Any]) -> None:
+        # Under pipeline parallelism, each rank has only the parameters of its stages, so each rank writes its own.
+        if self._rank == 0 or self._models.is_partial:
+            numpy.savez(self._folder / f"{name}.{self._rank}.npz", **arrays)
 
     # ---------------------------------------------------------------- the end
 
@@ -591,7 +535,7 @@ class RunRecorder:
             loader: Loader that is about to fetch a batch.
         """
         request = self._request
-        if self._has_saved or not request.saves_after or self._closed < request.saves_after or self._is_done:
+        if self._has_saved or not request.saves_after or self._last_update < request.saves_after or self._has_ended:
             return
         if not self._run.events.can_stop(loader) or self._run.windows.is_unfinished:
             return
@@ -604,30 +548,26 @@ class RunRecorder:
     def _end_if_due(self) -> None:
         """End the process after the last update, or kill rank 0 earlier if the request asks for that."""
         request = self._request
-        if self._is_done:
+        if self._has_ended:
             return
-        if request.kills_after and self._closed >= request.kills_after:
+        if request.kills_after and self._last_update >= request.kills_after:
             self._write_facts()
             if self._rank == 0:
                 sys.stdout.flush()
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(30)  # the launcher kills the other ranks
-        if self._closed >= request.num_updates:
-            self._facts["end"] = "enough"
-            self._end_process(0)
+        if self._last_update >= request.num_updates:
+            self._facts["end_reason"] = "enough"
+            self._end_process()
 
-    def _end_process(self, code: int) -> None:
-        """End this process immediately, so that the script does not continue after the last update.
-
-        Args:
-            code: Exit code of the process.
-        """
+    def _end_process(self) -> None:
+        """End this process with exit code 0, so that the script does not continue after the last update."""
         self._write_last_record()
-        if self._run.runtime.world_size > 1 and code == 0:
+        if self._run.runtime.world_size > 1:
             self._run.collectives.barrier()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(0)
 
     def _watch_progress(self) -> None:
         """Wait until any rank makes no progress for too long, then write this rank's stack and end this process.
@@ -635,11 +575,11 @@ class RunRecorder:
         The exit code is then 70. This method runs in a separate thread of each rank.
         """
         patience = self._request.patience
-        while time.monotonic() - self._progressed < patience and not is_any_stuck(self._folder):
+        while time.monotonic() - self._last_progress < patience and not is_any_stuck(self._folder):
             time.sleep(min(1.0, patience / 4))
-        if self._is_done:
+        if self._has_ended:
             return
-        self._facts["end"] = "too slow"
+        self._facts["end_reason"] = "too slow"
         self._write_facts()
         write_stack(self._folder, self._rank)
         time.sleep(_STACK_SECONDS)
@@ -647,56 +587,16 @@ class RunRecorder:
 
     def _write_last_record(self) -> None:
         """Write the record of the last update when the process ends."""
-        if self._is_done:
+        if self._has_ended:
             return
-        self._close_update()
-        self._is_done = True
-        self._facts.setdefault("end", "ended")
+        self._write_update()
+        self._has_ended = True
+        self._facts.setdefault("end_reason", "ended")
         self._write_facts()
-
-    def _write_facts(self) -> None:
-        facts = self._facts
-        facts.update(
-            drawn=self._draws.seen,
-            unshared=self._draws.unshared,
-            num_dropped=self._draws.num_dropped,
-            escaped=self._escapes.list_files(),
-            num_updates=self._closed,
-            num_fetched=self._loaders.num_fetched,
-            num_backwards=self._num_backwards,
-            listed=list_reversed(),
-            compiles=run_eagerly().is_used,
-            written=self._trace.written,
-            **watch_sources().list_facts(),
-        )
-        path = self._folder / f"facts{self._rank}.json"
-        path.with_suffix(".new").write_text(json.dumps(facts))
-        path.with_suffix(".new").replace(path)
-
-    def _save_arrays(self, name: str, arrays: dict[str, Any]) -> None:
-        # Under pipeline parallelism, each rank has only the parameters of its stages, so each rank writes its own.
-        if self._rank == 0 or self._has_part:
-            numpy.savez(self._folder / f"{name}.{self._rank}.npz", **arrays)
-
-    # ---------------------------------------------------------------- readings
-
-    def _list_tensors(self, attribute: str) -> Iterator[tuple[str, Any]]:
-        several = len(self._run.prepared.models) > 1
-        for number, model in enumerate(self._run.prepared.reshard_models()):
-            for name, tensor in getattr(model, attribute)():
-                if tensor.is_meta:
-                    self._has_part = True
-                    continue
-                for wrapper in _WRAPPERS:
-                    name = name.replace(wrapper, "")
-                yield (f"{type(model).__name__.removeprefix('Prepared')} {number}: {name}" if several else name), tensor
 
 
 def _is_number(value: Any) -> bool:
+    """Whether a value is a number that is not a bool, or a tensor with one element."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_batch_norm(module: torch.nn.Module) -> bool:
-    return isinstance(module, _NORMALIZED) and not isinstance(module, torch.nn.SyncBatchNorm)

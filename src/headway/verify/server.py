@@ -165,9 +165,9 @@ def _become_rank(order: StartOrder, rank: int, port: int) -> None:
     import torch
 
     from headway.launch import worker
-    from headway.verify.compilation import run_eagerly
+    from headway.verify.compilation import get_eager_calls
     from headway.verify.listings import reverse_listings_if_asked
-    from headway.verify.sources import watch_sources
+    from headway.verify.sources import get_source_watch
 
     output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -196,8 +196,8 @@ def _become_rank(order: StartOrder, rank: int, port: int) -> None:
     torch.seed()
     reverse_listings_if_asked()
     _watch_start(rank)
-    watch_sources().install_watches()
-    run_eagerly().install_for(read_request())
+    get_source_watch().install_watches()
+    get_eager_calls().install_for(read_request())
     kind, target, *args = order["program"]
     worker.main([str(parent), kind, "merge", target, *args])
 

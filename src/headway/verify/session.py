@@ -21,7 +21,7 @@ _CLOCK_STEP = 1.1
 """Seconds between the starts of the first run and its repetition, so that seeds from the clock differ."""
 _MEASURED_UPDATES = 2
 """Number of updates whose memory is measured, equal to the number that `headway estimate --script` traces."""
-_ON_FIRST_SERVER = ("first", "reference", "several", "layout", "replayed", "reordered")
+_ON_SERVER_0 = ("baseline", "reference", "several", "layout", "replayed", "reordered")
 
 
 @dataclass(frozen=True)
@@ -127,16 +127,16 @@ class VerifySession:
         """
         options = self._options
         needs_repeat = options.needs_any("repeat", "resume")
-        first_run = self._start_run(self._make_request("first"), 1)
+        baseline_run = self._start_run(self._make_request("baseline"), 1)
         if needs_repeat:
             time.sleep(_CLOCK_STEP)
         repeat_run = self._start_run(
             replace(self._make_request("repeat"), saves_after=self._save_at, kills_after=self._kill_at, reverses_listings=True), 1
         ) if needs_repeat else None  # fmt: skip
-        first = first_run.result()
-        self._check_first(first)
+        baseline = baseline_run.result()
+        self._check_baseline(baseline)
         repeat = repeat_run.result() if repeat_run is not None else None
-        runs = RunSet(first, repeat, num_processes=options.num_processes, layout_name=options.layout_name)
+        runs = RunSet(baseline, repeat, num_processes=options.num_processes, layout_name=options.layout_name)
         runs.notes += [*options.notes]
         self._run_others(runs)
         return runs
@@ -147,17 +147,23 @@ class VerifySession:
         Args:
             runs: Records of the first run and its repetition. The other records are added.
         """
-        options, first, repeat = self._options, runs.first, runs.repeat
-        is_seeded = repeat is None or repeat.fact.get("initial") == first.fact.get("initial")
-        draws = bool(first.fact.get("drawn") or first.fact.get("num_dropped") or first.fact.get("num_dropouts"))
+        options, baseline, repeat = self._options, runs.baseline, runs.repeat
+        is_seeded = repeat is None or repeat.rank0_facts.get("initial_hashes") == baseline.rank0_facts.get(
+            "initial_hashes"
+        )
+        draws = bool(
+            baseline.rank0_facts.get("draw_lines")
+            or baseline.rank0_facts.get("num_dropout_calls")
+            or baseline.rank0_facts.get("num_dropout_rates")
+        )
         seed = -1 if is_seeded else _SEED
         base = replace(
             self._make_request("reference"),
             shares_draws=draws,
             seed=seed,
-            shares_order=bool(first.fact["orders_apart"]),
+            shares_order=bool(baseline.rank0_facts["uses_accelerate_rules"]),
         )
-        sizes = {number: about["batch_size"] for number, about in first.fact.get("loaders", {}).items()}
+        sizes = {number: about["batch_size"] for number, about in baseline.rank0_facts.get("loaders", {}).items()}
         split = replace(base, splits_batches=True, batch_sizes=sizes)
         waiting: dict[str, Future[RunRecord]] = {}
         compares = options.needs_any("processes", "layout", "samples", "learning")
@@ -171,10 +177,10 @@ class VerifySession:
             if compares:
                 waiting["reference"] = self._start_run(base, 1)
         else:
-            runs.reference = first
+            runs.reference = baseline
         if needs_order:
             waiting["reordered"] = self._start_run(replace(base, name="reordered", reverses_rows=True), 1)
-        if options.needs_any("resume") and repeat is not None and repeat.fact.get("saved"):
+        if options.needs_any("resume") and repeat is not None and repeat.rank0_facts.get("saves"):
             waiting["resumed"] = self._start_run(
                 self._request_continuation("resumed", repeat), 1, args=options.resume_args
             )
@@ -182,9 +188,9 @@ class VerifySession:
                 waiting["resumed_on_several"] = self._start_run(
                     self._request_continuation("resumed_on_several", repeat), n, args=options.resume_args
                 )
-        if options.needs_any("out_of_memory") and first.fact.get("microbatching"):
+        if options.needs_any("out_of_memory") and baseline.rank0_facts.get("replays_batches"):
             waiting["replayed"] = self._start_run(
-                replace(self._make_request("replayed"), fails_in=self._find_backward(first)), 1
+                replace(self._make_request("replayed"), fails_in=self._find_backward(baseline)), 1
             )
         if options.needs_any("memory"):
             waiting |= self._measure_memory()
@@ -226,13 +232,13 @@ class VerifySession:
             shutil.copytree(source, request.output, symlinks=True)
         return request
 
-    def _find_backward(self, first: RunRecord) -> int:
+    def _find_backward(self, baseline: RunRecord) -> int:
         """Return the number of a backward pass in the middle of the run, in which to inject an out-of-memory error.
 
         Args:
             first: Record of the single-process run.
         """
-        return max(2, int(first.fact.get("num_backwards", 2)) // 2 + 1)
+        return max(2, int(baseline.rank0_facts.get("num_backwards", 2)) // 2 + 1)
 
     def _start_run(
         self, request: RunRequest, num_processes: int, *, order: str = "", args: tuple[str, ...] = ()
@@ -262,7 +268,7 @@ class VerifySession:
             self._free -= size
         try:
             self._say(request.name)
-            server = self._servers[request.name not in _ON_FIRST_SERVER] if self._servers else None
+            server = self._servers[request.name not in _ON_SERVER_0] if self._servers else None
             running = self._launch_processes(order, request, server)
             return running.wait()
         finally:
@@ -285,7 +291,7 @@ class VerifySession:
             running.end()
         raise VerifyError("the verification has ended")
 
-    def _check_first(self, first: RunRecord) -> None:
+    def _check_baseline(self, baseline: RunRecord) -> None:
         """Raise an error unless the script's single-process run succeeded, created an Accelerator and made updates.
 
         Args:
@@ -294,40 +300,40 @@ class VerifySession:
         Raises:
             VerifyError: If the script fails, creates no Accelerator, or makes no update.
         """
-        tail = "\n".join(f"    {line}" for line in first.output.splitlines()[-25:]) or "    (it printed nothing)"
-        where = describe_stuck(read_stacks(Path(first.request.folder), 1))
+        tail = "\n".join(f"    {line}" for line in baseline.output.splitlines()[-25:]) or "    (it printed nothing)"
+        where = describe_stuck(read_stacks(Path(baseline.request.folder), 1))
         where = f"; {where}" if where else ""
         load, more = describe_load(), f"--time_limit {max(300, 2 * self._options.time_limit):.0f}"
         busy = f"{load[0].upper()}{load[1:]}. Wait until it is idle, or set {more}. " if load else ""
-        if first.code is None and not first.facts:
+        if baseline.code is None and not baseline.facts_by_rank:
             time_hint = busy or f"If it only needs more time, set {more}. "
             raise VerifyError(
-                f"the script created no Accelerator in {first.seconds:.0f} s{where}. {time_hint}"
+                f"the script created no Accelerator in {baseline.seconds:.0f} s{where}. {time_hint}"
                 "verify needs a script that trains with headway.Accelerator, with our Trainer, or under Accelerate's name "
                 f"(add --as accelerate) (docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
             )
-        if first.code is None or first.code == 70:
-            without_step = self._describe_missing_step(first)
+        if baseline.code is None or baseline.code == 70:
+            without_step = self._describe_missing_step(baseline)
             size_hint = f"{'Otherwise, give' if busy else 'Give'} it smaller data or a smaller model, or fewer updates (--updates 3)"
             raise VerifyError(
-                f"the script made {first.last_update} of {self._options.num_updates} updates in {first.seconds:.0f} s on one "
+                f"the script made {baseline.last_update} of {self._options.num_updates} updates in {baseline.seconds:.0f} s on one "
                 f"process{where}. {busy}"
                 + (f"{without_step}. " if without_step else f"{size_hint}{'' if busy else f', or more time ({more})'} ")
                 + f"(docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
             )
-        if first.code != 0:
+        if baseline.code != 0:
             raise VerifyError(
-                f"the script fails on one process (exit code {first.code}): {describe_failure(first)} "
+                f"the script fails on one process (exit code {baseline.code}): {describe_failure(baseline)} "
                 f"(docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
             )
-        if not first.facts:
+        if not baseline.facts_by_rank:
             raise VerifyError(
                 "the script ended without creating an Accelerator; verify needs a script that trains with headway.Accelerator, "
                 "with our Trainer, or under Accelerate's name (add --as accelerate) "
                 f"(docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
             )
-        if not first.first:
-            why = self._describe_missing_step(first) or (
+        if not baseline.rank0_updates:
+            why = self._describe_missing_step(baseline) or (
                 "verify counts optimizer.step() of a prepared optimizer after accelerator.backward(); give arguments with which "
                 f"the script trains for at least {self._options.num_updates} updates"
             )
@@ -336,14 +342,14 @@ class VerifySession:
                 f"(docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
             )
 
-    def _describe_missing_step(self, first: RunRecord) -> str:
+    def _describe_missing_step(self, baseline: RunRecord) -> str:
         """Return what the script lacks if it computed gradients but made no update; else "".
 
         Args:
             first: Record of the single-process run.
         """
-        num_backwards = int(first.fact.get("num_backwards", 0))
-        if not num_backwards or first.last_update:
+        num_backwards = int(baseline.rank0_facts.get("num_backwards", 0))
+        if not num_backwards or baseline.last_update:
             return ""
         times = "once" if num_backwards == 1 else f"{num_backwards} times"
         return (

@@ -18,8 +18,10 @@ import torch
 
 from headway.common import scope
 from headway.common.callsite import Frame, is_user_file, walk_stack
+from headway.verify.record_types import SourceFacts
 from headway.verify.source_scan import scan_sources
 
+# Names of the functions of Python's `time` and `random` and of `numpy.random` that are watched.
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 _RANDOM = ("random", "randint", "randrange", "choice", "choices", "sample", "shuffle", "uniform", "gauss")
 _NUMPY = (
@@ -42,22 +44,22 @@ class SourceWatch:
     """Record of the script's lines that create certain objects, or read values that can differ between runs.
 
     Attributes:
-        clocks: Names of functions that read the clock or create a UUID, by the script line that calls them.
-        unseeded: Generators that were created without a seed, by the script line that creates them.
-        draws: Names of functions that draw from Python's or numpy's global generator, by the script line that calls
-            them.
-        seeds: Seeds that the script passed to `random.seed`, directly or through `set_seed`, by the script line.
-        evaluations: "eval", by the script line that put a module into evaluation mode.
+        clock_lines: Names of functions that read the clock or create a UUID, by the script line that calls them.
+        unseeded_lines: Generators that were created without a seed, by the script line that creates them.
+        draw_lines: Names of functions that draw from Python's or numpy's global generator, by the script line that
+            calls them.
+        seed_lines: Seeds that the script passed to `random.seed`, directly or through `set_seed`, by the script line.
+        eval_lines: "eval", by the script line that put a module into evaluation mode.
     """
 
     def __init__(self) -> None:
-        self.clocks: dict[str, str] = {}
-        self.unseeded: dict[str, str] = {}
-        self.draws: dict[str, str] = {}
-        self.seeds: dict[str, str] = {}
-        self.evaluations: dict[str, str] = {}
+        self.clock_lines: dict[str, str] = {}
+        self.unseeded_lines: dict[str, str] = {}
+        self.draw_lines: dict[str, str] = {}
+        self.seed_lines: dict[str, str] = {}
+        self.eval_lines: dict[str, str] = {}
         self._suspects: dict[str, dict[str, str]] | None = None
-        self._births: dict[int, tuple[Any, str]] = {}
+        self._creations: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._is_installed = False
 
     def install_watches(self) -> None:
@@ -66,44 +68,42 @@ class SourceWatch:
             return
         self._is_installed = True
         for name in _CLOCKS:
-            self._watch_function(time, name, self.clocks, f"time.{name}")
+            self._watch_function(time, name, self.clock_lines, f"time.{name}")
         for name in _RANDOM:
-            self._watch_function(random, name, self.draws, f"random.{name}")
+            self._watch_function(random, name, self.draw_lines, f"random.{name}")
         for name in _NUMPY:
-            self._watch_function(numpy.random, name, self.draws, f"numpy.random.{name}")
+            self._watch_function(numpy.random, name, self.draw_lines, f"numpy.random.{name}")
         self._watch_function(
-            uuid, "uuid4", self.clocks, "uuid.uuid4"
-        )  # weak evidence, as clocks are: file names often have one
-        self._watch_function(torch.nn.Module, "eval", self.evaluations, "eval")
-        self._watch_generators()
-        self._watch_own_generators()
+            uuid, "uuid4", self.clock_lines, "uuid.uuid4"
+        )  # like a clock, a UUID is weak evidence, because file names often contain one
+        self._watch_function(torch.nn.Module, "eval", self.eval_lines, "eval")
+        self._watch_default_rng()
+        self._watch_random_objects()
         self._watch_seed()
         self._watch_creation(torch.optim.Optimizer)
         self._watch_creation(torch.utils.data.DataLoader)
         self._watch_creation(torch.nn.Module)
 
-    def get_birth(self, thing: Any) -> str:
+    def get_creation_line(self, created: Any) -> str:
         """Return the line of the script that created an object, or "" if it is unknown.
 
         Args:
-            thing: Optimizer, loader or module.
+            created: Optimizer, loader or module.
         """
-        reference, line = self._births.get(id(thing), (None, ""))
-        return line if reference is not None and reference() is thing else ""
+        reference, line = self._creations.get(id(created), (None, ""))
+        # The `id` of an object that no longer exists can belong to another object.
+        return line if reference is not None and reference() is created else ""
 
-    def list_facts(self) -> dict[str, Any]:
-        """Return a dict of `clocks`, `unseeded`, `draws`, `seeds` and `evaluations`, for the run's record.
-
-        The entry "suspects" contains calls that were only found in the source of the script.
-        """
+    def list_facts(self) -> SourceFacts:
+        """Return the recorded lines, and calls that were only found in the source of the script ("suspects")."""
         if self._suspects is None:
             self._suspects = scan_sources()
         return {
-            "clocks": self.clocks,
-            "unseeded": self.unseeded,
-            "draws": self.draws,
-            "seeds": self.seeds,
-            "evaluations": self.evaluations,
+            "clock_lines": self.clock_lines,
+            "unseeded_lines": self.unseeded_lines,
+            "global_draw_lines": self.draw_lines,
+            "seed_lines": self.seed_lines,
+            "eval_lines": self.eval_lines,
             "suspects": self._suspects,
         }
 
@@ -119,31 +119,29 @@ class SourceWatch:
 
         setattr(module, name, call_and_record)
 
-    def _watch_generators(self) -> None:
-        """Record NumPy random generators that `default_rng` creates without a seed."""
-        for name in ("default_rng", "RandomState"):
-            original = getattr(numpy.random, name)
-            if isinstance(original, type):
-                continue  # a function must not replace a class
-            self._watch_unseeded(numpy.random, name, original)
+    def _watch_default_rng(self) -> None:
+        """Record NumPy random generators that `default_rng` creates without a seed.
 
-    def _watch_unseeded(self, module: Any, name: str, original: Callable[..., Any]) -> None:
+        `RandomState` cannot be replaced by a function, because it is a class. `scan_sources` searches for it instead.
+        """
+        original: Callable[..., Any] = numpy.random.default_rng
+
         @wraps(original)
         def create_and_record(seed: Any = None, *args: Any, **kwargs: Any) -> Any:
             if seed is None:
-                _record_line(self.unseeded, f"{name}()")
+                _record_line(self.unseeded_lines, "default_rng()")
             return original(seed, *args, **kwargs)
 
-        setattr(module, name, create_and_record)
+        numpy.random.default_rng = create_and_record
 
-    def _watch_own_generators(self) -> None:
+    def _watch_random_objects(self) -> None:
         """Record `random.Random` objects that are created without a seed."""
         original = random.Random.__init__
 
         @wraps(original)
         def create_and_record(created: Any, x: Any = None) -> None:
             if x is None:
-                _record_line(self.unseeded, f"{type(created).__name__}()")
+                _record_line(self.unseeded_lines, f"{type(created).__name__}()")
             original(created, x)
 
         random.Random.__init__ = create_and_record  # type: ignore[method-assign, assignment]
@@ -154,22 +152,22 @@ class SourceWatch:
         @wraps(original)
         def seed_and_record(a: Any = None, *args: Any, **kwargs: Any) -> None:
             line = _find_caller()
-            if line and line not in self.seeds and len(self.seeds) < _MOST_LINES:
-                self.seeds[line] = repr(a)
+            if line and line not in self.seed_lines and len(self.seed_lines) < _MOST_LINES:
+                self.seed_lines[line] = repr(a)
             original(a, *args, **kwargs)
 
         random.seed = seed_and_record
 
     def _watch_creation(self, kind: type) -> None:
         original = kind.__init__  # type: ignore[misc]
-        births = self._births
+        creations = self._creations
 
         @wraps(original)
         def create_and_record(created: Any, *args: Any, **kwargs: Any) -> None:
             original(created, *args, **kwargs)
             line = _find_caller()
             if line:
-                births[id(created)] = (weakref.ref(created), line)
+                creations[id(created)] = (weakref.ref(created), line)
 
         kind.__init__ = create_and_record  # type: ignore[misc]
 
@@ -200,6 +198,6 @@ def _record_line(lines: dict[str, str], title: str) -> None:
         lines.setdefault(str(Frame.from_frame(frame)), title)
 
 
-def watch_sources() -> SourceWatch:
+def get_source_watch() -> SourceWatch:
     """Return this process's `SourceWatch`."""
     return scope.get_or_create(SourceWatch)

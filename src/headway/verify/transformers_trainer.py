@@ -11,16 +11,19 @@ from headway.verify.request import RunRequest, redirect_path
 
 
 class _Recorder(Protocol):
-    def note_save(self, folder: str) -> None: ...
+    """Recorder to which saves and loads are reported. `RunRecorder` implements it."""
 
-    def note_load(self, num_updates: int, folder: str) -> None: ...
+    def record_save(self, folder: str) -> None: ...
+
+    def record_load(self, num_updates: int, folder: str) -> None: ...
 
 
 def watch_transformers_trainer(recorder: _Recorder, request: RunRequest) -> None:
     """Add a callback to each Trainer of transformers that this process creates from now on.
 
-    Do nothing if the script has not imported this Trainer. The function can be called when the Trainer's Accelerator is
-    created, because the Trainer reads its list of default callbacks later.
+    The callback saves a checkpoint if the request asks for one, reports each save and load, and redirects an absolute
+    output folder to the scratch folder. Do nothing if the script has not imported this Trainer. The function can be
+    called when the Trainer's Accelerator is created, because the Trainer reads its list of default callbacks later.
 
     Args:
         recorder: Recorder of the run.
@@ -40,13 +43,13 @@ def watch_transformers_trainer(recorder: _Recorder, request: RunRequest) -> None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step:
-                recorder.note_load(state.global_step, args.output_dir)
+                recorder.record_load(state.global_step, args.output_dir)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if request.saves_after and state.global_step == request.saves_after:
                 control.should_save = True
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            recorder.note_save(args.output_dir)
+            recorder.record_save(args.output_dir)
 
     module.DEFAULT_CALLBACKS = [*module.DEFAULT_CALLBACKS, CheckpointCallback]

@@ -51,16 +51,16 @@ class RunSet:
     """Records of all runs of the user's script. A run that was not needed or could not be made is None.
 
     Attributes:
-        first: Plain single-process run.
-        repeat: Repetition of `first` with reversed folder listings. It saves a checkpoint and is killed later.
-        reference: Single-process run with which runs on several processes are compared. It is `first` itself unless
+        baseline: Plain single-process run.
+        repeat: Repetition of `baseline` with reversed folder listings. It saves a checkpoint and is killed later.
+        reference: Single-process run with which runs on several processes are compared. It is `baseline` itself unless
             the seed, the order of samples or random draws must be made independent of the number of processes.
         reordered: Repetition of `reference` with the rows of each batch reversed.
         several: Run on several processes with the global batch of `reference`.
         layout: Run on several processes under the layout that was given on the command line.
         resumed: Single-process run that continues `repeat` from its checkpoint.
         resumed_on_several: Run on several processes that continues `repeat` from its checkpoint.
-        replayed: Repetition of `first` with one injected out-of-memory error.
+        replayed: Repetition of `baseline` with one injected out-of-memory error.
         probed: Run of one update in which the model is tested for leaks between parts of a batch.
         measured: Run of two updates that measures the peak memory of tensors.
         forecast: Forecast of memory on the device of the runs.
@@ -70,7 +70,7 @@ class RunSet:
         notes: Remarks for the user, such as which device was used.
     """
 
-    first: RunRecord
+    baseline: RunRecord
     repeat: RunRecord | None = None
     reference: RunRecord | None = None
     reordered: RunRecord | None = None
@@ -129,9 +129,3 @@ def _looks_like_error(line: str) -> bool:
         and " " not in head
         and head.rpartition(".")[2].endswith(("Error", "Exception", "Failed", "Interrupt"))
     )
-
-
-def join(names: tuple[str, ...] | list[str], most: int = 3) -> str:
-    """Return names separated by commas. Names after the first `most` are only counted."""
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -14,14 +14,14 @@ def make_update(number: int, rows: tuple[str, ...] = (), **changes: Any) -> Upda
     """Return an update that trained on some rows."""
     given: dict[str, Any] = {
         "number": number,
-        "batches": [{"loader": 0, "rows": list(rows), "loose": list(rows), "indices": []}],
+        "batches": [{"loader": 0, "row_hashes": list(rows), "unpadded_hashes": list(rows), "indices": []}],
         "losses": [1.0 / number],
-        "norms": dict.fromkeys(NAMES, 1.0),
-        "hashes": {name: f"{name} {number}" for name in NAMES},
-        "buffers": {},
-        "rates": [0.1],
+        "gradient_norms": dict.fromkeys(NAMES, 1.0),
+        "parameter_hashes": {name: f"{name} {number}" for name in NAMES},
+        "buffer_hashes": {},
+        "learning_rates": [0.1],
         "seconds": 1.0,
-        "memory": 1000,
+        "peak_bytes": 1000,
     }
     return UpdateRecord(**{**given, **changes})
 
@@ -50,14 +50,20 @@ def make_record(
     record = RunRecord(request, num_ranks, code, "")
     size = 8 // num_ranks
     for rank in range(num_ranks):
-        about = {"rank": rank, "shard": [rank, num_ranks], "end": "enough", "loaders": {}, "trainable": list(NAMES)}
-        about["initial"] = {name: f"{name} 0" for name in NAMES}
-        record.facts.append({**about, **(facts or {})})
+        about = {
+            "rank": rank,
+            "data_shard_index": rank,
+            "end_reason": "enough",
+            "loaders": {},
+            "trainable_parameters": list(NAMES),
+        }
+        about["initial_hashes"] = {name: f"{name} 0" for name in NAMES}
+        record.facts_by_rank.append({**about, **(facts or {})})
         updates = {}
         for number in range(1, num_updates + 1):
             rows = tuple(f"row {8 * number + rank * size + each}" for each in range(size))
             updates[number] = make_update(number, rows, **(changes or {}).get(number, {}))
-        record.updates.append(updates)
+        record.updates_by_rank.append(updates)
     source, errors = numpy.random.default_rng(0), numpy.random.default_rng(1)
     known: dict[int, dict[str, Any]] = {}
     for number in range(num_updates + 1):
@@ -67,6 +73,6 @@ def make_record(
             arrays[f"g:{name}"] = scale * gradient * (1 + noise * errors.normal(size=20))
             arrays[f"p:{name}"] = value + bool(number) * noise * errors.normal(size=20)
         known[number] = arrays
-    record.__dict__["_known"] = known
+    record.__dict__["_arrays_by_update"] = known
     record.__dict__["start"] = known[0]
     return record

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from headway.verify.blame import Blame, blame_parts, blame_repeat
-from headway.verify.calls import CallTrace
+from headway.verify.blame import Blame, blame_repeat
+from headway.verify.calls import CallTrace, ModelNames
 from headway.verify.causes import explain_parts, explain_repeat
 from headway.verify.draws import SharedDraws
+from headway.verify.part_blame import blame_parts
 
 Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """Function of the rows, their labels and the number of the part."""
@@ -25,17 +26,24 @@ OTHERS = [nn.Linear(6, 3), nn.Linear(6, 3)]
 CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 2.0])
 
 
+class Names(ModelNames):
+    """Names of the parameters of `MODEL`."""
+
+    def map_tensors(self) -> tuple[dict[int, str], dict[int, str]]:
+        return {id(p): name for name, p in MODEL.named_parameters()}, {}
+
+
 def record(folder: Path, loss: Loss, parts: list[slice], weight: float | None = None) -> list[list[dict[str, Any]]]:
     """Record the calls of a loss on parts of the rows, like one process and several ranks."""
     records = []
     for number, part in enumerate(parts):
         path = folder / f"trace{len(list(folder.iterdir()))}.jsonl"
-        trace = CallTrace(path, lambda: ({id(p): name for name, p in MODEL.named_parameters()}, {}))
+        trace = CallTrace(path, Names())
         with SharedDraws(False, False, lambda: None, trace):
             rows, labels = ROWS[part], LABELS[part]
             trace.begin_batch(len(rows))
             value = loss(rows, labels, number)
-            trace.close(value, None if weight is None else float((labels != 2).sum()), "mean")
+            trace.write_loss(value, None if weight is None else float((labels != 2).sum()), "mean")
         records.append([json.loads(line) for line in path.read_text().splitlines()])
     return records
 

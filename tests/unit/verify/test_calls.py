@@ -7,37 +7,36 @@ import pytest
 import torch
 from torch import nn
 
-from headway.verify.calls import CallTrace, TensorPlaces
+from headway.verify.calls import CallTrace, ModelNames
 from headway.verify.draws import SharedDraws
 from tests.unit.verify.test_blame import find_code
 
 
-class Places(TensorPlaces):
-    """Places of the tensors of one model."""
+class Names(ModelNames):
+    """Names of the parameters of one model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def list_modules(self) -> dict[int, str]:
+    def map_tensors(self) -> tuple[dict[int, str], dict[int, str]]:
+        named = dict(self.model.named_parameters())
+        return (
+            {id(p): name for name, p in named.items()},
+            {p.untyped_storage().data_ptr(): name for name, p in named.items()},
+        )
+
+    def map_modules(self) -> dict[int, str]:
         return {id(each): name for name, each in self.model.named_modules()}
 
-    def list_gradients(self) -> dict[int, str]:
+    def map_gradients(self) -> dict[int, str]:
         named = self.model.named_parameters()
         return {p.grad.untyped_storage().data_ptr(): name for name, p in named if p.grad is not None}
 
 
 def make_trace(folder: Path, model: nn.Module) -> CallTrace:
     """Return a trace that knows the parameters of a model, like that of a run."""
-
-    def list_names() -> tuple[dict[int, str], dict[int, str]]:
-        named = dict(model.named_parameters())
-        return (
-            {id(p): name for name, p in named.items()},
-            {p.untyped_storage().data_ptr(): name for name, p in named.items()},
-        )
-
-    return CallTrace(folder / "trace.jsonl", list_names, Places(model))
+    return CallTrace(folder / "trace.jsonl", Names(model))
 
 
 def scale_in_place(model: nn.Module) -> None:
@@ -68,13 +67,13 @@ def test_line_that_changes_gradients_is_recorded(tmp_path: Path, change: Any, co
     with SharedDraws(False, False, lambda: None, trace):
         trace.begin_batch(4)
         loss = model(torch.ones(4, 3)).mean()
-        trace.close(loss, None, "mean")
+        trace.write_loss(loss, None, "mean")
         loss.backward()
-        trace.resume()
+        trace.resume_recording()
         change(model)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         model.zero_grad(set_to_none=False)
-    lines = trace.take_written()["gradient_lines"]
+    lines = trace.take_lines()["gradient_lines"]
     assert list(lines.values()) == ([[1]] if code else [])
     assert all(code in find_code(line, __file__) for line in lines)
 
@@ -82,9 +81,9 @@ def test_line_that_changes_gradients_is_recorded(tmp_path: Path, change: Any, co
 def test_parameter_replaced_in_forward_keeps_its_name(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 2))
     trace = make_trace(tmp_path, model)
-    trace.learn_names()
+    trace.update_names()
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())  # like FSDP during forward
     with SharedDraws(False, False, lambda: None, trace):
         trace.begin_batch(4)
-        trace.close(model(torch.ones(4, 3)).mean(), None, "mean")
-    assert '"own": "0.weight"' in (tmp_path / "trace.jsonl").read_text()
+        trace.write_loss(model(torch.ones(4, 3)).mean(), None, "mean")
+    assert '"model_tensor": "0.weight"' in (tmp_path / "trace.jsonl").read_text()

@@ -18,7 +18,7 @@ def test_compiled_functions_run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> N
     eager = EagerCalls()
     eager.install_for(RunRequest("measured", "", "", measures_tensors=True))
     assert not eager.is_used
-    eager.install_for(RunRequest("first", "", ""))
+    eager.install_for(RunRequest("baseline", "", ""))
     seen = []
 
     @torch.compile(fullgraph=True, backend="eager")
@@ -54,7 +54,7 @@ def test_only_compilation_by_the_script_is_noted(
 ) -> None:
     monkeypatch.setattr(torch, "compile", torch.compile)
     calls = EagerCalls()
-    calls.install_for(RunRequest("first", str(tmp_path), str(tmp_path / "output")))
+    calls.install_for(RunRequest("baseline", str(tmp_path), str(tmp_path / "output")))
     calls.is_used = False  # another test may have imported torch._dynamo, after which the past is unknown
     folder = Path(torch.__file__).parents[1] if is_library else tmp_path
     spec = ModuleSpec("compiling", _Source("compiling", str(folder / "compiling.py")), origin="made")

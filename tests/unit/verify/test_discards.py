@@ -35,11 +35,11 @@ def test_gradients_used_by_no_step_are_found(
 ) -> None:
     watch, optimizer, model = make_watched()
     model(torch.ones(4, 3)).mean().backward()
-    assert watch.note_backward(batches[0], loss) == []
+    assert watch.record_backward(batches[0], loss) == []
     if steps:
         watch.forget_backwards()
     optimizer.zero_grad()
-    found = watch.note_backward(batches[1], 1.0)
+    found = watch.record_backward(batches[1], 1.0)
     assert bool(found) == is_found
     assert all("optimizer.zero_grad()" in find_code(line, __file__) for line in found)
 
@@ -49,6 +49,6 @@ def test_several_optimizers_are_not_watched() -> None:
     watch = DiscardWatch()
     watch.watch_optimizer([one, one])
     model(torch.ones(4, 3)).mean().backward()
-    watch.note_backward(1, 1.0)
+    watch.record_backward(1, 1.0)
     one.zero_grad()
-    assert watch.note_backward(2, 1.0) == []
+    assert watch.record_backward(2, 1.0) == []

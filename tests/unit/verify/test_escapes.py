@@ -27,7 +27,7 @@ def test_link_to_the_users_folder_does_not_hide_a_write(tmp_path, monkeypatch):
     (home / "large.bin").write_bytes(bytes(_COPIED_BYTES + 1))
     (home / "runs").mkdir()
     monkeypatch.chdir(home)
-    request = RunRequest(name="first", folder=str(scratch / "records"), output=str(scratch / "output"))
+    request = RunRequest(name="baseline", folder=str(scratch / "records"), output=str(scratch / "output"))
     mirror_working_folder(request)
     folder = get_working_folder(request)
     assert not (folder / "runs").exists()

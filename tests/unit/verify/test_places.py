@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from headway.verify.alive_tensors import measure_alive_tensors
 from headway.verify.calls import CallTrace
 from headway.verify.draws import SharedDraws
 from headway.verify.probes import LeakProbe
+from headway.verify.rate_watch import RateWatch
 from headway.verify.readings import list_generators, list_versions
-from headway.verify.watches import GraphSizes, OtherModules, RateWatch
+from headway.verify.unprepared_models import UnpreparedModels
 
 
 def find_code(line: str) -> str:
@@ -47,26 +49,26 @@ class Attention(nn.Module):
 
 def probe(model: nn.Module, given: torch.Tensor, batch: Any) -> LeakProbe:
     found = LeakProbe(model, (given,), {}, batch)
-    found.run()
+    found.test_model()
     return found
 
 
 def test_call_that_mixes_rows_is_named() -> None:
     parts = torch.randn(6, 5, 4)
-    (finding,) = probe(Pooling(), parts, (parts,)).findings
-    assert finding["leaks"]
-    assert "softmax() at " in finding["where"]
-    assert "softmax(dim=0)" in find_code(finding["where"])
+    (finding,) = probe(Pooling(), parts, (parts,)).entries
+    assert finding["is_leak"]
+    assert "softmax() at " in finding["description"]
+    assert "softmax(dim=0)" in find_code(finding["description"])
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_call_that_uses_later_tokens_is_named(is_causal: bool) -> None:
     tokens = torch.randint(0, 16, (4, 13))
-    findings = probe(Attention(is_causal), tokens[:, :-1], (tokens,)).findings
+    findings = probe(Attention(is_causal), tokens[:, :-1], (tokens,)).entries
     future = next(each for each in findings if each["kind"] == "future")
-    assert future["leaks"] == (not is_causal)
+    assert future["is_leak"] == (not is_causal)
     if not is_causal:
-        assert "scaled_dot_product_attention" in find_code(future["where"])
+        assert "scaled_dot_product_attention" in find_code(future["description"])
 
 
 class AttentionByHand(nn.Module):
@@ -89,12 +91,12 @@ class AttentionByHand(nn.Module):
 def test_wrong_mask_is_named_rather_than_the_scores_before_it(first_hidden: int) -> None:
     torch.manual_seed(0)  # in 2 of 100 random models, the probe still names the scores, and in 5 no place
     tokens = torch.randint(0, 16, (4, 13))
-    findings = probe(AttentionByHand(first_hidden), tokens[:, :-1], (tokens,)).findings
+    findings = probe(AttentionByHand(first_hidden), tokens[:, :-1], (tokens,)).entries
     future = next(each for each in findings if each["kind"] == "future")
-    assert future["leaks"] == (first_hidden == 2)
+    assert future["is_leak"] == (first_hidden == 2)
     if first_hidden == 2:
-        assert "softmax() at " in future["where"]
-        assert "masked_fill(hidden" in find_code(future["where"])
+        assert "softmax() at " in future["description"]
+        assert "masked_fill(hidden" in find_code(future["description"])
 
 
 class Scale(nn.Module):
@@ -114,7 +116,7 @@ class Scale(nn.Module):
 @pytest.mark.parametrize(("kind", "changing"), [("always", ["scale"]), ("training", []), ("cache", [])])
 def test_only_a_saved_buffer_that_evaluation_changes_is_reported(kind: str, changing: list[str]) -> None:
     model, rows = Scale(kind), torch.randn(3, 4)
-    assert probe(model, rows, (rows,)).changing == changing
+    assert probe(model, rows, (rows,)).changed_buffers == changing
     assert torch.equal(model.scale, torch.ones(4))
 
 
@@ -141,7 +143,7 @@ def test_lines_that_set_a_learning_rate_are_recorded() -> None:
 
 def test_tensors_that_stay_alive_are_measured_with_their_graphs(tmp_path: Path) -> None:
     model, rows, kept = nn.Linear(4, 100), torch.randn(50, 4), []
-    trace = CallTrace(tmp_path / "trace.jsonl", lambda: ({}, {}))
+    trace = CallTrace(tmp_path / "trace.jsonl")
     with SharedDraws(False, False, lambda: None, trace):
         for update in range(1, 5):
             trace.update = update
@@ -152,24 +154,24 @@ def test_tensors_that_stay_alive_are_measured_with_their_graphs(tmp_path: Path) 
             outputs.square().mean().backward()
             kept.append(outputs)
     known = [p.untyped_storage().data_ptr() for p in model.parameters()]
-    lines = GraphSizes(trace.list_alive(4), known).list_lines()
-    graphs = {find_code(each["line"]).partition("# ")[2]: each for each in lines if each["graph"]}
+    lines = measure_alive_tensors(trace.list_alive_results(4), known)
+    graphs = {find_code(each["line"]).partition("# ")[2]: each for each in lines if each["graph_bytes"]}
     assert set(graphs) == {"kept", "its graph is freed"}
     for about in graphs.values():
         assert about["updates"] == [1, 2, 3]
-        assert 3 * 50 * 100 * 4 <= about["graph"] < 3 * 50 * 100 * 4 * 1.5
+        assert 3 * 50 * 100 * 4 <= about["graph_bytes"] < 3 * 50 * 100 * 4 * 1.5
 
 
 def test_model_that_was_not_prepared_is_found() -> None:
     prepared = nn.Sequential(nn.Linear(2, 2))
     average = torch.optim.swa_utils.AveragedModel(prepared)
-    others = OtherModules()
+    others = UnpreparedModels()
     others.find_models([prepared])
-    before = others.hash_all()
+    before = others.hash_parameters()
     assert any("AveragedModel" in name for name in before)
     with torch.no_grad():
         next(average.parameters()).add_(1.0)
-    changed = [name for name, value in others.hash_all().items() if before[name] != value]
+    changed = [name for name, value in others.hash_parameters().items() if before[name] != value]
     assert len(changed) == 1
     assert "AveragedModel" in changed[0]
 

@@ -13,14 +13,14 @@ from tests.unit.verify.made_records import NAMES, make_record, make_update
 
 def make_runs(**changes) -> RunSet:
     """Return correct runs, apart from the changes."""
-    first = make_record()
+    baseline = make_record()
     given = {
         "repeat": make_record(),
-        "reference": first,
+        "reference": baseline,
         "several": make_record(num_ranks=2),
         "reordered": make_record(noise=1e-7),
     }
-    return RunSet(**{"first": first, **given, **changes})
+    return RunSet(**{"baseline": baseline, **given, **changes})
 
 
 def test_command_line_knows_every_proof():
@@ -48,7 +48,7 @@ def test_gradients_that_are_twice_as_large_are_named():
 def test_first_parameter_that_differs_is_named():
     several = make_record(num_ranks=2)
     several.gradients(3)
-    several.__dict__["_known"][3]["g:last.weight"] *= 1.5
+    several.__dict__["_arrays_by_update"][3]["g:last.weight"] *= 1.5
     verdict = PROOFS["processes"](make_runs(several=several))
     assert verdict.status == "FAIL"
     assert "first parameter: last.weight" in verdict.details
@@ -56,27 +56,27 @@ def test_first_parameter_that_differs_is_named():
 
 
 def test_batch_norm_without_synchronization_is_the_cause():
-    several = make_record(num_ranks=2, noise=0.1, facts={"norms": ["1"]})
+    several = make_record(num_ranks=2, noise=0.1, facts={"batch_norms": ["1"]})
     assert "BatchNorm" in PROOFS["processes"](make_runs(several=several)).reason
 
 
 def test_random_numbers_of_each_rank_are_not_checked():
-    several = make_record(num_ranks=2, noise=0.1, facts={"unshared": {"train.py:3": "multinomial"}})
+    several = make_record(num_ranks=2, noise=0.1, facts={"unshared_draw_lines": {"train.py:3": "multinomial"}})
     verdict = PROOFS["processes"](make_runs(several=several))
     assert verdict.status == "NOT CHECKED"
     assert "multinomial() at train.py:3" in verdict.reason
 
 
 def test_learning_rate_that_differs_is_named():
-    several = make_record(num_ranks=2, changes={1: {"rates": [0.2]}})
+    several = make_record(num_ranks=2, changes={1: {"learning_rates": [0.2]}})
     for name in NAMES:
-        several.__dict__["_known"][1][f"p:{name}"] += 0.5
+        several.__dict__["_arrays_by_update"][1][f"p:{name}"] += 0.5
     assert "the learning rate is 0.2, and 0.1 on one process" in PROOFS["processes"](make_runs(several=several)).reason
 
 
 def test_replicas_that_differ_are_named():
     several = make_record(num_ranks=2)
-    several.updates[1][2].hashes["first.bias"] = "other"
+    several.updates_by_rank[1][2].parameter_hashes["first.bias"] = "other"
     verdict = PROOFS["processes"](make_runs(several=several))
     assert verdict.reason == "update 2: first.bias differs between rank 0 and rank 1"
 
@@ -94,7 +94,7 @@ def test_failed_run_shows_its_error():
 
 def test_ranks_with_the_same_samples_fail():
     several = make_record(num_ranks=2)
-    for updates in several.updates:
+    for updates in several.updates_by_rank:
         for number in updates:
             updates[number] = make_update(number, tuple(f"row {8 * number + each}" for each in range(8)))
     verdict = PROOFS["samples"](make_runs(several=several))
@@ -104,8 +104,8 @@ def test_ranks_with_the_same_samples_fail():
 
 def test_missing_and_repeated_samples_are_counted():
     several = make_record(num_ranks=2)
-    several.updates[1][2].batches[0]["rows"][0] = "row 8"
-    several.updates[1][2].batches[0]["loose"][0] = "row 8"
+    several.updates_by_rank[1][2].batches[0]["row_hashes"][0] = "row 8"
+    several.updates_by_rank[1][2].batches[0]["unpadded_hashes"][0] = "row 8"
     verdict = PROOFS["samples"](make_runs(several=several))
     assert verdict.status == "FAIL"
     assert "1 samples are missing and 1 are others or repeated" in verdict.reason
@@ -115,21 +115,21 @@ def test_missing_and_repeated_samples_are_counted():
 @pytest.mark.parametrize("empty", [(), (1,), (1, 2)])
 def test_workers_that_yield_the_whole_stream_are_found_after_updates_without_batches(empty):
     def make_batches(number):
-        each = {"loader": 0, "rows": [f"row {number}"], "loose": [f"row {number}"], "indices": []}
+        each = {"loader": 0, "row_hashes": [f"row {number}"], "unpadded_hashes": [f"row {number}"], "indices": []}
         return {"batches": [] if number in empty else [each, each]}
 
     facts = {"loaders": {"0": {"workers": 2, "dataset": "Stream", "line": "train.py:9"}}}
-    first = make_record(facts=facts, changes={number: make_batches(number) for number in range(1, 5)})
-    verdict = PROOFS["samples"](make_runs(first=first))
+    baseline = make_record(facts=facts, changes={number: make_batches(number) for number in range(1, 5)})
+    verdict = PROOFS["samples"](make_runs(baseline=baseline))
     assert verdict.status == "FAIL"
     assert "each of 2 workers yields the whole stream Stream" in verdict.reason
 
 
 def test_samples_with_other_padding_pass():
     several = make_record(num_ranks=2)
-    for updates in several.updates:
+    for updates in several.updates_by_rank:
         for update in updates.values():
-            update.batches[0]["rows"] = [f"padded {row}" for row in update.batches[0]["rows"]]
+            update.batches[0]["row_hashes"] = [f"padded {row}" for row in update.batches[0]["row_hashes"]]
     assert PROOFS["samples"](make_runs(several=several)).status == "PASS"
 
 
@@ -138,28 +138,31 @@ def test_samples_with_other_padding_pass():
 
 def test_numbers_that_are_nan_in_both_runs_are_equal():
     # Each record has NaN objects of its own, as records that are read from files do.
-    first, again, resumed = (
-        {3: {"losses": [float("nan")], "norms": dict.fromkeys(NAMES, float("nan"))}} for _ in range(3)
+    baseline, again, resumed = (
+        {3: {"losses": [float("nan")], "gradient_norms": dict.fromkeys(NAMES, float("nan"))}} for _ in range(3)
     )
-    runs = make_runs(first=make_record(changes=first), repeat=make_record(changes=again))
+    runs = make_runs(baseline=make_record(changes=baseline), repeat=make_record(changes=again))
     assert PROOFS["repeat"](runs).status == "PASS"
     runs = make_resumed(changes=resumed)
-    runs.first = make_record(changes=first)
+    runs.baseline = make_record(changes=baseline)
     assert PROOFS["resume"](runs).status == "PASS"
 
 
 def test_unseeded_generator_is_named():
-    repeat = make_record(facts={"seeds_at_start": {"torch": "a", "random": "c"}}, changes={1: {"losses": [7.0]}})
-    first = make_record(facts={"seeds_at_start": {"torch": "a", "random": "b"}})
-    verdict = PROOFS["repeat"](make_runs(first=first, repeat=repeat))
+    repeat = make_record(facts={"generator_hashes": {"torch": "a", "random": "c"}}, changes={1: {"losses": [7.0]}})
+    baseline = make_record(facts={"generator_hashes": {"torch": "a", "random": "b"}})
+    verdict = PROOFS["repeat"](make_runs(baseline=baseline, repeat=repeat))
     assert verdict.status == "FAIL"
     assert "the generator of random starts from another seed in each run" in verdict.details
 
 
 def make_resumed(**changes):
-    resumed = make_record(facts={"loaded": [[2, ""]], "initial": {name: f"{name} 2" for name in NAMES}}, **changes)
-    del resumed.first[1], resumed.first[2]
-    return make_runs(repeat=make_record(facts={"saved": [[2, ""]]}), resumed=resumed)
+    resumed = make_record(
+        facts={"loads": [{"update": 2, "folder": ""}], "initial_hashes": {name: f"{name} 2" for name in NAMES}},
+        **changes,
+    )
+    del resumed.rank0_updates[1], resumed.rank0_updates[2]
+    return make_runs(repeat=make_record(facts={"saves": [{"update": 2, "folder": ""}]}), resumed=resumed)
 
 
 def test_exact_resume_passes():
@@ -170,12 +173,15 @@ def test_exact_resume_passes():
     ("changes", "reason"),
     [
         ({3: {"losses": [9.0]}}, "update 3, the first after the resume: the loss is 9 instead of"),
-        ({3: {"rates": [0.5], "hashes": {"first.weight": "x"}}}, "the learning rate is 0.5 instead of 0.1"),
         (
-            {4: {"hashes": {"first.weight": "x"}}},
+            {3: {"learning_rates": [0.5], "parameter_hashes": {"first.weight": "x"}}},
+            "the learning rate is 0.5 instead of 0.1",
+        ),
+        (
+            {4: {"parameter_hashes": {"first.weight": "x"}}},
             "update 4, the second after the resume: first.weight differs after the step",
         ),
-        ({3: {"batches": [{"loader": 0, "rows": ["row 8"]}]}}, "the resumed run trains on other samples"),
+        ({3: {"batches": [{"loader": 0, "row_hashes": ["row 8"]}]}}, "the resumed run trains on other samples"),
     ],
 )
 def test_inexact_resume_names_the_difference(changes, reason):
@@ -185,7 +191,7 @@ def test_inexact_resume_names_the_difference(changes, reason):
 
 
 def test_script_that_loads_nothing_is_not_checked():
-    runs = make_runs(repeat=make_record(facts={"saved": [[2, ""]]}), resumed=make_record())
+    runs = make_runs(repeat=make_record(facts={"saves": [{"update": 2, "folder": ""}]}), resumed=make_record())
     assert PROOFS["resume"](runs).status == "NOT CHECKED"
 
 
@@ -196,32 +202,36 @@ def test_script_that_loads_nothing_is_not_checked():
     ("facts", "changes", "reason"),
     [
         (
-            {"in_optimizer": ["first.weight", "first.bias"]},
+            {"optimized_parameters": ["first.weight", "first.bias"]},
             {},
             "last.weight is trainable, but belongs to no prepared optimizer",
         ),
-        ({}, {"norms": {"first.weight": 1.0, "first.bias": 1.0}}, "last.weight got no gradient in 4 updates"),
-        ({}, {"norms": dict.fromkeys(NAMES, math.nan)}, "update 1: the gradient of first.weight, first.bias"),
+        ({}, {"gradient_norms": {"first.weight": 1.0, "first.bias": 1.0}}, "last.weight got no gradient in 4 updates"),
+        ({}, {"gradient_norms": dict.fromkeys(NAMES, math.nan)}, "update 1: the gradient of first.weight, first.bias"),
         (
             {},
-            {"norms": {"first.weight": 1.0, "first.bias": 1.0, "last.weight": 0.0}},
+            {"gradient_norms": {"first.weight": 1.0, "first.bias": 1.0, "last.weight": 0.0}},
             "the gradient of last.weight is zero",
         ),
         (
             {},
-            {"hashes": {name: f"{name} 0" if name == "last.weight" else "moved" for name in NAMES}},
+            {"parameter_hashes": {name: f"{name} 0" if name == "last.weight" else "moved" for name in NAMES}},
             "but did not change",
         ),
         (
-            {"trainable": ["first.weight"], "frozen": ["last.weight"], "in_optimizer": list(NAMES)},
+            {
+                "trainable_parameters": ["first.weight"],
+                "frozen_parameters": ["last.weight"],
+                "optimized_parameters": list(NAMES),
+            },
             {},
             "last.weight is frozen, but changed",
         ),
     ],
 )
 def test_parameters_that_do_not_learn_are_named(facts, changes, reason):
-    first = make_record(facts=facts, changes=dict.fromkeys(range(1, 5), changes))
-    verdict = PROOFS["learning"](make_runs(first=first))
+    baseline = make_record(facts=facts, changes=dict.fromkeys(range(1, 5), changes))
+    verdict = PROOFS["learning"](make_runs(baseline=baseline))
     assert verdict.status == "FAIL"
     assert reason in verdict.reason
 
@@ -229,18 +239,20 @@ def test_parameters_that_do_not_learn_are_named(facts, changes, reason):
 def test_bias_with_a_zero_gradient_passes_beside_a_weight_that_learns():
     norms = {"first.weight": 1.0, "first.bias": 0.0, "last.weight": 1.0}
     hashes = {"first.weight": "x", "first.bias": "first.bias 0", "last.weight": "y"}
-    first = make_record(changes={number: {"norms": norms, "hashes": hashes} for number in range(1, 5)})
-    assert PROOFS["learning"](make_runs(first=first)).status == "PASS"
+    baseline = make_record(
+        changes={number: {"gradient_norms": norms, "parameter_hashes": hashes} for number in range(1, 5)}
+    )
+    assert PROOFS["learning"](make_runs(baseline=baseline)).status == "PASS"
 
 
 def test_growing_memory_fails():
-    first = make_record(num_updates=6, facts={"is_device": "cpu"})
-    for number, update in first.first.items():
-        first.first[number] = replace(update, resident=100_000_000 + 4_000_000 * number)
-    assert "grows by about" in PROOFS["memory"](make_runs(first=first)).reason
+    baseline = make_record(num_updates=6, facts={"is_device": "cpu"})
+    for number, update in baseline.rank0_updates.items():
+        baseline.rank0_updates[number] = replace(update, resident_bytes=100_000_000 + 4_000_000 * number)
+    assert "grows by about" in PROOFS["memory"](make_runs(baseline=baseline)).reason
 
 
 def test_waiting_for_data_fails():
-    batches = [{"loader": 0, "rows": [], "waited": 0.9}]
-    first = make_record(changes={number: {"batches": batches} for number in range(1, 5)})
-    assert "updates wait for data" in PROOFS["data"](make_runs(first=first)).reason
+    batches = [{"loader": 0, "row_hashes": [], "wait_seconds": 0.9}]
+    baseline = make_record(changes={number: {"batches": batches} for number in range(1, 5)})
+    assert "updates wait for data" in PROOFS["data"](make_runs(baseline=baseline)).reason

@@ -12,13 +12,13 @@ from tests.unit.verify.made_records import make_record
 
 def check(num_updates: int = 0, code: int | None = 0, num_backwards: int = 0, *, has_accelerator: bool = True) -> str:
     """Return the message about a run on one process."""
-    first = make_record(num_updates, facts={"num_backwards": num_backwards}, code=0)
-    first.code = code
+    baseline = make_record(num_updates, facts={"num_backwards": num_backwards}, code=0)
+    baseline.code = code
     if not has_accelerator:
-        first.facts.clear()
+        baseline.facts_by_rank.clear()
     options = Options({}, False, 2, "", 6, 60.0, ("repeat",))
     with VerifySession(options, lambda name: None) as session, pytest.raises(VerifyError) as caught:
-        session._check_first(replace(first, seconds=68.0))
+        session._check_baseline(replace(baseline, seconds=68.0))
     return str(caught.value)
 
 

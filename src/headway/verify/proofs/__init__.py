@@ -5,9 +5,10 @@
 
 from collections.abc import Callable
 
+from headway.verify.proofs.data_wait import check_data_wait
 from headway.verify.proofs.leaks import check_leaks
 from headway.verify.proofs.learning import check_learning
-from headway.verify.proofs.memory import check_data_wait, check_memory
+from headway.verify.proofs.memory import check_memory
 from headway.verify.proofs.processes import check_layout, check_processes
 from headway.verify.proofs.repeats import check_repeat
 from headway.verify.proofs.replays import check_out_of_memory

@@ -19,7 +19,7 @@ def compare_with_forecast(runs: RunSet) -> Verdict:
             "use a smaller batch with gradient_accumulation_steps, activation checkpointing, or several devices with --strategy fsdp",
             "memory.md",
         )  # fmt: skip
-    measured = runs.measured.fact.get("tensor_peak") if runs.measured is not None else None
+    measured = runs.measured.rank0_facts.get("tensor_peak_bytes") if runs.measured is not None else None
     if not measured:
         why = "" if runs.measured is None or runs.measured.code == 0 else f": {describe_failure(runs.measured)}"
         return _leave_open(f"the peak of tensors could not be measured{why}{needed}")

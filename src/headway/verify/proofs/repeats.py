@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+from headway.common.text import join_names
 from headway.verify.blame import blame_repeat
 from headway.verify.causes import explain_repeat
-from headway.verify.compare import are_equal, count_samples, find_other_norms
+from headway.verify.compare import are_equal, find_different_norms, find_different_numbers
 from headway.verify.records import RunRecord
-from headway.verify.verdict import RunSet, Verdict, describe_failure, join
+from headway.verify.sample_counts import count_samples
+from headway.verify.verdict import RunSet, Verdict, describe_failure
 
 KEY, TITLE = "repeat", "a run repeats itself"
 _SEED = "call set_seed(0) (headway or accelerate) before the dataset and the model are created"
@@ -14,53 +16,66 @@ _SEED = "call set_seed(0) (headway or accelerate) before the dataset and the mod
 
 def check_repeat(runs: RunSet) -> Verdict:
     """Return the verdict of the comparison between two single-process runs, which must be equal bit by bit."""
-    first, again = runs.first, runs.repeat
-    if again is None:
+    baseline, repeat = runs.baseline, runs.repeat
+    if repeat is None:
         return Verdict(KEY, TITLE, "NOT CHECKED", "the run was not repeated")
-    shared = sorted(set(first.first) & set(again.first))
-    if not shared:
-        return Verdict(KEY, TITLE, "FAIL", f"the second run failed: {describe_failure(again)}")
-    for update in shared:
-        found = _find_difference(first, again, update)
-        if found is not None:
-            return found
-    return Verdict(KEY, TITLE, "PASS", f"{len(shared)} updates, equal bit by bit")
+    updates = sorted(set(baseline.rank0_updates) & set(repeat.rank0_updates))
+    if not updates:
+        return Verdict(KEY, TITLE, "FAIL", f"the second run failed: {describe_failure(repeat)}")
+    for update in updates:
+        failure = _compare_update(baseline, repeat, update)
+        if failure is not None:
+            return failure
+    return Verdict(KEY, TITLE, "PASS", f"{len(updates)} updates, equal bit by bit")
 
 
-def _find_difference(first: RunRecord, again: RunRecord, update: int) -> Verdict | None:
-    ours, theirs = first.first[update], again.first[update]
-    if count_samples(first, update, "rows") != count_samples(again, update, "rows"):
-        what = "order" if _has_same_contents(first, again) else "data"
+def _compare_update(baseline: RunRecord, repeat: RunRecord, update: int) -> Verdict | None:
+    """Return the failed verdict if an update differs between the two runs, else None.
+
+    Values are compared in the order in which they are computed, so that the first difference is near its cause: samples,
+    initial weights, losses, gradients, and values after the step.
+
+    Args:
+        baseline: Single-process run.
+        repeat: Repeated run.
+        update: Number of the update.
+    """
+    ours, theirs = baseline.rank0_updates[update], repeat.rank0_updates[update]
+    if count_samples(baseline, update, "row_hashes") != count_samples(repeat, update, "row_hashes"):
+        what = "order" if _have_common_samples(baseline, repeat) else "data"
         reason = f"update {update}: the two runs trained on different samples ({what})"
-        return _explain_difference(first, again, update, reason, ())
-    if update == min(first.first) and first.fact.get("initial") != again.fact.get("initial"):
-        name = _find_name(first.fact["initial"], again.fact["initial"])
-        return _explain_difference(
-            first, again, update, "the two runs start from different weights", (f"first differing value: {name}",)
-        )
+        return _explain_difference(baseline, repeat, update, reason, ())
+    our_start = baseline.rank0_facts.get("initial_hashes", {})
+    their_start = repeat.rank0_facts.get("initial_hashes", {})
+    if update == min(baseline.rank0_updates) and our_start != their_start:
+        detail = f"first differing value: {_find_different_key(our_start, their_start)}"
+        return _explain_difference(baseline, repeat, update, "the two runs start from different weights", (detail,))
     if not are_equal(ours.losses, theirs.losses):
-        pair = f"({ours.losses[0]:.6g}, {theirs.losses[0]:.6g})" if ours.losses and theirs.losses else ""
-        return _explain_difference(
-            first, again, update, f"update {update}: the loss differs on the same samples and weights {pair}", ()
-        )
-    names = find_other_norms(ours, theirs)
+        losses = find_different_numbers(ours.losses, theirs.losses)
+        pair = "" if losses is None else f"({losses[0]:.6g}, {losses[1]:.6g})"
+        reason = f"update {update}: the loss differs on the same samples and weights {pair}"
+        return _explain_difference(baseline, repeat, update, reason, ())
+    names = find_different_norms(ours, theirs)
     if names:
         return _make_failure(
             f"update {update}: gradients differ although the losses are equal",
             [f"first differing gradient: {names[0]}"],
             "an operation is not deterministic: set_seed(0, deterministic=True) names it",
         )
-    if ours.hashes != theirs.hashes or ours.buffers != theirs.buffers:
-        name = _find_name(ours.hashes | ours.buffers, theirs.hashes | theirs.buffers)
-        lines = [f"{name} is changed at {line}" for line in ours.written.get(name, ())]
-        return _explain_difference(
-            first, again, update, f"update {update}: {name} differs after the step, although gradients are equal", lines
-        )
+    our_values, their_values = (
+        ours.parameter_hashes | ours.buffer_hashes,
+        theirs.parameter_hashes | theirs.buffer_hashes,
+    )
+    if our_values != their_values:
+        name = _find_different_key(our_values, their_values)
+        lines = [f"{name} is changed at {line}" for line in ours.write_lines.get(name, ())]
+        reason = f"update {update}: {name} differs after the step, although gradients are equal"
+        return _explain_difference(baseline, repeat, update, reason, lines)
     return None
 
 
 def _explain_difference(
-    first: RunRecord, again: RunRecord, update: int, reason: str, details: Sequence[str]
+    baseline: RunRecord, repeat: RunRecord, update: int, reason: str, details: Sequence[str]
 ) -> Verdict:
     """Return the failed verdict for two runs that differ, with the likely cause.
 
@@ -76,66 +91,41 @@ def _explain_difference(
     If there is no evidence, the order of a set is reported.
 
     Args:
-        first: First run.
-        again: Repeated run.
+        baseline: Single-process run.
+        repeat: Repeated run.
         update: Number of the first update that differs.
         reason: Difference in one line.
         details: Lines that describe the difference.
     """
-    facts, there = first.fact, again.fact
-    unseeded = _list_unseeded(first, again)
-    lines = list(details)
-    seeds = [line for line, seed in facts.get("seeds", {}).items() if there.get("seeds", {}).get(line, seed) != seed]
-    blame = blame_repeat(first.trace(0, update), again.trace(0, update))
+    facts = baseline.rank0_facts
+    blame = blame_repeat(baseline.trace(0, update), repeat.trace(0, update))
     suspects = facts.get("suspects", {})
-    reads = {**facts.get("clocks", {}), **suspects.get("outside", {})}
-    clocks = [f"{name}() at {line}" for line, name in sort_by_distance(reads, blame.line if blame is not None else "")]
-    if seeds:
-        read = [f"the clock is read: {each}" for each in clocks[:2]]
-        return _make_failure(
-            f"{reason}: the seed at {seeds[0]} is another one in each run",
-            [*lines, *read],
-            "use a constant seed, such as set_seed(0)",
-        )
-    if unseeded:
-        draws = [
-            f"{name}() at {line}" for line, name in facts.get("draws", {}).items() if name.split(".")[0] in unseeded
-        ]
-        by_seed = f"the generator of {join(unseeded)} starts from another seed in each run"
-        return _make_failure(
-            f"{reason}: no seed is set", [*lines, by_seed, *(f"drawn by {each}" for each in draws[:3])], _SEED
-        )
-    own = [f"{name} at {line}" for line, name in facts.get("unseeded", {}).items()]
-    if own:
-        return _make_failure(
-            f"{reason}: {own[0]} has no seed", [*lines, *own[1:3]],
-            "give the generator a seed, such as numpy.random.default_rng(0): set_seed() does not reach it",
-        )  # fmt: skip
-    guessed = [f"{name}() at {line}" for line, name in suspects.get("unseeded", {}).items()]
-    if guessed:  # workers and types of numpy create generators that are only seen in the source
-        return _make_failure(
-            f"{reason}: {guessed[0]} has no seed", [*lines, *guessed[1:3]],
-            "give the generator a seed that depends on the sample, such as numpy.random.default_rng(index)",
-        )  # fmt: skip
-    listed = there.get("listed", [])
-    if listed:
+    read_lines = {**facts.get("clock_lines", {}), **suspects.get("outside", {})}
+    nearest = sort_by_distance(read_lines, "" if blame is None else blame.line)
+    clocks = [f"{name}() at {line}" for line, name in nearest]
+    failure = _check_seeds(baseline, repeat, reason, details, clocks)
+    if failure is not None:
+        return failure
+    listing_lines = repeat.rank0_facts.get("reversed_listing_lines", [])
+    if listing_lines:
         return _make_failure(
             f"{reason}: they follow the order of a folder's files",
-            [*lines, f"the second run got the files in reverse order, at {join(listed)}"],
+            [*details, f"the second run got the files in reverse order, at {join_names(listing_lines, 3)}"],
             "sort the names: sorted(os.listdir(folder))",
-        )  # fmt: skip
-    where = explain_repeat(blame) if blame is not None and not _is_batch(blame.call, reason) else ""
-    if where:
-        lines.append(where)
+        )
+    # If the samples themselves differ, the first call that differs is the one that reads them, which explains nothing.
+    is_explained = blame is not None and not (blame.call == "input" and "samples" in reason)
+    lines = [*details, explain_repeat(blame)] if blame is not None and is_explained else [*details]
     if clocks:
         return _make_failure(
             f"{reason}: the script reads the clock or another value from outside, {clocks[0]}", [*lines, *clocks[1:3]],
             "let no result depend on the time: count steps instead",
         )  # fmt: skip
-    drawn = [f"{name}() at {line}" for line, name in {**facts.get("draws", {}), **facts.get("drawn", {})}.items()]
-    if where or drawn:
+    draw_lines = {**facts.get("global_draw_lines", {}), **facts.get("draw_lines", {})}
+    draws = [f"random numbers are drawn by {name}() at {line}" for line, name in draw_lines.items()]
+    if is_explained or draws:
         return _make_failure(
-            reason, [*lines, *(f"random numbers are drawn by {each}" for each in drawn[:3])],
+            reason, [*lines, *draws[:3]],
             "look for what changes between runs at this line: a generator without seed, or a value from outside",
         )  # fmt: skip
     return _make_failure(
@@ -146,6 +136,54 @@ def _explain_difference(
         ],
         "sort the set before it gives an order: sorted(words); use hashlib instead of hash()",
     )
+
+
+def _check_seeds(
+    baseline: RunRecord, repeat: RunRecord, reason: str, details: Sequence[str], clocks: Sequence[str]
+) -> Verdict | None:
+    """Return the failed verdict if a seed differs between two runs that differ, or if a generator has no seed.
+
+    Return None otherwise.
+
+    Args:
+        baseline: Single-process run.
+        repeat: Repeated run.
+        reason: Difference between the runs in one line.
+        details: Lines that describe the difference.
+        clocks: Reads of the clock, such as "time.time() at train.py:3".
+    """
+    facts = baseline.rank0_facts
+    their_seeds = repeat.rank0_facts.get("seed_lines", {})
+    seed_lines = [line for line, seed in facts.get("seed_lines", {}).items() if their_seeds.get(line, seed) != seed]
+    if seed_lines:
+        return _make_failure(
+            f"{reason}: the seed at {seed_lines[0]} is another one in each run",
+            [*details, *(f"the clock is read: {each}" for each in clocks[:2])],
+            "use a constant seed, such as set_seed(0)",
+        )
+    libraries = _list_unseeded_libraries(baseline, repeat)
+    if libraries:
+        draws = [
+            f"drawn by {name}() at {line}"
+            for line, name in facts.get("global_draw_lines", {}).items()
+            if name.split(".")[0] in libraries
+        ]
+        detail = f"the generator of {join_names(libraries, 3)} starts from another seed in each run"
+        return _make_failure(f"{reason}: no seed is set", [*details, detail, *draws[:3]], _SEED)
+    generators = [f"{name} at {line}" for line, name in facts.get("unseeded_lines", {}).items()]
+    if generators:
+        return _make_failure(
+            f"{reason}: {generators[0]} has no seed", [*details, *generators[1:3]],
+            "give the generator a seed, such as numpy.random.default_rng(0): set_seed() does not reach it",
+        )  # fmt: skip
+    # Generators that are created in workers, or by types of numpy, are only found in the source.
+    suspects = [f"{name}() at {line}" for line, name in facts.get("suspects", {}).get("unseeded", {}).items()]
+    if suspects:
+        return _make_failure(
+            f"{reason}: {suspects[0]} has no seed", [*details, *suspects[1:3]],
+            "give the generator a seed that depends on the sample, such as numpy.random.default_rng(index)",
+        )  # fmt: skip
+    return None
 
 
 def sort_by_distance(lines: dict[str, str], place: str) -> list[tuple[str, str]]:
@@ -165,37 +203,33 @@ def sort_by_distance(lines: dict[str, str], place: str) -> list[tuple[str, str]]
 
 
 def _split_line(place: str) -> tuple[str, int]:
+    """Return the file and the line number of a text such as "train.py:12 in main". The number is 0 if there is none."""
     file, _, rest = place.partition(" ")[0].rpartition(":")
     return file, int(rest) if rest.isdigit() else 0
-
-
-def _is_batch(call: str, reason: str) -> bool:
-    """Whether two runs differ first in the contents of their batches, and not in what they compute from them.
-
-    Args:
-        call: Name of the first torch call that differs.
-        reason: Difference between the runs in one line.
-    """
-    return call == "input" and "samples" in reason
 
 
 def _make_failure(reason: str, details: list[str], advice: str) -> Verdict:
     return Verdict(KEY, TITLE, "FAIL", reason, tuple(details), advice, "verify.md#a-run-repeats-itself")
 
 
-def _list_unseeded(first: RunRecord, again: RunRecord) -> list[str]:
-    """Return the libraries whose random number generators had different states in the two runs when training began."""
-    ours, theirs = first.fact.get("seeds_at_start") or {}, again.fact.get("seeds_at_start") or {}
+def _list_unseeded_libraries(baseline: RunRecord, repeat: RunRecord) -> list[str]:
+    """Return the libraries whose random number generators had different states in the two runs when training began.
+
+    The names are "torch", "random" and "numpy".
+    """
+    ours = baseline.rank0_facts.get("generator_hashes", {})
+    theirs = repeat.rank0_facts.get("generator_hashes", {})
     return [name for name in ours if ours[name] != theirs.get(name)]
 
 
-def _has_same_contents(first: RunRecord, again: RunRecord) -> bool:
+def _have_common_samples(baseline: RunRecord, repeat: RunRecord) -> bool:
     """Whether two runs have samples in common. If so, they probably differ only in the order of their samples."""
-    shared = set(first.first) & set(again.first)
-    ours = {row for update in shared for row in count_samples(first, update, "rows")}
-    theirs = {row for update in shared for row in count_samples(again, update, "rows")}
+    updates = set(baseline.rank0_updates) & set(repeat.rank0_updates)
+    ours = {row for update in updates for row in count_samples(baseline, update, "row_hashes")}
+    theirs = {row for update in updates for row in count_samples(repeat, update, "row_hashes")}
     return bool(ours & theirs)
 
 
-def _find_name(ours: dict[str, str], theirs: dict[str, str]) -> str:
-    return next((name for name in ours if ours[name] != theirs.get(name)), "")
+def _find_different_key(ours: dict[str, str], theirs: dict[str, str]) -> str:
+    """Return the first key of `ours` whose value differs in `theirs` or is missing there; "" if there is none."""
+    return next((key for key in ours if ours[key] != theirs.get(key)), "")

@@ -1,11 +1,13 @@
 """Proof that every sample is trained on once: all ranks together train on exactly the samples of a single process."""
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
-from headway.verify.compare import count_samples
+from headway.verify.record_types import LoaderEntry, SampleKey
 from headway.verify.records import RunRecord
+from headway.verify.sample_counts import count_samples
 from headway.verify.verdict import RunSet, Verdict, describe_failure
 
 KEY, TITLE = "samples", "every sample once"
@@ -15,134 +17,154 @@ PAGE = "data.md"
 def check_samples(runs: RunSet) -> Verdict:
     """Return the verdict on whether all ranks together train on exactly the samples of the single-process run."""
     reference, several = runs.reference, runs.several
-    restarted = _find_restarts(runs.first)
-    if restarted is not None:
-        return restarted
-    doubled = _find_doubled_streams(runs.first)
-    if doubled is not None:
-        return doubled
+    failure = _find_restarts(runs.baseline) or _find_repeating_workers(runs.baseline)
+    if failure is not None:
+        return failure
     if reference is None or several is None:
         return Verdict(KEY, TITLE, "NOT CHECKED", "the script did not run on several processes")
-    if not several.first and _is_error_of_data(several):
+    if not several.rank0_updates and _is_data_error(several):
         return Verdict(
             KEY, TITLE, "FAIL", f"{several.num_processes} processes: {describe_failure(several)}", (),
             "give every rank the same whole dataset, in the same order, and let prepare() share it out", PAGE,
         )  # fmt: skip
-    if not several.first:
+    if not several.rank0_updates:
         return Verdict(KEY, TITLE, "NOT CHECKED", f"{several.num_processes} processes: {describe_failure(several)}")
-    if several.fact.get("undivided"):
+    if several.rank0_facts.get("indivisible_batch_size"):
         return Verdict(KEY, TITLE, "NOT CHECKED", f"the batch size is not a multiple of {several.num_processes}")
-    shared = [each for each in sorted(reference.first) if all(each in updates for updates in several.updates)]
-    total = {key: _add_up(several, shared, key) for key in ("rows", "loose", "indices")}
-    if not total["rows"]:
+    updates = list_common_updates(reference, several)
+    row_counts = _sum_counts(several, updates, "row_hashes")
+    if not row_counts:
         return Verdict(KEY, TITLE, "NOT CHECKED", "no batch with rows was seen: the loop reads no prepared loader")
-    for key in ("rows", "loose"):
-        if all(count_samples(reference, each, key) == count_samples(several, each, key) for each in shared):
-            return _make_pass(total[key], shared, several)
-    copied = _find_copies(several, shared)
-    if copied is not None:
-        return copied
-    if _add_up(reference, shared, "rows") == total["rows"]:
+    num_samples = sum(row_counts.values())
+    if have_equal_contents(reference, several, updates):
         return Verdict(
-            KEY, TITLE, "PASS", f"{sum(total['rows'].values())} samples, in another order than on one process"
-        )
-    return _explain_difference(reference, several, shared, total)
+            KEY, TITLE, "PASS",
+            f"{num_samples} samples in {len(updates)} updates on {several.num_processes} processes are those of one process",
+        )  # fmt: skip
+    failure = _find_copies(several, updates)
+    if failure is not None:
+        return failure
+    if _sum_counts(reference, updates, "row_hashes") == row_counts:
+        return Verdict(KEY, TITLE, "PASS", f"{num_samples} samples, in another order than on one process")
+    return _explain_difference(reference, several, updates)
 
 
-def _is_error_of_data(several: RunRecord) -> bool:
+def list_common_updates(reference: RunRecord, several: RunRecord) -> list[int]:
+    """Return the numbers of the updates that a single-process run and all ranks of another run have made, in order."""
+    return [
+        number
+        for number in sorted(reference.rank0_updates)
+        if all(number in updates for updates in several.updates_by_rank)
+    ]
+
+
+def have_equal_contents(reference: RunRecord, other: RunRecord, updates: Iterable[int]) -> bool:
+    """Whether two runs trained on samples with equal contents in each of the updates.
+
+    Padding is ignored if the contents with padding differ, because its length can depend on the number of rows.
+
+    Args:
+        reference: Single-process run.
+        other: Run to compare with it.
+        updates: Numbers of the updates.
+    """
+    keys: tuple[SampleKey, ...] = ("row_hashes", "unpadded_hashes")
+    return any(
+        all(count_samples(reference, each, key) == count_samples(other, each, key) for each in updates) for key in keys
+    )
+
+
+def _is_data_error(several: RunRecord) -> bool:
+    """Whether the error of a failed run is about its dataset, sampler or loader."""
     text = describe_failure(several)
     return any(each in text for each in ("DataError", "sampler", "dataset", "DataLoader"))
 
 
-def _find_restarts(first: RunRecord) -> Verdict | None:
+def _get_loader(record: RunRecord, number: int) -> LoaderEntry | None:
+    """Return what rank 0 has recorded about the prepared loader with this index, or None if it recorded nothing."""
+    return record.rank0_facts.get("loaders", {}).get(str(number))
+
+
+def _find_restarts(baseline: RunRecord) -> Verdict | None:
     """Return the failed verdict if every batch is the first of a new pass over the data, else None."""
-    batches = [batch for number in sorted(first.first) for batch in first.first[number].batches if batch["loader"] >= 0]
+    updates = [baseline.rank0_updates[number] for number in sorted(baseline.rank0_updates)]
+    batches = [batch for update in updates for batch in update.batches if batch["loader"] >= 0]
     if len(batches) < 4 or any(batch.get("position", 1) for batch in batches):
         return None
-    about = first.fact.get("loaders", {}).get(str(batches[0]["loader"]), {})
-    rows = batches[0].get("num_rows") or 0
-    if about.get("length", 0) < 2 * rows or len({batch["loader"] for batch in batches}) > 1:
+    loader = _get_loader(baseline, batches[0]["loader"])
+    num_rows = batches[0].get("num_rows") or 0
+    # A pass over a dataset of one batch always ends after this batch.
+    if loader is None or loader["length"] < 2 * num_rows or len({batch["loader"] for batch in batches}) > 1:
         return None
     return Verdict(
         KEY, TITLE, "FAIL", f"each of {len(batches)} batches is the first of a new pass over the data", (
-            f"the {about['dataset']} has {about['length']} samples, and a pass ends after {rows}",
+            f"the {loader['dataset']} has {loader['length']} samples, and a pass ends after {num_rows}",
         ), "make one iterator and keep it: next(iter(loader)) begins a new pass at each call", PAGE,
     )  # fmt: skip
 
 
-def _find_doubled_streams(first: RunRecord) -> Verdict | None:
+def _find_repeating_workers(baseline: RunRecord) -> Verdict | None:
     """Return the failed verdict if each worker process of a loader yields all samples of an iterable dataset.
 
     Each batch then occurs as many times in succession as there are workers, because the loader takes one batch from
-    each worker in turn. Return None if no loader does this.
+    each worker in turn. Only batches of the first recorded epoch are examined. Return None if no loader does this.
     """
-    batches_read = [batch for number in sorted(first.first) for batch in first.first[number].batches]
-    by_loader: dict[int, list[Any]] = {}
-    for batch in batches_read:
-        if batch.get("epoch", 0) == batches_read[0].get("epoch", 0):
-            by_loader.setdefault(batch["loader"], []).append(batch.get("rows"))
-    for number, batches in by_loader.items():
-        about = first.fact.get("loaders", {}).get(str(number), {})
-        workers = about.get("workers", 0)
-        groups = (
-            [batches[at : at + workers] for at in range(0, len(batches) - workers + 1, workers)] if workers > 1 else []
-        )
-        is_doubled = len(groups) > 1 and all(group[0] and all(each == group[0] for each in group) for group in groups)
-        if is_doubled and all(one[0] != other[0] for one, other in pairwise(groups)):
-            at = f" (loader at {about['line']})" if about.get("line") else ""
+    updates = [baseline.rank0_updates[number] for number in sorted(baseline.rank0_updates)]
+    batches = [batch for update in updates for batch in update.batches]
+    rows_by_loader: dict[int, list[list[str] | None]] = {}
+    for batch in batches:
+        if batch.get("epoch", 0) == batches[0].get("epoch", 0):
+            rows_by_loader.setdefault(batch["loader"], []).append(batch.get("row_hashes"))
+    for number, rows in rows_by_loader.items():
+        loader = _get_loader(baseline, number)
+        workers = 0 if loader is None else loader["workers"]
+        if loader is None or workers < 2:
+            continue
+        rounds = [rows[start : start + workers] for start in range(0, len(rows) - workers + 1, workers)]
+        is_repeated = len(rounds) > 1 and all(each[0] and each == [each[0]] * workers for each in rounds)
+        # A dataset whose batches are all equal is no evidence.
+        if is_repeated and all(one[0] != following[0] for one, following in pairwise(rounds)):
+            at = f" (loader at {loader['line']})" if loader.get("line") else ""
             return Verdict(
-                KEY, TITLE, "FAIL", f"each of {workers} workers yields the whole stream {about['dataset']}, so every sample "
-                f"comes {workers} times{at}", (),
-                "let __iter__ yield only the worker's part, by torch.utils.data.get_worker_info(), or use num_workers=1", PAGE,
+                KEY, TITLE, "FAIL",
+                f"each of {workers} workers yields the whole stream {loader['dataset']}, so every sample comes {workers} times{at}",
+                (), "let __iter__ yield only the worker's part, by torch.utils.data.get_worker_info(), or use num_workers=1", PAGE,
             )  # fmt: skip
     return None
 
 
-def _make_pass(total: Counter[Any], shared: list[int], several: RunRecord) -> Verdict:
-    return Verdict(
-        KEY, TITLE, "PASS",
-        f"{sum(total.values())} samples in {len(shared)} updates on {several.num_processes} processes are those of one process",
-    )  # fmt: skip
-
-
-def _find_copies(several: RunRecord, shared: list[int]) -> Verdict | None:
+def _find_copies(several: RunRecord, updates: list[int]) -> Verdict | None:
     """Return the failed verdict if all ranks trained on equal samples in their first common update, else None.
 
     Return None also if the layout assigns the same data shard to all ranks.
 
     Args:
         several: Run on several processes.
-        shared: Numbers of the updates that all ranks and the single-process run have made.
+        updates: Numbers of the updates that all ranks and the single-process run have made, in order.
     """
-    if not _reads_apart(several):
+    if len({facts["data_shard_index"] for facts in several.facts_by_rank}) < 2:
         return None
-    update = shared[0]
-    by_rank = [
-        Counter(row for batch in updates[update].batches for row in batch.get("rows") or ())
-        for updates in several.updates
+    update = updates[0]
+    counts_by_rank = [
+        Counter(row for batch in by_number[update].batches for row in batch.get("row_hashes", ()))
+        for by_number in several.updates_by_rank
     ]
-    if not by_rank[0] or any(each != by_rank[0] for each in by_rank):
+    if not counts_by_rank[0] or any(each != counts_by_rank[0] for each in counts_by_rank):
         return None
-    is_prepared = all(batch["loader"] >= 0 for batch in several.first[update].batches)
+    is_prepared = all(batch["loader"] >= 0 for batch in several.rank0_updates[update].batches)
     advice = (
         "the dataset or its sampler gives every rank the same rows: leave out sampling by hand, and let prepare() share the data"
         if is_prepared
         else "pass the DataLoader to accelerator.prepare(), which gives each rank its own part"
     )
+    num_samples = sum(counts_by_rank[0].values())
     return Verdict(
-        KEY, TITLE, "FAIL", f"update {update}: all {len(by_rank)} ranks trained on the same {sum(by_rank[0].values())} samples",
+        KEY, TITLE, "FAIL", f"update {update}: all {len(counts_by_rank)} ranks trained on the same {num_samples} samples",
         () if is_prepared else ("the loop reads a DataLoader that was not prepared",), advice, PAGE,
     )  # fmt: skip
 
 
-def _reads_apart(several: RunRecord) -> bool:
-    """Whether the layout gives different data shards to different ranks."""
-    return len({tuple(facts["shard"]) for facts in several.facts}) > 1
-
-
-def _explain_difference(
-    reference: RunRecord, several: RunRecord, shared: list[int], total: dict[str, Counter[Any]]
-) -> Verdict:
+def _explain_difference(reference: RunRecord, several: RunRecord, updates: list[int]) -> Verdict:
     """Return the verdict on samples that differ from those of the single-process run, with the likely cause.
 
     The verdict is PASS only if both runs used equal dataset indices, and random draws such as augmentations can explain
@@ -151,43 +173,36 @@ def _explain_difference(
     Args:
         reference: Single-process run.
         several: Run on several processes.
-        shared: Numbers of the updates that all ranks of both runs made.
-        total: How often each sample occurs on all ranks in these updates, by the kind of fingerprint.
+        updates: Numbers of the updates that all ranks of both runs made.
     """
-    expected = _add_up(reference, shared, "rows")
-    lengths = _compare_lengths(reference, several)
-    if _has_same_indices(reference, several, shared) and not lengths:
-        varying = explain_other_contents(reference, several)
-        if varying is not None:
-            num = sum(total["indices"].values())
-            return Verdict(KEY, TITLE, "PASS", f"{num} samples, recognized by index: their contents vary ({varying})")
-        return Verdict(
-            KEY, TITLE, "FAIL", "the same indices have other contents than on one process",
-            ("the dataset is not the same on every rank",),
-            "create the dataset from a seed that does not depend on the rank", PAGE,
-        )  # fmt: skip
+    length_differences = _compare_lengths(reference, several)
+    if _has_same_indices(reference, several, updates) and not length_differences:
+        return _judge_contents(reference, several, updates)
     update = next(
-        each for each in shared if count_samples(reference, each, "rows") != count_samples(several, each, "rows")
+        each
+        for each in updates
+        if count_samples(reference, each, "row_hashes") != count_samples(several, each, "row_hashes")
     )
-    key = "loose" if _add_up(reference, shared, "loose").keys() & total["loose"].keys() else "rows"
-    expected, found = _add_up(reference, shared, key), total[key]
-    extra, missing = found - expected, expected - found
-    num_twice = sum(count for row, count in extra.items() if row in expected or count > 1)
-    details = [f"first in update {update}", *lengths]
-    if num_twice:
-        details.append(f"{num_twice} samples were trained on more often than on one process")
+    # Without padding, samples of both runs can be recognized even if the runs pad them to different lengths.
+    key: SampleKey = "unpadded_hashes"
+    expected, counts = _sum_counts(reference, updates, key), _sum_counts(several, updates, key)
+    if expected.keys().isdisjoint(counts):
+        key = "row_hashes"
+        expected, counts = _sum_counts(reference, updates, key), _sum_counts(several, updates, key)
+    extra, missing = counts - expected, expected - counts
+    num_repeated = sum(count for row, count in extra.items() if row in expected or count > 1)
+    details = [f"first in update {update}", *length_differences]
+    if num_repeated:
+        details.append(f"{num_repeated} samples were trained on more often than on one process")
     if missing:
         details.append(f"{sum(missing.values())} samples of one process were trained on by no rank")
-    for rank, number in sorted(_count_extra_rows(several, shared, key, extra).items()):
+    for rank, number in sorted(_count_extra_rows(several, updates, key, extra).items()):
         details.append(f"rank {rank}: {number} samples that one process does not train on in these updates")
-    about: dict[str, Any] = next(iter(reference.fact.get("loaders", {}).values()), {})
-    made = f" (loader at {about['line']})" if about.get("line") else ""
-    is_own = all(batch["loader"] < 0 for each in shared for batch in several.first[each].batches)
-    where = ", in a loader that was not prepared" if is_own else made
-    if lengths:
+
+    if length_differences:
         cause = "the ranks give prepare() different parts of the data"
         advice = "give every rank the whole dataset, and let prepare() share it out"
-    elif num_twice and missing:
+    elif num_repeated and missing:
         cause = "each rank draws its own order, so the ranks' parts overlap"
         advice = (
             "draw the order from one seed on all ranks, or leave the sampler out and let prepare() share out the data"
@@ -198,18 +213,48 @@ def _explain_difference(
     else:
         cause = "the ranks share out the data otherwise than prepare() does"
         advice = "leave sharding by rank to prepare(): no DistributedSampler, no shard() or islice() by process_index"
+    where = _describe_loader(reference, several, updates)
     return Verdict(
         KEY, TITLE, "FAIL",
         f"{sum(missing.values())} samples are missing and {sum(extra.values())} are others or repeated, "
-        f"of {sum(expected.values())} in {len(shared)} updates: {cause}{where}",
+        f"of {sum(expected.values())} in {len(updates)} updates: {cause}{where}",
         tuple(details), advice, PAGE,
     )  # fmt: skip
 
 
-def _has_same_indices(reference: RunRecord, several: RunRecord, shared: list[int]) -> bool:
-    """Whether both runs are known to have trained on the same indices of the dataset in the updates `shared`."""
-    found = _add_up(several, shared, "indices")
-    return bool(found) and _add_up(reference, shared, "indices") == found
+def _judge_contents(reference: RunRecord, several: RunRecord, updates: list[int]) -> Verdict:
+    """Return the verdict on samples with equal dataset indices, but other contents than in the single-process run.
+
+    Args:
+        reference: Single-process run.
+        several: Run on several processes.
+        updates: Numbers of the updates that all ranks of both runs made.
+    """
+    reason = explain_other_contents(reference, several)
+    if reason is not None:
+        num_samples = sum(_sum_counts(several, updates, "indices").values())
+        return Verdict(
+            KEY, TITLE, "PASS", f"{num_samples} samples, recognized by index: their contents vary ({reason})"
+        )
+    return Verdict(
+        KEY, TITLE, "FAIL", "the same indices have other contents than on one process",
+        ("the dataset is not the same on every rank",),
+        "create the dataset from a seed that does not depend on the rank", PAGE,
+    )  # fmt: skip
+
+
+def _describe_loader(reference: RunRecord, several: RunRecord, updates: list[int]) -> str:
+    """Return a phrase about the loader that the script reads, to append to a cause; "" if nothing is known about it."""
+    if all(batch["loader"] < 0 for each in updates for batch in several.rank0_updates[each].batches):
+        return ", in a loader that was not prepared"
+    loader = next(iter(reference.rank0_facts.get("loaders", {}).values()), None)
+    return f" (loader at {loader['line']})" if loader is not None and loader.get("line") else ""
+
+
+def _has_same_indices(reference: RunRecord, several: RunRecord, updates: list[int]) -> bool:
+    """Whether both runs are known to have trained on the same indices of the dataset in the given updates."""
+    counts = _sum_counts(several, updates, "indices")
+    return bool(counts) and _sum_counts(reference, updates, "indices") == counts
 
 
 def explain_other_contents(reference: RunRecord, several: RunRecord) -> str | None:
@@ -222,52 +267,60 @@ def explain_other_contents(reference: RunRecord, several: RunRecord) -> str | No
         reference: Single-process run.
         several: Run on several processes.
     """
-    shared = [each for each in sorted(reference.first) if all(each in updates for updates in several.updates)]
-    if not _has_same_indices(reference, several, shared) or _compare_lengths(reference, several):
+    updates = list_common_updates(reference, several)
+    if not _has_same_indices(reference, several, updates) or _compare_lengths(reference, several):
         return None
-    drew = sorted(
-        {name for each in shared for batch in reference.first[each].batches for name in batch.get("drew", ())}
-    )
-    if drew:
-        return f"fetching draws random numbers from {', '.join(drew)}"
-    has_workers = any(each["workers"] for each in reference.fact.get("loaders", {}).values())
+    generators = list_fetch_generators(reference, updates)
+    if generators:
+        return f"fetching draws random numbers from {', '.join(generators)}"
+    has_workers = any(each["workers"] for each in reference.rank0_facts.get("loaders", {}).values())
     return "workers may draw random numbers" if has_workers else None
+
+
+def list_fetch_generators(reference: RunRecord, updates: Iterable[int]) -> list[str]:
+    """Return the libraries whose global random number generators changed while batches of the updates were fetched.
+
+    The names, such as "numpy", are sorted.
+    """
+    batches = [batch for each in updates for batch in reference.rank0_updates[each].batches]
+    return sorted({name for batch in batches for name in batch.get("advanced_generators", ())})
 
 
 def _compare_lengths(reference: RunRecord, several: RunRecord) -> list[str]:
     """Return a line of text for each rank whose dataset has a different length than in the single-process run."""
     lines = []
-    for number, about in reference.fact.get("loaders", {}).items():
-        for facts in several.facts:
-            there = facts.get("loaders", {}).get(number)
-            if there is not None and there["length"] != about["length"]:
+    for number, loader in reference.rank0_facts.get("loaders", {}).items():
+        for facts in several.facts_by_rank:
+            same_loader = facts.get("loaders", {}).get(number)
+            if same_loader is not None and same_loader["length"] != loader["length"]:
                 lines.append(
-                    f"the {about['dataset']} has {there['length']} samples on rank {facts['rank']}, "
-                    f"and {about['length']} on one process"
+                    f"the {loader['dataset']} has {same_loader['length']} samples on rank {facts['rank']}, "
+                    f"and {loader['length']} on one process"
                 )
     return lines
 
 
-def _count_extra_rows(several: RunRecord, shared: list[int], key: str, extra: Counter[Any]) -> dict[int, int]:
-    """Return, by rank, the number of rows whose fingerprint is in `extra`. Ranks without such rows are left out.
+def _count_extra_rows(several: RunRecord, updates: list[int], key: SampleKey, extra: Counter[Any]) -> dict[int, int]:
+    """Return, by rank, the number of rows whose hash is in `extra`. Ranks without such rows are left out.
 
     Args:
         several: Run on several processes.
-        shared: Numbers of the updates to examine.
-        key: Kind of fingerprint: "rows" or "loose" (without padding).
-        extra: By fingerprint, how many times more often each sample was trained on than in the single-process run. Only
+        updates: Numbers of the updates to examine.
+        key: Kind of hash: "row_hashes" or "unpadded_hashes" (without padding).
+        extra: By hash, how many times more often each sample was trained on than in the single-process run. Only
             samples with a positive number are contained.
     """
-    found: dict[int, int] = {}
-    for rank, updates in enumerate(several.updates):
-        rows = [row for each in shared for batch in updates[each].batches for row in batch.get(key) or ()]
+    numbers: dict[int, int] = {}
+    for rank, by_number in enumerate(several.updates_by_rank):
+        rows = [row for each in updates for batch in by_number[each].batches for row in batch.get(key, ())]
         number = sum(row in extra for row in rows)
         if number:
-            found[rank] = number
-    return found
+            numbers[rank] = number
+    return numbers
 
 
-def _add_up(record: RunRecord, updates: list[int], key: str) -> Counter[Any]:
+def _sum_counts(record: RunRecord, updates: list[int], key: SampleKey) -> Counter[Any]:
+    """Return how often each sample was trained on in all given updates together."""
     total: Counter[Any] = Counter()
     for each in updates:
         total += count_samples(record, each, key)

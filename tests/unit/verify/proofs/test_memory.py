@@ -20,12 +20,12 @@ def make_record(
     place = folder / name
     place.mkdir()
     (place / "output.txt").write_text(output)
-    record = RunRecord(RunRequest(name, str(place), str(place)), 1, code, output, facts=[facts])
+    record = RunRecord(RunRequest(name, str(place), str(place)), 1, code, output, facts_by_rank=[facts])
     updates = {
-        number: UpdateRecord(number, [], [], {}, {}, {}, [], 0.1, 0, resident=100 * MIB + number * growth)
+        number: UpdateRecord(number=number, seconds=0.1, resident_bytes=100 * MIB + number * growth)
         for number in range(1, 7)
     }
-    record.updates.append(updates)
+    record.updates_by_rank.append(updates)
     return record
 
 
@@ -42,8 +42,8 @@ def make_output(allocated: int, device: str = "cpu", *, fits: bool | None = None
 )
 def test_forecast_is_compared_with_the_measured_peak(tmp_path: Path, forecast: int, measured: int, status: str) -> None:
     runs = RunSet(
-        first=make_record(tmp_path, "first"),
-        measured=make_record(tmp_path, "measured", tensor_peak=measured * MIB),
+        baseline=make_record(tmp_path, "baseline"),
+        measured=make_record(tmp_path, "measured", tensor_peak_bytes=measured * MIB),
         forecast=make_record(tmp_path, "forecast", output=make_output(forecast * MIB)),
     )
     verdict = check_memory(runs)
@@ -54,8 +54,8 @@ def test_forecast_is_compared_with_the_measured_peak(tmp_path: Path, forecast: i
 
 def test_small_models_may_differ_more(tmp_path: Path) -> None:
     runs = RunSet(
-        first=make_record(tmp_path, "first"),
-        measured=make_record(tmp_path, "measured", tensor_peak=4000),
+        baseline=make_record(tmp_path, "baseline"),
+        measured=make_record(tmp_path, "measured", tensor_peak_bytes=4000),
         forecast=make_record(tmp_path, "forecast", output=make_output(2000)),
     )
     assert check_memory(runs).status == "PASS"
@@ -64,8 +64,8 @@ def test_small_models_may_differ_more(tmp_path: Path) -> None:
 def test_script_that_cannot_be_forecast_is_not_checked(tmp_path: Path) -> None:
     output = "Traceback ...\nheadway: error: the operation nonzero at train.py:3 depends on values\n"
     runs = RunSet(
-        first=make_record(tmp_path, "first"),
-        measured=make_record(tmp_path, "measured", tensor_peak=3 * MIB),
+        baseline=make_record(tmp_path, "baseline"),
+        measured=make_record(tmp_path, "measured", tensor_peak_bytes=3 * MIB),
         forecast=make_record(tmp_path, "forecast", code=2, output=output),
     )
     verdict = check_memory(runs)
@@ -77,8 +77,8 @@ def test_script_that_cannot_be_forecast_is_not_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("fits", "status"), [(True, "PASS"), (None, "PASS"), (False, "FAIL")])
 def test_full_run_that_does_not_fit_fails(tmp_path: Path, fits: bool | None, status: str) -> None:
     runs = RunSet(
-        first=make_record(tmp_path, "first"),
-        measured=make_record(tmp_path, "measured", tensor_peak=100 * MIB),
+        baseline=make_record(tmp_path, "baseline"),
+        measured=make_record(tmp_path, "measured", tensor_peak_bytes=100 * MIB),
         forecast=make_record(tmp_path, "forecast", output=make_output(100 * MIB)),
         full=make_record(tmp_path, "full", output=make_output(100 * MIB, "t4", fits=fits)),
     )
@@ -88,7 +88,7 @@ def test_full_run_that_does_not_fit_fails(tmp_path: Path, fits: bool | None, sta
 
 
 def test_growth_fails_whatever_is_forecast(tmp_path: Path) -> None:
-    runs = RunSet(first=make_record(tmp_path, "first", growth=5 * MIB))
+    runs = RunSet(baseline=make_record(tmp_path, "baseline", growth=5 * MIB))
     verdict = check_memory(runs)
     assert verdict.status == "FAIL"
     assert "memory grows by about 5.0 MiB with each update" in verdict.reason
@@ -106,13 +106,20 @@ def test_growth_fails_whatever_is_forecast(tmp_path: Path) -> None:
 def test_kept_tensors_confirmed_by_the_memory_in_use_fail(
     tmp_path: Path, sizes: tuple[int, ...], num_bytes: int, status: str
 ) -> None:
-    kept = [{"line": "train.py:9 in <lambda>", "updates": [1, 2, 3, 4, 5], "bytes": num_bytes * MIB, "graph": 0}]
-    first = make_record(tmp_path, "first", kept=kept)
+    kept = [
+        {
+            "line": "train.py:9 in <lambda>",
+            "updates": [1, 2, 3, 4, 5],
+            "tensor_bytes": num_bytes * MIB,
+            "graph_bytes": 0,
+        }
+    ]
+    baseline = make_record(tmp_path, "baseline", alive_tensors=kept)
     for number, size in enumerate(sizes, 1):
-        first.updates[0][number] = replace(first.updates[0][number], resident=size * MIB)
+        baseline.updates_by_rank[0][number] = replace(baseline.updates_by_rank[0][number], resident_bytes=size * MIB)
     runs = RunSet(
-        first=first,
-        measured=make_record(tmp_path, "measured", tensor_peak=100 * MIB),
+        baseline=baseline,
+        measured=make_record(tmp_path, "measured", tensor_peak_bytes=100 * MIB),
         forecast=make_record(tmp_path, "forecast", output=make_output(100 * MIB)),
     )
     verdict = check_memory(runs)
