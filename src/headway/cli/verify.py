@@ -140,7 +140,7 @@ def make_options(
     layout = [name for name in typed if SETTINGS[name].group == "Layout"]
     proofs = _choose_proofs(only, skip, has_layout=bool(layout))
 
-    def make_order(count: int, *, has_layout: bool = False, program: Program = program) -> dict[str, Any]:
+    def make_command(count: int, *, has_layout: bool = False, program: Program = program) -> dict[str, Any]:
         left_out = () if has_layout else layout
         chosen = {name: value for name, value in given.items() if name not in left_out}
         chosen.update(num_processes=str(count), cpu=True if is_on_cpu else chosen.get("cpu"))
@@ -153,16 +153,16 @@ def make_options(
             "num_processes": count,
         }
 
-    orders = {"one": make_order(1), "several": make_order(num_processes)}
+    commands = {"one": make_command(1), "several": make_command(num_processes)}
     if layout:
-        orders["layout"] = make_order(num_processes, has_layout=True)
+        commands["layout"] = make_command(num_processes, has_layout=True)
     if not is_module:
         for name, target in (("forecast", "cpu" if is_on_cpu or not here.device_ids else "this"), ("full", device)):
             if target:
                 estimate = ("estimate", "--script", script, "--device", target, "--json", "--", *script_args)
-                orders[name] = make_order(1, program=Program("headway", estimate, "module"))
+                commands[name] = make_command(1, program=Program("headway", estimate, "module"))
     return {
-        "orders": orders,
+        "commands": commands,
         "is_forked": is_on_cpu or not here.device_ids,
         "num_processes": num_processes,
         "layout_name": str(typed.get("strategy", "")) or ("the layout" if layout else ""),

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from headway.errors import HeadwayError
-from headway.verify.escapes import format_escapes
+from headway.verify.escapes import select_escaped_files
 from headway.verify.proofs import PROOFS
-from headway.verify.runs import LaunchOrder
-from headway.verify.session import Options, VerifySession
+from headway.verify.runs import LaunchCommand
+from headway.verify.session import VerifyOptions, VerifySession
 from headway.verify.table import format_error_json, format_json, format_summary, format_table
 from headway.verify.verdict import Verdict, shorten_paths
 
-_DESCRIPTIONS = {
+_RUN_DESCRIPTIONS = {
     "baseline": "one process",
     "repeat": "one process again, saved and killed",
     "reference": "one process, with shared random numbers",
@@ -29,20 +29,22 @@ _DESCRIPTIONS = {
     "forecast": "a forecast of memory",
     "full": "a forecast of memory for the full run",
 }
+"""Text that is printed when a run starts, by the name of the run."""
 
 _NOTHING_CHECKED = "nothing was checked: each requested proof is NOT CHECKED, for the reason in its line"
 
 
-def run_command(given: dict[str, Any]) -> int:
+def run_command(arguments: dict[str, Any]) -> int:
     """Verify a script, print the results, and return the exit code of the command.
 
     The code is 1 if a proof failed. It is 2 if the script cannot be verified or no proof could be checked, else 0.
 
     Args:
-        given: Parsed JSON that the command line passes.
+        arguments: Parsed JSON that `headway.cli.verify` passes. The keys are those of `VerifyOptions`, and "is_json":
+            whether to print the results as JSON.
     """
-    options = read_options(given)
-    is_json = given["is_json"]
+    options = read_options(arguments)
+    is_json = arguments["is_json"]
     try:
         return _run_verify(options, is_json)
     except HeadwayError as error:
@@ -52,71 +54,70 @@ def run_command(given: dict[str, Any]) -> int:
         return 2
 
 
-def read_options(given: dict[str, Any]) -> Options:
+def read_options(arguments: dict[str, Any]) -> VerifyOptions:
     """Return the options of a verification, made from the parsed JSON that the command line passes."""
-    return Options(
-        orders={
-            name: LaunchOrder(
-                argv=tuple(order["argv"]),
-                variables=order["variables"],
-                program=tuple(order["program"]),
-                num_processes=order["num_processes"],
+    return VerifyOptions(
+        commands={
+            name: LaunchCommand(
+                argv=tuple(command["argv"]),
+                variables=command["variables"],
+                program=tuple(command["program"]),
+                num_processes=command["num_processes"],
             )
-            for name, order in given["orders"].items()
+            for name, command in arguments["commands"].items()
         },
-        is_forked=given["is_forked"],
-        num_processes=given["num_processes"],
-        layout_name=given["layout_name"],
-        num_updates=given["num_updates"],
-        time_limit=given["time_limit"],
-        resume_args=tuple(given["resume_args"]),
-        proofs=tuple(given["proofs"]),
-        notes=tuple(given["notes"]),
+        is_forked=arguments["is_forked"],
+        num_processes=arguments["num_processes"],
+        layout_name=arguments["layout_name"],
+        num_updates=arguments["num_updates"],
+        time_limit=arguments["time_limit"],
+        resume_args=tuple(arguments["resume_args"]),
+        proofs=tuple(arguments["proofs"]),
+        notes=tuple(arguments["notes"]),
     )
 
 
-def _run_verify(options: Options, is_json: bool) -> int:
-    began = time.monotonic()
-    is_shown = not is_json and sys.stderr.isatty()
+def _run_verify(options: VerifyOptions, is_json: bool) -> int:
+    """Verify a script, print the results, and return the exit code of the command.
+
+    Raises:
+        VerifyError: If the script cannot be verified.
+    """
+    start_time = time.monotonic()
+    shows_progress = not is_json and sys.stderr.isatty()
 
     def announce_run(name: str) -> None:
-        if is_shown:
-            text = _DESCRIPTIONS.get(name, name).format(n=options.num_processes, layout=options.layout_name)
+        if shows_progress:
+            text = _RUN_DESCRIPTIONS.get(name, name).format(n=options.num_processes, layout=options.layout_name)
             print(f"headway: running {text} ...", file=sys.stderr)
 
     for note in options.notes:
         print(f"headway: {note}", file=sys.stderr)
     with VerifySession(options, announce_run) as session:
         runs = session.run()
-        verdicts = [shorten_paths(PROOFS[word](runs)) for word in PROOFS if word in options.proofs]
-        seconds = time.monotonic() - began
+        verdicts = [shorten_paths(check(runs)) for key, check in PROOFS.items() if key in options.proofs]
+        seconds = time.monotonic() - start_time
         if runs.baseline.rank0_facts.get("uses_compilation"):
             runs.notes.append("torch.compile is off in these runs, except when memory is measured")
             print(f"headway: {runs.notes[-1]}", file=sys.stderr)
-        escapes = format_escapes(
-            [
-                facts.get("escaped_files", [])
-                for run in (runs.baseline, runs.several)
-                if run
-                for facts in run.facts_by_rank
-            ]
-        )
+        facts = [each for run in (runs.baseline, runs.several) if run is not None for each in run.facts_by_rank]
+        escaped_files = select_escaped_files([each.get("escaped_files", []) for each in facts])
     code = choose_code(verdicts)
     error = _NOTHING_CHECKED if code == 2 else None
     if is_json:
-        about = {
+        entries = {
             "error": error,
             "seconds": round(seconds, 1),
             "updates": options.num_updates,
             "notes": runs.notes,
-            "escaped": escapes,
+            "escaped": escaped_files,
         }
-        print(format_json(verdicts, about))
+        print(format_json(verdicts, entries))
     else:
         print(format_table(verdicts, has_color=sys.stdout.isatty()))
-        if escapes:
+        if escaped_files:
             print("\nfiles that the script wrote outside of the scratch folder:")
-            for path in escapes:
+            for path in escaped_files:
                 print(f"  {path}")
         print(f"\n{format_summary(verdicts, seconds)}")
     if error is not None:
@@ -128,4 +129,6 @@ def _run_verify(options: Options, is_json: bool) -> int:
 def choose_code(verdicts: Sequence[Verdict]) -> int:
     """Return the exit code: 1 if a proof failed, 2 if no proof could be checked, else 0."""
     statuses = {each.status for each in verdicts}
-    return 1 if "FAIL" in statuses else 0 if "PASS" in statuses else 2
+    if "FAIL" in statuses:
+        return 1
+    return 0 if "PASS" in statuses else 2

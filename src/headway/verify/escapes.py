@@ -6,8 +6,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-_WRITING = frozenset("wax+")
-_IGNORED = ("__pycache__", ".cache", ".triton", ".config", "torchinductor", ".pyc", ".lock", "/.nv/")
+_WRITE_MODES = frozenset("wax+")
+"""Letters in the mode of `open` that open a file for writing."""
+_IGNORED_PARTS = ("__pycache__", ".cache", ".triton", ".config", "torchinductor", ".pyc", ".lock", "/.nv/")
+"""Parts of paths of caches and locks, which are not recorded."""
+_MOST_FILES = 50
+"""Largest number of files that are recorded."""
 
 
 class EscapeWatch:
@@ -21,13 +25,13 @@ class EscapeWatch:
 
     def __init__(self, scratch: Path) -> None:
         folders = {str(scratch), os.path.realpath(scratch), *_list_system_folders()}
-        self._kept = (*(f"{folder.rstrip('/')}/" for folder in folders), f"{tempfile.gettempdir()}/torch")
-        self._found: dict[str, None] = {}
+        self._ignored_prefixes = (*(f"{folder.rstrip('/')}/" for folder in folders), f"{tempfile.gettempdir()}/torch")
+        self._files: dict[str, None] = {}  # a dict keeps the order
         sys.addaudithook(self._handle_event)
 
     def list_files(self) -> list[str]:
         """Return the paths of the recorded files, in order of the first change."""
-        return list(self._found)
+        return list(self._files)
 
     def _handle_event(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
@@ -53,18 +57,26 @@ class EscapeWatch:
         """
         try:
             folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
-            whole = os.path.join(os.path.realpath(folder), name)
-            whole = os.path.realpath(whole) if follows_links else whole
+            resolved = os.path.join(os.path.realpath(folder), name)
+            resolved = os.path.realpath(resolved) if follows_links else resolved
         except (TypeError, ValueError, OSError):
             return
-        if f"{whole}/".startswith(self._kept) or any(each in whole for each in _IGNORED) or len(self._found) > 50:
-            return
-        self._found[whole] = None
+        is_ignored = f"{resolved}/".startswith(self._ignored_prefixes) or any(
+            each in resolved for each in _IGNORED_PARTS
+        )
+        if not is_ignored and len(self._files) <= _MOST_FILES:
+            self._files[resolved] = None
 
 
 def _is_writing(mode: Any, flags: Any) -> bool:
+    """Whether a file is opened for writing.
+
+    Args:
+        mode: Mode of `open`, such as "w". None if the file is opened by `os.open`.
+        flags: Flags of `os.open`, which are used if there is no mode.
+    """
     if isinstance(mode, str):
-        return bool(_WRITING & set(mode))
+        return bool(_WRITE_MODES & set(mode))
     return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
@@ -73,12 +85,12 @@ def _list_system_folders() -> list[str]:
     return ["/dev", "/proc", "/sys", os.path.join(home, ".cache")]
 
 
-def format_escapes(found: list[list[str]], most: int = 10) -> list[str]:
+def select_escaped_files(files_by_process: list[list[str]], most: int = 10) -> list[str]:
     """Return the first paths that the processes of all runs changed outside of the scratch folder, without duplicates.
 
     Args:
-        found: List of recorded paths of each process.
+        files_by_process: List of recorded paths of each process.
         most: Largest number of paths to return. Default: 10.
     """
-    paths = list(dict.fromkeys(path for each in found for path in each))
+    paths = list(dict.fromkeys(path for files in files_by_process for path in files))
     return paths[:most]

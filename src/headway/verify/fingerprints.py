@@ -43,13 +43,11 @@ def sample_values(tensor: torch.Tensor) -> "numpy.ndarray[Any, Any]":
         flat = torch.view_as_real(flat).reshape(-1)
     values = flat.to(torch.float64)
     if len(flat) > MOST_VALUES:
-        stride = len(flat) // MOST_VALUES
         # An odd stride reaches all columns of a matrix whose width is a power of two.
-        chosen = values[:: stride + 1 - stride % 2][:MOST_VALUES]
-        total = torch.stack([values.norm(), values.sum()])
-    else:
-        chosen, total = values, values[:0]
-    return torch.cat([chosen, total]).to(torch.float32).cpu().numpy()
+        stride = len(flat) // MOST_VALUES | 1
+        totals = torch.stack([values.norm(), values.sum()])
+        values = torch.cat([values[::stride][:MOST_VALUES], totals])
+    return values.to(torch.float32).cpu().numpy()
 
 
 # -------------------------------------------------------------------- batches
@@ -86,17 +84,16 @@ def hash_rows(tree: Any, num_rows: int) -> tuple[list[str], list[str]]:
         tree: Batch, as nested collections of tensors. Only tensors whose first dimension is `num_rows` are hashed.
         num_rows: Number of rows of the batch.
     """
-    exact: list[list[bytes]] = [[] for _ in range(num_rows)]
-    loose: list[list[bytes]] = [[] for _ in range(num_rows)]
+    parts: list[list[bytes]] = [[] for _ in range(num_rows)]
+    unpadded_parts: list[list[bytes]] = [[] for _ in range(num_rows)]
     for path, leaf in walk_tensors(tree):
         if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == num_rows:
-            plain = leaf.detach().cpu()
-            name = path.encode()
+            rows, name = leaf.detach().cpu(), path.encode()
             for index in range(num_rows):
-                row = plain[index]
-                exact[index].append(name + str(tuple(row.shape)).encode() + to_bytes(row))
-                loose[index].append(name + to_bytes(_strip_padding(row)))
-    return [hash_bytes(*each) for each in exact], [hash_bytes(*each) for each in loose]
+                row = rows[index]
+                parts[index].append(name + str(tuple(row.shape)).encode() + to_bytes(row))
+                unpadded_parts[index].append(name + to_bytes(_strip_padding(row)))
+    return [hash_bytes(*each) for each in parts], [hash_bytes(*each) for each in unpadded_parts]
 
 
 def _strip_padding(row: torch.Tensor) -> torch.Tensor:
@@ -109,15 +106,15 @@ def _strip_padding(row: torch.Tensor) -> torch.Tensor:
         return row
     if row.is_floating_point() or row.dtype == torch.bool or row.ndim > 1:
         return row[row != 0]
-    kept = torch.ones_like(row, dtype=torch.bool)
+    is_kept = torch.ones_like(row, dtype=torch.bool)
     for value in _PADDING:
-        kept &= row != value
-    rest = row[kept]
+        is_kept &= row != value
+    rest = row[is_kept]
     # A padding value that is not in `_PADDING` repeats at the end of the row. The values in `_PADDING` are removed
     # first, so that a row whose last tokens are equal gets the same hash with and without padding.
     if len(rest) > 1 and rest[-1] == rest[-2]:
-        others = (rest != rest[-1]).nonzero()
-        rest = rest[: int(others[-1]) + 1] if len(others) else rest[:0]
+        different = (rest != rest[-1]).nonzero()
+        rest = rest[: int(different[-1]) + 1] if len(different) else rest[:0]
     return rest
 
 
@@ -129,27 +126,26 @@ def reverse_rows(tree: Any, num_rows: int) -> Any:
     if isinstance(tree, torch.Tensor):
         return tree.flip(0) if tree.ndim and tree.shape[0] == num_rows else tree
     if isinstance(tree, Mapping):
-        changed = {key: reverse_rows(tree[key], num_rows) for key in tree}
-        return _rebuild_tree(tree, changed)
+        return _rebuild_mapping(tree, {key: reverse_rows(tree[key], num_rows) for key in tree})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(reverse_rows(each, num_rows) for each in tree))
     if isinstance(tree, list | tuple):
         is_column = len(tree) == num_rows and not any(isinstance(each, torch.Tensor) for each in tree)
-        changed_items = [reverse_rows(each, num_rows) for each in tree]
-        return type(tree)(reversed(changed_items) if is_column else changed_items)
+        items = [reverse_rows(each, num_rows) for each in tree]
+        return type(tree)(reversed(items) if is_column else items)
     return tree
 
 
-def _rebuild_tree(tree: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
-    """Return a mapping with the type of `tree`, such as `BatchEncoding`, and the values of `changed`."""
-    if type(tree) is dict:
-        return changed
+def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping with the type of `original`, such as `BatchEncoding`, and the given items."""
+    if type(original) is dict:
+        return items
     try:
-        copied = tree.copy()  # type: ignore[attr-defined]
-        copied.update(changed)
+        copied = original.copy()  # type: ignore[attr-defined]
+        copied.update(items)
         return copied
     except (AttributeError, TypeError):
-        return type(tree)(changed)  # type: ignore[call-arg]
+        return type(original)(items)  # type: ignore[call-arg]
 
 
 def find_rows(leaves: Sequence[tuple[str, Any]]) -> int | None:

@@ -18,9 +18,9 @@ class MemoryForecast:
     Attributes:
         device: Name of the device, as listed in docs/forecast.md.
         allocated: Peak memory of tensors.
-        least: Lower bound of the memory of the whole process on the device.
-        total: Likely memory of the whole process on the device.
-        most: Upper bound of the memory of the whole process on the device.
+        least: Lower bound of the peak memory of the whole process on the device.
+        total: Likely peak memory of the whole process on the device.
+        most: Upper bound of the peak memory of the whole process on the device.
         fits: Whether the script fits on the device: True if `most` fits, False if `least` does not fit, else None.
         caveats: Assumptions and known gaps of the forecast.
     """
@@ -44,25 +44,27 @@ def read_forecast(record: RunRecord) -> tuple[MemoryForecast | None, str]:
     if record.code != 0:
         return None, _find_reason(text)
     try:
-        found: dict[str, Any] = json.loads(text[f"\n{text}".rindex("\n{\n") :])
+        # The script can print text before the JSON object, which begins with a line that is only "{".
+        entries: dict[str, Any] = json.loads(text[f"\n{text}".rindex("\n{\n") :])
     except ValueError:
         return None, "the forecast printed no result"
     return (
         MemoryForecast(
-            device=found["device"],
-            allocated=found["allocated"],
-            least=found["least"],
-            total=found["total"],
-            most=found["most"],
-            fits=found["fits"],
-            caveats=tuple(found["caveats"]),
+            device=entries["device"],
+            allocated=entries["allocated"],
+            least=entries["least"],
+            total=entries["total"],
+            most=entries["most"],
+            fits=entries["fits"],
+            caveats=tuple(entries["caveats"]),
         ),
         "",
     )
 
 
 def _find_reason(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    chosen = next((line for line in reversed(lines) if "error:" in line.lower() or "Error: " in line), None)
-    reason = (chosen or (lines or ["it ended without a message"])[-1]).removeprefix("headway: error: ")
+    """Return the last error in the output of a forecast, or else its last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it ended without a message"]
+    errors = [line for line in lines if "error:" in line.lower()]
+    reason = (errors or lines)[-1].removeprefix("headway: error: ")
     return reason if len(reason) <= _MOST_REASON else f"{reason[: _MOST_REASON - 3]}..."

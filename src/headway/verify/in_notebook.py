@@ -24,8 +24,8 @@ from headway.launch import machine
 from headway.launch.plan import Program, make_plan
 from headway.verify.command import choose_code
 from headway.verify.proofs import PROOFS
-from headway.verify.runs import LaunchOrder
-from headway.verify.session import Options, VerifySession
+from headway.verify.runs import LaunchCommand
+from headway.verify.session import VerifyOptions, VerifySession
 from headway.verify.table import format_summary, format_table
 from headway.verify.verdict import Verdict, shorten_paths
 
@@ -109,46 +109,53 @@ def verify_function(
         raise ConfigError(f"accelerator.verify got args={args!r}; give a tuple of arguments: args=({args!r},)")
     if num_processes < 2:
         raise ConfigError(f"verify compares one process with several; num_processes={num_processes} must be at least 2")
-    chosen = _choose_proofs(only, skip, strategy)
+    keys = _choose_proofs(only, skip, strategy)
     environment = env.copy_variables()
-    here = machine.inspect_machine(environment)
-    is_on_cpu = run.runtime.device.type == "cpu" or len(here.device_ids) < num_processes
-    notes = [] if is_on_cpu == (run.runtime.device.type == "cpu") else ["there are fewer devices: all runs use the CPU"]
+    this_machine = machine.inspect_machine(environment)
+    is_on_cpu = run.runtime.device.type == "cpu" or len(this_machine.device_ids) < num_processes
+    notes = []
+    if is_on_cpu and run.runtime.device.type != "cpu":
+        notes.append("there are fewer devices: all runs use the CPU")
     with tempfile.TemporaryDirectory(prefix="headway-verify-cell-") as folder:
         Path(folder, "call").write_bytes(cloudpickle.dumps((function, tuple(args))))
         program = Program("headway.launch.cell", (folder,), "module")
         # The processes must find the modules of the function.
         paths = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
 
-        def make_order(count: int, layout: str | None = None) -> LaunchOrder:
-            given = {"num_processes": count, "cpu": is_on_cpu or None, "strategy": layout, "module": True}
-            settings = {name: _check_setting(name, value) for name, value in given.items() if value is not None}
-            planned = make_plan(resolve([settings]), program, here, {**environment, "PYTHONPATH": paths})
+        def make_command(count: int, layout: str | None = None) -> LaunchCommand:
+            values = {"num_processes": count, "cpu": is_on_cpu or None, "strategy": layout, "module": True}
+            settings = {name: _check_setting(name, value) for name, value in values.items() if value is not None}
+            planned = make_plan(resolve([settings]), program, this_machine, {**environment, "PYTHONPATH": paths})
             variables = {**planned.additions, "PYTHONPATH": paths}
-            return LaunchOrder(planned.argv, variables, (program.kind, program.target, *program.args), count)
+            return LaunchCommand(planned.argv, variables, (program.kind, program.target, *program.args), count)
 
-        orders = {"one": make_order(1), "several": make_order(num_processes)}
+        commands = {"one": make_command(1), "several": make_command(num_processes)}
         if strategy:
-            orders["layout"] = make_order(num_processes, strategy)
-        options = Options(
-            orders=orders,
+            commands["layout"] = make_command(num_processes, strategy)
+        options = VerifyOptions(
+            commands=commands,
             is_forked=is_on_cpu,
             num_processes=num_processes,
             layout_name=strategy or "",
             num_updates=updates,
             time_limit=time_limit,
-            proofs=chosen,
+            proofs=keys,
         )
-        began = time.monotonic()
+        start_time = time.monotonic()
         with VerifySession(options, lambda name: None) as session:
             runs = session.run()
-            verdicts = tuple(shorten_paths(PROOFS[word](runs)) for word in PROOFS if word in chosen)
-        found = FunctionProofs(verdicts, time.monotonic() - began)
-    print(*notes, found.describe(), sep="\n")
-    return found
+            verdicts = tuple(shorten_paths(check(runs)) for key, check in PROOFS.items() if key in keys)
+        result = FunctionProofs(verdicts, time.monotonic() - start_time)
+    print(*notes, result.describe(), sep="\n")
+    return result
 
 
 def _check_setting(name: str, value: Any) -> SettingValue:
+    """Return a setting of `headway launch`, with the argument of `accelerator.verify` as its origin in messages.
+
+    Raises:
+        ConfigError: If the value is invalid.
+    """
     origin = f"accelerator.verify({name}=...)"
     return SettingValue(check_file_value(SETTINGS[name], value, origin), origin)
 

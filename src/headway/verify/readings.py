@@ -1,4 +1,4 @@
-"""Readings of a process that is recorded: its random number generators, its datasets and its memory."""
+"""Read the state of a process that is recorded: random number generators, attributes of datasets, and memory."""
 
 import os
 import random
@@ -28,8 +28,8 @@ def list_indices(indices: Any) -> list[int]:
 
     The list is copied by a slice, because iterating over the lists of some loaders also seeds generators.
     """
-    plain = indices[:] if isinstance(indices, list) else []
-    return plain if all(isinstance(each, int) for each in plain) else []
+    copied = indices[:] if isinstance(indices, list) else []
+    return copied if all(isinstance(each, int) for each in copied) else []
 
 
 def _list_attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
@@ -39,8 +39,9 @@ def _list_attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
     """
     for name, value in getattr(dataset, "__dict__", {}).items():
         yield f"{type(dataset).__name__}.{name}", value
-    inner = [dataset.dataset] if isinstance(dataset, torch.utils.data.Subset) else getattr(dataset, "datasets", ())
-    for each in inner if isinstance(inner, list | tuple) else ():
+    is_subset = isinstance(dataset, torch.utils.data.Subset)
+    wrapped = [dataset.dataset] if is_subset else getattr(dataset, "datasets", ())
+    for each in wrapped if isinstance(wrapped, list | tuple) else ():
         yield from _list_attributes(each)
 
 

@@ -69,16 +69,16 @@ def read_request() -> RunRequest | None:
     return RunRequest(**json.loads(text)) if text else None
 
 
-def redirect_path(place: Any, request: RunRequest) -> Path:
+def redirect_path(path: Any, request: RunRequest) -> Path:
     """Return the path in the scratch folder that replaces a path to which the script writes.
 
     A path that is already in the run's output folder is only made absolute.
 
     Args:
-        place: Path that the script uses.
+        path: Path that the script uses, as text or a path object.
         request: Options of the run.
     """
-    path = Path(os.path.abspath(os.path.expanduser(str(place))))
-    if path.is_relative_to(request.output):
-        return path
-    return Path(request.output, *path.parts[1:])
+    absolute = Path(os.path.abspath(os.path.expanduser(str(path))))
+    if absolute.is_relative_to(request.output):
+        return absolute
+    return Path(request.output, *absolute.parts[1:])

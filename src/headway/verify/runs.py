@@ -48,11 +48,11 @@ class VerifyError(HeadwayError):
 
 
 @dataclass(frozen=True)
-class LaunchOrder:
+class LaunchCommand:
     """Command with which `headway launch` would start the user's script on a number of processes.
 
     Attributes:
-        argv: Command line that starts all processes.
+        argv: Command line that starts all processes, if they are not forked from a server.
         variables: Environment variables to set.
         program: Kind of the program ("script" or "module"), its name and its arguments.
         num_processes: Number of processes.
@@ -63,12 +63,14 @@ class LaunchOrder:
     program: tuple[str, ...]
     num_processes: int
 
-    def add_arguments(self, args: tuple[str, ...]) -> "LaunchOrder":
+    def add_arguments(self, args: tuple[str, ...]) -> "LaunchCommand":
         """Return the command with arguments appended to those of the script."""
         if not args:
             return self
         argv = list(self.argv)
-        if self.argv[1:4] == ("-m", "headway.launch", "agent"):  # the agent's plan holds the arguments of the script
+        # With several processes, the last argument is the launch agent's plan as JSON, which contains the script's
+        # arguments.
+        if self.argv[1:4] == ("-m", "headway.launch", "agent"):
             plan = json.loads(argv[-1])
             plan["program"]["args"] += args
             argv[-1] = json.dumps(plan)
@@ -77,24 +79,24 @@ class LaunchOrder:
         return replace(self, argv=tuple(argv), program=(*self.program, *args))
 
 
-def make_environment(order: LaunchOrder, request: RunRequest, num_threads: int) -> dict[str, str]:
+def make_environment(command: LaunchCommand, request: RunRequest, num_threads: int) -> dict[str, str]:
     """Return the environment variables of a run.
 
     Args:
-        order: Command that starts the run.
+        command: Command that starts the run.
         request: Options of the run.
         num_threads: Number of CPU threads per process.
     """
-    kept = {name: value for name, value in env.copy_variables().items() if name not in _NOT_INHERITED}
+    inherited = {name: value for name, value in env.copy_variables().items() if name not in _NOT_INHERITED}
     return {
-        **kept,
-        **order.variables,
+        **inherited,
+        **command.variables,
         "PWD": str(get_working_folder(request)),
         env.VERIFY: request.format_json(),
         "OMP_NUM_THREADS": str(num_threads),
         "WANDB_MODE": "disabled",
         "PYTHONUNBUFFERED": "1",
-        "HEADWAY_LOG_LEVEL": kept.get("HEADWAY_LOG_LEVEL", "warning"),
+        "HEADWAY_LOG_LEVEL": inherited.get("HEADWAY_LOG_LEVEL", "warning"),
     }
 
 
@@ -138,23 +140,25 @@ class ForkServer:
         )
         self._lock = threading.Lock()
         self._num_runs = 0
-        self._waiting: dict[int, Future[int]] = {}
+        # Futures of the exit codes of the runs that have not ended, by ID.
+        self._exit_codes: dict[int, Future[int]] = {}
         self._is_ready = threading.Event()
         self._has_ended = False
         threading.Thread(target=self._read_answers, daemon=True).start()
 
     def _read_answers(self) -> None:
+        """Set the futures of runs that have ended, until the server ends. Runs in a thread."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             answer = json.loads(line)
             if "is_ready" in answer:
                 self._is_ready.set()
                 continue
-            self._waiting.pop(answer["id"]).set_result(answer["code"])
+            self._exit_codes.pop(answer["id"]).set_result(answer["code"])
         with self._lock:
             self._has_ended = True
         self._is_ready.set()
-        for each in list(self._waiting.values()):
+        for each in list(self._exit_codes.values()):
             with contextlib.suppress(InvalidStateError):
                 each.set_exception(VerifyError(_SERVER_ENDED))
 
@@ -172,19 +176,26 @@ class ForkServer:
             if self._has_ended:
                 raise VerifyError(_SERVER_ENDED)
             self._num_runs += 1
-            key = self._num_runs
-            done: Future[int] = Future()
-            self._waiting[key] = done
-            self._send_order({**order, "id": key})
-        return key, done
+            run_id = self._num_runs
+            exit_code: Future[int] = Future()
+            self._exit_codes[run_id] = exit_code
+            self._send_order({**order, "id": run_id})
+        return run_id, exit_code
 
-    def end(self, key: int) -> None:
+    def end(self, run_id: int) -> None:
         """End a run by its ID. Do nothing if it has already ended."""
         with self._lock:
-            if key in self._waiting:
-                self._send_order({"id": key, "end": True})
+            if run_id in self._exit_codes:
+                self._send_order({"id": run_id, "end": True})
 
     def _send_order(self, order: dict[str, Any]) -> None:
+        """Write an order to the server's stdin. The caller must hold the lock.
+
+        An error is suppressed if the server has ended, because `_read_answers` then fails all futures.
+
+        Args:
+            order: `headway.verify.server.StartOrder` or `EndOrder`.
+        """
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(order) + "\n")
@@ -208,44 +219,46 @@ class RunningScript:
     """Run of the user's script, which starts when the object is created.
 
     Args:
-        order: Command that starts the run.
+        command: Command that starts the run.
         request: Options of the run.
         time_limit: Number of seconds after which the run is ended.
         server: Server that forks the processes of the run, or None to start new processes.
     """
 
-    def __init__(self, order: LaunchOrder, request: RunRequest, time_limit: float, server: ForkServer | None) -> None:
-        self._order = order
+    def __init__(
+        self, command: LaunchCommand, request: RunRequest, time_limit: float, server: ForkServer | None
+    ) -> None:
+        self._command = command
         self._request = request
         self._server = server
         folder = Path(request.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / "output.txt"
-        variables = make_environment(order, request, 1)
+        self._output_file = folder / "output.txt"
+        variables = make_environment(command, request, 1)
         mirror_working_folder(request)
-        place = str(get_working_folder(request))
+        working_folder = str(get_working_folder(request))
         self._time_limit = time_limit
-        self._began = time.monotonic()
         if server is not None:
-            self._key, self._done = server.start(
+            self._run_id, self._exit_code = server.start(
                 {
                     "variables": variables,
-                    "program": list(order.program),
-                    "num_processes": order.num_processes,
-                    "output": str(self._path),
-                    "folder": place,
+                    "program": list(command.program),
+                    "num_processes": command.num_processes,
+                    "output": str(self._output_file),
+                    "folder": working_folder,
                 }
             )
-            self._began = time.monotonic()
+            self._start_time = time.monotonic()  # only now, because the server may have had to import torch first
             return
-        with self._path.open("wb") as output:
+        self._start_time = time.monotonic()
+        with self._output_file.open("wb") as output:
             self._process = subprocess.Popen(
-                order.argv,
+                command.argv,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=variables,
-                cwd=place,
+                cwd=working_folder,
                 start_new_session=True,
             )
 
@@ -260,12 +273,12 @@ class RunningScript:
         """
         request = self._request
         code = self._wait_for(request.patience + _STACK_GRACE) if request.is_recorded else None
-        has_begun = Path(request.folder, "facts0.json").exists()
-        if code is None and (has_begun or not request.is_recorded):
+        has_accelerator = Path(request.folder, "facts0.json").exists()
+        if code is None and (has_accelerator or not request.is_recorded):
             code = self._wait_for(self._time_limit)
         self.end()
-        seconds = time.monotonic() - self._began
-        return read_record(self._request, self._order.num_processes, code, self._read_output(), seconds)
+        seconds = time.monotonic() - self._start_time
+        return read_record(self._request, self._command.num_processes, code, self._read_output(), seconds)
 
     def _wait_for(self, seconds: float) -> int | None:
         """Wait until the run ends, and return its exit code. Return None if the time limit is reached first.
@@ -273,15 +286,15 @@ class RunningScript:
         Args:
             seconds: Limit of the wait, in seconds since the start of the run.
         """
-        left = max(0.1, self._began + seconds - time.monotonic())
+        remaining = max(0.1, self._start_time + seconds - time.monotonic())
         with contextlib.suppress(subprocess.TimeoutExpired, TimeoutError):
-            return self._done.result(left) if self._server is not None else self._process.wait(left)
+            return self._exit_code.result(remaining) if self._server is not None else self._process.wait(remaining)
         return None
 
     def end(self) -> None:
         """End the processes of the run that are still running."""
         if self._server is not None:
-            self._server.end(self._key)
+            self._server.end(self._run_id)
             return
         if self._process.poll() is None:
             self._send_signal(signal.SIGTERM)
@@ -295,9 +308,10 @@ class RunningScript:
             os.killpg(self._process.pid, number)
 
     def _read_output(self) -> str:
-        if not self._path.exists():
+        """Return the last lines that the run has printed; "" if it has printed nothing."""
+        if not self._output_file.exists():
             return ""
-        with self._path.open("rb") as file:
+        with self._output_file.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - 20_000))
             text = file.read().decode("utf-8", "replace")

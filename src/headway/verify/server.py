@@ -27,7 +27,7 @@ from headway.common import env
 from headway.verify.request import read_request
 from headway.verify.stacks import get_stack_file
 
-_GRACE = 4.0
+_GRACE_SECONDS = 4.0
 """Seconds that the other ranks of a run may continue after one rank has failed, before they are killed."""
 
 
@@ -70,14 +70,14 @@ class ForkedRun:
     """Forked processes of one run, one per rank.
 
     Attributes:
-        key: ID of the run.
+        run_id: ID of the run.
         alive: Process IDs of the ranks that have not ended.
         code: Exit code of the first rank that failed, or 0 if none failed. A negative code means that the rank was ended
             by this signal: -9 for SIGKILL.
-        deadline: Time at which the remaining ranks are killed; None while no rank has failed.
+        deadline: Time (`time.monotonic()`) at which the remaining ranks are killed; None while no rank has failed.
     """
 
-    key: int
+    run_id: int
     alive: set[int] = field(default_factory=set)
     code: int = 0
     deadline: float | None = None
@@ -105,7 +105,7 @@ def main() -> None:
         if is_open and select.select([0], [], [], 0.02)[0]:
             read = os.read(0, 1 << 20)
             is_open = bool(read)
-            *lines, buffer = (buffer + read).split(b"\n")
+            *lines, buffer = (buffer + read).split(b"\n")  # the last item is an incomplete line
             for line in lines:
                 _execute_order(json.loads(line), runs, answers)
         elif not is_open:
@@ -115,9 +115,9 @@ def main() -> None:
         for run in list(runs.values()):
             _reap_ranks(run)
             if not run.alive:
-                del runs[run.key]
+                del runs[run.run_id]
                 with contextlib.suppress(OSError):
-                    answers.write(json.dumps({"id": run.key, "code": run.code}) + "\n")
+                    answers.write(json.dumps({"id": run.run_id, "code": run.code}) + "\n")
 
 
 def _execute_order(order: StartOrder | EndOrder, runs: dict[int, ForkedRun], answers: TextIO) -> None:
@@ -174,16 +174,16 @@ def _become_rank(order: StartOrder, rank: int, port: int) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(order["folder"])
-    # None unsets: a rank sees only the order's variables.
+    # The value None unsets a variable, so that the rank has only the variables of the order.
     variables: dict[str, str | None] = dict.fromkeys(env.copy_variables())
     variables.update(order["variables"])
-    num = order["num_processes"]
-    if num > 1:
+    world_size = order["num_processes"]
+    if world_size > 1:
         variables.update(
             RANK=str(rank),
             LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(num),
-            LOCAL_WORLD_SIZE=str(num),
+            WORLD_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
         )
@@ -225,7 +225,7 @@ def _watch_start(rank: int) -> None:
 
 
 def _reap_ranks(run: ForkedRun) -> None:
-    """Collect the exit codes of ranks that have ended, and kill the other ranks `_GRACE` seconds after a failure."""
+    """Collect the exit codes of ranks that have ended, and kill the other ranks `_GRACE_SECONDS` seconds after a failure."""
     for pid in list(run.alive):
         done, status = os.waitpid(pid, os.WNOHANG)
         if not done:
@@ -234,7 +234,7 @@ def _reap_ranks(run: ForkedRun) -> None:
         code = os.waitstatus_to_exitcode(status)
         if code and not run.code:
             run.code = code
-            run.deadline = time.monotonic() + _GRACE
+            run.deadline = time.monotonic() + _GRACE_SECONDS
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)  # DataLoader workers of the rank
     if run.alive and run.deadline is not None and time.monotonic() > run.deadline:
@@ -242,6 +242,7 @@ def _reap_ranks(run: ForkedRun) -> None:
 
 
 def _kill_run(run: ForkedRun) -> None:
+    """Kill the ranks of a run that have not ended, with all of their child processes."""
     run.code = run.code or -signal.SIGKILL
     for pid in run.alive:
         with contextlib.suppress(PermissionError):
@@ -252,6 +253,7 @@ def _kill_run(run: ForkedRun) -> None:
 
 
 def _find_free_port() -> int:
+    """Return a TCP port of this machine that is free at present."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

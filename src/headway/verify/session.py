@@ -12,24 +12,30 @@ from pathlib import Path
 
 from headway.verify.records import RunRecord
 from headway.verify.request import RunRequest
-from headway.verify.runs import ForkServer, LaunchOrder, RunningScript, VerifyError
+from headway.verify.runs import ForkServer, LaunchCommand, RunningScript, VerifyError
 from headway.verify.stacks import describe_stuck, read_stacks
 from headway.verify.verdict import RunSet, describe_failure, describe_load
 
 _SEED = 1234
+"""Seed of the reference and of the runs that are compared with it, if the script sets no seed."""
 _CLOCK_STEP = 1.1
-"""Seconds between the starts of the first run and its repetition, so that seeds from the clock differ."""
+"""Seconds between the starts of the baseline and its repetition, so that seeds from the clock differ."""
 _MEASURED_UPDATES = 2
 """Number of updates whose memory is measured, equal to the number that `headway estimate --script` traces."""
-_ON_SERVER_0 = ("baseline", "reference", "several", "layout", "replayed", "reordered")
+_FIRST_SERVER_RUNS = ("baseline", "reference", "several", "layout", "replayed", "reordered")
+"""Names of the runs that the first server forks. They are compared with each other.
+
+The second server forks the other runs. It has another hash seed, so that sets of strings have another order, as in a
+second launch of the script.
+"""
 
 
 @dataclass(frozen=True)
-class Options:
+class VerifyOptions:
     """Options of a verification.
 
     Attributes:
-        orders: Commands that start the script: with one process ("one"), with several ("several"), and under the
+        commands: Commands that start the script: with one process ("one"), with several ("several"), and under the
             layout that was given on the command line ("layout"). Also the commands that forecast the script's memory:
             on the device of the runs ("forecast") and on the device of the full run ("full").
         is_forked: Whether runs are forked from a process that has imported torch. Only runs on the CPU can be forked.
@@ -43,7 +49,7 @@ class Options:
         resume_args: Arguments that are added to those of the script when it is started again after a kill.
     """
 
-    orders: dict[str, LaunchOrder]
+    commands: dict[str, LaunchCommand]
     is_forked: bool
     num_processes: int
     layout_name: str
@@ -63,59 +69,65 @@ class VerifySession:
 
     Args:
         options: Options of the verification.
-        say: Function that is called with the name of each run that starts.
+        announce_run: Function that is called with the name of each run that starts.
         servers: Two servers that fork the runs. By default, `__enter__` starts two if runs are forked.
     """
 
     def __init__(
-        self, options: Options, say: Callable[[str], None], servers: Sequence[ForkServer] | None = None
+        self,
+        options: VerifyOptions,
+        announce_run: Callable[[str], None],
+        servers: Sequence[ForkServer] | None = None,
     ) -> None:
         self._options = options
-        self._say = say
+        self._announce_run = announce_run
         self._scratch = Path(tempfile.mkdtemp(prefix="headway_verify_"))
         self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._free = self._num_cores
-        self._has_changed = threading.Condition()
+        # The condition guards the three attributes below it. It is notified when cores become free, and at the end.
+        self._changed = threading.Condition()
+        self._num_free_cores = self._num_cores
         self._running: list[RunningScript] = []
         self._has_ended = False
         self._pool = ThreadPoolExecutor(8)
-        # Each server has its own hash seed. Runs on different servers therefore iterate over sets of strings in
-        # different orders, as two launches of a script do.
         self._owns_servers = servers is None
         self._servers = list(servers or ())
-        self._starting: list[Future[ForkServer]] = []
+        self._server_futures: list[Future[ForkServer]] = []
 
     def __enter__(self) -> "VerifySession":
         """Start the servers if runs are forked, and return the session."""
         try:
             if self._owns_servers and self._options.is_forked:
+                # Ctrl-C raises KeyboardInterrupt in the main thread only. If it were raised while this thread started a
+                # server, the server would run on, but nothing would refer to it. A thread of the pool always finishes
+                # the start, and `__exit__` finds the server in its future.
                 for _ in range(2):
-                    # A signal interrupts only the main thread. A server that another thread starts is always known.
-                    self._starting.append(self._pool.submit(ForkServer))
-                self._servers = [each.result() for each in self._starting]
+                    self._server_futures.append(self._pool.submit(ForkServer))
+                self._servers = [each.result() for each in self._server_futures]
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the runs that have not finished, and remove the scratch folder."""
-        with self._has_changed:
+        """End the runs that have not finished and the servers of this session, and remove the scratch folder."""
+        with self._changed:
             self._has_ended = True
-            self._has_changed.notify_all()
+            self._changed.notify_all()
         for each in list(self._running):
             each.end()
-        for server in self._starting:
+        for server in self._server_futures:
             server.result().close()
         self._pool.shutdown(cancel_futures=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     @property
-    def _kill_at(self) -> int:
+    def _kill_update(self) -> int:
+        """Number of the update after which the repeated run is killed: two thirds of the run, but not its last update."""
         return min(self._options.num_updates - 1, max(2, self._options.num_updates * 2 // 3))
 
     @property
-    def _save_at(self) -> int:
+    def _save_update(self) -> int:
+        """Number of the update after which the repeated run saves a checkpoint."""
         return self._options.num_updates // 2
 
     def run(self) -> RunSet:
@@ -126,89 +138,91 @@ class VerifySession:
                 process. Also if a server that forks runs has ended.
         """
         options = self._options
-        needs_repeat = options.needs_any("repeat", "resume")
-        baseline_run = self._start_run(self._make_request("baseline"), 1)
-        if needs_repeat:
+        baseline_future = self._start_run(self._make_request("baseline"), 1)
+        repeat_future = None
+        if options.needs_any("repeat", "resume"):
             time.sleep(_CLOCK_STEP)
-        repeat_run = self._start_run(
-            replace(self._make_request("repeat"), saves_after=self._save_at, kills_after=self._kill_at, reverses_listings=True), 1
-        ) if needs_repeat else None  # fmt: skip
-        baseline = baseline_run.result()
+            request = replace(
+                self._make_request("repeat"),
+                saves_after=self._save_update,
+                kills_after=self._kill_update,
+                reverses_listings=True,
+            )
+            repeat_future = self._start_run(request, 1)
+        baseline = baseline_future.result()
         self._check_baseline(baseline)
-        repeat = repeat_run.result() if repeat_run is not None else None
+        repeat = repeat_future.result() if repeat_future is not None else None
         runs = RunSet(baseline, repeat, num_processes=options.num_processes, layout_name=options.layout_name)
-        runs.notes += [*options.notes]
-        self._run_others(runs)
+        runs.notes += options.notes
+        self._make_other_runs(runs)
         return runs
 
-    def _run_others(self, runs: RunSet) -> None:
-        """Make all runs except the first run and its repetition, and store their records in `runs`.
+    def _make_other_runs(self, runs: RunSet) -> None:
+        """Make all runs except the baseline and its repetition, and store their records in `runs`.
+
+        If the script draws random numbers, has no seed, or shuffles in an order that depends on the number of
+        processes, the runs that are compared with the reference draw, seed and shuffle independently of that number.
 
         Args:
-            runs: Records of the first run and its repetition. The other records are added.
+            runs: Records of the baseline and its repetition. The other records are added.
         """
         options, baseline, repeat = self._options, runs.baseline, runs.repeat
-        is_seeded = repeat is None or repeat.rank0_facts.get("initial_hashes") == baseline.rank0_facts.get(
-            "initial_hashes"
-        )
-        draws = bool(
-            baseline.rank0_facts.get("draw_lines")
-            or baseline.rank0_facts.get("num_dropout_calls")
-            or baseline.rank0_facts.get("num_dropout_rates")
-        )
-        seed = -1 if is_seeded else _SEED
-        base = replace(
+        num_processes = options.num_processes
+        draws = baseline.draws_random_numbers
+        initial_hashes = baseline.rank0_facts.get("initial_hashes")
+        is_seeded = repeat is None or repeat.rank0_facts.get("initial_hashes") == initial_hashes
+        shares_order = baseline.rank0_facts["uses_accelerate_rules"]
+        is_baseline_reference = not (draws or shares_order) and is_seeded
+        reference = replace(
             self._make_request("reference"),
             shares_draws=draws,
-            seed=seed,
-            shares_order=bool(baseline.rank0_facts["uses_accelerate_rules"]),
+            seed=-1 if is_seeded else _SEED,
+            shares_order=shares_order,
         )
-        sizes = {number: about["batch_size"] for number, about in baseline.rank0_facts.get("loaders", {}).items()}
-        split = replace(base, splits_batches=True, batch_sizes=sizes)
-        waiting: dict[str, Future[RunRecord]] = {}
-        compares = options.needs_any("processes", "layout", "samples", "learning")
-        needs_order = compares or options.needs_any("resume", "out_of_memory")
-        n = options.num_processes
-        if compares:
-            waiting["several"] = self._start_run(replace(split, name="several"), n)
+        loaders = baseline.rank0_facts.get("loaders", {})
+        split = replace(
+            reference,
+            splits_batches=True,
+            batch_sizes={number: loader["batch_size"] for number, loader in loaders.items()},
+        )
+        compares_processes = options.needs_any("processes", "layout", "samples", "learning")
+        futures: dict[str, Future[RunRecord]] = {}  # by attribute of `runs`
+        if compares_processes:
+            futures["several"] = self._start_run(replace(split, name="several"), num_processes)
             if options.layout_name:
-                waiting["layout"] = self._start_run(replace(split, name="layout"), n, order="layout")
-        if draws or not is_seeded or base.shares_order:
-            if compares:
-                waiting["reference"] = self._start_run(base, 1)
-        else:
+                futures["layout"] = self._start_run(replace(split, name="layout"), num_processes, command="layout")
+        if is_baseline_reference:
             runs.reference = baseline
-        if needs_order:
-            waiting["reordered"] = self._start_run(replace(base, name="reordered", reverses_rows=True), 1)
+        elif compares_processes:
+            futures["reference"] = self._start_run(reference, 1)
+        if compares_processes or options.needs_any("resume", "out_of_memory"):
+            futures["reordered"] = self._start_run(replace(reference, name="reordered", reverses_rows=True), 1)
         if options.needs_any("resume") and repeat is not None and repeat.rank0_facts.get("saves"):
-            waiting["resumed"] = self._start_run(
-                self._request_continuation("resumed", repeat), 1, args=options.resume_args
-            )
-            if compares and not draws and is_seeded and not base.shares_order:
-                waiting["resumed_on_several"] = self._start_run(
-                    self._request_continuation("resumed_on_several", repeat), n, args=options.resume_args
-                )
+            request = self._request_continuation("resumed", repeat)
+            futures["resumed"] = self._start_run(request, 1, args=options.resume_args)
+            if compares_processes and is_baseline_reference:
+                request = self._request_continuation("resumed_on_several", repeat)
+                futures["resumed_on_several"] = self._start_run(request, num_processes, args=options.resume_args)
         if options.needs_any("out_of_memory") and baseline.rank0_facts.get("replays_batches"):
-            waiting["replayed"] = self._start_run(
-                replace(self._make_request("replayed"), fails_in=self._find_backward(baseline)), 1
-            )
+            request = replace(self._make_request("replayed"), fails_in=self._choose_failing_backward(baseline))
+            futures["replayed"] = self._start_run(request, 1)
         if options.needs_any("memory"):
-            waiting |= self._measure_memory()
+            futures |= self._measure_memory()
         if options.needs_any("leaks", "learning"):
-            waiting["probed"] = self._start_run(
-                replace(base, name="probed", shares_draws=True, num_updates=1, probes_leaks=True), 1
-            )
-        for name, future in waiting.items():
+            request = replace(reference, name="probed", shares_draws=True, num_updates=1, probes_leaks=True)
+            futures["probed"] = self._start_run(request, 1)
+        for name, future in futures.items():
             setattr(runs, name, future.result())
 
     def _measure_memory(self) -> "dict[str, Future[RunRecord]]":
         """Start the runs that measure and forecast the script's memory, and return the futures of their records."""
-        measure = replace(self._make_request("measured"), num_updates=_MEASURED_UPDATES, measures_tensors=True)
-        waiting = {"measured": self._start_run(measure, 1)}
+        request = replace(self._make_request("measured"), num_updates=_MEASURED_UPDATES, measures_tensors=True)
+        futures = {"measured": self._start_run(request, 1)}
         for name in ("forecast", "full"):
-            if name in self._options.orders:
-                waiting[name] = self._start_run(replace(self._make_request(name), is_recorded=False), 1, order=name)
-        return waiting
+            if name in self._options.commands:
+                request = replace(self._make_request(name), is_recorded=False)
+                futures[name] = self._start_run(request, 1, command=name)
+        return futures
 
     # ---------------------------------------------------------------- single runs
 
@@ -232,59 +246,60 @@ class VerifySession:
             shutil.copytree(source, request.output, symlinks=True)
         return request
 
-    def _find_backward(self, baseline: RunRecord) -> int:
+    def _choose_failing_backward(self, baseline: RunRecord) -> int:
         """Return the number of a backward pass in the middle of the run, in which to inject an out-of-memory error.
 
         Args:
-            first: Record of the single-process run.
+            baseline: Record of the single-process run.
         """
         return max(2, int(baseline.rank0_facts.get("num_backwards", 2)) // 2 + 1)
 
     def _start_run(
-        self, request: RunRequest, num_processes: int, *, order: str = "", args: tuple[str, ...] = ()
+        self, request: RunRequest, num_processes: int, *, command: str = "", args: tuple[str, ...] = ()
     ) -> "Future[RunRecord]":
         """Start a run as soon as enough CPU cores are free, and return the future of its record.
 
         Args:
             request: Options of the run.
             num_processes: Number of processes of the run.
-            order: Key of the command that starts the run. Default: the one for this number of processes.
+            command: Key of the command that starts the run. Default: the one for this number of processes.
             args: Arguments that are added to those of the script. Default: ().
         """
         request = replace(
             request, folder=str(self._scratch / request.name), output=self._get_output_folder(request.name)
         )
-        chosen = self._options.orders[order or ("one" if num_processes == 1 else "several")]
-        return self._pool.submit(self._make_run, request, chosen.add_arguments(args))
+        key = command or ("one" if num_processes == 1 else "several")
+        return self._pool.submit(self._make_run, request, self._options.commands[key].add_arguments(args))
 
-    def _make_run(self, request: RunRequest, order: LaunchOrder) -> RunRecord:
+    def _make_run(self, request: RunRequest, command: LaunchCommand) -> RunRecord:
         """Wait until enough CPU cores are free, run the script, and return the record of the run.
 
         A run needs one core per process, or all cores if there are fewer.
         """
-        size = min(order.num_processes, self._num_cores)
-        with self._has_changed:
-            self._has_changed.wait_for(lambda: self._has_ended or self._free >= size)
-            self._free -= size
+        num_cores = min(command.num_processes, self._num_cores)
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended or self._num_free_cores >= num_cores)
+            self._num_free_cores -= num_cores
         try:
-            self._say(request.name)
-            server = self._servers[request.name not in _ON_SERVER_0] if self._servers else None
-            running = self._launch_processes(order, request, server)
-            return running.wait()
+            self._announce_run(request.name)
+            return self._launch_processes(command, request).wait()
         finally:
-            with self._has_changed:
-                self._free += size
-                self._has_changed.notify_all()
+            with self._changed:
+                self._num_free_cores += num_cores
+                self._changed.notify_all()
 
-    def _launch_processes(self, order: LaunchOrder, request: RunRequest, server: ForkServer | None) -> RunningScript:
+    def _launch_processes(self, command: LaunchCommand, request: RunRequest) -> RunningScript:
         """Start the processes of a run. If the session ends meanwhile, end them at once.
 
         Raises:
             VerifyError: If the session has ended.
         """
+        server = None
+        if self._servers:
+            server = self._servers[0 if request.name in _FIRST_SERVER_RUNS else 1]
         if not self._has_ended:
-            running = RunningScript(order, request, 3 * self._options.time_limit + 20, server)
-            with self._has_changed:
+            running = RunningScript(command, request, 3 * self._options.time_limit + 20, server)
+            with self._changed:
                 self._running.append(running)
                 if not self._has_ended:
                     return running
@@ -295,58 +310,67 @@ class VerifySession:
         """Raise an error unless the script's single-process run succeeded, created an Accelerator and made updates.
 
         Args:
-            first: Record of the single-process run.
+            baseline: Record of the single-process run.
 
         Raises:
             VerifyError: If the script fails, creates no Accelerator, or makes no update.
         """
-        tail = "\n".join(f"    {line}" for line in baseline.output.splitlines()[-25:]) or "    (it printed nothing)"
-        where = describe_stuck(read_stacks(Path(baseline.request.folder), 1))
-        where = f"; {where}" if where else ""
-        load, more = describe_load(), f"--time_limit {max(300, 2 * self._options.time_limit):.0f}"
-        busy = f"{load[0].upper()}{load[1:]}. Wait until it is idle, or set {more}. " if load else ""
-        if baseline.code is None and not baseline.facts_by_rank:
-            time_hint = busy or f"If it only needs more time, set {more}. "
-            raise VerifyError(
-                f"the script created no Accelerator in {baseline.seconds:.0f} s{where}. {time_hint}"
-                "verify needs a script that trains with headway.Accelerator, with our Trainer, or under Accelerate's name "
-                f"(add --as accelerate) (docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
-            )
+        last_lines = "\n".join(f"    {line}" for line in baseline.output.splitlines()[-25:])
+        reference = (
+            "(docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n"
+            f"{last_lines or '    (it printed nothing)'}"
+        )
+        requirement = (
+            "verify needs a script that trains with headway.Accelerator, with our Trainer, or under Accelerate's name (add --as "
+            "accelerate)"
+        )
         if baseline.code is None or baseline.code == 70:
-            without_step = self._describe_missing_step(baseline)
-            size_hint = f"{'Otherwise, give' if busy else 'Give'} it smaller data or a smaller model, or fewer updates (--updates 3)"
-            raise VerifyError(
-                f"the script made {baseline.last_update} of {self._options.num_updates} updates in {baseline.seconds:.0f} s on one "
-                f"process{where}. {busy}"
-                + (f"{without_step}. " if without_step else f"{size_hint}{'' if busy else f', or more time ({more})'} ")
-                + f"(docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
-            )
+            raise VerifyError(f"{self._describe_slowness(baseline, requirement)} {reference}")
         if baseline.code != 0:
             raise VerifyError(
-                f"the script fails on one process (exit code {baseline.code}): {describe_failure(baseline)} "
-                f"(docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
+                f"the script fails on one process (exit code {baseline.code}): {describe_failure(baseline)} {reference}"
             )
         if not baseline.facts_by_rank:
-            raise VerifyError(
-                "the script ended without creating an Accelerator; verify needs a script that trains with headway.Accelerator, "
-                "with our Trainer, or under Accelerate's name (add --as accelerate) "
-                f"(docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
-            )
+            raise VerifyError(f"the script ended without creating an Accelerator; {requirement} {reference}")
         if not baseline.rank0_updates:
-            why = self._describe_missing_step(baseline) or (
+            reason = self._describe_missing_step(baseline) or (
                 "verify counts optimizer.step() of a prepared optimizer after accelerator.backward(); give arguments with which "
                 f"the script trains for at least {self._options.num_updates} updates"
             )
-            raise VerifyError(
-                f"the script ended without an update. {why} "
-                f"(docs/verify.md#if-a-script-cannot-be-verified). Its last lines:\n{tail}"
-            )
+            raise VerifyError(f"the script ended without an update. {reason} {reference}")
+
+    def _describe_slowness(self, baseline: RunRecord, requirement: str) -> str:
+        """Return the error message for a single-process run that was ended because it made no progress.
+
+        Args:
+            baseline: Record of the single-process run.
+            requirement: Phrase that says which scripts verify needs.
+        """
+        where = describe_stuck(read_stacks(Path(baseline.request.folder), 1))
+        where = f"; {where}" if where else ""
+        limit_hint = f"--time_limit {max(300, 2 * self._options.time_limit):.0f}"
+        load = describe_load()
+        load_hint = f"{load[0].upper()}{load[1:]}. Wait until it is idle, or set {limit_hint}. " if load else ""
+        if baseline.code is None and not baseline.facts_by_rank:
+            time_hint = load_hint or f"If it only needs more time, set {limit_hint}. "
+            return f"the script created no Accelerator in {baseline.seconds:.0f} s{where}. {time_hint}{requirement}"
+        progress = (
+            f"the script made {baseline.last_update} of {self._options.num_updates} updates in {baseline.seconds:.0f} s on one "
+            f"process{where}. {load_hint}"
+        )
+        missing_step = self._describe_missing_step(baseline)
+        if missing_step:
+            return f"{progress}{missing_step}."
+        size_hint = "it smaller data or a smaller model, or fewer updates (--updates 3)"
+        if load_hint:
+            return f"{progress}Otherwise, give {size_hint}"
+        return f"{progress}Give {size_hint}, or more time ({limit_hint})"
 
     def _describe_missing_step(self, baseline: RunRecord) -> str:
         """Return what the script lacks if it computed gradients but made no update; else "".
 
         Args:
-            first: Record of the single-process run.
+            baseline: Record of the single-process run.
         """
         num_backwards = int(baseline.rank0_facts.get("num_backwards", 0))
         if not num_backwards or baseline.last_update:

@@ -28,8 +28,11 @@ _OUTSIDE = (
 )
 """Last two names of functions whose results differ between runs. The second name "" stands for any."""
 _MOST_FILES = 50
+"""Largest number of source files that are searched."""
 _MOST_BYTES = 1 << 20
+"""Largest size in bytes of a source file that is searched."""
 _MOST_LINES = 20
+"""Largest number of lines that are returned for each kind of call."""
 
 
 def scan_sources() -> dict[str, dict[str, str]]:
@@ -38,23 +41,24 @@ def scan_sources() -> dict[str, dict[str, str]]:
     The kinds are "unseeded" (generators that are created without a seed) and "outside" (values from outside of the
     program, such as the time or a process ID).
     """
-    found: dict[str, dict[str, str]] = {"unseeded": {}, "outside": {}}
+    calls_by_kind: dict[str, dict[str, str]] = {"unseeded": {}, "outside": {}}
     for path in _list_files():
         try:
             tree = ast.parse(path.read_text())
         except (OSError, ValueError, SyntaxError):
             continue
-        shown = str(path).removeprefix(os.getcwd() + os.sep)
+        shown_path = str(path).removeprefix(os.getcwd() + os.sep)
         for line, kind, name in _list_calls(tree):
-            if len(found[kind]) < _MOST_LINES:
-                found[kind].setdefault(f"{shown}:{line}", name)
-    return found
+            if len(calls_by_kind[kind]) < _MOST_LINES:
+                calls_by_kind[kind].setdefault(f"{shown_path}:{line}", name)
+    return calls_by_kind
 
 
 def _list_files() -> list[Path]:
-    names = dict.fromkeys(getattr(each, "__file__", None) or "" for each in list(sys.modules.values()))
-    paths = [Path(each) for each in names if each.endswith(".py") and is_user_file(each)]
-    return [each for each in paths if each.exists() and each.stat().st_size < _MOST_BYTES][:_MOST_FILES]
+    """Return the source files of the user's modules that have been imported, without very large ones."""
+    names = dict.fromkeys(getattr(module, "__file__", None) or "" for module in list(sys.modules.values()))
+    paths = [Path(name) for name in names if name.endswith(".py") and is_user_file(name)]
+    return [path for path in paths if path.exists() and path.stat().st_size < _MOST_BYTES][:_MOST_FILES]
 
 
 def _list_calls(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
@@ -63,10 +67,11 @@ def _list_calls(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
-        owner, last = ("", *name.split("."))[-2:]
-        if any(owner == one and other in ("", last) for one, other in _OUTSIDE):
+        # For "numpy.random.default_rng", the last two names are "random" and "default_rng".
+        owner, function = ("", *name.split("."))[-2:]
+        if (owner, function) in _OUTSIDE or (owner, "") in _OUTSIDE:
             yield node.lineno, "outside", name
-        elif last in _UNSEEDED and not node.keywords and all(_is_none(each) for each in node.args):
+        elif function in _UNSEEDED and not node.keywords and all(_is_none(each) for each in node.args):
             yield node.lineno, "unseeded", name
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
-_FOREIGN = ("/headway/", "site-packages", "/lib/python", "<frozen ")
+"""Line of a stack that faulthandler has written."""
+_LIBRARY_PATHS = ("/headway/", "site-packages", "/lib/python", "<frozen ")
+"""Parts of the paths of source files that are not the user's code."""
 
 
 @dataclass(frozen=True)
@@ -15,12 +17,12 @@ class StuckRank:
 
     Attributes:
         rank: Rank of the process.
-        where: Innermost line of the user's code, such as "train.py:30 in main"; "" if none was on the stack.
+        line: Innermost line of the user's code, such as "train.py:30 in main"; "" if none was on the stack.
         is_waiting: Whether the rank probably waited for other ranks, in a collective or in backward.
     """
 
     rank: int
-    where: str
+    line: str
     is_waiting: bool
 
 
@@ -47,22 +49,25 @@ def is_any_stuck(folder: Path) -> bool:
 
 def read_stacks(folder: Path, num_processes: int) -> list[StuckRank]:
     """Return a `StuckRank` for each rank that has written its stack."""
-    found = []
+    stuck_ranks = []
     for rank in range(num_processes):
         path = get_stack_file(folder, rank)
         # The file is empty if the server has prepared it, but the rank has not reached its time limit.
         if path.exists() and (text := path.read_text("utf-8", "replace")):
-            found.append(_read_stack(rank, text))
-    return found
+            stuck_ranks.append(_read_stack(rank, text))
+    return stuck_ranks
 
 
 def _read_stack(rank: int, text: str) -> StuckRank:
+    """Return the `StuckRank` for the text that faulthandler has written on a rank."""
     # faulthandler prints the main thread last, after the recorder's threads and those of libraries.
-    main = text.rpartition("hread 0x")[2]
-    frames = [match for line in main.splitlines() if (match := _FRAME.match(line))]
-    own = next((each for each in frames if not any(part in each["file"] for part in _FOREIGN)), None)
-    where = f"{Path(own['file']).name}:{own['line']} in {own['name']}" if own else ""
-    return StuckRank(rank, where, any(_is_wait(each) for each in frames))
+    main_thread = text.rpartition("hread 0x")[2]
+    frames = [match for line in main_thread.splitlines() if (match := _FRAME.match(line))]
+    user_frame = next((each for each in frames if not any(part in each["file"] for part in _LIBRARY_PATHS)), None)
+    line = ""
+    if user_frame is not None:
+        line = f"{Path(user_frame['file']).name}:{user_frame['line']} in {user_frame['name']}"
+    return StuckRank(rank, line, any(_is_wait(each) for each in frames))
 
 
 def _is_wait(frame: re.Match[str]) -> bool:
@@ -77,16 +82,18 @@ def _is_wait(frame: re.Match[str]) -> bool:
 def describe_stuck(ranks: list[StuckRank]) -> str:
     """Return a phrase that names the rank for which the others wait, and the line of each rank; "" if nothing is known.
 
+    At most four ranks are listed.
+
     Args:
         ranks: Ranks that have written their stacks.
     """
-    known = [each for each in ranks if each.where]
+    known = [each for each in ranks if each.line]
     if not known:
         return ""
     if len(ranks) == 1:
-        return f"it was at {known[0].where}"
-    places = ", ".join(f"rank {each.rank} at {each.where}" for each in known[:4])
-    busy = [each for each in ranks if not each.is_waiting]
-    if len(busy) == 1 and len(ranks) > 1:
-        return f"the other ranks waited for rank {busy[0].rank}: {places}"
+        return f"it was at {known[0].line}"
+    places = ", ".join(f"rank {each.rank} at {each.line}" for each in known[:4])
+    not_waiting = [each for each in ranks if not each.is_waiting]
+    if len(not_waiting) == 1:
+        return f"the other ranks waited for rank {not_waiting[0].rank}: {places}"
     return places

@@ -13,6 +13,8 @@ import torch
 class TensorPeak:
     """Measurement of the largest number of bytes in tensors, from the creation of this object until `stop` is called.
 
+    On a CUDA device, the bytes are those that torch's allocator has allocated on this device.
+
     Args:
         device: Device of the run: a CUDA device or a CPU.
         existing: Tensors that exist before the measurement.
@@ -24,8 +26,8 @@ class TensorPeak:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return
-        plain = [each.untyped_storage() for each in existing]
-        self._bytes_at_start = sum({each.data_ptr(): each.nbytes() for each in plain}.values())
+        storages = [each.untyped_storage() for each in existing]
+        self._bytes_at_start = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
         self._profile = torch.autograd.profiler.profile(profile_memory=True, use_cpu=True)
         self._profile.__enter__()
 
@@ -34,9 +36,10 @@ class TensorPeak:
         if self._profile is None:
             return int(torch.cuda.max_memory_allocated(self._device))
         self._profile.__exit__(None, None, None)
-        in_use = most = self._bytes_at_start
+        in_use = peak = self._bytes_at_start
         events = [event for event in self._profile.kineto_results.events() if event.name() == "[memory]"]
+        # The profiler does not return the events of several threads in the order of time.
         for event in sorted(events, key=lambda each: each.start_ns()):
-            in_use += event.nbytes()
-            most = max(most, in_use)
-        return int(most)
+            in_use += event.nbytes()  # negative when memory is freed
+            peak = max(peak, in_use)
+        return int(peak)

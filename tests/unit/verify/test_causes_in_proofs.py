@@ -409,6 +409,42 @@ def test_dataset_that_writes_into_its_tensor_is_named() -> None:
     assert "change a copy" in verdict.advice
 
 
+def test_parameter_group_whose_learning_rate_differs_is_named() -> None:
+    rates = {"learning_rates": [0.1, 0.5], "parameter_hashes": {"first.weight": "x"}}
+    runs = make_resumed(changes={3: rates})
+    runs.baseline.rank0_updates[3].learning_rates[:] = [0.1, 0.2]
+    assert "the learning rate is 0.5 instead of 0.2" in PROOFS["resume"](runs).reason
+
+
+def test_loss_of_a_later_micro_batch_that_differs_is_named() -> None:
+    runs = make_resumed(changes={3: {"losses": [1.0, 3.0]}})
+    runs.baseline.rank0_updates[3].losses[:] = [1.0, 2.0]
+    assert "the loss is 3 instead of 2" in PROOFS["resume"](runs).reason
+    runs = make_runs(baseline=runs.baseline, repeat=runs.resumed)
+    assert "(2, 3)" in PROOFS["repeat"](runs).reason
+
+
+@pytest.mark.parametrize("update", [1, 10])
+def test_only_samples_of_the_first_update_mean_that_the_pass_begins_anew(update: int) -> None:
+    baseline = make_record(num_updates=12, facts={"loaders": {"0": {"line": "train.py:8"}}})
+    batches = baseline.rank0_updates[update].batches
+    runs = make_resumed(num_updates=12, changes={3: {"batches": batches}})
+    assert runs.resumed is not None
+    runs.baseline, runs.reference = baseline, baseline
+    runs.resumed.facts_by_rank[0]["loaders"] = {"0": {"line": "train.py:8"}}
+    verdict = PROOFS["resume"](runs)
+    assert f"they are the samples of update {update}" in verdict.details
+    assert ("begins anew after the resume" in verdict.reason) == (update == 1)
+
+
+def test_parameter_group_of_only_one_run_is_no_crash() -> None:
+    several = make_record(num_ranks=2, changes={1: {"learning_rates": [0.1, 0.1]}})
+    for name in NAMES:
+        several.gradients(1)
+        several.__dict__["_arrays_by_update"][1][f"p:{name}"] += 0.5
+    assert "the optimizer's step differs" in PROOFS["processes"](make_runs(several=several)).reason
+
+
 def test_parameter_that_only_the_resumed_run_has_is_named() -> None:
     runs = make_resumed(changes={})
     assert runs.resumed is not None

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from headway.verify.runs import VerifyError
-from headway.verify.session import Options, VerifySession
+from headway.verify.session import VerifyOptions, VerifySession
 from headway.verify.verdict import describe_failure
 from tests.unit.verify.made_records import make_record
 
@@ -16,7 +16,7 @@ def check(num_updates: int = 0, code: int | None = 0, num_backwards: int = 0, *,
     baseline.code = code
     if not has_accelerator:
         baseline.facts_by_rank.clear()
-    options = Options({}, False, 2, "", 6, 60.0, ("repeat",))
+    options = VerifyOptions({}, False, 2, "", 6, 60.0, ("repeat",))
     with VerifySession(options, lambda name: None) as session, pytest.raises(VerifyError) as caught:
         session._check_baseline(replace(baseline, seconds=68.0))
     return str(caught.value)

@@ -53,5 +53,5 @@ def test_process_writes_its_own_stack(tmp_path: Path) -> None:
     write_stack(tmp_path, 0)
     assert is_any_stuck(tmp_path)
     (found,) = read_stacks(tmp_path, 1)
-    assert "test_stacks.py" in found.where
-    assert "test_process_writes_its_own_stack" in found.where
+    assert "test_stacks.py" in found.line
+    assert "test_process_writes_its_own_stack" in found.line
