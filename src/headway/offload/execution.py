@@ -25,7 +25,7 @@ from headway.offload.transport import HostTransport, make_transport
 logger = get_logger(__name__)
 
 WINDOW = 512 << 20
-"""Default number of bytes of weights to read or copy ahead of use.
+"""Number of bytes of weights to read or copy ahead of use.
 
 If a single module has more bytes of weights, the size of that module is used instead.
 """
@@ -63,16 +63,20 @@ class Execution:
         self._placement = placement
         self._skip_keys = frozenset(skip_keys)
         self._handles: list[Any] = []
-        self._came_from: list[torch.device | None] = []
-        self._begun: list[_ForwardMeasurement] = []
-        self._ended: deque[_ForwardMeasurement] = deque()
+        # Device of the model's inputs, for each call of the model in progress. Calls can be nested.
+        self._input_devices: list[torch.device | None] = []
+        self._running_forwards: list[_ForwardMeasurement] = []
+        # Forwards whose call has returned, but which the device might not have finished.
+        self._returned_forwards: deque[_ForwardMeasurement] = deque()
         self.pace = ThroughputRatio()
         main, homes = placement.main, placement.homes
-        streams = main != CPU or transport is not None
-        found = _list_units(model, homes, set(preload) | _USE_WEIGHTS_OF_OTHERS if streams else set(), streams)
-        self._modules, units = [module for module, _ in found], [places for _, places in found]
+        is_streamed = main != CPU or transport is not None
+        # Weights that are used in place are valid even if no hook has read them ahead.
+        classes = {*preload, *_USE_WEIGHTS_OF_OTHERS} if is_streamed else set()
+        loaded = _list_units(model, homes, classes, is_streamed)
+        self._modules, units = [module for module, _ in loaded], [places for _, places in loaded]
         self.stream: ReadAhead | DeviceStream | None = None
-        if units and streams:
+        if units and is_streamed:
             transport = transport or make_transport(main)
             self.stream = DeviceStream(units, main, WINDOW, transport)
             if transport.pinned is not None:
@@ -86,7 +90,7 @@ class Execution:
 
         These are left out because their device events cannot be copied.
         """
-        return {**self.__dict__, "_begun": [], "_ended": deque()}
+        return {**self.__dict__, "_running_forwards": [], "_returned_forwards": deque()}
 
     def attach_hooks(self) -> None:
         """Register the hooks that move weights and arguments to the device where each module runs."""
@@ -96,8 +100,8 @@ class Execution:
             for index, module in enumerate(self._modules):
                 self._handles.append(module.register_forward_pre_hook(_LoadWeights(self.stream, index), prepend=False))
                 if isinstance(self.stream, DeviceStream):
-                    leave = _EndUse(self.stream, index)
-                    self._handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
+                    restore = _RestoreWeights(self.stream, index)
+                    self._handles.append(module.register_forward_hook(restore, prepend=True, always_call=True))
             self._handles.append(self.model.register_forward_pre_hook(self._begin_forward, prepend=True))
             self._handles.append(self.model.register_forward_hook(self._end_forward, always_call=True))
         self.model.__dict__[EXECUTION] = self
@@ -124,6 +128,7 @@ class Execution:
         """
         named = dict(self.model.named_modules())
         for name in self._placement.device_map:
+            # A tensor that has its own entry is used by the module that owns it.
             module = named.get(name) if name in named else named.get(name.rpartition(".")[0])
             if module is not None and module is not self.model:
                 move = _MoveArguments(self._placement.get_run_device(name), self._skip_keys)
@@ -133,52 +138,54 @@ class Execution:
 
     def _enter_model(self, module: nn.Module, args: object, kwargs: dict[str, Any]) -> Any:
         first = next(list_tensors((args, kwargs)), None)
-        self._came_from.append(None if first is None else first.device)
+        self._input_devices.append(None if first is None else first.device)
         return _MoveArguments(self._placement.main, self._skip_keys)(module, args, kwargs)
 
     def _return_outputs(self, module: nn.Module, args: object, kwargs: dict[str, Any], output: object) -> Any:
-        device = self._came_from.pop() if self._came_from else None
+        # The output is None if the forward has failed, because the hook is always called.
+        device = self._input_devices.pop() if self._input_devices else None
         return output if device is None or output is None else to_device(output, device)
 
     def _begin_forward(self, module: nn.Module, args: object) -> None:
         assert self.stream is not None
-        self.record_ended()
-        self._begun.append(
+        self.record_forwards()
+        self._running_forwards.append(
             _ForwardMeasurement(time.perf_counter(), self._mark_progress(), self.stream.traffic.num_bytes)
         )
 
     def _end_forward(self, module: nn.Module, args: object, output: object) -> None:
         assert self.stream is not None
-        if not self._begun:
-            return
-        forward = self._begun.pop()
-        forward.seconds = time.perf_counter() - forward.begun
-        forward.end = self._mark_progress()
-        forward.moved = self.stream.traffic.num_bytes - forward.before
-        self._ended.append(forward)
-        self.record_ended()
+        if not self._running_forwards:
+            return  # the model was copied during the forward
+        forward = self._running_forwards.pop()
+        forward.seconds = time.perf_counter() - forward.start_time
+        forward.end_position = self._mark_progress()
+        forward.num_bytes = self.stream.traffic.num_bytes - forward.earlier_bytes
+        self._returned_forwards.append(forward)
+        self.record_forwards()
 
     def _mark_progress(self) -> StreamPoint | None:
+        """Return the current position in the device's compute stream, or None if the device computes synchronously."""
         return self.stream.mark_progress() if isinstance(self.stream, DeviceStream) else None
 
-    def record_ended(self, is_awaited: bool = False) -> None:
-        """Record the throughput of the forwards that have ended.
+    def record_forwards(self, *, waits: bool = False) -> None:
+        """Record the throughput of the forwards that the device has finished.
 
         On an accelerator, the call of a forward returns before the device has finished it. Such a forward is recorded
         later.
 
         Args:
-            is_awaited: Whether to wait for forwards that are still in progress. Default: False.
+            waits: Whether to wait until the device has finished all forwards whose calls have returned. Default: False.
         """
         assert self.stream is not None
-        while self._ended:
-            ended = self._ended[0]
-            if ended.end is not None and is_awaited:
-                ended.end.wait()
-            if ended.end is not None and not ended.end.is_reached():
+        while self._returned_forwards:
+            forward = self._returned_forwards[0]
+            if forward.end_position is not None and waits:
+                forward.end_position.wait()
+            if forward.end_position is not None and not forward.end_position.is_reached():
                 return
-            self._ended.popleft()
-            self.pace.record_forward(ended.compute_duration(), ended.moved, self.stream.traffic.bandwidth)
+            self._returned_forwards.popleft()
+            self.pace.record_forward(forward.compute_duration(), forward.num_bytes, self.stream.traffic.bandwidth)
             if self.pace.num_passes == 2:  # the first forward is slower, because it also learns the order
                 logger.info("%s", self.pace.words())
 
@@ -188,27 +195,29 @@ class _ForwardMeasurement:
     """Measurement of one forward of a dispatched model.
 
     Attributes:
-        begun: Time of the call in seconds (`time.perf_counter()`).
-        start: Position in the device's stream at the call, or None if the device computes synchronously.
-        before: Bytes of weights transferred before the call.
-        moved: Bytes of weights transferred during the forward.
+        start_time: Time of the call in seconds (`time.perf_counter()`).
+        start_position: Position in the device's compute stream at the call, or None if the device computes
+            synchronously.
+        earlier_bytes: Bytes of weights transferred before the call.
+        num_bytes: Bytes of weights transferred during the forward.
         seconds: Seconds until the call returned.
-        end: Position in the device's stream when the call returned, or None if the device computes synchronously.
+        end_position: Position in the device's compute stream when the call returned, or None if the device computes
+            synchronously.
     """
 
-    begun: float
-    start: StreamPoint | None
-    before: int
-    moved: int = 0
+    start_time: float
+    start_position: StreamPoint | None
+    earlier_bytes: int
+    num_bytes: int = 0
     seconds: float = 0.0
-    end: StreamPoint | None = None
+    end_position: StreamPoint | None = None
 
     def compute_duration(self) -> float:
         """Return the seconds that the device took or, if they were not measured, those until the call returned."""
-        on_device = (
-            self.start.measure_seconds_until(self.end) if self.start is not None and self.end is not None else None
-        )
-        return self.seconds if on_device is None else on_device
+        if self.start_position is None or self.end_position is None:
+            return self.seconds
+        device_seconds = self.start_position.measure_seconds_until(self.end_position)
+        return self.seconds if device_seconds is None else device_seconds
 
 
 class ThroughputRatio:
@@ -276,7 +285,7 @@ class _LoadWeights:
         self.stream.enter_unit(self.unit)
 
 
-class _EndUse:
+class _RestoreWeights:
     """Forward hook that restores a module's original weights after its device copies have been used.
 
     Args:
@@ -311,7 +320,7 @@ class _MoveArguments:
 
 
 def _list_units(
-    model: nn.Module, homes: Mapping[str, Home], whole: set[str], streams: bool
+    model: nn.Module, homes: Mapping[str, Home], preloaded_classes: set[str], is_streamed: bool
 ) -> list[tuple[nn.Module, list[TensorLocation]]]:
     """Return the modules whose forward needs tensors to be loaded first, each with these tensors.
 
@@ -320,41 +329,44 @@ def _list_units(
     Args:
         model: Dispatched model.
         homes: Device or "disk" where each tensor is stored between forwards, by name.
-        whole: Names of the classes whose weights are loaded together with those of their submodules.
-        streams: Whether weights in host memory are copied to a device.
+        preloaded_classes: Names of the classes whose weights are loaded together with those of their submodules.
+        is_streamed: Whether weights in host memory are copied to a device.
     """
-    found: list[tuple[nn.Module, list[TensorLocation]]] = []
+    units: list[tuple[nn.Module, list[TensorLocation]]] = []
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         if id(module) in seen:
             continue
-        inside = list(module.named_modules()) if type(module).__name__ in whole else [("", module)]
+        is_preloaded = type(module).__name__ in preloaded_classes
+        members = list(module.named_modules()) if is_preloaded else [("", module)]
         places = []
-        for path, part in inside:
-            seen.add(id(part))
-            names = ".".join(filter(None, (prefix, path)))
-            places += _list_moving(part, f"{names}." if names else "", homes, streams)
+        for path, member in members:
+            seen.add(id(member))
+            name = ".".join(filter(None, (prefix, path)))
+            places += _list_loaded_tensors(member, f"{name}." if name else "", homes, is_streamed)
         if places:
-            found.append((module, places))
-    return found
+            units.append((module, places))
+    return units
 
 
-def _list_moving(module: nn.Module, dot: str, homes: Mapping[str, Home], streams: bool) -> list[TensorLocation]:
-    """Return the module's own tensors that have to be moved or read ahead for its forward.
+def _list_loaded_tensors(
+    module: nn.Module, prefix: str, homes: Mapping[str, Home], is_streamed: bool
+) -> list[TensorLocation]:
+    """Return the module's own tensors that have to be copied or read ahead for its forward.
 
     If weights are streamed to a device, these are all tensors in host memory or on disk. Otherwise they are the tensors
     in mapped files.
 
     Args:
         module: Module of the dispatched model.
-        dot: Prefix of the module's tensor names.
+        prefix: Prefix of the module's tensor names, such as "layers.0.", or "" for the model itself.
         homes: Device or "disk" where each tensor is stored between forwards, by name.
-        streams: Whether weights in host memory are copied to a device.
+        is_streamed: Whether weights in host memory are copied to a device.
     """
     own = iterate_own_locations(module)
-    if streams:
-        return [place for place in own if homes.get(dot + place.leaf) in (DISK, CPU)]
-    return [place for place in own if homes.get(dot + place.leaf) == DISK and is_mapped(place.tensor)]
+    if is_streamed:
+        return [place for place in own if homes.get(prefix + place.leaf) in (DISK, CPU)]
+    return [place for place in own if homes.get(prefix + place.leaf) == DISK and is_mapped(place.tensor)]
 
 
 def undispatch_model(model: nn.Module) -> None:
@@ -367,8 +379,10 @@ def undispatch_model(model: nn.Module) -> None:
 
 def find_device_stream(module: nn.Module) -> DeviceStream | None:
     """Return the stream that copies the module's own weights to a device, or None if its weights are not streamed."""
-    entering = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _LoadWeights))
-    return next((hook.stream for hook in entering if isinstance(hook.stream, DeviceStream)), None)
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, _LoadWeights) and isinstance(hook.stream, DeviceStream):
+            return hook.stream
+    return None
 
 
 def offload_pace(model: nn.Module) -> ThroughputRatio | None:
@@ -380,5 +394,5 @@ def offload_pace(model: nn.Module) -> ThroughputRatio | None:
     execution = model.__dict__.get(EXECUTION)
     if execution is None or execution.stream is None:
         return None
-    execution.record_ended(is_awaited=True)
+    execution.record_forwards(waits=True)
     return execution.pace  # type: ignore[no-any-return]

@@ -37,12 +37,14 @@ class ReadOrder:
     """
 
     def __init__(self, num_units: int) -> None:
-        self._after = {unit: (unit + 1) % num_units for unit in range(num_units)}
-        self._after_pair: dict[tuple[int, int], int] = {}
-        self._last: tuple[int, int] | None = None
+        # The unit that followed each unit, and each pair of successive units, when they were last used.
+        self._next_after = {unit: (unit + 1) % num_units for unit in range(num_units)}
+        self._next_after_pair: dict[tuple[int, int], int] = {}
+        # The last two units that were used, and the last one.
+        self._last_pair: tuple[int, int] | None = None
         self._current: int | None = None
 
-    def note_use(self, unit: int) -> None:
+    def record_use(self, unit: int) -> None:
         """Record that the computation uses a unit, which is a group of tensors that are used together.
 
         Predictions are learned from these records.
@@ -51,10 +53,10 @@ class ReadOrder:
             unit: Index of the unit.
         """
         if self._current is not None:
-            self._after[self._current] = unit
-            if self._last is not None:
-                self._after_pair[self._last] = unit
-            self._last = (self._current, unit)
+            self._next_after[self._current] = unit
+            if self._last_pair is not None:
+                self._next_after_pair[self._last_pair] = unit
+            self._last_pair = (self._current, unit)
         self._current = unit
 
     def predict_next(self, after: Sequence[int] = ()) -> Iterator[int]:
@@ -65,13 +67,14 @@ class ReadOrder:
         Args:
             after: Units that are expected to be used before the first unit that is yielded.
         """
-        recent = [unit for unit in (*(self._last or (self._current,)), *after[-2:]) if unit is not None][-2:]
+        used = self._last_pair or (self._current,)
+        recent = [unit for unit in (*used, *after) if unit is not None][-2:]
         if not recent:
             return
         while True:
-            unit = self._after_pair.get((recent[0], recent[-1])) if len(recent) == 2 else None
+            unit = self._next_after_pair.get((recent[0], recent[1])) if len(recent) == 2 else None
             if unit is None:
-                unit = self._after[recent[-1]]
+                unit = self._next_after[recent[-1]]
             yield unit
             recent = [recent[-1], unit]
 
@@ -106,8 +109,10 @@ def measure_resident_share(tensor: torch.Tensor) -> float | None:
     pages = ctypes.create_string_buffer(length // mmap.PAGESIZE)
     if libc.mincore(start, length, pages):
         return None
+    if not pages.raw.strip(b"\1"):  # all pages are resident, which is the usual case and fast to check
+        return 1.0
     # The lowest bit of each byte is set if the page is resident. The other bits are reserved.
-    return sum(map((1).__and__, pages.raw)) / len(pages.raw) if pages.raw.strip(b"\1") else 1.0
+    return sum(byte & 1 for byte in pages.raw) / len(pages.raw)
 
 
 def is_resident(tensor: torch.Tensor) -> bool:
@@ -161,13 +166,13 @@ class ReadTraffic:
         num_bytes: Bytes of all transfers that have been started.
         timed_bytes: Bytes of the transfers whose duration is known.
         seconds: Total duration of the transfers that `timed_bytes` counts, in seconds.
-        waited: Seconds for which the computing thread waited for transfers.
+        wait_seconds: Time for which the computing thread waited for transfers, in seconds.
     """
 
     num_bytes: int = 0
     timed_bytes: int = 0
     seconds: float = 0.0
-    waited: float = 0.0
+    wait_seconds: float = 0.0
 
     def add_transfer(self, num_bytes: int, seconds: float) -> None:
         """Count a transfer, with its number of bytes and its duration in seconds."""
@@ -242,23 +247,31 @@ class ReadAhead(UnitReader):
         traffic: Statistics of the reads.
     """
 
-    _NOT_COPIED = ("_changed", "_thread", "_wanted", "_ready", "_used")
+    _NOT_COPIED = ("_changed", "_thread", "_read_queue", "_ready_units", "_release_queue")
 
     def __init__(self, units: list[list[TensorLocation]], window: int, budget: int) -> None:
         super().__init__(units, window)
-        self._kept = _choose_kept(self._sizes, budget - 2 * self.window) if sum(self._sizes) > budget else None
+        # Units that stay in memory after use; None if all units fit into the budget. The budget also contains the
+        # window, and units that have been used but not yet released.
+        self._resident_units: set[int] | None = None
+        if sum(self._sizes) > budget:
+            self._resident_units = _choose_resident_units(self._sizes, budget - 2 * self.window)
         self.traffic = ReadTraffic()
-        self._previous: int | None = None
+        self._previous_unit: int | None = None
         self._reset_state()
 
     def _reset_state(self) -> None:
         self._changed = threading.Condition()
-        self._wanted: deque[int] = deque()
-        self._room = self.window
-        self._ready: set[int] = set()
-        self._used: deque[int] = deque()
+        # Units to read, in order. A unit stays in the queue until it is used.
+        self._read_queue: deque[int] = deque()
+        # Bytes of the window that the units in the queue do not need.
+        self._free_bytes = self.window
+        # Units that have been read ahead.
+        self._ready_units: set[int] = set()
+        # Units whose pages are to be released.
+        self._release_queue: deque[int] = deque()
         self._thread: threading.Thread | None = None
-        self._process = os.getpid()
+        self._process_id = os.getpid()
 
     def enter_unit(self, unit: int) -> None:
         """Wait until the tensors of a unit are in memory, and request reads of the next units.
@@ -268,19 +281,19 @@ class ReadAhead(UnitReader):
         Args:
             unit: Index of a group of tensors that are used together.
         """
-        if self._process != os.getpid():
+        if self._process_id != os.getpid():
             self._reset_state()  # a forked child has no reader
         with self._changed:
-            self.order.note_use(unit)
+            self.order.record_use(unit)
             self._move_window(unit)
             if not all(is_resident(place.tensor) for place in self._units[unit]):
-                if unit in self._ready:
-                    self._ready.clear()  # the kernel has dropped pages that were read ahead
+                if unit in self._ready_units:
+                    self._ready_units.clear()  # the kernel has dropped pages that were read ahead
                 self._wait_for_unit(unit)
-            self._ready.discard(unit)
-            if self._kept is not None and self._previous not in (None, unit):
-                self._used.append(self._previous)
-            self._previous = unit
+            self._ready_units.discard(unit)
+            if self._resident_units is not None and self._previous_unit not in (None, unit):
+                self._release_queue.append(self._previous_unit)
+            self._previous_unit = unit
             if self._get_next_task() is not None:
                 self._start_reader()
                 self._changed.notify_all()
@@ -293,19 +306,19 @@ class ReadAhead(UnitReader):
         Args:
             unit: Index of the unit that the computation uses now.
         """
-        if self._wanted and self._wanted[0] == unit:
-            self._room += self._sizes[self._wanted.popleft()]
+        if self._read_queue and self._read_queue[0] == unit:
+            self._free_bytes += self._sizes[self._read_queue.popleft()]
         else:
-            self._wanted.clear()
-            self._room = self.window
-        expected = set(self._wanted)
-        for following in self.order.predict_next(list(self._wanted)[-2:]):
-            if following == unit or following in expected or self._sizes[following] > self._room:
+            self._read_queue.clear()
+            self._free_bytes = self.window
+        expected = set(self._read_queue)
+        for following in self.order.predict_next(list(self._read_queue)[-2:]):
+            if following == unit or following in expected or self._sizes[following] > self._free_bytes:
                 break
-            self._wanted.append(following)
+            self._read_queue.append(following)
             expected.add(following)
-            self._room -= self._sizes[following]
-        self._ready &= expected | {unit}
+            self._free_bytes -= self._sizes[following]
+        self._ready_units &= expected | {unit}
 
     def _wait_for_unit(self, unit: int) -> None:
         """Put a unit at the front of the reader thread's queue, and wait until its tensors are in memory.
@@ -314,15 +327,15 @@ class ReadAhead(UnitReader):
             unit: Index of a group of tensors that are used together.
         """
         start = time.perf_counter()
-        self._wanted.appendleft(unit)
+        self._read_queue.appendleft(unit)
         self._start_reader()
         self._changed.notify_all()
         # Page faults of this thread would slow down the reader thread, which reads in order at the disk's full speed.
-        while unit not in self._ready and self._thread is not None and self._thread.is_alive():
+        while unit not in self._ready_units and self._thread is not None and self._thread.is_alive():
             self._changed.wait(timeout=1.0)
-        if self._wanted and self._wanted[0] == unit:
-            self._wanted.popleft()
-        self.traffic.waited += time.perf_counter() - start
+        if self._read_queue and self._read_queue[0] == unit:
+            self._read_queue.popleft()
+        self.traffic.wait_seconds += time.perf_counter() - start
 
     def _start_reader(self) -> None:
         """Start the reader thread unless it is running."""
@@ -340,10 +353,10 @@ class ReadAhead(UnitReader):
         A task is a unit (group of tensors), and whether to read its pages. If False, the pages are released. The caller
         must hold the lock.
         """
-        for unit in self._wanted:
-            if unit not in self._ready:
+        for unit in self._read_queue:
+            if unit not in self._ready_units:
                 return unit, True
-        return (self._used.popleft(), False) if self._used else None
+        return (self._release_queue.popleft(), False) if self._release_queue else None
 
     def _run_task(self, unit: int, is_read: bool) -> None:
         """Read the pages of a unit's tensors from their files, or release the pages. The caller must not hold the lock.
@@ -354,7 +367,7 @@ class ReadAhead(UnitReader):
         """
         tensors = [place.tensor for place in self._units[unit]]
         if not is_read:
-            if self._kept is not None and unit not in self._kept and unit not in self._ready:
+            if self._resident_units is not None and unit not in self._resident_units and unit not in self._ready_units:
                 for tensor in tensors:
                     release_pages(tensor)
             return
@@ -364,25 +377,26 @@ class ReadAhead(UnitReader):
                 read_pages(tensor)
                 self.traffic.add_transfer(tensor.nbytes, time.perf_counter() - start)
         with self._changed:
-            if unit in self._wanted:
-                self._ready.add(unit)
+            if unit in self._read_queue:
+                self._ready_units.add(unit)
             self._changed.notify_all()
 
 
-def _choose_kept(sizes: list[int], budget: int) -> set[int]:
+def _choose_resident_units(sizes: list[int], budget: int) -> set[int]:
     """Return the indices of the first groups of tensors (units) whose total size fits into a budget.
 
     Args:
         sizes: Bytes of each unit, in the order of registration.
         budget: Available bytes.
     """
-    kept = set()
+    units = set()
+    total = 0
     for unit, size in enumerate(sizes):
-        budget -= size
-        if budget < 0:
+        total += size
+        if total > budget:
             break
-        kept.add(unit)
-    return kept
+        units.add(unit)
+    return units
 
 
 def _run_reader(reference: "weakref.ref[ReadAhead]", changed: threading.Condition) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,19 +53,19 @@ class WeightUse:
     Attributes:
         caller: Frame of the forward call.
         replaced: Tensors of the unit. Empty for a nested use of a unit that is already in use.
-        saving: Context manager with the hooks on tensors that autograd saves, or None without gradients.
-        homes_by_address: Original tensors by the address of their device copies, for the hooks in `saving`.
+        saving_hooks: Context manager with the hooks on tensors that autograd saves, or None without gradients.
+        homes_by_address: Original tensors by the memory address of their device copies, for `saving_hooks`.
     """
 
     caller: FrameType
     replaced: "list[ReplacedTensor]" = field(default_factory=list)
-    saving: Any = None
+    saving_hooks: Any = None
     homes_by_address: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def is_interrupted(self) -> bool:
         """Whether the forward has ended without its forward hooks, as after a KeyboardInterrupt."""
         try:
-            self.caller.clear()
+            self.caller.clear()  # frees the local variables of a frame that has ended, which nothing uses anymore
         except RuntimeError:  # the frame is still executing
             return False
         return True
@@ -105,6 +105,22 @@ class ReplacedTensor:
         self.place.put_tensor(self.home)
 
 
+class _SavedWeight(NamedTuple):
+    """Reference to a weight that autograd saves in place of a device copy of the weight or a view of the copy.
+
+    Attributes:
+        home: Original tensor.
+        shape: Shape of the saved tensor.
+        stride: Strides of the saved tensor, in elements.
+        offset: Offset of the saved tensor in the copy's storage, in elements.
+    """
+
+    home: torch.Tensor
+    shape: torch.Size
+    stride: tuple[Any, ...]
+    offset: Any
+
+
 class DeviceStream(UnitReader):
     """Stream of weights that are stored in host memory or files and used on a device.
 
@@ -135,7 +151,7 @@ class DeviceStream(UnitReader):
         peak_bytes: Maximum of `active_bytes` so far.
     """
 
-    _NOT_COPIED = ("_worker", "_copies", "_leaving", "_uses", "_expected", "_shared")
+    _NOT_COPIED = ("_worker", "_copies", "_dropped_copies", "_uses", "_expected_units", "_shared_ids")
 
     def __init__(
         self, units: list[list[TensorLocation]], device: torch.device, window: int, transport: HostTransport
@@ -146,18 +162,24 @@ class DeviceStream(UnitReader):
         self._reset_state()
 
     def _reset_state(self) -> None:
+        # Copies by `id` of the original tensor.
         self._copies: dict[int, PendingWeightCopy] = {}
-        self._leaving: list[PendingWeightCopy] = []
+        # Copies that were dropped while they were in progress. Their memory must not be freed before they end.
+        self._dropped_copies: list[PendingWeightCopy] = []
         self.active_bytes = 0
         self.peak_bytes = 0
+        # Uses of each unit by forwards in progress, the outermost first.
         self._uses: dict[int, list[WeightUse]] = {}
-        self._expected: list[int] = []
-        self._shared: set[int] | None = None
+        # Units that are copied ahead of use, in the expected order.
+        self._expected_units: list[int] = []
+        # The `id` of each tensor that belongs to several units. None until the first use.
+        self._shared_ids: set[int] | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headway-stream")
-        weakref.finalize(self, _abandon_copies, self._copies, self._leaving, self._transport).atexit = False
+        weakref.finalize(self, _abandon_copies, self._copies, self._dropped_copies, self._transport).atexit = False
 
     def _find_shared(self) -> set[int]:
         """Return the `id` of each tensor that belongs to several groups of tensors, such as a tied weight."""
+        # A unit that contains a tensor twice counts once.
         counts = Counter(key for unit in self._units for key in {id(place.tensor) for place in unit})
         return {key for key, count in counts.items() if count > 1}
 
@@ -186,18 +208,21 @@ class DeviceStream(UnitReader):
             return
         places = self._units[unit]
         homes = [place.tensor for place in places]
-        if self._shared is None:
-            self._shared = self._find_shared()
-        self.order.note_use(unit)
+        if self._shared_ids is None:
+            self._shared_ids = self._find_shared()
+        self.order.record_use(unit)
         self._start_copies(homes)
         copies = [self._get_device_copy(home) for home in homes]
         if torch.is_grad_enabled():
+            # Copies with `requires_grad` were made by autograd, which must keep them for backward.
             use.homes_by_address = {
                 copy.untyped_storage().data_ptr(): home for home, copy in zip(homes, copies) if not copy.requires_grad
             }
-            use.saving = torch.autograd.graph.saved_tensors_hooks(*self._make_saving_hooks(use.homes_by_address))
-            use.saving.__enter__()
-        use.replaced = [ReplacedTensor(*item, item[2]._version) for item in zip(places, homes, copies)]
+            use.saving_hooks = torch.autograd.graph.saved_tensors_hooks(*self._make_saving_hooks(use.homes_by_address))
+            use.saving_hooks.__enter__()
+        use.replaced = [
+            ReplacedTensor(place, home, copy, copy._version) for place, home, copy in zip(places, homes, copies)
+        ]
         uses.append(use)
         for place, copy in zip(places, copies):
             place.put_tensor(copy)
@@ -217,8 +242,8 @@ class DeviceStream(UnitReader):
         use = uses.pop()
         if uses:
             return
-        if use.saving is not None:
-            use.saving.__exit__(None, None, None)
+        if use.saving_hooks is not None:
+            use.saving_hooks.__exit__(None, None, None)
         for replaced in use.replaced:
             replaced.restore()
         self._drop_unexpected()
@@ -264,7 +289,7 @@ class DeviceStream(UnitReader):
                 raise
             self._start_copies([home])  # the cause, such as too little memory, might no longer exist
             return self._get_device_copy(home)
-        self.traffic.waited += time.perf_counter() - start
+        self.traffic.wait_seconds += time.perf_counter() - start
         self._transport.finish_copy(copy.tensor, ticket)
         copy.is_awaited = True
         return copy.tensor
@@ -278,19 +303,22 @@ class DeviceStream(UnitReader):
             homes: Original tensors.
             is_ahead: Whether the copies are started before they are needed. Default: False.
         """
-        wanted = {id(home): home for home in homes if not self._is_copied_by_autograd(home)}
-        for key, home in list(wanted.items()):
-            copy = self._copies.get(key)
+        missing: dict[int, torch.Tensor] = {}
+        for home in homes:
+            if self._is_copied_by_autograd(home) or id(home) in missing:
+                continue
+            copy = self._copies.get(id(home))
             if copy is not None and copy.is_current_copy(home):
-                del wanted[key]
-            elif copy is not None:
-                self._drop_copies([key])
-        memory = [self._transport.allocate(home) for home in wanted.values()]
+                continue
+            if copy is not None:
+                self._drop_copies([id(home)])
+            missing[id(home)] = home
+        targets = [self._transport.allocate(home) for home in missing.values()]
         # The position is recorded after the allocation, so that it includes all earlier work on the allocated memory.
-        after = self._transport.mark_progress() if memory else None
-        for (key, home), tensor in zip(wanted.items(), memory):
+        after = self._transport.mark_progress() if targets else None
+        for home, tensor in zip(missing.values(), targets):
             future = self._worker.submit(self._transport.start_copy, home, tensor, after)
-            self._copies[key] = PendingWeightCopy(home, home._version, tensor, future, is_ahead)
+            self._copies[id(home)] = PendingWeightCopy(home, home._version, tensor, future, is_ahead)
             self.active_bytes += tensor.nbytes
         self.peak_bytes = max(self.peak_bytes, self.active_bytes)
 
@@ -307,11 +335,11 @@ class DeviceStream(UnitReader):
             if copy.is_awaited or copy.future.cancel():
                 self.active_bytes -= copy.tensor.nbytes
             else:
-                self._leaving.append(copy)
-        for copy in [copy for copy in self._leaving if copy.future.done()]:
+                self._dropped_copies.append(copy)
+        for copy in [each for each in self._dropped_copies if each.future.done()]:
             if copy.future.exception() is None:
                 self._transport.finish_copy(copy.tensor, copy.future.result())
-            self._leaving.remove(copy)
+            self._dropped_copies.remove(copy)
             self.active_bytes -= copy.tensor.nbytes
 
     def _prefetch_next(self, unit: int) -> None:
@@ -322,18 +350,18 @@ class DeviceStream(UnitReader):
         Args:
             unit: Index of the group of tensors that the computation uses now.
         """
-        room = self.window
-        self._expected = []
-        for following in self.order.predict_next():
-            if following == unit or following in self._expected or self._sizes[following] > room:
+        free_bytes = self.window
+        self._expected_units = []
+        for next_unit in self.order.predict_next():
+            if next_unit == unit or next_unit in self._expected_units or self._sizes[next_unit] > free_bytes:
                 break
-            if self._uses.get(following):
+            if self._uses.get(next_unit):
                 continue  # the unit of a module that contains the current one, whose copies are already in use
-            room -= self._sizes[following]
-            self._expected.append(following)
+            free_bytes -= self._sizes[next_unit]
+            self._expected_units.append(next_unit)
         self._drop_unexpected()
-        for following in self._expected:
-            homes = [place.tensor for place in self._units[following]]
+        for next_unit in self._expected_units:
+            homes = [place.tensor for place in self._units[next_unit]]
             missing = [h for h in homes if id(h) not in self._copies and not self._is_copied_by_autograd(h)]
             try:
                 if missing:
@@ -344,11 +372,11 @@ class DeviceStream(UnitReader):
                 break  # there might be enough memory when a later unit is entered
 
     def _drop_unexpected(self) -> None:
-        wanted = (self._shared or set()) | {
-            id(p.tensor) for following in self._expected for p in self._units[following]
-        }
-        wanted |= {id(each.home) for running in self._uses.values() for use in running for each in use.replaced}
-        self._drop_copies([key for key in self._copies if key not in wanted])
+        """Drop all device copies except those that are shared by several units, in use, or expected to be used next."""
+        kept_ids = set(self._shared_ids or ())
+        kept_ids |= {id(place.tensor) for unit in self._expected_units for place in self._units[unit]}
+        kept_ids |= {id(each.home) for uses in self._uses.values() for use in uses for each in use.replaced}
+        self._drop_copies([key for key in self._copies if key not in kept_ids])
 
     def _make_saving_hooks(
         self, homes_by_address: dict[int, torch.Tensor]
@@ -366,24 +394,23 @@ class DeviceStream(UnitReader):
             home = homes_by_address.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
             if home is None or tensor.dtype != home.dtype:
                 return tensor
-            return home, tensor.shape, tensor.stride(), tensor.storage_offset()
+            return _SavedWeight(home, tensor.shape, tensor.stride(), tensor.storage_offset())
 
         def unpack_saved(saved: Any) -> torch.Tensor:
-            if isinstance(saved, torch.Tensor):
-                return saved
-            home, shape, stride, offset = saved
-            copy = self._transport.allocate(home)
-            ticket = self._worker.submit(
-                self._transport.start_copy, home, copy, self._transport.mark_progress()
-            ).result()
+            if not isinstance(saved, _SavedWeight):
+                return saved  # type: ignore[no-any-return]
+            copy = self._transport.allocate(saved.home)
+            after = self._transport.mark_progress()
+            # Only the worker's thread may start copies.
+            ticket = self._worker.submit(self._transport.start_copy, saved.home, copy, after).result()
             self._transport.finish_copy(copy, ticket)
-            return copy.as_strided(shape, stride, offset)
+            return copy.as_strided(saved.shape, saved.stride, saved.offset)
 
         return pack_saved, unpack_saved
 
 
 def _abandon_copies(
-    copies: dict[int, PendingWeightCopy], leaving: list[PendingWeightCopy], transport: HostTransport
+    copies: dict[int, PendingWeightCopy], dropped_copies: list[PendingWeightCopy], transport: HostTransport
 ) -> None:
     """Cancel a stream's copies that have not started, and keep the memory of running copies until they end.
 
@@ -391,20 +418,20 @@ def _abandon_copies(
 
     Args:
         copies: Copies that the stream uses, by `id` of the original tensor.
-        leaving: Copies that were dropped before they were complete.
+        dropped_copies: Copies that were dropped before they were complete.
         transport: Transport of the copies.
     """
-    for copy in (*copies.values(), *leaving):
+    for copy in (*copies.values(), *dropped_copies):
         if not copy.is_awaited and not copy.future.cancel():
             copy.future.add_done_callback(partial(_drain_transport, transport, copy.tensor))
 
 
-def _drain_transport(transport: HostTransport, kept: torch.Tensor, done: "Future[Any]") -> None:
+def _drain_transport(transport: HostTransport, target: torch.Tensor, done: "Future[Any]") -> None:
     """Wait until all copies are complete. This is the callback of a copy's future.
 
     Args:
         transport: Transport of the copies.
-        kept: Tensor whose memory must not be freed before all copies are complete.
+        target: Target of the copy. The callback refers to it only to keep its memory until all copies are complete.
         done: The future, which is not used.
     """
     transport.drain()

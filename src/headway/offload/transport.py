@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,9 +65,9 @@ class HostTransport:
             after: Position in the compute stream from `mark_progress`. The copy begins when the computation has reached
                 it.
         """
-        begin = time.perf_counter()
+        start_time = time.perf_counter()
         copy.copy_(home.detach())
-        self.traffic.add_transfer(home.nbytes, time.perf_counter() - begin)
+        self.traffic.add_transfer(home.nbytes, time.perf_counter() - start_time)
 
     def finish_copy(self, copy: torch.Tensor, ticket: Any) -> None:
         """Make the computation wait for the copy that is identified by `ticket`. In this class, do nothing.
@@ -96,6 +96,20 @@ class PendingCopy:
     done: StreamPoint
 
 
+class _UntimedCopy(NamedTuple):
+    """Copy whose duration is not known yet.
+
+    Attributes:
+        start: Position in the copy stream at which the copy begins.
+        end: Position in the copy stream at which the copy ends.
+        num_bytes: Size of the copy.
+    """
+
+    start: StreamPoint
+    end: StreamPoint
+    num_bytes: int
+
+
 class RingTransport(HostTransport):
     """Asynchronous copies to an accelerator, through pinned buffers unless the weights are already in pinned memory.
 
@@ -116,10 +130,12 @@ class RingTransport(HostTransport):
 
     def _reset_ring(self) -> None:
         self._buffers: list[torch.Tensor] | None = None
-        self._busy: list[StreamPoint | None] = [None] * RING
-        self._turn = 0
-        self._untimed: deque[tuple[StreamPoint, StreamPoint, int]] = deque()
+        # Position in the copy stream after the last copy from each buffer, or None if the buffer was not used.
+        self._last_copies: list[StreamPoint | None] = [None] * RING
+        self._next_buffer = 0
+        self._untimed: deque[_UntimedCopy] = deque()
 
+    # A copy of the model gets its own buffers.
     def __reduce__(self) -> tuple[type["RingTransport"], tuple[CopyStream, int]]:
         return RingTransport, (self._stream, self._chunk)
 
@@ -143,7 +159,7 @@ class RingTransport(HostTransport):
         """
         self._stream.bind_device()
         self._record_times()
-        begun = self._stream.begin_copies(after)
+        start = self._stream.begin_copies(after)
         try:
             if self._stream.is_pinned(home) or not home.is_contiguous() or not self._get_ring():
                 self._stream.copy(copy, home.detach())
@@ -154,15 +170,16 @@ class RingTransport(HostTransport):
             raise
         done = self._stream.end_copies()
         self.traffic.num_bytes += home.nbytes
-        self._untimed.append((begun, done, home.nbytes))
+        self._untimed.append(_UntimedCopy(start, done, home.nbytes))
         return PendingCopy(after, done)
 
     def _record_times(self) -> None:
-        while self._untimed and self._untimed[0][1].is_reached():
-            begun, done, num_bytes = self._untimed.popleft()
-            seconds = begun.measure_seconds_until(done)
+        """Record the durations of the copies that are complete. Copies end in the order in which they were queued."""
+        while self._untimed and self._untimed[0].end.is_reached():
+            copy = self._untimed.popleft()
+            seconds = copy.start.measure_seconds_until(copy.end)
             if seconds is not None:
-                self.traffic.add_time(num_bytes, seconds)
+                self.traffic.add_time(copy.num_bytes, seconds)
 
     def _get_ring(self) -> list[torch.Tensor]:
         """Return the pinned buffers, which are allocated at the first call.
@@ -183,18 +200,24 @@ class RingTransport(HostTransport):
         return self._buffers
 
     def _copy_through_ring(self, home: torch.Tensor, copy: torch.Tensor) -> None:
+        """Copy a tensor in chunks, each through the next pinned buffer of the ring.
+
+        Args:
+            home: Contiguous original tensor.
+            copy: Target tensor on the device.
+        """
         buffers, chunk = self._get_ring(), self._chunk
         source, target = home.view(-1).view(torch.uint8), copy.view(-1).view(torch.uint8)
-        for begin in range(0, source.numel(), chunk):
-            piece = source[begin : begin + chunk]
-            busy = self._busy[self._turn]
-            if busy is not None:
-                busy.wait()
-            buffer = buffers[self._turn][: piece.numel()]
+        for start in range(0, source.numel(), chunk):
+            piece = source[start : start + chunk]
+            last_copy = self._last_copies[self._next_buffer]
+            if last_copy is not None:
+                last_copy.wait()  # until the buffer's former contents have been copied
+            buffer = buffers[self._next_buffer][: piece.numel()]
             buffer.copy_(piece)
-            self._stream.copy(target[begin : begin + chunk], buffer)
-            self._busy[self._turn] = self._stream.end_copies()
-            self._turn = (self._turn + 1) % RING
+            self._stream.copy(target[start : start + chunk], buffer)
+            self._last_copies[self._next_buffer] = self._stream.end_copies()
+            self._next_buffer = (self._next_buffer + 1) % RING
 
     def finish_copy(self, copy: torch.Tensor, ticket: PendingCopy) -> None:
         """Make the device wait for a copy. The host does not wait.

@@ -8,7 +8,9 @@ from typing import Any
 from headway.verify.verdict import Verdict
 
 _COLORS = {"PASS": 32, "FAIL": 31, "NOT CHECKED": 33}
+"""ANSI codes of the colors by status: green, red and yellow."""
 _WIDTH = 118
+"""Number of columns of the output."""
 
 
 def format_table(verdicts: Sequence[Verdict], *, has_color: bool = False) -> str:
@@ -18,13 +20,14 @@ def format_table(verdicts: Sequence[Verdict], *, has_color: bool = False) -> str
         verdicts: Verdicts in the order of the table.
         has_color: Whether to color the results for a terminal. Default: False.
     """
-    width = max(len(each.title) for each in verdicts)
+    title_width = max(len(each.title) for each in verdicts)
+    indent = title_width + 15  # the status has 11 columns, and there are two spaces after each of the first two columns
     lines = []
     for each in verdicts:
-        mark = _color_text(each.status.ljust(11), each.status, has_color)
-        first, *rest = textwrap.wrap(each.reason, _WIDTH - width - 15) or [""]
-        lines.append(f"{mark}  {each.title.ljust(width)}  {first}")
-        lines += [f"{' ' * (width + 15)}{line}" for line in rest]
+        status = _color_text(each.status.ljust(11), each.status, has_color)
+        first_line, *other_lines = textwrap.wrap(each.reason, _WIDTH - indent) or [""]
+        lines.append(f"{status}  {each.title.ljust(title_width)}  {first_line}")
+        lines += [f"{' ' * indent}{line}" for line in other_lines]
     for each in verdicts:
         if each.status == "FAIL":
             lines += ["", f"{_color_text('FAIL', 'FAIL', has_color)} {each.title}: {each.reason}"]
@@ -40,12 +43,12 @@ def _color_text(text: str, status: str, has_color: bool) -> str:
     return f"\033[{_COLORS[status]}m{text}\033[0m" if has_color else text
 
 
-def format_json(verdicts: Sequence[Verdict], about: dict[str, Any]) -> str:
+def format_json(verdicts: Sequence[Verdict], entries: dict[str, Any]) -> str:
     """Return the verdicts as JSON text.
 
     Args:
         verdicts: Verdicts in the order of the table.
-        about: Additional entries of the JSON object.
+        entries: Entries of the JSON object besides "proofs", such as "seconds". See docs/verify.md.
     """
     proofs = [
         {
@@ -59,7 +62,7 @@ def format_json(verdicts: Sequence[Verdict], about: dict[str, Any]) -> str:
         }
         for each in verdicts
     ]
-    return json.dumps({**about, "proofs": proofs}, indent=2)
+    return json.dumps({**entries, "proofs": proofs}, indent=2)
 
 
 def format_error_json(error: str) -> str:

@@ -98,17 +98,17 @@ def describe_failure(record: RunRecord) -> str:
     Args:
         record: Record of the run. Only its last lines of output are searched.
     """
-    if record.code is None or record.code == 70:
+    if record.code is None or record.code == 70:  # `RunRecorder` exits with code 70 if there is no progress
         where = describe_stuck(read_stacks(Path(record.request.folder), record.num_processes))
-        what = (
-            f"it made {record.last_update} updates, then none for too long, and was ended after {record.seconds:.0f} s"
-        )
         load = describe_load()
-        return (
-            what
-            + (f"; {where}" if where else "")
-            + (f"; {load} (--time_limit gives each run more time)" if load else "")
-        )
+        phrases = [
+            f"it made {record.last_update} updates, then none for too long, and was ended after {record.seconds:.0f} s"
+        ]
+        if where:
+            phrases.append(where)
+        if load:
+            phrases.append(f"{load} (--time_limit gives each run more time)")
+        return "; ".join(phrases)
     lines = [_RANK.sub("", line).strip() for line in record.output.splitlines() if line.strip()]
     errors = [line for line in lines if _looks_like_error(line)]
     text = errors[0] if errors else (lines or [f"exit code {record.code}"])[-1]
@@ -123,9 +123,7 @@ def describe_load() -> str:
 
 
 def _looks_like_error(line: str) -> bool:
-    head = line.split(":", 1)[0]
-    return (
-        ":" in line
-        and " " not in head
-        and head.rpartition(".")[2].endswith(("Error", "Exception", "Failed", "Interrupt"))
-    )
+    """Whether a line of output has the form of an exception, such as "torch.OutOfMemoryError: CUDA out of memory"."""
+    name, colon, _ = line.partition(":")
+    is_exception = name.rpartition(".")[2].endswith(("Error", "Exception", "Failed", "Interrupt"))
+    return bool(colon) and " " not in name and is_exception

@@ -30,7 +30,7 @@ def predict(order, num, after=()):
 def test_order_of_registration_is_the_first_guess():
     order = ReadOrder(4)
     assert predict(order, 3) == []
-    order.note_use(1)
+    order.record_use(1)
     assert predict(order, 4) == [2, 3, 0, 1]
     assert predict(order, 2, [2]) == [3, 0]
 
@@ -39,10 +39,10 @@ def test_loops_skipped_units_and_second_uses():
     order = ReadOrder(5)
     steps = [0, 3, 1, 3, 4]  # 3 is used twice, and 2 never
     for unit in steps * 2:
-        order.note_use(unit)
+        order.record_use(unit)
     assert predict(order, 10) == steps * 2
-    order.note_use(0)
-    order.note_use(3)
+    order.record_use(0)
+    order.record_use(3)
     assert predict(order, 3) == [1, 3, 4]
     assert predict(order, 2, [1]) == [3, 4]
     assert predict(order, 2, [1, 3]) == [4, 0]
@@ -51,17 +51,17 @@ def test_loops_skipped_units_and_second_uses():
 def test_encoder_followed_by_a_decoding_loop():
     order = ReadOrder(4)
     for unit in [0, 1, *[2, 3] * 5]:
-        order.note_use(unit)
+        order.record_use(unit)
     assert predict(order, 4) == [2, 3, 2, 3]
     for unit in [0, 1]:
-        order.note_use(unit)
+        order.record_use(unit)
     # A new prompt followed the last (2, 3).
     assert predict(order, 4) == [2, 3, 0, 1]
 
 
 def test_single_unit():
     order = ReadOrder(1)
-    order.note_use(0)
+    order.record_use(0)
     assert predict(order, 2) == [0, 0]
 
 
@@ -207,7 +207,7 @@ def test_forked_child_reads_with_its_own_thread(placed):
     child = os.fork()
     if child == 0:
         model.headway_execution.stream.enter_unit(0)
-        os._exit(0 if model.headway_execution.stream._process == os.getpid() else 1)
+        os._exit(0 if model.headway_execution.stream._process_id == os.getpid() else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 

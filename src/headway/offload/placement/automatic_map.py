@@ -70,35 +70,33 @@ def infer_auto_device_map(
             cannot be measured.
         ConfigError: If `dtype` or one of `special_dtypes` is not a dtype.
     """
-    surveyed = survey_model(model, no_split_module_classes, dtype, special_dtypes, offload_buffers, workload)
-    return _infer_map(surveyed, get_max_memory(max_memory), clean_result, verbose)
+    tree = survey_model(model, no_split_module_classes, dtype, special_dtypes, offload_buffers, workload)
+    return _infer_map(tree, get_max_memory(max_memory), clean_result, verbose)
 
 
-def _infer_map(
-    surveyed: ModuleTree, budgets: dict[Device, int], clean_result: bool, verbose: bool = False
-) -> DeviceMap:
+def _infer_map(tree: ModuleTree, budgets: dict[Device, int], clean_result: bool, verbose: bool = False) -> DeviceMap:
     compute, stores = _split_roles(budgets)
     if not compute:
-        return DeviceMap({"" if clean_result else name: "disk" for name in surveyed.names})
-    solution = _solve_placement(surveyed, budgets, compute, stores)
+        return DeviceMap({"" if clean_result else name: "disk" for name in tree.unit_names})
+    solution = _solve_placement(tree, budgets, compute, stores)
     if solution is None and compute != ["cpu"]:
-        name, size = surveyed.find_largest()
+        name, size = tree.find_largest()
         logger.warning(
             f"no accelerator in {_format_budgets(budgets)} has room to run the largest offloaded layer ({name} is "
             f"{format_bytes(size)}); the model is placed on the CPU"
         )
         compute, stores = (["cpu"] if budgets.get("cpu") else []), ["disk"]
-        solution = _solve_placement(surveyed, budgets, compute, stores) if compute else None
+        solution = _solve_placement(tree, budgets, compute, stores) if compute else None
     if solution is None:
-        name, size = surveyed.find_largest()
+        name, size = tree.find_largest()
         raise DeviceMapError(
             f"the model does not fit {_format_budgets(budgets)}: every offloaded layer must fit on one device to run, and the "
             f"largest one ({name}) takes {format_bytes(size)}. Raise max_memory, load in a smaller dtype, or allow this layer to "
             "be divided: remove its class from no_split_module_classes"
         )
     devices: list[Device] = [*compute, *stores]
-    entries = {name: devices[i] for name, i in surveyed.make_device_map(solution.device).items()}
-    plan = make_report(surveyed, solution, devices, len(compute), budgets)
+    entries = {name: devices[i] for name, i in tree.make_device_map(solution.part_devices).items()}
+    plan = make_report(tree, solution, devices, len(compute), budgets)
     result = DeviceMap(clean_device_map(entries) if clean_result else entries, plan)
     if verbose:
         logger.info(result.explain())
@@ -118,12 +116,10 @@ def _split_roles(budgets: Mapping[Device, int]) -> tuple[list[Device], list[Devi
 
 
 def _solve_placement(
-    surveyed: ModuleTree, budgets: Mapping[Device, int], compute: list[Device], stores: list[Device]
+    tree: ModuleTree, budgets: Mapping[Device, int], compute: list[Device], stores: list[Device]
 ) -> PlacementSolution | None:
     rooms = [budgets[device] for device in compute]
-    return solve_placement(
-        surveyed.parts, rooms, [budgets.get(store, UNLIMITED) for store in stores], compute == ["cpu"]
-    )
+    return solve_placement(tree.parts, rooms, [budgets.get(store, UNLIMITED) for store in stores], compute == ["cpu"])
 
 
 def get_balanced_memory(
@@ -148,12 +144,12 @@ def get_balanced_memory(
             and to balance only the other accelerators.
     """
     budgets = get_max_memory(max_memory)
-    surveyed = survey_model(model, no_split_module_classes, dtype, special_dtypes, offload_buffers, workload)
-    return _balance_budgets(surveyed, budgets, low_zero, max_memory is None)
+    tree = survey_model(model, no_split_module_classes, dtype, special_dtypes, offload_buffers, workload)
+    return _balance_budgets(tree, budgets, low_zero, max_memory is None)
 
 
 def _balance_budgets(
-    surveyed: ModuleTree, budgets: dict[Device, int], low_zero: bool, is_measured: bool
+    tree: ModuleTree, budgets: dict[Device, int], low_zero: bool, is_measured: bool
 ) -> dict[Device, int]:
     devices = [device for device, size in budgets.items() if is_accelerator(device) and size > 0]
     if not devices:
@@ -162,11 +158,11 @@ def _balance_budgets(
         return {**budgets, devices[0]: budgets[devices[0]] * 9 // 10} if is_measured else budgets
     rooms = [budgets[device] for device in devices]
     if not low_zero:
-        loads = balance_loads(surveyed.parts, rooms)
-    elif (others := balance_loads(surveyed.parts, rooms[1:])) is not None:
+        loads = balance_loads(tree.parts, rooms)
+    elif (others := balance_loads(tree.parts, rooms[1:])) is not None:
         loads = [0, *others]
     else:
-        loads = minimize_first_load(surveyed.parts, rooms)
+        loads = minimize_first_load(tree.parts, rooms)
     return budgets if loads is None else {**budgets, **dict(zip(devices[:-1], loads[:-1]))}
 
 
@@ -209,10 +205,10 @@ def resolve_device_map(
         return DeviceMap({"": device})
     classes = getattr(model, "_no_split_modules", None) if no_split_module_classes is None else no_split_module_classes
     budgets = get_max_memory(max_memory)
-    surveyed = survey_model(model, classes, dtype, special_dtypes, offload_buffers, workload)
+    tree = survey_model(model, classes, dtype, special_dtypes, offload_buffers, workload)
     if device_map != "sequential":
-        budgets = _balance_budgets(surveyed, budgets, device_map == "balanced_low_0", max_memory is None)
-    return _infer_map(surveyed, budgets, clean_result=True)
+        budgets = _balance_budgets(tree, budgets, device_map == "balanced_low_0", max_memory is None)
+    return _infer_map(tree, budgets, clean_result=True)
 
 
 def _format_budgets(budgets: Mapping[Device, int]) -> str:

@@ -17,24 +17,24 @@ class DeviceUse:
         device: Index or name of the device.
         budget: Available memory, or None for no limit.
         weights: Weights and buffers stored on the device.
-        kept: Memory that stays in use after a forward, such as the KV caches of the declared workload.
-        passing: Peak of the memory that is in use only during a forward.
-        streamed: Memory for the largest offloaded layer, or 0 if offloaded layers run on another device.
+        cache: Memory that stays in use after a forward, such as the KV caches of the declared workload.
+        activations: Peak of the memory that is in use only during a forward.
+        streaming: Memory for the largest offloaded layer, or 0 if offloaded layers run on another device.
         units: Names of the indivisible modules and tensors stored on the device.
     """
 
     device: Device
     budget: int | None
     weights: int = 0
-    kept: int = 0
-    passing: int = 0
-    streamed: int = 0
+    cache: int = 0
+    activations: int = 0
+    streaming: int = 0
     units: list[str] = field(default_factory=list)
 
     @property
     def used(self) -> int:
         """Bytes of all memory that is in use at the peak of a forward."""
-        return self.weights + self.kept + self.passing + self.streamed
+        return self.weights + self.cache + self.activations + self.streaming
 
     @property
     def headroom(self) -> int | None:
@@ -87,7 +87,7 @@ class PlacementReport:
 
 
 def make_report(
-    surveyed: ModuleTree,
+    tree: ModuleTree,
     solution: PlacementSolution,
     devices: list[Device],
     num_compute: int,
@@ -96,7 +96,7 @@ def make_report(
     """Return the memory that a placement needs on each device.
 
     Args:
-        surveyed: Parts of the model.
+        tree: Parts of the model.
         solution: Placement of the parts.
         devices: All devices: first those that compute, then those that only store weights.
         num_compute: Number of devices that compute.
@@ -104,19 +104,19 @@ def make_report(
     """
     rows = [DeviceUse(device, budgets.get(device)) for device in devices]
     main = rows[solution.main]
-    for part, units, where in zip(surveyed.parts, surveyed.members, solution.device):
-        row = rows[where]
-        row.units += [surveyed.names[unit] for unit in units]
-        if where < num_compute:
+    for part, units, device_index in zip(tree.parts, tree.part_units, solution.part_devices):
+        row = rows[device_index]
+        row.units += [tree.unit_names[unit] for unit in units]
+        if device_index < num_compute:
             row.weights += part.size
-            row.kept += part.kept
-            row.passing = max(row.passing, part.passing)
-        else:
+            row.cache += part.cache
+            row.activations = max(row.activations, part.activations)
+        else:  # the part is offloaded, and runs on the main device
             row.weights += part.size - part.buffers
             main.weights += part.buffers
-            main.kept += part.kept
-            main.passing = max(main.passing, part.passing)
-            main.streamed = max(main.streamed, part.size - part.buffers)
+            main.cache += part.cache
+            main.activations = max(main.activations, part.activations)
+            main.streaming = max(main.streaming, part.size - part.buffers)
     return PlacementReport(rows, main.device)
 
 
@@ -129,9 +129,9 @@ def _format_cells(row: DeviceUse) -> list[str]:
         str(row.device),
         str(len(row.units)),
         format_bytes(row.weights),
-        format_size(row.kept, "-"),
-        format_size(row.passing, "-"),
-        format_size(row.streamed, "-"),
+        format_size(row.cache, "-"),
+        format_size(row.activations, "-"),
+        format_size(row.streaming, "-"),
         format_size(row.budget, "no limit" if row.budget is None else "0 B"),
         headroom,
     ]

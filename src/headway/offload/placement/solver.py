@@ -15,7 +15,7 @@ of devices for the tied parts is tried, up to 512 choices. Models have one or tw
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, product
 
 _MAX_CHOICES = 512
@@ -29,16 +29,16 @@ class ModelPart:
     Attributes:
         size: Size of weights and buffers.
         buffers: Size of the buffers that stay on the main device when the part is offloaded. Included in `size`.
-        kept: Memory that stays in use after the part has run, such as a KV cache.
-        passing: Memory that is in use only while the part runs, such as activations.
+        cache: Memory that stays in use after the part has run, such as a KV cache.
+        activations: Memory that is in use only while the part runs, such as activations.
         is_tied: Whether the part consists of tied modules at different positions in the model. Such a part can be on
             any device.
     """
 
     size: int
     buffers: int = 0
-    kept: int = 0
-    passing: int = 0
+    cache: int = 0
+    activations: int = 0
     is_tied: bool = False
 
 
@@ -47,14 +47,14 @@ class PlacementSolution:
     """Placement of all parts of a model.
 
     Attributes:
-        device: Index of each part's device. Indices number the compute devices first, then main memory and disk.
+        part_devices: Index of each part's device. Indices number the compute devices first, then main memory and disk.
         main: Index of the compute device that runs offloaded parts.
         is_offloading: Whether any part is in main memory or on disk.
     """
 
-    device: list[int]
+    part_devices: list[int]
     main: int
-    is_offloading: bool = field(default=False)
+    is_offloading: bool = False
 
 
 def solve_placement(
@@ -74,19 +74,21 @@ def solve_placement(
         the placement that offloads the fewest bytes. None if no device in use has memory to run the largest offloaded
         part, or if the stores are too small.
     """
-    whole = _place_without_offloading(parts, budgets)
-    if whole is not None:
-        return PlacementSolution(whole, min(whole, default=0))
+    without_offloading = _place_without_offloading(parts, budgets)
+    if without_offloading is not None:
+        return PlacementSolution(without_offloading, min(without_offloading, default=0))
+    num_devices = len(budgets)
     best: PlacementSolution | None = None
-    placed = -1
-    for main in range(len(budgets)):
-        found = _place_with_offloading(parts, budgets, stores, main)
-        if found is None or not (may_hold_nothing or main in found.device):
+    best_size = -1  # bytes of the parts on compute devices
+    for main in range(num_devices):
+        solution = _place_with_offloading(parts, budgets, stores, main)
+        if solution is None or not (may_hold_nothing or main in solution.part_devices):
             continue
-        held = sum(part.size for part, device in zip(parts, found.device) if device < len(budgets))
-        if held > placed:
-            best, placed = found, held
-        if main in found.device and len({*found.device} & {*range(len(budgets))}) == len(budgets):
+        size = sum(part.size for part, device in zip(parts, solution.part_devices) if device < num_devices)
+        if size > best_size:
+            best, best_size = solution, size
+        # If every compute device has parts, another main device would only leave this one empty.
+        if main in solution.part_devices and set(range(num_devices)) <= set(solution.part_devices):
             break
     return best
 
@@ -97,22 +99,22 @@ def _place_without_offloading(parts: Sequence[ModelPart], budgets: Sequence[int]
     Returns:
         The device of each part, or None if the parts do not fit.
     """
-    straight = _fill_devices(parts, budgets)
+    in_order = _fill_devices(parts, budgets)
     tied = [i for i, part in enumerate(parts) if part.is_tied]
-    if straight is not None or not tied or len(budgets) ** len(tied) > _MAX_CHOICES:
-        return straight
-    rest = [i for i, part in enumerate(parts) if not part.is_tied]
+    if in_order is not None or not tied or len(budgets) ** len(tied) > _MAX_CHOICES:
+        return in_order
+    others = [i for i, part in enumerate(parts) if not part.is_tied]
     for choice in product(range(len(budgets)), repeat=len(tied)):
-        room, floor = list(budgets), [0] * len(budgets)
+        free_bytes, floor = list(budgets), [0] * len(budgets)
         for i, device in zip(tied, choice):
-            room[device] -= parts[i].size + parts[i].kept
-            floor[device] = max(floor[device], parts[i].passing)
-        if any(free < passing for free, passing in zip(room, floor)):
+            free_bytes[device] -= parts[i].size + parts[i].cache
+            floor[device] = max(floor[device], parts[i].activations)
+        if any(free < activations for free, activations in zip(free_bytes, floor)):
             continue
-        found = _fill_devices([parts[i] for i in rest], room, floor)
-        if found is not None:
-            device_of = dict(zip(rest, found)) | dict(zip(tied, choice))
-            return [device_of[i] for i in range(len(parts))]
+        other_devices = _fill_devices([parts[i] for i in others], free_bytes, floor)
+        if other_devices is not None:
+            device_by_part = dict(zip(others, other_devices)) | dict(zip(tied, choice))
+            return [device_by_part[i] for i in range(len(parts))]
     return None
 
 
@@ -124,13 +126,14 @@ def _fill_devices(parts: Sequence[ModelPart], budgets: Sequence[int], floor: Seq
     Args:
         parts: Parts to place.
         budgets: Bytes of each device.
-        floor: Bytes to reserve on each device for temporary memory, even if no part needs as much. Empty for none.
+        floor: Bytes to reserve on each device for activations, even if no part needs as much. Empty for none.
     """
-    found: list[int] = []
+    part_devices: list[int] = []
     for device, budget in enumerate(budgets):
-        end = _find_run_end(parts, budget, len(found), floor[device] if floor else 0)
-        found += [device] * (end - len(found))
-    return found if len(found) == len(parts) else None
+        start = len(part_devices)
+        end = _find_run_end(parts, budget, start, floor[device] if floor else 0)
+        part_devices += [device] * (end - start)
+    return part_devices if len(part_devices) == len(parts) else None
 
 
 def _place_with_offloading(
@@ -146,18 +149,19 @@ def _place_with_offloading(
         stores: Bytes of each store (main memory, disk).
         main: Index of the main device, which runs offloaded parts.
     """
-    n = len(parts)
     cut = _find_best_cut(parts, budgets, main)
     if cut is None:
         return None
-    first, end = cut
-    device = [main] * first
-    for d in range(main + 1, len(budgets)):
-        stop = min(_find_run_end(parts, budgets[d], len(device)), end)
-        device += [d] * (stop - len(device))
-    device += [-1] * (n - end)
-    _use_empty_devices(parts, budgets, main, device)
-    return PlacementSolution(device, main, True) if _fill_stores(parts, stores, device, len(budgets)) else None
+    num_on_main, num_computed = cut
+    part_devices = [main] * num_on_main
+    for device in range(main + 1, len(budgets)):
+        start = len(part_devices)
+        end = min(_find_run_end(parts, budgets[device], start), num_computed)
+        part_devices += [device] * (end - start)
+    part_devices += [-1] * (len(parts) - num_computed)
+    _use_empty_devices(parts, budgets, main, part_devices)
+    has_space = _fill_stores(parts, stores, part_devices, len(budgets))
+    return PlacementSolution(part_devices, main, is_offloading=True) if has_space else None
 
 
 def _find_best_cut(parts: Sequence[ModelPart], budgets: Sequence[int], main: int) -> tuple[int, int] | None:
@@ -172,45 +176,48 @@ def _find_best_cut(parts: Sequence[ModelPart], budgets: Sequence[int], main: int
         Number of parts on the main device, and number of parts on all compute devices. None if the main device cannot
         run the offloaded parts in any case.
     """
-    n = len(parts)
-    reach = list(range(n + 1))
-    for d in range(len(budgets) - 1, main, -1):
-        ends = _find_run_ends(parts, budgets[d])
-        reach = [reach[end] for end in ends]
-    held, with_passing = [0], [0]
-    passing = 0
+    num_parts = len(parts)
+    # reach[start]: index after the last part that the devices after `main` can store, if they begin with part `start`.
+    reach = list(range(num_parts + 1))
+    for device in range(len(budgets) - 1, main, -1):
+        reach = [reach[end] for end in _find_run_ends(parts, budgets[device])]
+    # Bytes that the first k parts need on one device, without and with the memory that is in use while one of them runs.
+    used, used_with_activations = [0], [0]
+    activations = 0
     for part in parts:
-        held.append(held[-1] + part.size + part.kept)
-        passing = max(passing, part.passing)
-        with_passing.append(held[-1] + passing)
-    largest = stays = passing = 0
-    for end in range(n, -1, -1):
-        if end < n:
+        used.append(used[-1] + part.size + part.cache)
+        activations = max(activations, part.activations)
+        used_with_activations.append(used[-1] + activations)
+    largest = remaining_on_main = activations = 0
+    for end in range(num_parts, -1, -1):  # the parts from `end` on are offloaded
+        if end < num_parts:
             part = parts[end]
             largest = max(largest, part.size - part.buffers)
-            stays += part.kept + part.buffers
-            passing = max(passing, part.passing)
-        room = budgets[main] - largest - stays
-        first = min(bisect_right(held, room - passing), bisect_right(with_passing, room)) - 1
-        if first >= 0 and reach[min(first, end)] >= end:
-            return min(first, end), end
+            remaining_on_main += part.cache + part.buffers
+            activations = max(activations, part.activations)
+        free_bytes = budgets[main] - largest - remaining_on_main
+        # The main device also runs the offloaded parts, so it needs memory for the activations of both.
+        num_fitting = min(bisect_right(used, free_bytes - activations), bisect_right(used_with_activations, free_bytes))
+        num_on_main = min(num_fitting - 1, end)
+        if num_on_main >= 0 and reach[num_on_main] >= end:
+            return num_on_main, end
     return None
 
 
-def _find_run_end(parts: Sequence[ModelPart], budget: int, start: int, passing: int = 0) -> int:
+def _find_run_end(parts: Sequence[ModelPart], budget: int, start: int, activations: int = 0) -> int:
     """Return the index after the longest run of consecutive parts that starts at `start` and fits on a device.
 
     Args:
         parts: Parts to place.
         budget: Bytes of the device.
         start: Index of the first part.
-        passing: Bytes to reserve on the device for temporary memory, even if no part needs as much. Default: 0.
+        activations: Bytes to reserve on the device for activations, even if no part needs as much. Default: 0.
     """
-    held = 0
+    used = 0
     for i in range(start, len(parts)):
-        held += parts[i].size + parts[i].kept
-        passing = max(passing, parts[i].passing)
-        if held + passing > budget:
+        used += parts[i].size + parts[i].cache
+        activations = max(activations, parts[i].activations)
+        if used + activations > budget:
             return i
     return len(parts)
 
@@ -224,81 +231,83 @@ def _find_run_ends(parts: Sequence[ModelPart], budget: int) -> list[int]:
         parts: Parts to place, of which a run takes consecutive ones.
         budget: Bytes of the device.
     """
-    n, end, held = len(parts), 0, 0
+    num_parts, end, used = len(parts), 0, 0
     ends: list[int] = []
-    peaks: list[int] = []  # indices with falling `passing`; the front is `head`
+    # Parts of the current run whose activations are larger than those of all later parts of the run. `head` is the
+    # index of the first entry in use, which has the largest activations.
+    peaks: list[int] = []
     head = 0
-    for start in range(n + 1):
+    for start in range(num_parts + 1):
         if end < start:
-            end, held = start, 0
+            end, used = start, 0
         while head < len(peaks) and peaks[head] < start:
             head += 1
-        while end < n:
+        while end < num_parts:
             part = parts[end]
-            peak = max(parts[peaks[head]].passing if head < len(peaks) else 0, part.passing)
-            if held + part.size + part.kept + peak > budget:
+            peak = max(parts[peaks[head]].activations if head < len(peaks) else 0, part.activations)
+            if used + part.size + part.cache + peak > budget:
                 break
-            held += part.size + part.kept
-            while len(peaks) > head and parts[peaks[-1]].passing <= part.passing:
+            used += part.size + part.cache
+            while len(peaks) > head and parts[peaks[-1]].activations <= part.activations:
                 peaks.pop()
             peaks.append(end)
             end += 1
         ends.append(end)
         if start < end:
-            held -= parts[start].size + parts[start].kept
+            used -= parts[start].size + parts[start].cache
     return ends
 
 
-def _use_empty_devices(parts: Sequence[ModelPart], budgets: Sequence[int], main: int, device: list[int]) -> None:
+def _use_empty_devices(parts: Sequence[ModelPart], budgets: Sequence[int], main: int, part_devices: list[int]) -> None:
     """Move runs of offloaded parts to compute devices that are empty and have enough memory for them.
 
     Args:
         parts: All parts.
         budgets: Bytes of each compute device.
         main: Index of the device that runs offloaded parts.
-        device: Index of each part's device, or -1 for an offloaded part. It is changed in place.
+        part_devices: Index of each part's device, or -1 for an offloaded part. It is changed in place.
     """
-    for d in range(main, len(budgets)):
-        if d in device:
+    for device in range(main, len(budgets)):
+        if device in part_devices:
             continue
-        room = budgets[d]
-        if d == main:
-            # At most the parts in `away` stay offloaded, so enough memory to run all of them is sufficient.
-            away = [part for part, where in zip(parts, device) if where < 0]
-            room -= max((p.size - p.buffers + p.passing for p in away), default=0)
-            room -= sum(p.kept + p.buffers for p in away)
-        held = passing = 0
+        free_bytes = budgets[device]
+        if device == main:
+            # At most these parts stay offloaded, so enough memory to run all of them is sufficient.
+            offloaded = [part for part, part_device in zip(parts, part_devices) if part_device < 0]
+            free_bytes -= max((p.size - p.buffers + p.activations for p in offloaded), default=0)
+            free_bytes -= sum(p.cache + p.buffers for p in offloaded)
+        used = activations = 0
         for i, part in enumerate(parts):
-            if device[i] >= 0:
+            if part_devices[i] >= 0:
                 continue
-            peak = max(passing, part.passing)
-            if held + part.size + part.kept + peak <= room:
-                device[i] = d
-                held, passing = held + part.size + part.kept, peak
-            elif held:
+            peak = max(activations, part.activations)
+            if used + part.size + part.cache + peak <= free_bytes:
+                part_devices[i] = device
+                used, activations = used + part.size + part.cache, peak
+            elif used:  # a run must be contiguous
                 break
 
 
-def _fill_stores(parts: Sequence[ModelPart], stores: Sequence[int], device: list[int], num_compute: int) -> bool:
+def _fill_stores(parts: Sequence[ModelPart], stores: Sequence[int], part_devices: list[int], num_compute: int) -> bool:
     """Assign the offloaded parts, whose device is -1, to the stores in order. Return False if they do not fit.
 
     Args:
         parts: All parts.
         stores: Bytes of each store (main memory, disk).
-        device: Index of each part's device. It is changed in place.
+        part_devices: Index of each part's device. It is changed in place.
         num_compute: Number of compute devices, which is the index of the first store.
     """
-    store, held = 0, 0
+    store, used = 0, 0
     for i, part in enumerate(parts):
-        if device[i] >= 0:
+        if part_devices[i] >= 0:
             continue
         size = part.size - part.buffers
-        while store < len(stores) and held + size > stores[store]:
-            store, held = store + 1, 0
+        while store < len(stores) and used + size > stores[store]:
+            store, used = store + 1, 0
         if store == len(stores):
             return False
-        device[i] = num_compute + store
-        held += size
+        part_devices[i] = num_compute + store
+        used += size
     return True
 
 
@@ -317,13 +326,14 @@ def balance_loads(parts: Sequence[ModelPart], budgets: Sequence[int]) -> list[in
     """
     if _fill_devices(parts, budgets) is None:
         return None
-    held = list(accumulate((part.size + part.kept for part in parts), initial=0))
-    passing = max((part.passing for part in parts), default=0)
-    low, high = held[-1] // max(1, len(budgets)), held[-1] + passing
-    while low < high:
+    used = list(accumulate((part.size + part.cache for part in parts), initial=0))
+    activations = max((part.activations for part in parts), default=0)
+    low, high = used[-1] // max(1, len(budgets)), used[-1] + activations
+    while low < high:  # binary search for the smallest bound
         middle = (low + high) // 2
         caps = [min(budget, middle) for budget in budgets]
-        if _fill_devices(parts, caps) is not None if passing else _can_fit_sums(held, caps):
+        fits = _can_fit_sums(used, caps) if not activations else _fill_devices(parts, caps) is not None
+        if fits:
             high = middle
         else:
             low = middle + 1
@@ -331,19 +341,19 @@ def balance_loads(parts: Sequence[ModelPart], budgets: Sequence[int]) -> list[in
     return _compute_even_loads(parts, caps)
 
 
-def _can_fit_sums(held: Sequence[int], budgets: Sequence[int]) -> bool:
+def _can_fit_sums(used: Sequence[int], budgets: Sequence[int]) -> bool:
     """Whether parts fit on the devices in order if each device takes as many as possible.
 
     Only the parts' sizes count, not their temporary memory. This takes O(log n) per device.
 
     Args:
-        held: Cumulative sizes of the parts, starting with 0.
+        used: Cumulative sizes of the parts, starting with 0.
         budgets: Bytes of each device.
     """
     end = 0
     for budget in budgets:
-        end = bisect_right(held, held[end] + budget) - 1
-    return end == len(held) - 1
+        end = bisect_right(used, used[end] + budget) - 1
+    return end == len(used) - 1
 
 
 def _compute_even_loads(parts: Sequence[ModelPart], caps: Sequence[int]) -> list[int]:
@@ -356,33 +366,34 @@ def _compute_even_loads(parts: Sequence[ModelPart], caps: Sequence[int]) -> list
         parts: Parts to place.
         caps: Maximum load of each device in bytes.
     """
-    n = len(parts)
+    num_parts, num_devices = len(parts), len(caps)
     # earliest[d]: index of the first part from which devices d, d+1, ... can store all remaining parts.
-    earliest = [0] * len(caps) + [n]
-    for d in range(len(caps) - 1, -1, -1):
-        start, held, passing = earliest[d + 1], 0, 0
+    earliest = [0] * num_devices + [num_parts]
+    for device in range(num_devices - 1, -1, -1):
+        start, used, activations = earliest[device + 1], 0, 0
         while start > 0:
             part = parts[start - 1]
-            held, passing = held + part.size + part.kept, max(passing, part.passing)
-            if held + passing > caps[d]:
+            used, activations = used + part.size + part.cache, max(activations, part.activations)
+            if used + activations > caps[device]:
                 break
             start -= 1
-        earliest[d] = start
-    left = sum(part.size + part.kept for part in parts)
+        earliest[device] = start
+    remaining = sum(part.size + part.cache for part in parts)
     loads: list[int] = []
     start = 0
-    for d, cap in enumerate(caps):
-        target = left / (len(caps) - d)
-        end, held, passing, load = start, 0, 0, 0
-        while end < n:
-            more = held + parts[end].size + parts[end].kept
-            passing = max(passing, parts[end].passing)
-            must = end < earliest[d + 1]
-            if more + passing > cap or (not must and abs(more - target) > abs(held - target)):
+    for device, cap in enumerate(caps):
+        equal_share = remaining / (num_devices - device)
+        end, used, activations, load = start, 0, 0, 0
+        while end < num_parts:
+            next_used = used + parts[end].size + parts[end].cache
+            activations = max(activations, parts[end].activations)
+            is_required = end < earliest[device + 1]
+            is_closer = abs(next_used - equal_share) <= abs(used - equal_share)
+            if next_used + activations > cap or not (is_required or is_closer):
                 break
-            held, load, end = more, more + passing, end + 1
+            used, load, end = next_used, next_used + activations, end + 1
         loads.append(load)
-        left -= held
+        remaining -= used
         start = end
     return loads
 
@@ -401,10 +412,10 @@ def minimize_first_load(parts: Sequence[ModelPart], budgets: Sequence[int]) -> l
     ends = list(range(len(parts) + 1))
     for budget in reversed(budgets[1:]):
         ends = [ends[end] for end in _find_run_ends(parts, budget)]
-    held = passing = 0
+    used = activations = 0
     for start in range(len(parts) + 1):
         if ends[start] == len(parts):
-            return [held + passing, *budgets[1:]] if held + passing <= budgets[0] else None
-        held += parts[start].size + parts[start].kept
-        passing = max(passing, parts[start].passing)
+            return [used + activations, *budgets[1:]] if used + activations <= budgets[0] else None
+        used += parts[start].size + parts[start].cache
+        activations = max(activations, parts[start].activations)
     return None

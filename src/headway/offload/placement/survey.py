@@ -8,9 +8,10 @@ from torch import nn
 
 from headway.offload.placement.sizes import Dtype, TensorSizes, collect_class_names
 from headway.offload.placement.solver import ModelPart
-from headway.offload.placement.workload import Workload, measure_demands
+from headway.offload.placement.workload import ModuleDemand, Workload, measure_demands
 
 _PARAMETER, _BUFFER, _TRANSIENT = range(3)
+"""Kinds of tensors. A transient tensor is a non-persistent buffer, which keeps its dtype when the model is loaded."""
 
 
 @dataclass(frozen=True)
@@ -18,35 +19,36 @@ class ModuleTree:
     """Model divided into parts, each of which a placement puts on a single device.
 
     Attributes:
-        names: Names of the units in order of registration. A unit is an indivisible module, or a tensor that a divided
-            module owns directly.
-        members: Indices of the units of each part. Units that share tensors form one part.
+        unit_names: Names of the units in order of registration. A unit is an indivisible module, or a tensor that a
+            divided module owns directly.
+        part_units: Indices of the units of each part. Units that share tensors form one part.
         parts: Parts in the order of their first units.
     """
 
-    names: list[str]
-    members: list[list[int]]
+    unit_names: list[str]
+    part_units: list[list[int]]
     parts: list[ModelPart]
 
-    def make_device_map(self, device: list[int]) -> dict[str, int]:
-        """Return the device index of each unit (indivisible module or tensor), by name.
+    def make_device_map(self, part_devices: list[int]) -> dict[str, int]:
+        """Return the device index of each unit (indivisible module or tensor), by name in order of registration.
 
         Args:
-            device: Device index of each part.
+            part_devices: Device index of each part.
         """
-        found = [0] * len(self.names)
-        for units, where in zip(self.members, device):
+        unit_devices = [0] * len(self.unit_names)
+        for units, device in zip(self.part_units, part_devices):
             for unit in units:
-                found[unit] = where
-        return dict(zip(self.names, found))
+                unit_devices[unit] = device
+        return dict(zip(self.unit_names, unit_devices))
 
     def find_largest(self) -> tuple[str, int]:
         """Return the name and the bytes of the largest part.
 
         If the part consists of several modules or tensors that are tied, the name lists all of them.
         """
-        i = max(range(len(self.parts)), key=lambda i: self.parts[i].size)
-        return " + ".join(self.names[unit] or "the whole model" for unit in self.members[i]), self.parts[i].size
+        largest = max(range(len(self.parts)), key=lambda index: self.parts[index].size)
+        names = [self.unit_names[unit] or "the whole model" for unit in self.part_units[largest]]
+        return " + ".join(names), self.parts[largest].size
 
 
 def survey_model(
@@ -73,38 +75,38 @@ def survey_model(
         DeviceMapError: If the workload cannot be measured.
         ConfigError: If `dtype` or one of `special_dtypes` is not a dtype.
     """
-    price = TensorSizes(dtype, special_dtypes)
+    measure_size = TensorSizes(dtype, special_dtypes)
     units = list(_list_units(model, collect_class_names(no_split_module_classes)))
     names = [name for name, _ in units]
-    needs = measure_demands(model, names, workload, dtype) if workload is not None else {}
+    demands = measure_demands(model, names, workload, dtype) if workload is not None else {}
     # A tensor counts for the first unit that contains it. Later units that contain the tensor are tied to that unit.
-    owner: dict[int, int] = {}
+    first_units: dict[int, int] = {}
     group = list(range(len(units)))
     sizes, buffers = [0] * len(units), [0] * len(units)
     for i, (name, part) in enumerate(units):
         for full, tensor, kind in _iterate_tensors(name, part, model):
-            first = owner.setdefault(id(tensor), i)
+            first = first_units.setdefault(id(tensor), i)
             if first != i:
                 _join_units(group, first, i)
                 continue
-            size = price(full, tensor, kind != _TRANSIENT)
+            size = measure_size(full, tensor, kind != _TRANSIENT)
             sizes[i] += size
             if kind != _PARAMETER and not offload_buffers:
                 buffers[i] += size
-    members: dict[int, list[int]] = {}
+    units_by_root: dict[int, list[int]] = {}
     for i in range(len(names)):
-        members.setdefault(_find_root(group, i), []).append(i)
+        units_by_root.setdefault(_find_root(group, i), []).append(i)
     parts = [
         ModelPart(
             size=sum(sizes[i] for i in own),
             buffers=sum(buffers[i] for i in own),
-            kept=sum(needs.get(names[i], (0, 0))[0] for i in own),
-            passing=max(needs.get(names[i], (0, 0))[1] for i in own),
+            cache=sum(demands.get(names[i], ModuleDemand()).cache for i in own),
+            activations=max(demands.get(names[i], ModuleDemand()).activations for i in own),
             is_tied=len(own) > 1,
         )
-        for own in members.values()
+        for own in units_by_root.values()
     ]
-    return ModuleTree(names, list(members.values()), parts)
+    return ModuleTree(names, list(units_by_root.values()), parts)
 
 
 def _find_root(group: list[int], i: int) -> int:
@@ -136,14 +138,14 @@ def _join_units(group: list[int], one: int, other: int) -> None:
     group[high] = low
 
 
-def _list_units(model: nn.Module, whole: frozenset[str]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+def _list_units(model: nn.Module, undivided_classes: frozenset[str]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
     """Yield the indivisible modules and tensors (units) of a model with their names, in order.
 
     For a module that can be divided, its parameters, children and buffers are yielded instead.
 
     Args:
         model: Model to divide.
-        whole: Names of the classes whose modules are not divided.
+        undivided_classes: Names of the classes whose modules are not divided. The model itself is always divided.
     """
     waiting: list[tuple[str, nn.Module | torch.Tensor]] = [("", model)]
     while waiting:
@@ -151,7 +153,7 @@ def _list_units(model: nn.Module, whole: frozenset[str]) -> Iterator[tuple[str, 
         if (
             isinstance(part, torch.Tensor)
             or not any(child is not None for child in part._modules.values())
-            or (name and type(part).__name__ in whole)
+            or (name and type(part).__name__ in undivided_classes)
         ):
             yield name, part
             continue
@@ -177,10 +179,10 @@ def _iterate_tensors(
         model: Model that contains the unit.
     """
     if isinstance(part, torch.Tensor):
-        holder, _, key = name.rpartition(".")
+        owner, _, key = name.rpartition(".")
         kind = _PARAMETER
         if not isinstance(part, nn.Parameter):
-            kind = _TRANSIENT if key in model.get_submodule(holder)._non_persistent_buffers_set else _BUFFER
+            kind = _TRANSIENT if key in model.get_submodule(owner)._non_persistent_buffers_set else _BUFFER
         yield name, part, kind
         return
     waiting = [(f"{name}." if name else "", part)]

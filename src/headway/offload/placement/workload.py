@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,9 +17,9 @@ from headway.offload._torch import TorchDispatchMode, tree_leaves, tree_map_only
 from headway.offload.placement.sizes import Dtype, parse_dtype
 
 _GROUPED = frozenset(
-    found
-    for found in (getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None))
-    if found is not None
+    function
+    for function in (getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None))
+    if function is not None
 )
 """Functions for grouped matrix products that the installed version of torch has."""
 
@@ -55,10 +55,22 @@ class Workload:
             )
 
 
+class ModuleDemand(NamedTuple):
+    """Memory in bytes that one forward needs in a module in addition to the weights.
+
+    Attributes:
+        cache: Memory that stays in use after the forward, such as a KV cache.
+        activations: Peak of the memory that is in use only while the module runs.
+    """
+
+    cache: int = 0
+    activations: int = 0
+
+
 def measure_demands(
     model: nn.Module, names: Sequence[str], workload: Workload, dtype: Dtype | None = None
-) -> dict[str, tuple[int, int]]:
-    """Return how much memory one forward keeps in use, and how much it needs temporarily, by module name.
+) -> dict[str, ModuleDemand]:
+    """Return the memory that one forward needs in each module, by module name. Modules that need none are left out.
 
     Tensors that the model keeps for the next forward, such as a KV cache, stay in use. Tensors that a forward returns,
     such as logits, belong to the caller and count as temporary.
@@ -72,10 +84,6 @@ def measure_demands(
         names: Names of the modules to measure.
         workload: Workload to run.
         dtype: Dtype in which the model will be loaded. The workload's own dtype takes precedence.
-
-    Returns:
-        Pairs of (bytes that stay in use, peak bytes of temporary tensors while the module runs). Modules that allocate
-            nothing are left out.
 
     Raises:
         DeviceMapError: If the model does not run on the meta device with these inputs.
@@ -94,17 +102,17 @@ def measure_cache_and_outputs(model: nn.Module, workload: Workload, dtype: Dtype
     Raises:
         DeviceMapError: If the model does not run on the meta device with these inputs.
     """
-    found, outputs = _run_on_meta(model, [""], workload, dtype)
-    return sum(kept for kept, _ in found.values()), outputs
+    demands, output_bytes = _run_on_meta(model, [""], workload, dtype)
+    return sum(each.cache for each in demands.values()), output_bytes
 
 
 def _run_on_meta(
     model: nn.Module, names: Sequence[str], workload: Workload, dtype: Dtype | None
-) -> tuple[dict[str, tuple[int, int]], int]:
+) -> tuple[dict[str, ModuleDemand], int]:
     """Run one forward on the meta device, and measure its memory. See `measure_demands` for the arguments.
 
     Returns:
-        Pairs of (bytes that stay in use, peak bytes of temporary tensors) by module name, and the bytes of the outputs.
+        Tuple of (memory that each module needs, by module name; bytes of the outputs).
 
     Raises:
         DeviceMapError: If the model does not run on the meta device with these inputs.
@@ -122,8 +130,8 @@ def _run_on_meta(
             stack.enter_context(_FusedOperations())
             stack.enter_context(record)
             outputs = torch.func.functional_call(model, tensors, kwargs=arguments)
-            returned = _list_returned(outputs)
-            found = record.summarize(returned)
+            output_sizes = _measure_outputs(outputs)
+            demands = record.summarize(output_sizes)
             del outputs
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise DeviceMapError(
@@ -131,17 +139,21 @@ def _run_on_meta(
             f"{', '.join(arguments)} ({error}). Give inputs={{argument: tensor}} with the shapes to be run, or place the "
             "model without a workload and leave room in max_memory"
         ) from error
-    return found, sum(returned.values())
+    return demands, sum(output_sizes.values())
 
 
-def _list_returned(outputs: Any) -> dict[int, int]:
+def _measure_outputs(outputs: Any) -> dict[int, int]:
     """Return the size in bytes of each storage in a forward's outputs, by storage address.
 
     Only outputs that are tensors count. Tensors inside container objects, such as caches, are not included.
     """
+    values: Iterable[Any] = ()
     if isinstance(outputs, torch.Tensor):
-        outputs = (outputs,)
-    values = outputs.values() if isinstance(outputs, Mapping) else outputs if isinstance(outputs, tuple | list) else ()
+        values = (outputs,)
+    elif isinstance(outputs, Mapping):
+        values = outputs.values()
+    elif isinstance(outputs, tuple | list):
+        values = outputs
     storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
     return {storage._cdata: storage.nbytes() for storage in storages}
 
@@ -155,17 +167,21 @@ def _make_meta_tensors(model: nn.Module, dtype: Dtype | None) -> dict[str, torch
     target = parse_dtype(dtype)
     if not isinstance(target, torch.dtype) or not target.is_floating_point or target.itemsize < 2:
         target = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1), None)
-    known: dict[int, torch.Tensor] = {}
-    found: dict[str, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}  # by `id` of the original, so that tied tensors stay tied
+    copies_by_name: dict[str, torch.Tensor] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        if id(tensor) not in known:
-            kind = target if tensor.is_floating_point() else tensor.dtype
-            known[id(tensor)] = torch.empty_like(tensor, device="meta", dtype=kind)
-        found[name] = known[id(tensor)]
-    return found
+        if id(tensor) not in copies:
+            copy_dtype = target if tensor.is_floating_point() else tensor.dtype
+            copies[id(tensor)] = torch.empty_like(tensor, device="meta", dtype=copy_dtype)
+        copies_by_name[name] = copies[id(tensor)]
+    return copies_by_name
 
 
 def _make_arguments(model: nn.Module, workload: Workload) -> dict[str, Any]:
+    """Return the keyword arguments of the forward, with all tensors on the meta device.
+
+    They are the workload's inputs or, without these, token IDs for a model with `input_ids`.
+    """
     if workload.inputs is not None:
         return {
             name: tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), value)
@@ -181,68 +197,106 @@ def _make_arguments(model: nn.Module, workload: Workload) -> dict[str, Any]:
     return arguments
 
 
+class _Allocation(NamedTuple):
+    """Storage that the forward has allocated.
+
+    Attributes:
+        module: Name of the module that was running; None before any module has run.
+        num_bytes: Size of the storage.
+    """
+
+    module: str | None
+    num_bytes: int
+
+
+class _MemoryEvent(NamedTuple):
+    """Allocation or release of a storage.
+
+    Attributes:
+        module: Name of the module that was running; None before any module has run.
+        number: Index of the storage in `_StorageRecord.allocations`.
+        sign: 1 for an allocation, -1 for a release.
+    """
+
+    module: str | None
+    number: int
+    sign: int
+
+
 class _StorageRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that records which module allocates each storage, and when the storage is freed."""
+    """Dispatch mode that records which module allocates each storage, and when the storage is freed.
+
+    Attributes:
+        running: Names of the modules whose forward is running, the innermost last.
+        last: Name of the module that ran last. Allocations between two modules count for it.
+        alive: Index in `allocations` of each storage that exists, by storage address.
+        allocations: All storages, in the order of allocation.
+        events: Allocations and releases, in order.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.running: list[str] = []
-        self.last: str | None = None  # the module that ran last; allocations between two modules count for it
-        self.alive: dict[int, int] = {}  # storage's address -> its number
-        self.made_by: list[tuple[str | None, int]] = []  # by number: module, bytes
-        self.events: list[tuple[str | None, int, int]] = []  # (module, number, +1 or -1)
+        self.last: str | None = None
+        self.alive: dict[int, int] = {}
+        self.allocations: list[_Allocation] = []
+        self.events: list[_MemoryEvent] = []
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default:  # `.item()`, which a meta tensor does not support
             return torch.zeros((), dtype=args[0].dtype).item()
         result = func(*args, **(kwargs or {}))
-        given = {
+        # A view shares the storage of an argument.
+        argument_storages = {
             leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
         }
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self.alive:
-                    self._record_made(storage)
+                if storage._cdata not in argument_storages and storage._cdata not in self.alive:
+                    self._record_allocation(storage)
         return result
 
-    def _record_made(self, storage: torch.UntypedStorage) -> None:
-        number = self.alive[storage._cdata] = len(self.made_by)
-        self.made_by.append((self._get_current(), storage.nbytes()))
-        self.events.append((self._get_current(), number, 1))
-        weakref.finalize(storage, self._record_gone, storage._cdata, number)
+    def _record_allocation(self, storage: torch.UntypedStorage) -> None:
+        number = self.alive[storage._cdata] = len(self.allocations)
+        self.allocations.append(_Allocation(self._get_current(), storage.nbytes()))
+        self.events.append(_MemoryEvent(self._get_current(), number, 1))
+        weakref.finalize(storage, self._record_release, storage._cdata, number)
 
-    def _record_gone(self, address: int, number: int) -> None:
-        if self.alive.get(address) == number:
+    def _record_release(self, address: int, number: int) -> None:
+        if self.alive.get(address) == number:  # the address can already belong to a newer storage
             del self.alive[address]
-        self.events.append((self._get_current(), number, -1))
+        self.events.append(_MemoryEvent(self._get_current(), number, -1))
 
     def _get_current(self) -> str | None:
         return self.running[-1] if self.running else self.last
 
-    def summarize(self, returned: Iterable[int] = ()) -> dict[str, tuple[int, int]]:
-        """Return the bytes that stay in use and the peak bytes of temporary tensors, by module name.
+    def summarize(self, output_addresses: Iterable[int] = ()) -> dict[str, ModuleDemand]:
+        """Return the memory that each module needs, by module name.
 
         Call it while the outputs still exist. Memory that is allocated before any module runs counts for the first one.
 
         Args:
-            returned: Addresses of the outputs' storages, which belong to the caller and count only for the peak.
+            output_addresses: Addresses of the outputs' storages, which belong to the caller and count only for the
+                peak.
         """
-        left = {number for address, number in self.alive.items() if address not in set(returned)}
-        kept: Counter[str] = Counter()
-        peak: dict[str, int] = {}
-        first = next((name for name, _, _ in self.events if name is not None), "")
-        for number in left:
-            name, size = self.made_by[number]
-            kept[name or first] += size
-        alive = 0
-        for name, number, change in list(self.events):
-            if number not in left:
-                alive += change * self.made_by[number][1]
-                peak[name or first] = max(peak.get(name or first, 0), alive)
-        return {name: (kept[name], peak.get(name, 0)) for name in {*kept, *peak}}
+        outputs = set(output_addresses)
+        cached = {number for address, number in self.alive.items() if address not in outputs}
+        first_module = next((event.module for event in self.events if event.module is not None), "")
+        cache: Counter[str] = Counter()
+        for number in cached:
+            allocation = self.allocations[number]
+            cache[allocation.module or first_module] += allocation.num_bytes
+        peaks: dict[str, int] = {}
+        temporary = 0
+        for event in list(self.events):  # a copy, because storages can be released meanwhile
+            if event.number not in cached:
+                temporary += event.sign * self.allocations[event.number].num_bytes
+                module = event.module or first_module
+                peaks[module] = max(peaks.get(module, 0), temporary)
+        return {name: ModuleDemand(cache[name], peaks.get(name, 0)) for name in {*cache, *peaks}}
 
 
 class _FusedOperations(TorchFunctionMode):

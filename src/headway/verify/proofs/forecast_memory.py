@@ -11,33 +11,36 @@ _LEAST_ERROR = 1 << 20
 
 
 def compare_with_forecast(runs: RunSet) -> Verdict:
-    """Return the verdict on memory: whether the forecast matches the measured peak, and whether the full run fits."""
-    needed, fits = _describe_full_run(runs)
+    """Return the verdict on memory: whether the forecast matches the measured peak, and whether the full run fits.
+
+    The verdict is FAIL only if the full run does not fit on its device. If the forecast is far from the measured peak,
+    it is NOT CHECKED.
+    """
+    full_run, fits = _describe_full_run(runs)
     if fits is False:
         return Verdict(
-            "memory", "memory", "FAIL", needed.removeprefix("; "), (),
+            "memory", "memory", "FAIL", full_run.removeprefix("; "), (),
             "use a smaller batch with gradient_accumulation_steps, activation checkpointing, or several devices with --strategy fsdp",
             "memory.md",
         )  # fmt: skip
     measured = runs.measured.rank0_facts.get("tensor_peak_bytes") if runs.measured is not None else None
     if not measured:
-        why = "" if runs.measured is None or runs.measured.code == 0 else f": {describe_failure(runs.measured)}"
-        return _leave_open(f"the peak of tensors could not be measured{why}{needed}")
+        error = "" if runs.measured is None or runs.measured.code == 0 else f": {describe_failure(runs.measured)}"
+        return _make_unchecked(f"the peak of tensors could not be measured{error}{full_run}")
     if runs.forecast is None:
-        return _leave_open(f"tensors take {format_bytes(measured)}; only scripts can be forecast{needed}")
-    found, why = read_forecast(runs.forecast)
-    if found is None:
-        return _leave_open(f"tensors take {format_bytes(measured)}; no forecast: {why}{needed}")
-    text = (
-        f"tensors: forecast {format_bytes(found.allocated)}, measured {format_bytes(measured)} on one process{needed}"
-    )
-    if abs(found.allocated - measured) > max(_MOST_ERROR * measured, _LEAST_ERROR):
-        caveat = f" ({found.caveats[0]})" if found.caveats else ""
-        return _leave_open(f"{text}; the forecast is far off{caveat}")
+        return _make_unchecked(f"tensors take {format_bytes(measured)}; only scripts can be forecast{full_run}")
+    forecast, reason = read_forecast(runs.forecast)
+    if forecast is None:
+        return _make_unchecked(f"tensors take {format_bytes(measured)}; no forecast: {reason}{full_run}")
+    sizes = f"forecast {format_bytes(forecast.allocated)}, measured {format_bytes(measured)}"
+    text = f"tensors: {sizes} on one process{full_run}"
+    if abs(forecast.allocated - measured) > max(_MOST_ERROR * measured, _LEAST_ERROR):
+        caveat = f" ({forecast.caveats[0]})" if forecast.caveats else ""
+        return _make_unchecked(f"{text}; the forecast is far off{caveat}")
     return Verdict("memory", "memory", "PASS", text, (), "", "forecast.md")
 
 
-def _leave_open(reason: str) -> Verdict:
+def _make_unchecked(reason: str) -> Verdict:
     return Verdict("memory", "memory", "NOT CHECKED", reason, (), "", "forecast.md")
 
 
@@ -48,9 +51,9 @@ def _describe_full_run(runs: RunSet) -> tuple[str, bool | None]:
     """
     if runs.full is None:
         return "", None
-    found, why = read_forecast(runs.full)
-    if found is None:
-        return f"; full run: no forecast: {why}", None
-    answer = {True: "fits", False: "does not fit", None: "may fit"}[found.fits]
-    least, total, most = map(format_bytes, (found.least, found.total, found.most))
-    return f"; the full run takes {total} on {found.device} ({least} to {most}): it {answer}", found.fits
+    forecast, reason = read_forecast(runs.full)
+    if forecast is None:
+        return f"; full run: no forecast: {reason}", None
+    answer = {True: "fits", False: "does not fit", None: "may fit"}[forecast.fits]
+    least, total, most = map(format_bytes, (forecast.least, forecast.total, forecast.most))
+    return f"; the full run takes {total} on {forecast.device} ({least} to {most}): it {answer}", forecast.fits

@@ -57,7 +57,7 @@ def test_space_for_the_largest_offloaded_layer_is_kept_on_the_main_device():
     }
     found = infer_auto_device_map(build_layers(10, 10, 10, 30), {0: 50, 1: 10, "cpu": 100})
     assert found == {"0": 0, "1": 0, "2": 1, "3": "cpu"}
-    assert found.plan.row(0).streamed == 30
+    assert found.plan.row(0).streaming == 30
     assert found.plan.headroom(0) == 0
     assert found.main_device == 0
 
@@ -74,8 +74,8 @@ def test_real_models_fit_their_budgets(name, shares):
     classes = model._no_split_modules
     found = infer_auto_device_map(model, budgets, no_split_module_classes=classes)
     check_device_map(model, found)
-    held = sum_bytes(model, found)
-    assert all(held[device] <= budgets[device] for device in held if device in budgets and device != 0)
+    used = sum_bytes(model, found)
+    assert all(used[device] <= budgets[device] for device in used if device in budgets and device != 0)
     for path, module in model.named_modules():
         if type(module).__name__ in classes:
             assert len({get_device(found, f"{path}.{key}") for key, _ in module.named_parameters()}) == 1
@@ -92,7 +92,7 @@ def test_real_models_fit_their_budgets(name, shares):
     )
     accelerators = [device for device in budgets if isinstance(device, int)]
     if all(theirs.get(device, 0) <= budgets[device] for device in accelerators) and name != "t5":
-        assert sum(held.get(d, 0) for d in accelerators) >= sum(theirs.get(d, 0) for d in accelerators)
+        assert sum(used.get(d, 0) for d in accelerators) >= sum(theirs.get(d, 0) for d in accelerators)
 
 
 def test_map_equals_accelerates_where_that_is_correct():
@@ -132,10 +132,10 @@ def test_buffers_of_offloaded_layers_stay_on_the_main_device_or_are_offloaded():
 
     stays = infer_auto_device_map(build_with_buffers(), {0: 50, "cpu": 100})
     assert list(stays.values()) == [0, "cpu", "cpu"]
-    assert (stays.plan.row(0).weights, stays.plan.row(0).streamed) == (40, 10)
+    assert (stays.plan.row(0).weights, stays.plan.row(0).streaming) == (40, 10)
     goes = infer_auto_device_map(build_with_buffers(), {0: 40, "cpu": 100}, offload_buffers=True)
     assert list(goes.values()) == [0, "cpu", "cpu"]
-    assert (goes.plan.row(0).weights, goes.plan.row(0).streamed) == (20, 20)
+    assert (goes.plan.row(0).weights, goes.plan.row(0).streaming) == (20, 20)
 
 
 def test_cpu_runs_layers_that_are_on_disk():

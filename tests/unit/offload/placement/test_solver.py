@@ -10,8 +10,8 @@ from headway.offload.placement.solver import ModelPart, balance_loads, minimize_
 DISK = 1 << 62
 
 
-def sum_load(run, passing=0):
-    return sum(p.size + p.kept for p in run) + max([passing, *(p.passing for p in run)])
+def sum_load(run, activations=0):
+    return sum(p.size + p.cache for p in run) + max([activations, *(p.activations for p in run)])
 
 
 def iterate_contiguous(parts, num_devices):
@@ -26,7 +26,7 @@ def fits_whole(parts, budgets, device):
 
 
 def sum_needs_of_main(away):
-    return max((p.size - p.buffers for p in away), default=0) + sum(p.kept + p.buffers for p in away)
+    return max((p.size - p.buffers for p in away), default=0) + sum(p.cache + p.buffers for p in away)
 
 
 def fits_offloaded(parts, budgets, device):
@@ -36,11 +36,11 @@ def fits_offloaded(parts, budgets, device):
         return False
     main = min(used)
     away = [p for p, where in zip(parts, device) if where >= len(budgets)]
-    passing_away = max((p.passing for p in away), default=0)
+    activations_away = max((p.activations for p in away), default=0)
     for d, budget in enumerate(budgets):
         run = [p for p, where in zip(parts, device) if where == d]
         extra = sum_needs_of_main(away) if d == main else 0
-        if sum_load(run, passing_away if d == main else 0) + extra > budget:
+        if sum_load(run, activations_away if d == main else 0) + extra > budget:
             return False
     return True
 
@@ -55,8 +55,8 @@ def draw_problem(draw, ties=False, plain=False):
             ModelPart(
                 size,
                 buffers=0 if plain else draw(st.integers(0, size)) // 2,
-                kept=0 if plain else draw(st.integers(0, 2)),
-                passing=0 if plain else draw(st.integers(0, top // 2)),
+                cache=0 if plain else draw(st.integers(0, 2)),
+                activations=0 if plain else draw(st.integers(0, top // 2)),
                 is_tied=ties and draw(st.booleans()),
             )
         )
@@ -72,8 +72,8 @@ def test_all_parts_are_on_devices_if_a_contiguous_placement_fits(problem):
     found = solve_placement(parts, budgets, [DISK])
     assert (found is not None and not found.is_offloading) == possible
     if possible:
-        assert fits_whole(parts, budgets, found.device)
-        assert found.device == sorted(found.device)
+        assert fits_whole(parts, budgets, found.part_devices)
+        assert found.part_devices == sorted(found.part_devices)
 
 
 @settings(max_examples=120, deadline=None)
@@ -91,7 +91,7 @@ def test_tied_parts_may_be_on_any_device(problem):
     found = solve_placement(parts, budgets, [DISK])
     if possible:
         assert not found.is_offloading
-        assert fits_whole(parts, budgets, found.device)
+        assert fits_whole(parts, budgets, found.part_devices)
     else:
         assert found is None or found.is_offloading
 
@@ -110,10 +110,10 @@ def test_offloading_keeps_as_much_on_devices_as_any_contiguous_placement(problem
     )
     found = solve_placement(parts, budgets, [DISK])
     if found is not None:
-        assert fits_offloaded(parts, budgets, found.device) or fits_whole(parts, budgets, found.device)
+        assert fits_offloaded(parts, budgets, found.part_devices) or fits_whole(parts, budgets, found.part_devices)
     if best is not None:
         assert found is not None
-        assert sum(p.size for p, where in zip(parts, found.device) if where < len(budgets)) >= best
+        assert sum(p.size for p, where in zip(parts, found.part_devices) if where < len(budgets)) >= best
 
 
 @settings(max_examples=120, deadline=None)
@@ -122,7 +122,7 @@ def test_stores_are_filled_in_order_within_their_limits(problem, memory):
     parts, budgets = problem
     found = solve_placement(parts, budgets, [memory, DISK])
     if found is not None:
-        stored = [(where, p.size) for p, where in zip(parts, found.device) if where >= len(budgets)]
+        stored = [(where, p.size) for p, where in zip(parts, found.part_devices) if where >= len(budgets)]
         assert [where for where, _ in stored] == sorted(where for where, _ in stored)
         assert sum(size for where, size in stored if where == len(budgets)) <= memory
 
@@ -133,9 +133,9 @@ def test_no_device_that_could_hold_an_offloaded_part_is_empty(problem):
     parts, budgets = problem
     found = solve_placement(parts, budgets, [DISK])
     if found is not None and found.is_offloading:
-        away = [p for p, where in zip(parts, found.device) if where >= len(budgets)]
+        away = [p for p, where in zip(parts, found.part_devices) if where >= len(budgets)]
         for d in range(found.main + 1, len(budgets)):
-            if d not in found.device:
+            if d not in found.part_devices:
                 assert all(part.size > budgets[d] for part in away if part.size)
 
 
@@ -174,12 +174,12 @@ def test_smallest_first_load_is_the_minimum(problem):
 
 def test_former_case_with_an_empty_device():
     found = solve_placement([ModelPart(k * 1000) for k in (40, 40, 160, 40, 40)], [170_000] * 3, [DISK])
-    assert found.device == [0, 0, 1, 2, 2]
+    assert found.part_devices == [0, 0, 1, 2, 2]
 
 
 def test_device_that_runs_offloaded_parts_need_not_hold_one():
     parts = [ModelPart(10), ModelPart(10)]
     assert solve_placement(parts, [12], [DISK]) is None
     found = solve_placement(parts, [12], [DISK], may_hold_nothing=True)
-    assert found.device == [1, 1]
+    assert found.part_devices == [1, 1]
     assert solve_placement(parts, [9], [DISK], may_hold_nothing=True) is None

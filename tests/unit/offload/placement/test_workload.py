@@ -20,14 +20,14 @@ def test_real_models_can_be_measured(name):
         model, {0: "1GB"}, model._no_split_modules, workload=Workload(2, 64, inputs=INPUTS.get(name))
     )
     row = found.plan.row(0)
-    assert row.passing > 0
+    assert row.activations > 0
     assert all(parameter.is_meta for parameter in model.parameters())
     # Keys and values of four layers. Each layer of T5's decoder also keeps those of the encoder's output.
     cache = {"mixtral": 2 * 4 * 2 * 64 * 32 * 4, "t5": 2 * 2 * 4 * 2 * 64 * 64 * 4, "vit": 0}
-    assert row.kept == cache.get(name, 2 * 4 * 2 * 64 * 64 * 4)
+    assert row.cache == cache.get(name, 2 * 4 * 2 * 64 * 64 * 4)
     # Logits are returned to the caller, and part of the peak.
     outputs = {"vit": 2 * 17 * 64 * 4 + 2 * 64 * 4, "t5": 2 * 64 * 100 * 4 + 2 * 64 * 64 * 4}
-    assert row.passing >= outputs.get(name, 2 * 64 * 100 * 4)
+    assert row.activations >= outputs.get(name, 2 * 64 * 100 * 4)
 
 
 def test_cache_grows_with_the_workload_and_can_be_disabled():
@@ -47,7 +47,7 @@ def test_cache_grows_with_the_workload_and_can_be_disabled():
     loaded = infer_auto_device_map(
         model, {0: "1GB"}, model._no_split_modules, dtype="bfloat16", workload=Workload(1, 16)
     )
-    assert loaded.plan.row(0).kept == sum(one) // 2
+    assert loaded.plan.row(0).cache == sum(one) // 2
 
 
 def test_plan_leaves_space_for_the_memory_of_a_real_forward():
