@@ -104,8 +104,8 @@ class Jobs:
         if mode == "save, torch async_save":
             return self._async_save, self._end_async_save
         if mode.startswith("save"):
-            place = accelerator._checkpoints.place
-            place.project = replace(place.project, overlap_saves=mode == "save, overlap_saves")
+            checkpoint_folder = accelerator._checkpoints.checkpoint_folder
+            checkpoint_folder.project = replace(checkpoint_folder.project, overlap_saves=mode == "save, overlap_saves")
             return lambda: accelerator.save_state(blocking=False), accelerator.wait_for_save
         return lambda: None, lambda: None
 

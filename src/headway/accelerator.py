@@ -261,15 +261,15 @@ class Accelerator(RankAware):
             repeats_evaluations=self._behavior.repeats_evaluations,
             resume_method=self._behavior.resume_method,
         )
-        self._checkpoints.start_listening(settings.preemption, is_asked_for=settings.is_preemption_requested)
-        place = self._checkpoints.place
+        self._checkpoints.start_listening(settings.preemption, is_requested=settings.is_preemption_requested)
+        checkpoint_folder = self._checkpoints.checkpoint_folder
         self._recorder = Recorder(
             runtime=run.runtime,
-            project=lambda: place.project,
+            project=lambda: checkpoint_folder.project,
             log_with=settings.log_with,
             clock=run.clock,
             notes=run.notes,
-            has_checkpoints=place.has_any,
+            has_checkpoints=checkpoint_folder.has_checkpoints,
             grad_norm=lambda: self._training_step.grad_norm,
         )
         self._whole_weights = WholeWeights(run.strategy, run.runtime)
@@ -1000,7 +1000,7 @@ class Accelerator(RankAware):
     @property
     def save_iteration(self) -> int:
         """Number of the next automatically named checkpoint."""
-        return self._checkpoints.place.iteration
+        return self._checkpoints.checkpoint_folder.iteration
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Include objects in every later checkpoint, and restore them in every load.
@@ -1220,11 +1220,11 @@ class Accelerator(RankAware):
     @property
     def project_configuration(self) -> ProjectConfiguration:
         """Directory of the run's files, with the naming and retention of checkpoints. Can be assigned."""
-        return self._checkpoints.place.project
+        return self._checkpoints.checkpoint_folder.project
 
     @project_configuration.setter
     def project_configuration(self, project: ProjectConfiguration) -> None:
-        self._checkpoints.place.project = project.freeze_copy()
+        self._checkpoints.checkpoint_folder.project = project.freeze_copy()
 
     @property
     def project_dir(self) -> str | Path | None:

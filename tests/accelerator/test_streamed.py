@@ -60,8 +60,8 @@ snapshot = HostCopies()
 torch.toy.forget_waits()
 taken = snapshot.copy_tensors(tensors, tensors)
 assert not any(torch.toy.waits().values()), torch.toy.waits()
-assert [str(each.stream.device) for each in taken.arrivals] == ["toy:0", "toy:1"]
-for each in taken.arrivals:
+assert [str(each.stream.device) for each in taken.pending_copies] == ["toy:0", "toy:1"]
+for each in taken.pending_copies:
     each.wait()
 assert torch.toy.waits()["synchronize"] == 2
 assert all(torch.equal(taken.tensors[name], value.cpu()) for name, value in tensors.items())

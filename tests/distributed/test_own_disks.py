@@ -206,8 +206,8 @@ def copy_with_damage(root):
     machine.accelerator.wait_for_everyone()
     if not machine.accelerator.is_main_process:
         shutil.rmtree(machine.disk)
-        real = reader.write_forced
-        reader.write_forced = lambda path, data, mode: real(path, data[:-1] + bytes([data[-1] ^ 1]), mode)
+        real = reader.write_and_sync
+        reader.write_and_sync = lambda path, data, mode: real(path, data[:-1] + bytes([data[-1] ^ 1]), mode)
     machine.accelerator.wait_for_everyone()
     again = Machine(root)
     try:

@@ -37,7 +37,7 @@ class SignalSender:
         if self.left == 0 and accelerator.process_index in self.who:
             os.kill(os.getpid(), self.number)
             deadline = time.monotonic() + 60
-            while not accelerator._checkpoints.guard._stopping.reason and time.monotonic() < deadline:
+            while not accelerator._checkpoints.preemption_guard._stopping.reason and time.monotonic() < deadline:
                 time.sleep(0.005)
 
 

@@ -35,9 +35,9 @@ def test_a_snapshot_is_of_the_moment_and_nobody_waits_for_it() -> None:
             tensor.add_(1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert not any(arrival.is_reached() for arrival in taken.arrivals)
-    for arrival in taken.arrivals:
-        arrival.wait()
+    assert not any(copy.is_reached() for copy in taken.pending_copies)
+    for copy in taken.pending_copies:
+        copy.wait()
     assert all(tensor.is_pinned() and (tensor == 3).all() for tensor in taken.tensors.values())
 
 
@@ -69,8 +69,8 @@ def test_large_copies_are_in_registered_memory() -> None:
     snapshot = HostCopies()
     for _ in range(2):
         taken = snapshot.copy_tensors(tensors, tensors)
-        for arrival in taken.arrivals:
-            arrival.wait()
+        for copy in taken.pending_copies:
+            copy.wait()
         for number, tensor in enumerate(taken.tensors.values()):
             assert tensor.is_pinned()
             assert (tensor == number).all()

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration
-from headway.core.checkpoint.resume.frozen import FrozenParameters
+from headway.core.checkpoint.resume.frozen_parameters import FrozenParameters
 from headway.core.training.hooks import StepHooks
 from tests.distributed.ranks import run_ranks
 
@@ -109,7 +109,7 @@ def test_saved_names_with_the_components_of_compile_are_compared_without_them(is
     model[0].requires_grad_(not is_alike)
     hooks = StepHooks()
     frozen = FrozenParameters(lambda: [model], hooks)
-    frozen.expect_frozen([["0._orig_mod.weight", "0._orig_mod.bias"]], "checkpoint_0")
+    frozen.compare_at_update([["0._orig_mod.weight", "0._orig_mod.bias"]], "checkpoint_0")
     for check in hooks.before_update:
         check()
     assert (WARNING in caplog.text) == (not is_alike)

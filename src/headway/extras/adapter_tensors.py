@@ -9,8 +9,8 @@ import torch
 
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.training.gathered_tensors import gather_state
-from headway.core.weights.pieces import is_spread
-from headway.core.weights.twin import make_twin
+from headway.core.weights.module_copy import copy_with_tensors
+from headway.core.weights.pieces import is_sharded
 from headway.errors import CheckpointError
 
 PROMPT_ENCODERS = "prompt_encoder"
@@ -58,7 +58,7 @@ def gather_written_tensors(
     placeholders = {
         name: torch.empty(each.shape, dtype=each.dtype, device="meta")
         for name, each in tensors.items()
-        if is_spread(each)
+        if is_sharded(each)
     }
     chosen = set(tensors)
     if _saves_only_adapters(model):
@@ -150,7 +150,7 @@ def replace_encoders(model: Any, state: Mapping[str, torch.Tensor]) -> Iterator[
             if module is not None:
                 prefix = f"{PROMPT_ENCODERS}.{name}."
                 values = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-                encoders._modules[name] = make_twin(module, values)
+                encoders._modules[name] = copy_with_tensors(module, values)
         yield
     finally:
         encoders._modules.update(before)

@@ -22,7 +22,7 @@ from headway.core.training.run import Run
 from headway.core.weights.compiled import remove_compiled_levels
 from headway.core.weights.export import save_weights
 from headway.core.weights.files import StoredTensor, open_checkpoint
-from headway.core.weights.shards import StoredPlaces, TensorSpec, find_dtype
+from headway.core.weights.shards import TensorOffsets, TensorSpec, find_dtype
 from headway.errors import CheckpointError, ConfigError
 
 DESCRIPTION = "average.json"
@@ -192,7 +192,7 @@ def _open_snapshot(place: Path) -> Iterator[StoredAverage]:
 
 def _iterate_saved(place: Path, manifest: Manifest) -> Iterator[StoredAverage]:
     """Yield the power-function averages in a checkpoint, after comparing their files with the manifest's hashes."""
-    headers: dict[str, StoredPlaces] = {}
+    headers: dict[str, TensorOffsets] = {}
 
     def open_parts(entry: TensorEntry) -> Iterator[_StoredPart]:
         dtype = find_dtype(entry.dtype)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from headway.core.checkpoint.folders import list_committed, list_originals, read_about
 from headway.core.checkpoint.format.foreign import parse_number
 from headway.core.checkpoint.loading.reader import CheckpointReader
-from headway.core.checkpoint.saving.place import CheckpointFolder
+from headway.core.checkpoint.saving.checkpoint_folder import CheckpointFolder
 from headway.errors import CheckpointError, ConfigError
 from headway.log import get_logger
 
@@ -61,7 +61,7 @@ def list_best_first(place: CheckpointFolder, run: str | None, own_run: str | Non
             "the best checkpoint can be determined only with ProjectConfiguration(folder, automatic_checkpoint_naming=True, "
             "keep_best='min') or keep_best='max', and save_state(metric=...)"
         )
-    there = read_metrics(place.parent())
+    there = read_metrics(place.get_parent())
     wanted = run or (own_run if any(each.run == own_run for each in there) else None)
     return _sort_best_first(place, {each.folder: each.metric for each in there if wanted in (None, each.run)})
 
@@ -82,16 +82,16 @@ def find_best(place: CheckpointFolder, reader: CheckpointReader, run: str | None
         CheckpointError: If the folder contains checkpoints, but each of them has no metric or is damaged.
         ConfigError: If checkpoints are not named automatically, or `keep_best` is not set.
     """
-    folder, passed_over = reader.find_first_complete(place.parent(), list_best_first(place, run, own_run))
+    folder, passed_over = reader.find_first_complete(place.get_parent(), list_best_first(place, run, own_run))
     for line in passed_over:
         log.warning_once("skipping a checkpoint: %s", line)
     if folder is None and passed_over:
         raise CheckpointError(
-            f"all checkpoints with a metric in {place.parent()} are damaged:\n  " + "\n  ".join(passed_over)
+            f"all checkpoints with a metric in {place.get_parent()} are damaged:\n  " + "\n  ".join(passed_over)
         )
-    if folder is None and reader.find_largest(len(list_originals(place.parent()))):  # on any machine's disk
+    if folder is None and reader.find_largest(len(list_originals(place.get_parent()))):  # on any machine's disk
         raise CheckpointError(
-            f"no checkpoint in {place.parent()} was saved with a metric, so none is the best; give each save one: "
+            f"no checkpoint in {place.get_parent()} was saved with a metric, so none is the best; give each save one: "
             "accelerator.save_state(metric=value)"
         )
     return folder

@@ -20,7 +20,7 @@ from headway.core.checkpoint.state import (
     CollectedState,
     StatefulObjects,
     get_state_exporter,
-    has_torch_form,
+    has_torch_format,
     list_parameter_keys,
     map_parameter_names,
 )
@@ -180,9 +180,9 @@ def _encode_new_states(
     held = {key for keys in match.saved for key in keys}
     if all(key in held for keys in match.own for key in keys):
         return {}
-    with parts.exposed(optimizer):
+    with parts.expose_state(optimizer):
         state = optimizer.state_dict()
-        if not has_torch_form(optimizer, state):
+        if not has_torch_format(optimizer, state):
             return {}
         numbers = {
             key: number

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from headway.core.checkpoint.state import StatefulObjects
-from headway.core.weights.pieces import is_spread, list_own_boxes
+from headway.core.weights.pieces import is_sharded, list_own_boxes
 
 
 class EarlyPinning:
@@ -39,7 +39,7 @@ class EarlyPinning:
         """Return the number of bytes that this rank will copy from devices in a save. No user code is run."""
         whole = sharded = 0
         for value in self._list_values():
-            if is_spread(value):
+            if is_sharded(value):
                 sharded += sum(box.nbytes for _, box in list_own_boxes(value) if box.device.type != "cpu")
             elif isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 whole += value.nbytes

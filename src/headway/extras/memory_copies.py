@@ -36,7 +36,7 @@ from headway.core.checkpoint.loading.reader import copy_to_machines
 from headway.core.checkpoint.loading.reading import read_files
 from headway.core.checkpoint.resume.state import CheckpointState
 from headway.core.checkpoint.saving import writer
-from headway.core.checkpoint.saving.place import CheckpointFolder
+from headway.core.checkpoint.saving.checkpoint_folder import CheckpointFolder
 from headway.core.checkpoint.saving.snapshot import HostCopies
 from headway.core.checkpoint.state import split_dtensors
 from headway.core.data.loader import PreparedLoader
@@ -184,7 +184,7 @@ class MemoryTier:
         self._job: writer.SaveJob | None = None
         self._neighbors: NeighborCopies | None = None
         self._failure: str | None = None
-        state.progress.before_batches.append(self._before_batch)
+        state.progress.before_training_batch.append(self._before_batch)
         step_hooks.before_micro_batch.append(self._before_micro_batch)
         step_hooks.before_update.append(self.finish_save)
         step_hooks.before_swap.append(self.finish_save)
@@ -242,7 +242,7 @@ class MemoryTier:
         states = [collected.state.pop(kind)[0] for kind in _OWN]
         final = self._folder / f"update_{self._number}"
         about |= {"name": final.name, "iteration": self._place.iteration}
-        policy = writer.SavePolicy(_KEPT, owns_parent=True, is_blocking=False, is_told=False)
+        policy = writer.SavePolicy(_KEPT, owns_parent=True, is_blocking=False, is_published=False)
         job = writer.SaveJob(final, f"{self._nonce}{self._number:08x}", self._share, collected, about, policy)
         job.staging.mkdir(exist_ok=True)
         if self._neighbors is not None:
@@ -259,22 +259,24 @@ class MemoryTier:
         for _, tensors, _ in answers:
             content.tensors.update(tensors)
         if not self._place.project.save_frozen:
-            state.collector.leave_frozen_out(content)
-        steady = state.collector.list_steady(content)
+            state.collector.replace_frozen_weights(content)
+        constant_names = state.collector.list_step_tensors(content)
         try:
             content = split_dtensors(content)
             job = replace(job, content=content, about=answers[0][2])
-            taken = self._copies.copy_tensors(content.tensors, job.own_names, steady)
+            snapshot = self._copies.copy_tensors(content.tensors, job.own_names, constant_names)
         except (CheckpointError, RuntimeError) as error:  # reported at the next update
             self._failure = f"{type(error).__name__}: {error}"
             (job.staging / f".writing-{job.share.part}").unlink(missing_ok=True)
             return
         self._job = replace(
             job,
-            content=replace(content, tensors=taken.tensors),
-            arrivals=taken.arrivals,
-            confirm=taken.steady.ensure_unchanged,
-            spread=partial(self._neighbors.exchange, job.staging) if self._neighbors is not None else lambda: None,
+            content=replace(content, tensors=snapshot.tensors),
+            pending_copies=snapshot.pending_copies,
+            check_sources=snapshot.uncopied_versions.ensure_unchanged,
+            exchange_parts=partial(self._neighbors.exchange, job.staging)
+            if self._neighbors is not None
+            else lambda: None,
         )
         self._background.start(self._job)
 
@@ -289,7 +291,7 @@ class MemoryTier:
             return
         self._background.join()
         try:
-            self._background.check()
+            self._background.raise_error()
             # The committing rank removes the staging directory: it renames it, or deletes it after a failure.
             while not (job.final / MANIFEST).exists() and job.staging.exists():
                 time.sleep(_POLL)
@@ -306,7 +308,7 @@ class MemoryTier:
         self._is_off = True
         if job is not None:
             writer.remove_staging(job)
-        if self._share is not None and self._share.leads:
+        if self._share is not None and self._share.is_committer:
             shutil.rmtree(self._folder, ignore_errors=True)
         log.warning(
             "keep_in_memory stops, because an update could not be kept (%s); checkpoints on the disk are not affected",
@@ -325,7 +327,7 @@ class MemoryTier:
         held = env.get(env.MEMORY)
         if held:
             # Each Accelerator of a process has its own folder.
-            self._folder = Path(held) / hashlib.sha256(str(self._place.parent()).encode()).hexdigest()[:16]
+            self._folder = Path(held) / hashlib.sha256(str(self._place.get_parent()).encode()).hexdigest()[:16]
             self._folder.mkdir(exist_ok=True)
         newest = max((parse_number(path) or 0 for path in self._list_committed()), default=0)
         answers = self._collectives.gather_objects((held or "", newest, secrets.token_hex(4)))
@@ -365,7 +367,7 @@ class MemoryTier:
         if not self._can_save() or self._share is None:
             return None
         answers = self._collectives.gather_objects(
-            (env.get(env.MEMORY), self._verify_copies() if self._share.leads else None)
+            (env.get(env.MEMORY), self._verify_copies() if self._share.is_committer else None)
         )
         leaders = {machine: own for machine, own in answers if own is not None}
         on_rank: list[dict[str, _LocalFiles]] = [leaders[machine] for machine, _ in answers]
@@ -381,7 +383,7 @@ class MemoryTier:
                 if any(each is None or each.held != each.files for each in copies):
                     holders = [each is not None for each in copies]
                     files = [each.held if each else () for each in copies]
-                    copy_to_machines(self._folder / name, holders, self._share.leads, self._collectives, files)
+                    copy_to_machines(self._folder / name, holders, self._share.is_committer, self._collectives, files)
                 return self._folder / name
         return None
 
@@ -405,14 +407,14 @@ class MemoryTier:
                     folders.find_store(folder).remove()
         return found
 
-    def is_newer(self, kept: Path, on_disk: Path | None) -> bool:
+    def is_newer(self, in_memory: Path, on_disk: Path | None) -> bool:
         """Whether an in-memory checkpoint is newer than a checkpoint on the disk.
 
         Args:
-            kept: Folder of the in-memory checkpoint.
+            in_memory: Folder of the in-memory checkpoint.
             on_disk: Folder of the checkpoint on the disk, or None if there is none.
         """
-        return on_disk is None or (parse_number(on_disk) or 0) < int(read_manifest(kept).about["iteration"])
+        return on_disk is None or (parse_number(on_disk) or 0) < int(read_manifest(in_memory).about["iteration"])
 
     def is_in_memory(self, folder: Path) -> bool:
         """Whether this folder is one of this run's in-memory checkpoints."""

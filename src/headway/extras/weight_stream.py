@@ -18,8 +18,8 @@ from headway.core.training.gathered_tensors import GatheredTensor, iterate_bucke
 from headway.core.training.interfaces import WeightBuckets
 from headway.core.weights.compiled import remove_compiled_levels, rename_bare_items, unwrap_compiled
 from headway.core.weights.export import split_ties
+from headway.core.weights.module_copy import copy_with_tensors
 from headway.core.weights.shards import TensorSpec, get_dtype_name
-from headway.core.weights.twin import make_twin
 from headway.errors import CollectiveError, UnsupportedError
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -142,7 +142,7 @@ class MergedLayer:
             ) from error
 
     def _merge_values(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        twin: Any = make_twin(self._layer, values)
+        twin: Any = copy_with_tensors(self._layer, values)
         for part in twin.modules():
             if hasattr(part, "parameter_name"):  # experts: under "ep" the layer counts only this rank's
                 shape = part.get_param().shape

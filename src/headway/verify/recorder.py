@@ -540,7 +540,7 @@ class RunRecorder:
         if not self._run.events.can_stop(loader) or self._run.windows.is_unfinished:
             return
         self._has_saved = True
-        if not self._checkpoints.place.is_automatic:
+        if not self._checkpoints.checkpoint_folder.is_automatic:
             return  # only the script knows in which folder it looks for checkpoints
         self._accelerator.save_state()
         self._write_facts()

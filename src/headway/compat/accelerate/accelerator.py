@@ -544,12 +544,12 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
                 argument or a name in `changed` is unknown.
             UnsupportedError: If Accelerate wrote the checkpoint and this run's models are sharded.
         """
-        place = self._checkpoints.place
+        checkpoint_folder = self._checkpoints.checkpoint_folder
         folder = None if input_dir is None else Path(input_dir).expanduser().absolute()
         if folder is not None and not folder.exists():
             raise ConfigError(f"Tried to find {folder} but folder does not exist; give one that save_state wrote")
-        if folder is None and place.is_automatic:
-            folder = find_newest(place.parent())
+        if folder is None and checkpoint_folder.is_automatic:
+            folder = find_newest(checkpoint_folder.get_parent())
         if folder is None or not is_accelerate_checkpoint(folder):
             own = super().load_state(
                 input_dir, load_kwargs, strict=bool(strict), changed=changed, **load_model_func_kwargs
@@ -565,7 +565,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
             )
         models = self._checkpoints.list_models_to_load(folder)
         restored = AccelerateReader(self, folder).restore(models, strict is not False)
-        place.go_on_from(folder, parse_number(folder))
+        checkpoint_folder.continue_numbering(folder, parse_number(folder))
         log.info("%s was written by Accelerate: weights, optimizers, schedules and random streams are restored", folder)
         return restored
 
@@ -591,9 +591,9 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
 
         Fields can be assigned, including `iteration`, the number of the next checkpoint.
         """
-        place = self._checkpoints.place
+        checkpoint_folder = self._checkpoints.checkpoint_folder
         return LiveProjectConfiguration(
-            replace(place.project, iteration=place.iteration),
+            replace(checkpoint_folder.project, iteration=checkpoint_folder.iteration),
             lambda fields: self._use_project(ProjectConfiguration(**fields)),
         )
 
@@ -602,7 +602,8 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
         self._use_project(value)
 
     def _use_project(self, project: ProjectConfiguration) -> None:
-        self._checkpoints.place.project, self._checkpoints.place.iteration = project.freeze_copy(), project.iteration
+        checkpoint_folder = self._checkpoints.checkpoint_folder
+        checkpoint_folder.project, checkpoint_folder.iteration = project.freeze_copy(), project.iteration
 
     @property
     def even_batches(self) -> bool:

@@ -18,7 +18,7 @@ from headway.common.object_path import ObjectPath
 from headway.core import extensions
 from headway.core.checkpoint.format.foreign import list_checkpoint_names
 from headway.core.checkpoint.format.manifest import Manifest, read_manifest
-from headway.core.checkpoint.lock import PlaceLock
+from headway.core.checkpoint.lock import CheckpointLock
 from headway.core.checkpoint.stores.disk import DiskStore, warn_of_failed_removal
 from headway.core.checkpoint.stores.protocol import CheckpointStore
 from headway.errors import CheckpointError
@@ -99,9 +99,9 @@ def remove_old_checkpoints(
 ) -> list[Path]:
     """Remove old checkpoints from a folder, and return their paths.
 
-    The newest `keep` checkpoints, protected checkpoints, and copies that a user made are not removed. The
-    script has named checkpoints whose name is not `prefix` and a number. They are not removed and do not count. If a
-    removal fails, only a warning is logged. The returned list contains that checkpoint nevertheless.
+    The newest `keep` checkpoints, protected checkpoints, and copies that a user made are not removed. Checkpoints whose
+    name is not `prefix` and a number were named by the script. They are not removed and do not count. If a removal
+    fails, only a warning is logged. The returned list contains that checkpoint nevertheless.
 
     Args:
         parent: Folder that holds the checkpoints.
@@ -110,10 +110,10 @@ def remove_old_checkpoints(
         run: ID of the run whose checkpoints are counted and removed. Default: None, the checkpoints of all runs.
         prefix: Part of the names before the number. Default: "checkpoint_", for automatic naming.
     """
-    safe = {path.resolve() for path in protected}
+    protected_paths = {path.resolve() for path in protected}
     named = [path for path in list_originals(parent) if re.fullmatch(re.escape(prefix) + r"\d+", path.name)]
     own = [path for path in named if run is None or read_run_id(path) == run]
-    old = [path for path in own[max(1, keep) :] if path.resolve() not in safe]
+    old = [path for path in own[max(1, keep) :] if path.resolve() not in protected_paths]
     for path in old:
         with warn_of_failed_removal(path):
             find_store(path).remove()
@@ -127,8 +127,10 @@ class HeldLocks:
     """
 
     def __init__(self) -> None:
-        self._held: dict[Path, PlaceLock] = {}
-        self._starts: dict[Path, str] = {}
+        self._locks: dict[Path, CheckpointLock] = {}
+        """Locks that this process holds, by folder."""
+        self._start_ids: dict[Path, str] = {}
+        """Launch ID with which a rank of this run has locked a folder, also if this process does not hold the lock."""
         atexit.register(self.release)
 
     def get_start_id(self, folder: Path) -> str:
@@ -137,8 +139,8 @@ class HeldLocks:
         Args:
             folder: Folder of checkpoints.
         """
-        known = self._held.get(folder)
-        return self._starts.get(folder, "") if known is None else known.start
+        lock = self._locks.get(folder)
+        return self._start_ids.get(folder, "") if lock is None else lock.start
 
     def note_start_id(self, folder: Path, start: str) -> None:
         """Record that another rank of this run has locked a folder, so that this rank can save there alone.
@@ -147,7 +149,7 @@ class HeldLocks:
             folder: Folder of checkpoints.
             start: Launch ID with which the rank has locked it, as in `LockOwner`.
         """
-        self._starts[folder] = start
+        self._start_ids[folder] = start
 
     def lock_folder(self, folder: Path, run: str, start: str) -> None:
         """Lock a folder. If this process has locked the folder already, check that it still holds the lock.
@@ -162,12 +164,12 @@ class HeldLocks:
         Raises:
             CheckpointError: If another run holds the lock, or has taken it from this one.
         """
-        known = self._held.get(folder)
+        lock = self._locks.get(folder)
         try:
-            if known is None:
-                self._held[folder] = find_store(folder).lock(run, start)
+            if lock is None:
+                self._locks[folder] = find_store(folder).lock(run, start)
             else:
-                known.check()
+                lock.check()
         except OSError as error:
             log.warning_once("%s cannot be locked (%s): another run could save to the same folder", folder, error)
 
@@ -179,14 +181,16 @@ class HeldLocks:
         Raises:
             CheckpointError: If another run holds one of these locks.
         """
-        for known in (self._held.get(final), self._held.get(final.parent)):
-            if known is not None:
-                known.check()
+        for lock in (self._locks.get(final), self._locks.get(final.parent)):
+            if lock is not None:
+                lock.check()
 
     def release(self, folder: Path | None = None) -> None:
         """Release the lock that this process holds on a folder, or all its locks if `folder` is None."""
-        for each in [folder] if folder is not None else [*self._held, *(self._starts.keys() - self._held.keys())]:
-            self._starts.pop(each, None)
-            if (known := self._held.pop(each, None)) is not None:
+        folders = [*self._locks, *(self._start_ids.keys() - self._locks.keys())] if folder is None else [folder]
+        for each in folders:
+            self._start_ids.pop(each, None)
+            lock = self._locks.pop(each, None)
+            if lock is not None:
                 with contextlib.suppress(OSError, CheckpointError):  # the lock file cannot be read or removed
-                    known.release()
+                    lock.release()

@@ -25,14 +25,13 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-BEAT, SILENCE = 5.0, 30.0
-"""Times in seconds that show whether the owner of a lock is alive.
-
-`BEAT`: time between two touches of a lock by its owner. `SILENCE`: time without a touch, after which the owner
-counts as dead.
-"""
+BEAT = 5.0
+"""Time in seconds between two touches of a lock by its owner."""
+SILENCE = 30.0
+"""Time in seconds without a touch, after which the owner of a lock counts as dead."""
 IN_USE = "is in use by another run"
 TAKEN = "was taken by another run while this one did not respond"
+"""Parts of error messages: why a directory cannot be locked (`IN_USE`), or is no longer locked (`TAKEN`)."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,10 @@ class LockOwner:
         )
 
     @property
-    def is_here(self) -> bool:
+    def is_this_process(self) -> bool:
         """Whether the owner is this process."""
-        here = LockOwner.describe_this_process(self.run, self.start)
-        return (self.host, self.machine, self.pid, self.born) == (here.host, here.machine, here.pid, here.born)
+        own = LockOwner.describe_this_process(self.run, self.start)
+        return (self.host, self.machine, self.pid, self.born) == (own.host, own.machine, own.pid, own.born)
 
     @property
     def is_alive(self) -> bool | None:
@@ -88,14 +87,16 @@ class LockOwner:
 
         If the value is None, only changes of the lock's modification time or content show that the owner is alive.
         """
-        return _read_start_time(self.pid) == self.born if self.machine and self.machine == _get_machine_id() else None
+        if not self.machine or self.machine != _get_machine_id():
+            return None
+        return _read_start_time(self.pid) == self.born
 
 
-class PlaceLock(ABC):
+class CheckpointLock(ABC):
     """Base class of the locks of a checkpoint directory. A lock is a file or an object next to the directory.
 
-    The constructor takes the lock. If the holder of an existing lock might be on another machine, the constructor waits
-    up to `SILENCE` seconds to see whether the holder is alive.
+    The constructor takes the lock. If the owner of an existing lock might be on another machine, the constructor waits
+    up to `SILENCE` seconds to see whether the owner is alive.
 
     Args:
         folder: Directory to lock.
@@ -115,7 +116,8 @@ class PlaceLock(ABC):
         self._folder = folder
         self._path = folder.with_name(f"{folder.name}.lock")
         self._pid = os.getpid()
-        self._over = threading.Event()
+        self._end = threading.Event()
+        """Set when this process no longer holds the lock, which ends the thread that touches it."""
         self._create_lock()
 
     @abstractmethod
@@ -131,8 +133,8 @@ class PlaceLock(ABC):
 
         Do nothing in a forked child process, or if the lock has already been released.
         """
-        if os.getpid() == self._pid and not self._over.is_set():
-            self._over.set()
+        if os.getpid() == self._pid and not self._end.is_set():
+            self._end.set()
             self._remove_lock()
 
     @abstractmethod
@@ -154,42 +156,49 @@ class PlaceLock(ABC):
 
         Any machine of the run can have written the content.
         """
-        holder = read_holder(text)
-        return holder is not None and holder.start == self.start
+        owner = read_owner(text)
+        return owner is not None and owner.start == self.start
 
-    def _describe_holder(self, text: bytes, what: str) -> str:
-        holder = read_holder(text)
-        whose = f"its lock file {self._path.name} names no run ({len(text)} bytes long, as after a full disk)"
+    def _describe_owner(self, text: bytes, what: str) -> str:
+        """Return an error message about the owner of this lock.
+
+        Args:
+            text: Content of the lock.
+            what: Predicate of the message, such as `IN_USE`.
+        """
+        owner = read_owner(text)
+        no_owner = f"its lock file {self._path.name} names no run ({len(text)} bytes long, as after a full disk)"
         return (
-            f"{self._folder} {what}: {whose if holder is None else holder}. Two runs in one folder would remove and load each "
+            f"{self._folder} {what}: {no_owner if owner is None else owner}. Two runs in one folder would remove and load each "
             "other's checkpoints; end that one, or give this one another project_dir"
         )
 
     def _warn_of_wait(self, text: bytes) -> None:
-        log.warning("%s; waiting %g s for its next heartbeat", self._describe_holder(text, "was last used by"), SILENCE)
+        log.warning("%s; waiting %g s for its next heartbeat", self._describe_owner(text, "was last used by"), SILENCE)
 
 
-def read_holder(text: bytes) -> LockOwner | None:
+def read_owner(text: bytes) -> LockOwner | None:
     """Return the owner that is recorded in the content of a lock.
 
     Return None if the content is incomplete or was not written by Headway.
     """
     try:
-        found = dict(json.loads(text))
-        found.pop("beat", None)
-        owner = LockOwner(**found)
+        fields = dict(json.loads(text))
+        fields.pop("beat", None)  # of a lock in an object store, which has no modification time to change
+        owner = LockOwner(**fields)
     except (ValueError, TypeError):
         return None
     return owner if type(owner.pid) is int else None
 
 
-def is_holder_alive(text: bytes) -> bool | None:
+def is_owner_alive(text: bytes) -> bool | None:
     """Whether the owner recorded in a lock's content is alive and is not this process.
 
-    None if this is unknown, because the owner might run on another machine, or the content is not readable.
+    This process counts as not alive, because only another run's lock prevents a save. None if this is unknown, because
+    the owner might run on another machine, or the content is not readable.
     """
-    holder = read_holder(text)
-    return None if holder is None else holder.is_alive and not holder.is_here
+    owner = read_owner(text)
+    return None if owner is None else owner.is_alive and not owner.is_this_process
 
 
 def _get_machine_id() -> str:

@@ -37,7 +37,7 @@ from headway.core.weights.pieces import (
     TensorSplit,
     get_local_part,
     is_dtensor,
-    is_spread,
+    is_sharded,
 )
 from headway.errors import CheckpointError
 
@@ -71,29 +71,28 @@ class StatefulObjects:
         optimizers: torch's own optimizers, without wrappers.
         others: Objects with `state_dict` and `load_state_dict`, by kind (`scheduler`, `loader`, `custom` ...).
         export: Function that yields the (name, value) pairs of a model's state dict.
-        left_out: Indices in `models` of models that are neither compared with a checkpoint nor loaded from it. Default:
+        excluded_models: Indices in `models` of models that are neither compared with a checkpoint nor loaded from it. Default:
             set(), all models are loaded.
-        part_of: Function that returns this rank's part of a parameter: the parameter itself or a shard. Default: the
+        get_part: Function that returns this rank's part of a parameter: the parameter itself or a shard. Default: the
             parameter itself.
-        exposed: Function that returns a context manager for an optimizer. Within it, the optimizer holds its state,
-            which some training backends otherwise keep elsewhere. Default: a context manager that does nothing.
-        settle: Function called after a load, so that training backends continue from the loaded values. Default: a
-            function that does nothing.
+        expose_state: Function that returns a context manager for an optimizer. Within it, the optimizer holds its
+            state, which some training backends otherwise keep elsewhere. Default: a context manager that does nothing.
+        apply_loaded_values: Function called after a load, so that training backends continue from the loaded values.
+            Default: a function that does nothing.
     """
 
     models: Sequence[torch.nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
     others: Mapping[str, Sequence[Stateful]]
     export: Callable[[torch.nn.Module], Iterable[tuple[str, Any]]]
-    left_out: set[int] = field(default_factory=set)
-    part_of: Callable[[torch.Tensor], Any] = lambda parameter: parameter
-    exposed: Callable[[torch.optim.Optimizer], AbstractContextManager[Any]] = lambda optimizer: nullcontext()
-    settle: Callable[[], None] = lambda: None
+    excluded_models: set[int] = field(default_factory=set)
+    get_part: Callable[[torch.Tensor], Any] = lambda parameter: parameter
+    expose_state: Callable[[torch.optim.Optimizer], AbstractContextManager[Any]] = lambda optimizer: nullcontext()
+    apply_loaded_values: Callable[[], None] = lambda: None
 
-    def list_chosen(self) -> list[tuple[int, torch.nn.Module]]:
-        """Return the models that are not in `left_out`, as pairs of (index, model)."""
-        every = list(enumerate(self.models))
-        return [(index, model) for index, model in every if index not in self.left_out] if self.left_out else every
+    def list_models_to_load(self) -> list[tuple[int, torch.nn.Module]]:
+        """Return the models that are not in `excluded_models`, as pairs of (index, model)."""
+        return [(index, model) for index, model in enumerate(self.models) if index not in self.excluded_models]
 
 
 @dataclass
@@ -119,42 +118,43 @@ class CollectedState:
 
 
 @pause_garbage_collection()
-def collect_state(parts: StatefulObjects) -> CollectedState:
+def collect_state(objects: StatefulObjects) -> CollectedState:
     """Collect the state of all objects as named tensors and JSON. Tensors are not copied.
 
     Args:
-        parts: Objects whose state is collected.
+        objects: Objects whose state is collected.
 
     Raises:
         CheckpointError: If a state dict holds something that only pickle could store, or that could not be loaded.
     """
-    out = CollectedState()
+    collected = CollectedState()
     extras = []
-    for index, model in enumerate(parts.models):
-        named = [(to_logical_name(f"model/{index}/{name}"), value) for name, value in parts.export(model)]
+    for index, model in enumerate(objects.models):
+        named = [(to_logical_name(f"model/{index}/{name}"), value) for name, value in objects.export(model)]
         for name, value in named:
-            is_tensor = isinstance(value, torch.Tensor) or is_spread(value)
+            is_tensor = isinstance(value, torch.Tensor) or is_sharded(value)
             problem = explain_refusal(get_local_part(value)) if is_tensor else None
             if not is_tensor and not is_extra(name):
                 problem = f"a {type(value).__qualname__} in the model's state dict, which holds tensors: save it in get_extra_state()"
             if problem is not None:
                 raise CheckpointError(f"{name} is {problem}")
         kept, tied = split_ties((name, _to_plain(value)) for name, value in named if is_weight(name, value))
-        out.tensors.update(kept)
-        out.aliases.update(tied)
+        collected.tensors.update(kept)
+        collected.aliases.update(tied)
         rest = [(name.split("/", 2)[2], _to_plain(value)) for name, value in named if not is_weight(name, value)]
-        extras.append({name: encode_value(value, f"extra/{index}/{name}", out.tensors) for name, value in rest})
-    names = map_parameter_names(parts.models)
-    out.state["extra"] = extras
-    out.state["optimizer"] = []
-    for index, optimizer in enumerate(parts.optimizers):
-        with parts.exposed(optimizer):
-            out.state["optimizer"].append(collect_optimizer(optimizer, names, index, out.tensors))
-    for kind, objects in parts.others.items():
-        out.state[kind] = [
-            encode_value(obj.state_dict(), f"{kind}/{index}", out.tensors) for index, obj in enumerate(objects)
+        extras.append({name: encode_value(value, f"extra/{index}/{name}", collected.tensors) for name, value in rest})
+    names = map_parameter_names(objects.models)
+    collected.state["extra"] = extras
+    collected.state["optimizer"] = []
+    for index, optimizer in enumerate(objects.optimizers):
+        with objects.expose_state(optimizer):
+            collected.state["optimizer"].append(collect_optimizer(optimizer, names, index, collected.tensors))
+    for kind, objects_of_kind in objects.others.items():
+        collected.state[kind] = [
+            encode_value(obj.state_dict(), f"{kind}/{index}", collected.tensors)
+            for index, obj in enumerate(objects_of_kind)
         ]
-    return out
+    return collected
 
 
 def split_dtensors(collected: CollectedState) -> CollectedState:
@@ -168,13 +168,13 @@ def split_dtensors(collected: CollectedState) -> CollectedState:
     Raises:
         CheckpointError: If a tensor holds partial values that have not been reduced yet.
     """
-    cutter, made = ShardCutter(), dict[str, Any]()
+    cutter, tensors = ShardCutter(), dict[str, Any]()
     for name, value in collected.tensors.items():
         try:
-            made[name] = cutter.cut_tensor(value) if is_dtensor(value) else value
+            tensors[name] = cutter.cut_tensor(value) if is_dtensor(value) else value
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error}") from error
-    return replace(collected, tensors=made)
+    return replace(collected, tensors=tensors)
 
 
 def is_weight(name: str, value: Any) -> bool:
@@ -226,7 +226,7 @@ def map_parameter_names(models: Iterable[torch.nn.Module]) -> dict[int, str]:
     }
 
 
-def make_row(value: torch.Tensor, rank: int, count: int) -> ShardPiece:
+def make_own_row(value: torch.Tensor, rank: int, count: int) -> ShardPiece:
     """Return a `ShardPiece` with this rank's values as one row of a tensor that all ranks write together.
 
     Args:
@@ -275,6 +275,9 @@ def collect_optimizer(
 ) -> dict[str, Any]:
     """Return an optimizer's state as JSON, and add its tensors to `tensors`.
 
+    The state of each parameter is stored under the parameter's name. A state dict that does not have torch's format is
+    stored as one value. Low-bit states are converted to float32.
+
     Args:
         optimizer: Optimizer whose state is collected.
         names: Names by parameter `id`, as `map_parameter_names` returns them.
@@ -285,12 +288,12 @@ def collect_optimizer(
         CheckpointError: If the state holds something that only pickle could store, or state of a tensor that is in no
             parameter group.
     """
-    check_owners(optimizer, index)
+    check_state_keys(optimizer, index)
     saved = optimizer.state_dict()
     keys = list_parameter_keys(optimizer, names)
-    if not has_torch_form(optimizer, saved):
-        return _collect_whole(optimizer, saved, keys, index, tensors)
-    by_number = {
+    if not has_torch_format(optimizer, saved):
+        return _collect_as_one_value(optimizer, saved, keys, index, tensors)
+    key_by_number = {
         number: key
         for group, group_keys in zip(saved["param_groups"], keys)
         for number, key in zip(group["params"], group_keys)
@@ -304,11 +307,12 @@ def collect_optimizer(
     ]
     export = get_state_exporter(optimizer)
     values = {
-        by_number[number]: _encode_by_key(export(entry), f"{prefix}/{by_number[number]}", tensors)
+        key_by_number[number]: _encode_by_key(export(entry), f"{prefix}/{key_by_number[number]}", tensors)
         for number, entry in saved["state"].items()
-        if number in by_number
+        if number in key_by_number
     }
-    loose = {key: value for key, value in saved["state"].items() if key not in by_number}
+    # Some optimizers keep state that belongs to no parameter under keys of their own.
+    loose = {key: value for key, value in saved["state"].items() if key not in key_by_number}
     rest = {name: value for name, value in saved.items() if name not in ("param_groups", "state")}
     return {
         "type": type(optimizer).__qualname__,
@@ -329,7 +333,7 @@ def get_state_exporter(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]
     return partial(low_bit.export_state, optimizer) if low_bit is not None else lambda entry: entry
 
 
-def has_torch_form(optimizer: torch.optim.Optimizer, saved: Any) -> bool:
+def has_torch_format(optimizer: torch.optim.Optimizer, saved: Any) -> bool:
     """Whether an optimizer's state dict has torch's format: states by parameter number, and the parameter groups.
 
     Each group must list as many parameters as the optimizer's group. A wrapper can use another format, such as its
@@ -347,7 +351,7 @@ def has_torch_form(optimizer: torch.optim.Optimizer, saved: Any) -> bool:
     ]
 
 
-def _collect_whole(
+def _collect_as_one_value(
     optimizer: torch.optim.Optimizer, saved: Any, keys: list[list[str]], index: int, tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Return the state of an optimizer whose state dict does not have torch's format, as JSON.
@@ -365,15 +369,15 @@ def _collect_whole(
         CheckpointError: If the state holds sharded tensors. Without a parameter name they cannot be loaded in another
             layout.
     """
-    own: dict[str, torch.Tensor] = {}
-    whole = encode_value(saved, f"optimizer/{index}/whole", own)
-    spread = next((name for name, value in own.items() if is_spread(value)), None)
-    if spread is not None:
+    own_tensors: dict[str, torch.Tensor] = {}
+    whole = encode_value(saved, f"optimizer/{index}/whole", own_tensors)
+    sharded = next((name for name, value in own_tensors.items() if is_sharded(value)), None)
+    if sharded is not None:
         raise CheckpointError(
-            f"{type(optimizer).__name__}.state_dict() has no 'state' and 'param_groups' as torch's optimizers have, and {spread} is "
+            f"{type(optimizer).__name__}.state_dict() has no 'state' and 'param_groups' as torch's optimizers have, and {sharded} is "
             "sharded: its place in another layout would be unknown. Return these two from state_dict(), or train without sharding"
         )
-    tensors.update(own)
+    tensors.update(own_tensors)
     return {
         "type": type(optimizer).__qualname__,
         "params": keys,
@@ -400,7 +404,7 @@ def _encode_by_key(values: Any, prefix: str, tensors: dict[str, torch.Tensor]) -
     return encode_value(values, prefix, tensors)
 
 
-def check_owners(optimizer: torch.optim.Optimizer, index: int) -> None:
+def check_state_keys(optimizer: torch.optim.Optimizer, index: int) -> None:
     """Raise `CheckpointError` if an optimizer holds state for a tensor that is in none of its parameter groups.
 
     Custom keys of the state that are not tensors are allowed, except integers that torch would use as parameter
@@ -416,15 +420,15 @@ def check_owners(optimizer: torch.optim.Optimizer, index: int) -> None:
     state = getattr(optimizer, "state", None)
     if not isinstance(state, dict):
         return
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    known = {id(p) for p in held}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameter_ids = {id(p) for p in parameters}
     for key in state:
-        if isinstance(key, torch.Tensor) and id(key) not in known:
+        if isinstance(key, torch.Tensor) and id(key) not in parameter_ids:
             raise CheckpointError(
                 f"optimizer {index} keeps state of a tensor of shape {tuple(key.shape)} that is in none of its parameter groups: "
                 "add the tensor to a group again, or delete its entry in optimizer.state"
             )
-        if isinstance(key, int) and 0 <= key < len(held):
+        if isinstance(key, int) and 0 <= key < len(parameters):
             raise CheckpointError(
                 f"optimizer {index} keeps state under {key!r}, which torch would load as the state of parameter "
                 f"{int(key)}: use another key"
@@ -446,25 +450,31 @@ def find_optimizer_misfits(
     if entry["type"] != type(optimizer).__qualname__:
         problems.append(f"optimizer {index} is {type(optimizer).__qualname__}; the saved one was {entry['type']}")
     keys = list_parameter_keys(optimizer, names)
-    if not _is_grouped_alike(keys, entry):
+    if not _has_equal_groups(keys, entry):
         problems.append(extensions.load("feature", "explain_group_misfit")(keys, entry, index))
     return problems
 
 
-def has_saved_groups(parts: StatefulObjects, found: CollectedState) -> bool:
+def has_saved_groups(objects: StatefulObjects, saved_state: CollectedState) -> bool:
     """Whether each parameter group of all optimizers contains the same parameters as the saved group.
 
     The order of the parameters in a group matters only if the optimizer's state was saved as one value.
 
     Args:
-        parts: Objects that should load the state.
-        found: Saved state.
+        objects: Objects that should load the state.
+        saved_state: State of the checkpoint.
     """
-    names, states = map_parameter_names(parts.models), zip(parts.optimizers, found.state["optimizer"])
-    return all(_is_grouped_alike(list_parameter_keys(optimizer, names), entry) for optimizer, entry in states)
+    names, states = map_parameter_names(objects.models), zip(objects.optimizers, saved_state.state["optimizer"])
+    return all(_has_equal_groups(list_parameter_keys(optimizer, names), entry) for optimizer, entry in states)
 
 
-def _is_grouped_alike(keys: list[list[str]], entry: Any) -> bool:
+def _has_equal_groups(keys: list[list[str]], entry: Any) -> bool:
+    """Whether an optimizer's parameter groups contain the same parameters as the saved ones.
+
+    Args:
+        keys: Names of the optimizer's parameters, as one list per parameter group.
+        entry: Saved state of the optimizer.
+    """
     if "whole" in entry:  # the state dict of a wrapper might depend on the order of the parameters
         return bool(keys == entry["params"])
     return [set(each) for each in keys] == [set(each) for each in entry["params"]]
@@ -492,8 +502,10 @@ def decode_optimizer(
     """
     if "whole" in entry:
         return cast(dict[str, Any], decode_value(entry["whole"], tensors))
-    own = _number_parameters(optimizer)
-    numbers = {key: n for keys, group in zip(list_parameter_keys(optimizer, names), own) for key, n in zip(keys, group)}
+    own_numbers = _number_parameters(optimizer)
+    numbers: dict[str, int] = {}
+    for group_keys, group_numbers in zip(list_parameter_keys(optimizer, names), own_numbers):
+        numbers.update(zip(group_keys, group_numbers))
     groups, rest = decode_value(entry["groups"], tensors), decode_value(entry["rest"], tensors)
     loose = decode_value(entry.get("loose", {}), tensors)
     if not all(isinstance(each, dict) for each in (*groups, rest, loose)):
@@ -503,7 +515,7 @@ def decode_optimizer(
         group.pop("param_names", None)
     return {
         "state": {**values, **loose},
-        "param_groups": [{**group, "params": mine} for group, mine in zip(groups, own)],
+        "param_groups": [{**group, "params": params} for group, params in zip(groups, own_numbers)],
         **rest,
     }
 
@@ -568,20 +580,18 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
         optimizer: Optimizer that loads the state.
         state: State dict, as `decode_optimizer` returns it.
     """
-    if not has_torch_form(optimizer, state):
+    if not has_torch_format(optimizer, state):
         optimizer.load_state_dict(state)
         return
-    numbers = [n for group in state["param_groups"] for n in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
     low_bit = find_low_bit_extension(optimizer)
     own = {number: state["state"][number] for number in numbers if number in state["state"]}
     rest = {key: value for key, value in state["state"].items() if key not in own}
-    given = {
-        **state,
-        # Values that will be quantized are not given to torch, which would move all of them to the device at once.
-        "state": rest if low_bit is not None else {**rest, **{n: _wrap_opaque_values(v) for n, v in own.items()}},
-        "param_groups": [{**group, "params": _IndexedList(group["params"])} for group in state["param_groups"]],
-    }
-    optimizer.load_state_dict(given)
+    state_for_torch = dict(rest)
+    if low_bit is None:  # torch would move all values that will be quantized to the device at once
+        state_for_torch |= {number: _wrap_opaque_values(value) for number, value in own.items()}
+    groups = [{**group, "params": _IndexedList(group["params"])} for group in state["param_groups"]]
+    optimizer.load_state_dict({**state, "state": state_for_torch, "param_groups": groups})
     flat = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter, number in zip(flat, numbers):
         if number in own and low_bit is not None:
@@ -629,6 +639,7 @@ def make_optimizer_undo(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     attributes = dict(vars(optimizer))
     groups = [(group, dict(group)) for group in optimizer.param_groups]
     state = getattr(optimizer, "state", {})
+    # The dicts are restored in place, because the script or a scheduler may hold references to them.
     entries = [(key, value, dict(value) if isinstance(value, dict) else value) for key, value in state.items()]
 
     def undo_changes() -> None:

@@ -18,7 +18,7 @@ from headway.core.weights.pieces import (
     ShardCutter,
     ShardPiece,
     is_dtensor,
-    is_spread,
+    is_sharded,
     make_slices,
 )
 from headway.core.weights.shards import get_raw_bytes, view_as_bits
@@ -155,7 +155,7 @@ def wrap_sharded(tensors: Mapping[str, Any], collectives: Collectives) -> dict[s
     pieces = {name: cutter.cut_tensor(each) if is_dtensor(each) else each for name, each in tensors.items()}
     spread = {name: each for name, each in pieces.items() if isinstance(each, ShardPiece)}
     told = [
-        (name, each.shape, str(each.dtype), each.split and (each.split.rows, each.split.steps))
+        (name, each.shape, str(each.dtype), each.split and (each.split.size_runs, each.split.writer_progressions))
         for name, each in spread.items()
     ]
     brought = {
@@ -188,9 +188,9 @@ def gather_state(tensors: Iterable[tuple[str, Any]], collectives: Collectives) -
             gather, it raises its own error, and the other ranks raise CheckpointError.
     """
     named = dict(tensors)
-    if not any(map(is_spread, named.values())):
+    if not any(map(is_sharded, named.values())):
         return named
-    values = {name: each for name, each in named.items() if isinstance(each, torch.Tensor) or is_spread(each)}
+    values = {name: each for name, each in named.items() if isinstance(each, torch.Tensor) or is_sharded(each)}
     kept, tied = split_ties(values.items())
     whole = wrap_sharded(kept, collectives)
 

@@ -26,7 +26,7 @@ from headway.core.weights.export import (
     write_configurations,
 )
 from headway.core.weights.pieces import (
-    is_spread,
+    is_sharded,
 )
 from headway.errors import ConfigError
 from headway.log import get_logger
@@ -89,7 +89,7 @@ class WholeWeights:
         everyone = self._strategy.everyone
         tensors = self.export(model, "save_model", is_safe)
         attended = self._runtime.scope.get_or_create(Attendance).find_participants("save_model")
-        if is_safe and any(map(is_spread, tensors.values())):
+        if is_safe and any(map(is_sharded, tensors.values())):
             save_gathered(tensors.items(), folder, max_shard_size, everyone)
         else:
             tensors = gather_state(tensors.items(), everyone)
@@ -130,7 +130,7 @@ class WholeWeights:
             writer: Rank that writes. It is 0 if tensors are sharded.
         """
         state = dict(tensors)
-        if any(map(is_spread, tensors.values())):
+        if any(map(is_sharded, tensors.values())):
             state = extensions.load("feature", "gather_written_tensors")(model, tensors, self._strategy.everyone)
         if self._runtime.rank == writer:
             with open_writable(to_path(folder)) as local:
@@ -219,7 +219,7 @@ class WholeWeights:
             scales: Any = getattr(
                 module, "quant_state", None
             )  # bitsandbytes expects quantization data on the weight, which is sharded
-            if scales is not None and is_spread(tensors.get(f"{name}.weight")):
+            if scales is not None and is_sharded(tensors.get(f"{name}.weight")):
                 tensors |= {f"{name}.weight.{key}": value for key, value in scales.as_dict(packed=True).items()}
         if is_safe:
             _refuse_objects(tensors)
@@ -248,7 +248,7 @@ def _refuse_objects(state: Mapping[str, Any]) -> None:
     Every rank raises it, because the state dict has the same names and types on all ranks.
     """
     for name, value in state.items():
-        if not (isinstance(value, torch.Tensor) or is_spread(value)):
+        if not (isinstance(value, torch.Tensor) or is_sharded(value)):
             raise ConfigError(
                 f"{name} of the model's state dict is a {type(value).__name__}, but safetensors files contain only tensors: pass "
                 "safe_serialization=False to save_model(), or use save_state(), which saves the state that get_extra_state() "

@@ -11,9 +11,11 @@ from headway.core.weights.shards import DTYPES, get_dtype_name, get_raw_bytes
 from headway.errors import StateError
 
 _BLOCK = 1 << 20
-_MOST_NAMES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
+"""Maximum length of a bucket's header. A larger number was not sent by a `WeightChannel`."""
 _DTYPES = {get_dtype_name(dtype): dtype for dtype in DTYPES.values()}
-_TAKEN = b"\x06"
+_ACKNOWLEDGED = b"\x06"
+"""Answer of the receiver to each bucket. It is the ASCII character ACK."""
 
 
 class WeightChannel:
@@ -51,7 +53,7 @@ class WeightChannel:
             self._send_bytes(memoryview(get_raw_bytes(tensor).numpy()))  # type: ignore[arg-type]
         answer = bytearray(1)
         self._receive_bytes(memoryview(answer), self._timeout)
-        if answer != _TAKEN:
+        if answer != _ACKNOWLEDGED:
             raise StateError(f"{self._name} answered {bytes(answer)!r} to a bucket of weights; it must call receive()")
 
     def receive(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -67,7 +69,7 @@ class WeightChannel:
             bucket = self._receive_bucket()
             if bucket:
                 yield bucket
-            self._send_bytes(memoryview(_TAKEN))
+            self._send_bytes(memoryview(_ACKNOWLEDGED))
             if not bucket:
                 return
 
@@ -75,7 +77,7 @@ class WeightChannel:
         size = bytearray(8)
         self._receive_bytes(memoryview(size), None)
         length = int.from_bytes(size, "little")
-        if length > _MOST_NAMES:
+        if length > _MAX_HEADER_BYTES:
             raise StateError(f"{self._name} sent something that is no bucket of weights")
         header = bytearray(length)
         self._receive_bytes(memoryview(header), self._timeout)
@@ -98,7 +100,7 @@ class WeightChannel:
             try:
                 self._connection.sendall(view[start : start + _BLOCK])
             except OSError as error:
-                raise self._make_lost_error(error) from error
+                raise self._make_connection_error(error) from error
 
     def _receive_bytes(self, view: memoryview, timeout: float | None) -> None:
         self._connection.settimeout(timeout)
@@ -108,12 +110,14 @@ class WeightChannel:
                 if not count:
                     raise ConnectionResetError("it closed the connection")
             except OSError as error:
-                raise self._make_lost_error(error) from error
+                raise self._make_connection_error(error) from error
             view = view[count:]
 
-    def _make_lost_error(self, error: OSError) -> StateError:
-        told = f"has done nothing for {self._timeout:g} s" if isinstance(error, TimeoutError) else f"is gone ({error})"
+    def _make_connection_error(self, error: OSError) -> StateError:
+        problem = (
+            f"has done nothing for {self._timeout:g} s" if isinstance(error, TimeoutError) else f"is gone ({error})"
+        )
         return StateError(
-            f"{self._name} {told} while it received weights, so it may have a mixture of two updates. Restart it and send all "
+            f"{self._name} {problem} while it received weights, so it may have a mixture of two updates. Restart it and send all "
             "weights again, or pass a longer timeout= to WeightChannel"
         )

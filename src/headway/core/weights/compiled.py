@@ -13,13 +13,13 @@ from headway.core.weights import _torch
 from headway.core.weights._torch import COMPILED_MODULE
 
 _LEVEL = f"{COMPILED_MODULE}."
-_COMPILED = re.compile(rf"(?:^|(?<=\.)){re.escape(_LEVEL)}")
+_LEVEL_PATTERN = re.compile(rf"(?:^|(?<=\.)){re.escape(_LEVEL)}")
 """Pattern of the name component that `torch.compile(module)` inserts between a module and its tensors."""
 
 
 def remove_compiled_levels(name: str) -> str:
     """Return a tensor's name without the components that `torch.compile(module)` adds, at any depth."""
-    return _COMPILED.sub("", name) if _LEVEL in name else name
+    return _LEVEL_PATTERN.sub("", name) if _LEVEL in name else name
 
 
 def rename_bare_items(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -61,14 +61,14 @@ def remove_wrappers(module: nn.Module) -> nn.Module:
     tensors.
     """
     module = unwrap_compiled(module)
-    inner = {name: None if child is None else remove_wrappers(child) for name, child in module._modules.items()}
-    if all(child is module._modules[name] for name, child in inner.items()):
+    children = {name: None if child is None else remove_wrappers(child) for name, child in module._modules.items()}
+    if all(child is module._modules[name] for name, child in children.items()):
         return module
     # The copy shares the dicts of parameters and buffers. A tensor that is replaced in one module changes in both.
-    copied: nn.Module = object.__new__(type(module))
-    copied.__dict__.update(module.__dict__)
-    copied.__dict__["_modules"] = inner
-    return copied
+    copy: nn.Module = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__)
+    copy.__dict__["_modules"] = children
+    return copy
 
 
 def accept_bare_names(model: nn.Module) -> None:
@@ -81,14 +81,15 @@ def accept_bare_names(model: nn.Module) -> None:
     """
     for module in model.modules():
         if COMPILED_MODULE in module._modules and not _has_level_hook(module):
-            _torch.add_load_hook(module, _add_level)
+            _torch.add_load_hook(module, _add_missing_level)
 
 
 def _has_level_hook(module: nn.Module) -> bool:
-    return any(getattr(hook, "hook", hook) is _add_level for hook in _torch.list_load_hooks(module))
+    return any(getattr(hook, "hook", hook) is _add_missing_level for hook in _torch.list_load_hooks(module))
 
 
-def _add_level(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _add_missing_level(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Add the component of `torch.compile` to the names of a module's tensors, unless some of them already have it."""
     level = prefix + _LEVEL
     own = [name for name in state_dict if name.startswith(prefix)]
     if not any(name.startswith(level) for name in own):

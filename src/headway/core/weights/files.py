@@ -41,17 +41,19 @@ class StoredTensor(TensorSpec):
 
     file: Path
     is_mapped: bool
-    _origin: Any = field(repr=False)
+    _data: Any = field(repr=False)
+    """Tensor with the values (pickled files), or memory map of the whole file (safetensors)."""
     _offset: int = 0
+    """Offset of the values in the memory map, in bytes."""
 
     def tensor(self) -> torch.Tensor:
         """Return the values on the CPU. Writing to a mapped tensor changes only memory, never the file."""
-        if isinstance(self._origin, torch.Tensor):
-            return self._origin
+        if isinstance(self._data, torch.Tensor):
+            return self._data
         num_bytes = self.num_bytes
         if not num_bytes:
             return torch.empty(self.shape, dtype=self.dtype)
-        flat = torch.frombuffer(self._origin, dtype=torch.uint8, count=num_bytes, offset=self._offset)
+        flat = torch.frombuffer(self._data, dtype=torch.uint8, count=num_bytes, offset=self._offset)
         return (flat if self.is_mapped else flat.clone()).view(self.dtype).view(self.shape)
 
     def fill(self, box: torch.Tensor, offsets: Sequence[int]) -> None:
@@ -67,8 +69,8 @@ class StoredTensor(TensorSpec):
             CheckpointError: If the file cannot be opened or has become shorter.
             OSError: If the file system reports a failed read.
         """
-        if isinstance(self._origin, torch.Tensor):
-            box.copy_(self._origin[make_slices(offsets, box.shape)])
+        if isinstance(self._data, torch.Tensor):
+            box.copy_(self._data[make_slices(offsets, box.shape)])
             return
         # `inner` is the last dim that the block does not cover completely. From it on, values are contiguous in the file.
         inner = max((dim for dim, sizes in enumerate(zip(box.shape, self.shape)) if sizes[0] != sizes[1]), default=0)
@@ -80,16 +82,25 @@ class StoredTensor(TensorSpec):
                 self._read_part(file.fileno(), start, box[index])
 
     def _read_part(self, file: int, start: int, part: torch.Tensor) -> None:
-        is_straight = part.dtype == self.dtype and part.device.type == "cpu" and part.is_contiguous()
-        room = part if is_straight else torch.empty(part.shape, dtype=self.dtype)
-        view = memoryview(get_raw_bytes(room).numpy())  # type: ignore[arg-type]
+        """Read a part of the tensor that is contiguous in the file.
+
+        Args:
+            file: Descriptor of the file.
+            start: Offset of the part in the file, in bytes.
+            part: Tensor to fill.
+        """
+        is_direct = part.dtype == self.dtype and part.device.type == "cpu" and part.is_contiguous()
+        buffer = part if is_direct else torch.empty(part.shape, dtype=self.dtype)
+        view = memoryview(get_raw_bytes(buffer).numpy())  # type: ignore[arg-type]
         while view:
             count = os.preadv(file, [view], start)
             if not count:
                 raise CheckpointError(f"{self.file} became shorter while it was read")
             view, start = view[count:], start + count
-        if room is not part:
-            view_as_bits(part).copy_(view_as_bits(room)) if part.dtype == self.dtype else part.copy_(room)
+        if buffer is not part and part.dtype == self.dtype:
+            view_as_bits(part).copy_(view_as_bits(buffer))
+        elif buffer is not part:
+            part.copy_(buffer)
 
 
 @dataclass
@@ -153,14 +164,14 @@ def _choose_checkpoint(folder: Path) -> Path:
         singles = [path for path in sorted(folder.glob(patterns[1])) if path.name not in shards]
         # Training writes these files next to the weights.
         singles = [path for path in singles if path.name not in ("training_args.bin", "optimizer.bin", "scheduler.bin")]
-        found = indexes + singles
+        checkpoints = indexes + singles
         usual = [path for path in singles if path.stem in ("model", "pytorch_model")]
         if not indexes and len(usual) == 1:
             return usual[0]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            names = ", ".join(path.name for path in found[:6])
+        if len(checkpoints) == 1:
+            return checkpoints[0]
+        if checkpoints:
+            names = ", ".join(path.name for path in checkpoints[:6])
             raise CheckpointError(
                 f"{folder} contains more than one checkpoint ({names}), and one may be stale; give the path of one file"
             )
@@ -203,25 +214,35 @@ def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
 def _open_sharded(index: Path, source: str) -> WeightFiles:
     weights, metadata = _read_index(index)
     files = sorted(set(weights.values()))
-    absent = [name for name in files if not os.path.isfile(index.parent / name)]
-    if absent:
+    missing = [name for name in files if not os.path.isfile(index.parent / name)]
+    if missing:
         raise CheckpointError(
-            f"{index}: {len(absent)} of {len(files)} shards are missing: {escape_text(', '.join(absent[:5]))}; copy them there"
+            f"{index}: {len(missing)} of {len(files)} shards are missing: {escape_text(', '.join(missing[:5]))}; copy them there"
         )
     shards = {name: _open_file(index.parent / name) for name in files}
-    lost = [escape_text(f"{name} (in {file})") for name, file in weights.items() if not shards[file].has_entry(name)]
-    if lost:
+    misplaced = [
+        escape_text(f"{name} (in {file})") for name, file in weights.items() if not shards[file].has_entry(name)
+    ]
+    if misplaced:
         raise CheckpointError(
-            f"{index}: the index does not fit its shards; {len(lost)} tensors are not where it says: {', '.join(lost[:5])}"
+            f"{index}: the index does not fit its shards; {len(misplaced)} tensors are not where it says: {', '.join(misplaced[:5])}"
         )
     tensors = {name: found for name, file in weights.items() if (found := shards[file].tensors.get(name)) is not None}
     objects = {name: shards[file].objects[name] for name, file in weights.items() if name not in tensors}
-    said = {**{k: v for shard in shards.values() for k, v in shard.metadata.items()}, **metadata}
-    return WeightFiles(source, tensors, _read_ties(said, tensors), objects)
+    all_metadata: dict[str, Any] = {}
+    for shard in shards.values():
+        all_metadata |= shard.metadata
+    all_metadata |= metadata  # the index takes precedence
+    return WeightFiles(source, tensors, _read_ties(all_metadata, tensors), objects)
 
 
 def _read_ties(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, str]:
-    return {k: v for k, v in metadata.items() if k not in tensors and isinstance(v, str) and v in tensors}
+    """Return the entries of a file's metadata that map a name without a tensor to the name of a stored tensor."""
+    return {
+        name: target
+        for name, target in metadata.items()
+        if name not in tensors and isinstance(target, str) and target in tensors
+    }
 
 
 @dataclass
@@ -262,16 +283,18 @@ def _open_pickled(path: Path) -> _OpenedFile:
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise CheckpointError(f"{path}: contains a {type(state).__name__} that is not a dict of names and tensors")
     objects = {n: value for n, value in state.items() if is_extra_state(n) and not isinstance(value, torch.Tensor)}
-    odd = next((n for n, value in state.items() if n not in objects and not isinstance(value, torch.Tensor)), None)
-    if odd is not None:
+    invalid_name = next(
+        (n for n, value in state.items() if n not in objects and not isinstance(value, torch.Tensor)), None
+    )
+    if invalid_name is not None:
         raise CheckpointError(
-            f"{path}: {odd!r} is a {type(state[odd]).__name__}, but a dict of weights contains only tensors"
+            f"{path}: {invalid_name!r} is a {type(state[invalid_name]).__name__}, but a dict of weights contains only tensors"
         )
     tensors = {name: value for name, value in state.items() if name not in objects}
-    return _OpenedFile(dict(_pickled_tensors(path, tensors)), objects=objects)
+    return _OpenedFile(dict(_wrap_pickled_tensors(path, tensors)), objects=objects)
 
 
-def _pickled_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, StoredTensor]]:
+def _wrap_pickled_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, StoredTensor]]:
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type != "cpu":
             raise CheckpointError(

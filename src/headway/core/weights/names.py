@@ -42,9 +42,12 @@ class TensorLocation:
     @property
     def tensor(self) -> torch.Tensor:
         """Tensor that is currently at this location."""
-        found = (self.module._parameters if self.is_parameter else self.module._buffers)[self.leaf]
-        assert found is not None
-        return found
+        tensors: Mapping[str, torch.Tensor | None] = (
+            self.module._parameters if self.is_parameter else self.module._buffers
+        )
+        tensor = tensors[self.leaf]
+        assert tensor is not None
+        return tensor
 
     def put_tensor(self, tensor: torch.Tensor) -> None:
         """Replace the tensor at this location, without the checks of `register_parameter` and `register_buffer`."""
@@ -80,31 +83,33 @@ def map_locations(model: nn.Module) -> dict[str, TensorLocation]:
     }
 
 
-def map_ties(places: Mapping[str, TensorLocation]) -> dict[str, list[str]]:
+def map_ties(locations: Mapping[str, TensorLocation]) -> dict[str, list[str]]:
     """Return a mapping from each tensor name to all names of the same tensor, including that name.
 
     Args:
-        places: Locations of the tensors, by name.
+        locations: Locations of the tensors, by name.
     """
     groups: defaultdict[int, list[str]] = defaultdict(list)
-    for name, place in places.items():
-        groups[id(place.tensor)].append(name)
+    for name, location in locations.items():
+        groups[id(location.tensor)].append(name)
     return {name: group for group in groups.values() for name in group}
 
 
-def assign_value(places: Mapping[str, TensorLocation], names: list[str], value: torch.Tensor, is_mapped: bool) -> None:
+def assign_value(
+    locations: Mapping[str, TensorLocation], names: list[str], value: torch.Tensor, is_mapped: bool
+) -> None:
     """Set the value of a tensor under all its names.
 
     If the tensor is on the value's device, its data is replaced. A meta tensor, or one on another device, is replaced
     by a new tensor.
 
     Args:
-        places: Locations of the model's tensors, by name.
+        locations: Locations of the model's tensors, by name.
         names: All names of the tensor.
         value: New value. It is not copied.
         is_mapped: Whether the value is in a mapped file.
     """
-    first = places[names[0]]
+    first = locations[names[0]]
     old = first.tensor
     new: torch.Tensor
     if old.is_meta or old.device != value.device:
@@ -115,8 +120,8 @@ def assign_value(places: Mapping[str, TensorLocation], names: list[str], value: 
     if is_mapped:
         mark_mapped(new)
     for name in names:
-        if places[name].tensor is not new:
-            places[name].put_tensor(new)
+        if locations[name].tensor is not new:
+            locations[name].put_tensor(new)
 
 
 def mark_mapped(tensor: torch.Tensor) -> None:
@@ -162,10 +167,10 @@ class Conversion:
         converter = deepcopy(self.converter)
         for key, pattern in self.sources:
             converter.add_tensor(self.target, key, pattern, read(key))
-        made = converter.convert(self.target, model=self.model, config=self.model.config)
+        computed_tensors = converter.convert(self.target, model=self.model, config=self.model.config)
         return {
             self.own_names.get(name, name): value[0] if isinstance(value, list) else value
-            for name, value in made.items()
+            for name, value in computed_tensors.items()
         }
 
 
@@ -191,7 +196,7 @@ class TensorSources:
 
 def match_names(
     model: nn.Module,
-    places: Mapping[str, TensorLocation],
+    locations: Mapping[str, TensorLocation],
     checkpoint: WeightFiles,
     strict: bool,
     computes_buffers: bool = False,
@@ -206,7 +211,7 @@ def match_names(
 
     Args:
         model: Model that loads the tensors.
-        places: Locations of the model's parameters and buffers, by name.
+        locations: Locations of the model's parameters and buffers, by name.
         checkpoint: Stored tensors.
         strict: Whether missing persistent buffers, missing extra states and unexpected names are errors.
         computes_buffers: Whether the model will compute its non-persistent buffers later. Default: False.
@@ -215,31 +220,33 @@ def match_names(
         CheckpointError: If names or shapes do not match, or a conversion fails. The message lists missing, unexpected
             and mismatched names. Missing and unexpected names are shown with the most similar name on the other side.
     """
-    sources = _find_sources(model, places, checkpoint)
-    groups = map_ties(places)
-    computed = {name for name, place in places.items() if computes_buffers and not place.is_persistent}
+    sources = _find_sources(model, locations, checkpoint)
+    groups = map_ties(locations)
+    computed = {name for name, location in locations.items() if computes_buffers and not location.is_persistent}
     missing = [
         name
-        for name, place in places.items()
-        if name not in computed and _is_missing(place, groups[name], sources.shapes, strict)
+        for name, location in locations.items()
+        if name not in computed and _is_missing(location, groups[name], sources.shapes, strict)
     ]
-    mismatched = [
-        f"{name}: {_describe_tensor(shape, dtype)} in the checkpoint, "
-        f"{_describe_tensor(place.tensor.shape, place.tensor.dtype)} in the model"
-        for name, place in places.items()
-        for shape, dtype in [sources.shapes.get(name, (tuple(place.tensor.shape), place.tensor.dtype))]
-        if shape != tuple(place.tensor.shape) or _get_kind(dtype) != _get_kind(place.tensor.dtype)
-    ]
-    takers = _map_extra_modules(model)
-    keys = {name: checkpoint.ties.get(name, name) for name in takers}
+    mismatched = []
+    for name, location in locations.items():
+        tensor = location.tensor
+        shape, dtype = sources.shapes.get(name, (tuple(tensor.shape), tensor.dtype))
+        if shape != tuple(tensor.shape) or _get_kind(dtype) != _get_kind(tensor.dtype):
+            mismatched.append(
+                f"{name}: {_describe_tensor(shape, dtype)} in the checkpoint, "
+                f"{_describe_tensor(tensor.shape, tensor.dtype)} in the model"
+            )
+    modules = _map_extra_modules(model)
+    keys = {name: checkpoint.ties.get(name, name) for name in modules}
     sources.extras = {n: key for n, key in keys.items() if key in checkpoint.tensors or key in checkpoint.objects}
     if strict:
-        missing += [name for name in takers if name not in sources.extras]
+        missing += [name for name in modules if name not in sources.extras]
     used = set(sources.extras.values())
     sources.unexpected = [name for name in (*sources.unexpected, *checkpoint.objects) if name not in used]
     unexpected = [name for name in sources.unexpected if not _is_ignored(model, name)]
     if missing or mismatched or (strict and unexpected):
-        raise CheckpointError(_describe_mismatches(checkpoint, missing, mismatched, unexpected, places))
+        raise CheckpointError(_describe_mismatches(checkpoint, missing, mismatched, unexpected, locations))
     if unexpected:
         logger.warning(
             "%s: %d stored tensors have no place in the model and were left out: %s (strict=True makes this an error)",
@@ -271,45 +278,53 @@ def load_extra_states(model: nn.Module, sources: TensorSources, checkpoint: Weig
         sources: Names that the extra states have in the checkpoint.
         checkpoint: Checkpoint with the stored tensors and objects.
     """
-    takers = _map_extra_modules(model)
+    modules = _map_extra_modules(model)
     for name, key in sources.extras.items():
         stored = checkpoint.tensors.get(key)
-        takers[name].set_extra_state(checkpoint.objects[key] if stored is None else stored.tensor().clone())
+        modules[name].set_extra_state(checkpoint.objects[key] if stored is None else stored.tensor().clone())
 
 
-def _is_missing(place: TensorLocation, group: list[str], found: Mapping[str, Any], strict: bool) -> bool:
-    if any(name in found for name in group):
+def _is_missing(location: TensorLocation, names: list[str], available: Mapping[str, Any], strict: bool) -> bool:
+    """Whether a tensor that the model needs is missing. A computed buffer that has values is not needed.
+
+    Args:
+        location: Location of the tensor in the model.
+        names: All names of the tensor.
+        available: Tensors that are in the checkpoint or computed by a conversion, by name in the model.
+        strict: Whether persistent buffers are needed even if the model has computed them.
+    """
+    if any(name in available for name in names):
         return False
-    if place.is_parameter:
+    if location.is_parameter:
         return True
-    return place.tensor.is_meta or (strict and place.is_persistent)
+    return location.tensor.is_meta or (strict and location.is_persistent)
 
 
-def _find_sources(model: nn.Module, places: Mapping[str, TensorLocation], checkpoint: WeightFiles) -> TensorSources:
+def _find_sources(model: nn.Module, locations: Mapping[str, TensorLocation], checkpoint: WeightFiles) -> TensorSources:
     stored = checkpoint.tensors
-    wanted = {name for name, place in places.items() if place.is_persistent}
+    model_names = {name for name, location in locations.items() if location.is_persistent}
     # The model can have compiled submodules, and so can the model that wrote the checkpoint.
-    own_names = dict(rename_bare_items((name, name) for name in wanted))
+    own_names = dict(rename_bare_items((name, name) for name in model_names))
     stored_names = dict(rename_bare_items((name, name) for name in stored))
     direct = {name: name for name in stored_names if name in own_names}
-    left = [name for name in stored_names if name not in direct]
-    if left and _is_transformers(model):
-        direct, conversions, left = _match_by_transformers(model, stored_names, set(own_names))
+    unmatched = [name for name in stored_names if name not in direct]
+    if unmatched and _is_transformers(model):
+        direct, conversions, unmatched = _match_by_transformers(model, stored_names, set(own_names))
         for each in conversions:
             each.target, each.own_names = own_names[each.target], own_names
             each.sources = [(stored_names[key], pattern) for key, pattern in each.sources]
     else:
         conversions = []
     sources = TensorSources({own_names[name]: stored_names[key] for name, key in direct.items()}, conversions)
-    sources.unexpected = [stored_names[name] for name in left]
+    sources.unexpected = [stored_names[name] for name in unmatched]
     for alias, name in checkpoint.ties.items():
         own = own_names.get(remove_compiled_levels(alias))
         if own is not None and own not in sources.direct:
             sources.direct[own] = name
     sources.shapes = {name: (stored[key].shape, stored[key].dtype) for name, key in sources.direct.items()}
     for conversion in sources.conversions:
-        made = _try_conversion(conversion, checkpoint)
-        sources.shapes.update({name: value for name, value in made.items() if name in wanted})
+        computed_tensors = _try_conversion(conversion, checkpoint)
+        sources.shapes.update({name: value for name, value in computed_tensors.items() if name in model_names})
     return sources
 
 
@@ -323,17 +338,17 @@ def _try_conversion(conversion: Conversion, checkpoint: WeightFiles) -> dict[str
         CheckpointError: If the conversion fails.
     """
 
-    def shape_only(key: str) -> torch.Tensor:
+    def make_meta_tensor(key: str) -> torch.Tensor:
         return torch.empty(checkpoint.tensors[key].shape, dtype=checkpoint.tensors[key].dtype, device="meta")
 
     try:
-        made = conversion.run(shape_only)
+        computed_tensors = conversion.run(make_meta_tensor)
     except Exception as error:
         keys = _list_with_nearest([key for key, _ in conversion.sources])
         raise CheckpointError(
             f"{checkpoint.source}: transformers' conversion to {conversion.target} fails on {keys}: {error}"
         ) from error
-    return {name: (tuple(value.shape), value.dtype) for name, value in made.items()}
+    return {name: (tuple(value.shape), value.dtype) for name, value in computed_tensors.items()}
 
 
 def _is_transformers(model: nn.Module) -> bool:
@@ -342,7 +357,7 @@ def _is_transformers(model: nn.Module) -> bool:
 
 
 def _match_by_transformers(
-    model: Any, stored: Iterable[str], wanted: set[str]
+    model: Any, stored: Iterable[str], model_names: set[str]
 ) -> tuple[dict[str, str], list[Conversion], list[str]]:
     """Match names with the mapping of transformers' own loader (core_model_loading.py, transformers 5).
 
@@ -352,7 +367,7 @@ def _match_by_transformers(
     Args:
         model: Model of transformers.
         stored: Names of the stored tensors.
-        wanted: Names of the model's tensors.
+        model_names: Names of the model's tensors.
 
     Returns:
         Triple of (mapping from names in the model to names in the checkpoint, conversions, stored names that match no
@@ -364,24 +379,25 @@ def _match_by_transformers(
     entries = get_model_conversion_mapping(model)
     renamings = [entry for entry in entries if isinstance(entry, rules.WeightRenaming)]
     converters = [entry for entry in entries if isinstance(entry, rules.WeightConverter)]
-    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    known, prefix = dict.fromkeys(wanted, True), model.base_model_prefix
+    converter_by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    known_names, prefix = dict.fromkeys(model_names, True), model.base_model_prefix
     direct: dict[str, str] = {}
     conversions: dict[str, Conversion] = {}
-    left: list[str] = []
+    unmatched: list[str] = []
     for key in sorted(stored, key=rules.dot_natural_key):
-        name, pattern = rules.rename_source_key(key, renamings, converters, prefix, known)
-        if name not in wanted:
-            plain, _ = rules.rename_source_key(key, [], [], prefix, known)
-            name, pattern = (plain, None) if plain in wanted else (name, pattern)
-        if name not in wanted:
-            left.append(key)
+        # The pattern is that of the conversion which computes the tensor, or None.
+        name, pattern = rules.rename_source_key(key, renamings, converters, prefix, known_names)
+        if name not in model_names:
+            unconverted_name, _ = rules.rename_source_key(key, [], [], prefix, known_names)
+            name, pattern = (unconverted_name, None) if unconverted_name in model_names else (name, pattern)
+        if name not in model_names:
+            unmatched.append(key)
         elif pattern is None:
             direct[name] = key
         else:
-            conversion = conversions.setdefault(name, Conversion(name, by_pattern[pattern], model))
+            conversion = conversions.setdefault(name, Conversion(name, converter_by_pattern[pattern], model))
             conversion.sources.append((key, pattern))
-    return direct, list(conversions.values()), left
+    return direct, list(conversions.values()), unmatched
 
 
 def _is_ignored(model: nn.Module, name: str) -> bool:
@@ -394,7 +410,7 @@ def _describe_mismatches(
     missing: list[str],
     mismatched: list[str],
     unexpected: list[str],
-    places: Mapping[str, TensorLocation],
+    locations: Mapping[str, TensorLocation],
 ) -> str:
     lines = [f"{checkpoint.source} does not fit the model; nothing was loaded."]
     if missing:
@@ -403,9 +419,9 @@ def _describe_mismatches(
         lines.append(f"Mismatched ({len(mismatched)}): {'; '.join(mismatched[:_SHOWN])}.")
     if unexpected:
         lines.append(
-            f"Without a place in the model ({len(unexpected)}): {_list_with_nearest(unexpected, missing or list(places))}."
+            f"Without a place in the model ({len(unexpected)}): {_list_with_nearest(unexpected, missing or list(locations))}."
         )
-    if any(name in places and not places[name].is_persistent for name in missing):
+    if any(name in locations and not locations[name].is_persistent for name in missing):
         lines.append(
             "A buffer that no checkpoint holds is computed by its module: build with init_empty_weights(), which does that."
         )

@@ -58,26 +58,27 @@ class TensorSplit:
     writers: tuple[int, ...]
 
     @cached_property
-    def starts(self) -> list[dict[int, int]]:
+    def positions_by_start(self) -> list[dict[int, int]]:
         """For each dim, a mapping from the first index of each box to the position of the box along the dim."""
-        return [
-            {begin: number for number, (begin, _) in enumerate(zip(accumulate(sizes, initial=0), sizes))}
-            for sizes in self.sizes
-        ]
+        positions: list[dict[int, int]] = []
+        for sizes in self.sizes:
+            starts = list(accumulate(sizes, initial=0))[:-1]
+            positions.append({start: position for position, start in enumerate(starts)})
+        return positions
 
     def iterate_boxes(self) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """Yield (writer, offsets, shape) for every box, in row-major order."""
-        along = [list(zip(starts, sizes)) for starts, sizes in zip(self.starts, self.sizes)]
-        for place, writer in zip(product(*along), self.writers):
-            yield writer, tuple(start for start, _ in place), tuple(size for _, size in place)
+        intervals = [list(zip(starts, sizes)) for starts, sizes in zip(self.positions_by_start, self.sizes)]
+        for box, writer in zip(product(*intervals), self.writers):
+            yield writer, tuple(start for start, _ in box), tuple(size for _, size in box)
 
     @cached_property
-    def numbers(self) -> dict[int, int]:
+    def last_box_by_writer(self) -> dict[int, int]:
         """Mapping from each writing rank to the row-major index of the last box (block of the tensor) it writes."""
         return {rank: number for number, rank in enumerate(self.writers)}
 
     @cached_property
-    def rows(self) -> list[list[tuple[int, int]]]:
+    def size_runs(self) -> list[list[tuple[int, int]]]:
         """Run-length encoding of `sizes`.
 
         For each dim, there are pairs of (length, number of consecutive boxes with this length).
@@ -85,20 +86,20 @@ class TensorSplit:
         return [[(size, len(list(run))) for size, run in groupby(sizes)] for sizes in self.sizes]
 
     @cached_property
-    def steps(self) -> list[tuple[int, int, int]]:
+    def writer_progressions(self) -> list[tuple[int, int, int]]:
         """Encoding of `writers` as arithmetic progressions, which are triples of (first, positive step, count)."""
-        made: list[tuple[int, int, int]] = []
-        for value in self.writers:
-            if made:
-                first, step, count = made[-1]
-                if count == 1 and value > first:
-                    made[-1] = (first, value - first, 2)
+        progressions: list[tuple[int, int, int]] = []
+        for writer in self.writers:
+            if progressions:
+                first, step, count = progressions[-1]
+                if count == 1 and writer > first:
+                    progressions[-1] = (first, writer - first, 2)
                     continue
-                if count > 1 and value == first + step * count:
-                    made[-1] = (first, step, count + 1)
+                if count > 1 and writer == first + step * count:
+                    progressions[-1] = (first, step, count + 1)
                     continue
-            made.append((value, 1, 1))
-        return made
+            progressions.append((writer, 1, 1))
+        return progressions
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def is_dtensor(value: Any) -> "TypeGuard[DTensor]":
     return module is not None and isinstance(value, module.DTensor)
 
 
-def is_spread(value: Any) -> bool:
+def is_sharded(value: Any) -> bool:
     """Whether a value has a type for sharded tensors: DTensor or `ShardPiece`."""
     return isinstance(value, ShardPiece) or is_dtensor(value)
 
@@ -205,11 +206,12 @@ def get_memory_key(value: Any) -> tuple[Any, ...]:
     `data_ptr()` cannot be used, because it is 0 for a DTensor, and empty shards have no address. DTensors and shards
     are identified by their storage object instead.
     """
-    if is_spread(value) and not (isinstance(value, ShardPiece) and value.local is None and not value.boxes):
-        local, storage = get_local_part(value), get_local_part(value).untyped_storage()
-        where = (storage._cdata, local.storage_offset(), tuple(local.shape), tuple(local.stride()))
-        placed = str(value.placements) if is_dtensor(value) else tuple(box.offsets for box in value.boxes)
-        return (*where, tuple(value.shape), value.dtype, placed)
+    if is_sharded(value) and not (isinstance(value, ShardPiece) and value.local is None and not value.boxes):
+        local = get_local_part(value)
+        storage_id = local.untyped_storage()._cdata
+        layout = (storage_id, local.storage_offset(), tuple(local.shape), tuple(local.stride()))
+        placement = str(value.placements) if is_dtensor(value) else tuple(box.offsets for box in value.boxes)
+        return (*layout, tuple(value.shape), value.dtype, placement)
     if isinstance(value, torch.Tensor):
         return (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
     return (id(value),)  # no values on this rank, or not in memory
@@ -229,44 +231,48 @@ def compute_ranges(length: int, cuts: Sequence[tuple[int | None, int]]) -> dict[
     Returns:
         Index ranges by coordinate. A coordinate has one index per mesh axis in `cuts`.
     """
-    state: dict[tuple[int, ...], list[IndexRange]] = {(): [(0, length)] if length else []}
-    for factor, num in cuts:
-        state = {
-            (*coordinate, index): _merge_ranges(run for each in parts for run in each[index])
-            for coordinate, runs in state.items()
-            for parts in [[_chunk_ranges(part, num) for part in (_chunk_ranges(runs, factor) if factor else [runs])]]
-            for index in range(num)
-        }
-    return state
+    ranges_by_coordinate: dict[tuple[int, ...], list[IndexRange]] = {(): [(0, length)] if length else []}
+    for split_factor, num_ranks in cuts:
+        previous, ranges_by_coordinate = ranges_by_coordinate, {}
+        for coordinate, ranges in previous.items():
+            # `_StridedShard` first splits the dim into `split_factor` parts. Each rank gets a chunk of every part.
+            parts = _chunk_ranges(ranges, split_factor) if split_factor else [ranges]
+            chunks_by_part = [_chunk_ranges(part, num_ranks) for part in parts]
+            for index in range(num_ranks):
+                own_ranges = (each for chunks in chunks_by_part for each in chunks[index])
+                longer_coordinate = (*coordinate, index)
+                ranges_by_coordinate[longer_coordinate] = _merge_ranges(own_ranges)
+    return ranges_by_coordinate
 
 
-def _chunk_ranges(runs: Sequence[IndexRange], num: int) -> list[list[IndexRange]]:
-    """Split index ranges into `num` chunks like `torch.chunk`: equal chunks, then a shorter one, then empty ones.
+def _chunk_ranges(ranges: Sequence[IndexRange], num_chunks: int) -> list[list[IndexRange]]:
+    """Split index ranges into chunks like `torch.chunk`: equal chunks, then a shorter one, then empty ones.
 
     Args:
-        runs: Index ranges, which are treated as one sequence of indices.
-        num: Number of chunks.
+        ranges: Index ranges, which are treated as one sequence of indices.
+        num_chunks: Number of chunks.
     """
-    size = -(-sum(stop - start for start, stop in runs) // num)
-    made: list[list[IndexRange]] = [[] for _ in range(num)]
-    place = 0
-    for start, stop in runs:
+    chunk_size = -(-sum(stop - start for start, stop in ranges) // num_chunks)
+    chunks: list[list[IndexRange]] = [[] for _ in range(num_chunks)]
+    position = 0  # in the sequence of all indices
+    for start, stop in ranges:
         while start < stop:
-            index = place // size
-            end = min(stop, start + (index + 1) * size - place)
-            made[index].append((start, end))
-            place, start = place + end - start, end
-    return made
+            index = position // chunk_size
+            end = min(stop, start + (index + 1) * chunk_size - position)
+            chunks[index].append((start, end))
+            position, start = position + end - start, end
+    return chunks
 
 
-def _merge_ranges(runs: Iterable[IndexRange]) -> list[IndexRange]:
-    made: list[IndexRange] = []
-    for start, stop in runs:
-        if made and made[-1][1] == start:
-            made[-1] = (made[-1][0], stop)
+def _merge_ranges(ranges: Iterable[IndexRange]) -> list[IndexRange]:
+    """Join each range with the previous one if it begins where that one ends."""
+    merged: list[IndexRange] = []
+    for start, stop in ranges:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
         else:
-            made.append((start, stop))
-    return made
+            merged.append((start, stop))
+    return merged
 
 
 def list_cuts(tensor: "DTensor") -> list[list[tuple[int, int | None]]]:
@@ -281,17 +287,17 @@ def list_cuts(tensor: "DTensor") -> list[list[tuple[int, int | None]]]:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    found: list[list[tuple[int, int | None]]] = [[] for _ in tensor.shape]
+    cuts: list[list[tuple[int, int | None]]] = [[] for _ in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard | _StridedShard):
             factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else None
-            found[placement.dim % tensor.ndim].append((axis, factor))
+            cuts[placement.dim % tensor.ndim].append((axis, factor))
         elif not isinstance(placement, Replicate):
             raise CheckpointError(
                 f"a DTensor of shape {tuple(tensor.shape)} is placed as {placement}: its ranks hold sums that were not reduced yet. "
                 "Let state_dict() return tensor.redistribute(placements=[Replicate()])"
             )
-    return found
+    return cuts
 
 
 def iterate_boxes(tensor: "DTensor") -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
@@ -307,22 +313,24 @@ def iterate_boxes(tensor: "DTensor") -> Iterator[tuple[tuple[int, ...], tuple[sl
     coordinate, mesh = tensor.device_mesh.get_coordinate(), tensor.device_mesh
     if coordinate is None:
         return
-    along = []
+    own_ranges: list[list[IndexRange]] = []
     for length, cuts in zip(tensor.shape, list_cuts(tensor)):
-        state = compute_ranges(length, [(factor, mesh.size(axis)) for axis, factor in cuts])
-        along.append(state[tuple(coordinate[axis] for axis, _ in cuts)])
-    shape, local = tuple(sum(stop - start for start, stop in runs) for runs in along), get_local_part(tensor)
+        ranges_by_coordinate = compute_ranges(length, [(factor, mesh.size(axis)) for axis, factor in cuts])
+        own_ranges.append(ranges_by_coordinate[tuple(coordinate[axis] for axis, _ in cuts)])
+    local = get_local_part(tensor)
+    shape = tuple(sum(stop - start for start, stop in ranges) for ranges in own_ranges)
     if prod(shape) != local.numel() or (local.numel() and shape != tuple(local.shape)):
         raise CheckpointError(
             f"a DTensor of shape {tuple(tensor.shape)} holds {tuple(local.shape)} here, where {tensor.placements} give {shape}"
         )
-    for runs in product(*map(_with_places, along)):
-        yield tuple(start for start, _ in runs), tuple(where for _, where in runs)
+    for box in product(*map(_pair_with_slices, own_ranges)):
+        yield tuple(start for start, _ in box), tuple(local_slice for _, local_slice in box)
 
 
-def _with_places(runs: Sequence[IndexRange]) -> list[tuple[int, slice]]:
-    ends = accumulate(stop - start for start, stop in runs)
-    return [(start, slice(end - (stop - start), end)) for (start, stop), end in zip(runs, ends)]
+def _pair_with_slices(ranges: Sequence[IndexRange]) -> list[tuple[int, slice]]:
+    """Return, for each index range, a pair of (its first index, slice of the local tensor that holds it)."""
+    ends = accumulate(stop - start for start, stop in ranges)
+    return [(start, slice(end - (stop - start), end)) for (start, stop), end in zip(ranges, ends)]
 
 
 def list_own_boxes(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
@@ -336,7 +344,7 @@ def list_own_boxes(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
     if is_dtensor(value):
         local = get_local_part(value)
         return [(offsets, local[where]) for offsets, where in iterate_boxes(value)]
-    if is_spread(value):
+    if is_sharded(value):
         return [(box.offsets, box.values) for box in value.boxes]
     return [((0,) * value.ndim, value)]
 
@@ -350,8 +358,11 @@ class ShardCutter:
 
     def __init__(self) -> None:
         self._splits: dict[tuple[Any, ...], TensorSplit] = {}
+        """Splits by everything that determines them, because many tensors have equal ones."""
         self._ranks: dict[int, tuple[Any, numpy.ndarray[Any, Any]]] = {}
-        self._written: dict[int, list[int]] = {}
+        """Pair of (mesh, result of `_list_ranks`) by the mesh's `id`. The mesh is kept, so that its `id` stays unique."""
+        self._written_bytes: dict[int, list[int]] = {}
+        """Bytes that each replica writes, by the number of replicas."""
 
     def cut_tensor(self, tensor: "DTensor") -> ShardPiece:
         """Return this rank's `ShardPiece` of a DTensor.
@@ -361,25 +372,26 @@ class ShardCutter:
                 placements imply.
         """
         cuts, ranks = list_cuts(tensor), self._list_ranks(tensor.device_mesh)
-        cutting = [axis for each in cuts for axis, _ in each]
-        copies = [axis for axis in range(1, ranks.ndim) if axis - 1 not in cutting]
-        num_copies = ranks.shape[0] * prod(ranks.shape[axis] for axis in copies)
-        written = self._written.setdefault(num_copies, [0] * num_copies)
-        copy = written.index(min(written))
-        written[copy] += tensor.numel() * tensor.dtype.itemsize
-        key = (id(tensor.device_mesh), tuple(tensor.shape), str(tensor.placements), copy)
+        sharding_axes = [axis for each in cuts for axis, _ in each]
+        # Axes of `ranks`, whose first one is not a mesh dim. Ranks that differ only along them hold equal boxes.
+        replica_axes = [axis for axis in range(1, ranks.ndim) if axis - 1 not in sharding_axes]
+        num_replicas = ranks.shape[0] * prod(ranks.shape[axis] for axis in replica_axes)
+        written_bytes = self._written_bytes.setdefault(num_replicas, [0] * num_replicas)
+        replica = written_bytes.index(min(written_bytes))
+        written_bytes[replica] += tensor.numel() * tensor.dtype.itemsize
+        key = (id(tensor.device_mesh), tuple(tensor.shape), str(tensor.placements), replica)
         if key not in self._splits:
-            ordered = numpy.moveaxis(ranks, copies, range(1, len(copies) + 1))
-            rest = ordered.shape[len(copies) + 1 :]
-            self._splits[key] = _split_dtensor(tensor, cuts, ordered.reshape(num_copies, *rest)[copy])
+            ordered = numpy.moveaxis(ranks, replica_axes, range(1, len(replica_axes) + 1))
+            rest = ordered.shape[len(replica_axes) + 1 :]
+            self._splits[key] = _split_dtensor(tensor, cuts, ordered.reshape(num_replicas, *rest)[replica])
         split, local = self._splits[key], get_local_part(tensor)
         rank = tensor.device_mesh.get_rank()
         boxes = []
-        for offsets, where in iterate_boxes(tensor):
-            index = 0
-            for start, known in zip(offsets, split.starts):
-                index = index * len(known) + known[start]
-            boxes.append(TensorBox(offsets, local[where], split.writers[index] == rank))
+        for offsets, local_slices in iterate_boxes(tensor):
+            index = 0  # row-major index of the box in the grid
+            for start, positions in zip(offsets, split.positions_by_start):
+                index = index * len(positions) + positions[start]
+            boxes.append(TensorBox(offsets, local[local_slices], split.writers[index] == rank))
         return ShardPiece(tuple(tensor.shape), tensor.dtype, tuple(boxes), local, split)
 
     def _list_ranks(self, mesh: Any) -> "numpy.ndarray[Any, Any]":
@@ -388,24 +400,26 @@ class ShardCutter:
         The mesh can be part of a larger mesh. The tensor is then replicated along the larger mesh's other dims, except
         along pipeline stages.
         """
-        found = self._ranks.get(id(mesh))
-        if found is None:
-            own, root = mesh.mesh.cpu().numpy(), mesh._get_root_mesh()
-            whole, names = root.mesh.cpu().numpy(), root.mesh_dim_names or ()
-            places = {int(rank): place for place, rank in numpy.ndenumerate(whole)}
-            within = numpy.array([places[int(rank)] for rank in own.reshape(-1)]).reshape(own.size, whole.ndim)
-            fixed = [
+        if id(mesh) not in self._ranks:
+            own_ranks, root = mesh.mesh.cpu().numpy(), mesh._get_root_mesh()
+            all_ranks, names = root.mesh.cpu().numpy(), root.mesh_dim_names or ()
+            coordinate_by_rank = {int(rank): coordinate for coordinate, rank in numpy.ndenumerate(all_ranks)}
+            coordinates = numpy.array([coordinate_by_rank[int(rank)] for rank in own_ranks.reshape(-1)])
+            coordinates = coordinates.reshape(own_ranks.size, all_ranks.ndim)
+            # All ranks of this mesh have the same coordinate along these axes: the tensor is replicated along them.
+            replica_axes = [
                 axis
-                for axis in range(whole.ndim)
-                if (within[:, axis] == within[0, axis]).all() and names[axis : axis + 1] != ("pp",)
+                for axis in range(all_ranks.ndim)
+                if (coordinates[:, axis] == coordinates[0, axis]).all() and names[axis : axis + 1] != ("pp",)
             ]
-            copies = []
-            for values in product(*(range(whole.shape[axis]) for axis in fixed)):
-                moved = within.copy()
-                moved[:, fixed] = values
-                copies.append(whole[tuple(moved.T)].reshape(own.shape))
-            found = self._ranks[id(mesh)] = mesh, numpy.stack(copies)
-        return found[1]
+            replicas = []
+            for values in product(*(range(all_ranks.shape[axis]) for axis in replica_axes)):
+                moved = coordinates.copy()
+                moved[:, replica_axes] = values
+                replicas.append(all_ranks[tuple(moved.T)].reshape(own_ranks.shape))
+            self._ranks[id(mesh)] = mesh, numpy.stack(replicas)
+        _, ranks = self._ranks[id(mesh)]
+        return ranks
 
 
 def _split_dtensor(
@@ -420,16 +434,18 @@ def _split_dtensor(
         ranks: Ranks indexed by the coordinates along the sharding mesh dims, in the mesh's order.
     """
     mesh = tensor.device_mesh
-    order = sorted(axis for each in cuts for axis, _ in each)
+    sharding_axes = sorted(axis for each in cuts for axis, _ in each)
     sizes: list[tuple[int, ...]] = []
-    index: list[Any] = [0] * len(order)
-    for dim, (length, each) in enumerate(zip(tensor.shape, cuts)):
-        state = compute_ranges(length, [(factor, mesh.size(axis)) for axis, factor in each])
-        found = sorted((run, coordinate) for coordinate, runs in state.items() for run in runs)
-        sizes.append(tuple(stop - start for (start, stop), _ in found))
-        for number, (axis, _) in enumerate(each):
-            along = numpy.array([coordinate[number] for _, coordinate in found], dtype=numpy.int64)
-            index[order.index(axis)] = along.reshape([-1 if other == dim else 1 for other in range(tensor.ndim)])
-    shape = tuple(map(len, sizes))
-    chosen = ranks[tuple(index)] if order else ranks
-    return TensorSplit(tuple(sizes), tuple(int(rank) for rank in numpy.broadcast_to(chosen, shape).reshape(-1)))
+    # For each sharding mesh dim, the coordinate of each box along it, in an array that broadcasts to the grid of boxes.
+    coordinates: list[Any] = [0] * len(sharding_axes)
+    for dim, (length, dim_cuts) in enumerate(zip(tensor.shape, cuts)):
+        ranges_by_coordinate = compute_ranges(length, [(factor, mesh.size(axis)) for axis, factor in dim_cuts])
+        in_order = sorted((each, coordinate) for coordinate, ranges in ranges_by_coordinate.items() for each in ranges)
+        sizes.append(tuple(stop - start for (start, stop), _ in in_order))
+        for number, (axis, _) in enumerate(dim_cuts):
+            along_dim = numpy.array([coordinate[number] for _, coordinate in in_order], dtype=numpy.int64)
+            grid_shape = [-1 if other == dim else 1 for other in range(tensor.ndim)]
+            coordinates[sharding_axes.index(axis)] = along_dim.reshape(grid_shape)
+    writers = ranks[tuple(coordinates)] if sharding_axes else ranks
+    writers = numpy.broadcast_to(writers, tuple(map(len, sizes)))
+    return TensorSplit(tuple(sizes), tuple(int(rank) for rank in writers.reshape(-1)))

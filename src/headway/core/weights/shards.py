@@ -44,6 +44,7 @@ DTYPES = {
 }
 """Mapping from dtype names in the safetensors format to torch dtypes."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+"""Mapping from torch dtypes to their names in the safetensors format."""
 
 MAX_HEADER = 100_000_000
 """Maximum header length in bytes that the safetensors library accepts."""
@@ -52,7 +53,7 @@ BLOCK = 1024 * 1024
 """Bytes per write. A block of this size stays in the processor's cache while it is hashed."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by their size in bytes."""
-_COUNTED = {DTYPES[code] for code in ("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")}
+_COPYABLE_INTEGERS = {DTYPES[code] for code in ("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")}
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,10 @@ def find_dtype(name: Any) -> torch.dtype:
     Raises:
         CheckpointError: If this version of torch has no such dtype.
     """
-    found = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{name!r} is not a dtype of torch {torch.__version__}")
-    return found
+    return dtype
 
 
 # -------------------------------------------------------------------- values as bytes
@@ -100,7 +101,7 @@ def view_as_bits(tensor: torch.Tensor) -> torch.Tensor:
     size. Some dtypes (int4, uint4 and similar ones) can be stored and viewed in torch, but neither copied nor cast.
     """
     dtype = tensor.dtype
-    if dtype in _COUNTED or dtype.is_floating_point or dtype.is_complex:
+    if dtype in _COPYABLE_INTEGERS or dtype.is_floating_point or dtype.is_complex:
         return tensor
     return tensor.view(INTEGERS[dtype.itemsize])
 
@@ -118,19 +119,19 @@ def get_raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_bit_identical(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal in dtype, shape and every bit."""
-    is_alike = one.dtype == other.dtype and one.shape == other.shape
-    return is_alike and torch.equal(get_raw_bytes(one), get_raw_bytes(other))
+    has_equal_layout = one.dtype == other.dtype and one.shape == other.shape
+    return has_equal_layout and torch.equal(get_raw_bytes(one), get_raw_bytes(other))
 
 
 # -------------------------------------------------------------------- read
 
 
-StoredPlaces = dict[str, tuple[TensorSpec, int]]
+TensorOffsets = dict[str, tuple[TensorSpec, int]]
 """Mapping from each tensor's name to a pair of (shape and dtype, file offset of its values)."""
 
 
 @pause_garbage_collection()
-def read_header(file: BinaryIO, path: Path) -> tuple[StoredPlaces, dict[str, Any]]:
+def read_header(file: BinaryIO, path: Path) -> tuple[TensorOffsets, dict[str, Any]]:
     """Read a safetensors file's header, and check it against the file's length.
 
     Args:
@@ -155,7 +156,7 @@ def read_header(file: BinaryIO, path: Path) -> tuple[StoredPlaces, dict[str, Any
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
-        header = json.loads(text, object_pairs_hook=_without_doubles)
+        header = json.loads(text, object_pairs_hook=_refuse_duplicates)
     except (ValueError, RecursionError, CheckpointError) as error:
         raise CheckpointError(f"{path}: the header is damaged ({error})") from error
     if not isinstance(header, dict):
@@ -168,20 +169,19 @@ def read_header(file: BinaryIO, path: Path) -> tuple[StoredPlaces, dict[str, Any
             raise CheckpointError(f"{path}: the header is damaged (tensors overlap or leave holes at byte {end})")
         end += num_bytes
     if end != size:
-        state = (
-            f"truncated: {end - size} bytes are missing"
-            if end > size
-            else f"{size - end} bytes longer than its header says"
-        )
-        raise CheckpointError(f"{path}: the file is {state}; copy or download it again")
+        if end > size:
+            problem = f"truncated: {end - size} bytes are missing"
+        else:
+            problem = f"{size - end} bytes longer than its header says"
+        raise CheckpointError(f"{path}: the file is {problem}; copy or download it again")
     return tensors, metadata if isinstance(metadata, dict) else {}
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
         raise CheckpointError("a name occurs twice")
-    return found
+    return table
 
 
 def _parse_entry(path: Path, name: str, entry: Any, start: int) -> tuple[TensorSpec, int]:
@@ -245,7 +245,7 @@ def write_file(
             `specs`, which can leave an incomplete file.
     """
     header, starts = encode_header(specs, metadata or {})
-    left = set(specs)
+    unwritten = set(specs)
     try:
         # Small tensors are collected in the buffer and written together. Larger blocks bypass it.
         with path.open("wb", buffering=BLOCK) as file:
@@ -259,10 +259,10 @@ def write_file(
                 if file.tell() != starts[name]:
                     file.seek(starts[name])
                 _write_all(file, memoryview(get_raw_bytes(tensor).numpy()))  # type: ignore[arg-type]
-                left.discard(name)
+                unwritten.discard(name)
                 del tensor  # free it before the next one is produced
-            if left:
-                raise CheckpointError(f"{path}: no values came for {', '.join(sorted(left)[:5])}")
+            if unwritten:
+                raise CheckpointError(f"{path}: no values came for {', '.join(sorted(unwritten)[:5])}")
     except OSError as error:
         _add_path(error, path)
         raise

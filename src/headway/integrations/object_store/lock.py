@@ -17,7 +17,7 @@ from headway.core.checkpoint import lock
 from headway.errors import CheckpointError
 
 
-class ObjectLock(lock.PlaceLock):
+class ObjectLock(lock.CheckpointLock):
     """Lock on a checkpoint directory in an object store. The lock is an object next to the directory.
 
     Args:
@@ -49,7 +49,7 @@ class ObjectLock(lock.PlaceLock):
         """
         if self._etag and not self._beat_once():
             found = self._path.client.get(self._path.key)
-            raise CheckpointError(self._describe_holder(b"" if found is None else found[0], lock.TAKEN))
+            raise CheckpointError(self._describe_owner(b"" if found is None else found[0], lock.TAKEN))
 
     def _remove_lock(self) -> None:
         # If a request fails, the object stays, and other runs consider its holder dead after lock.SILENCE seconds.
@@ -102,7 +102,7 @@ class ObjectLock(lock.PlaceLock):
         Raises:
             CheckpointError: If the owner rewrites the object, and is therefore alive.
         """
-        client, key, lives = self._path.client, self._path.key, lock.is_holder_alive(text)
+        client, key, lives = self._path.client, self._path.key, lock.is_owner_alive(text)
         if lives is None:
             self._warn_of_wait(text)
         until = time.monotonic() + (lock.SILENCE if lives is None else 0)
@@ -115,10 +115,10 @@ class ObjectLock(lock.PlaceLock):
             if lives:
                 break
         if lives:
-            raise CheckpointError(self._describe_holder(text, lock.IN_USE))
+            raise CheckpointError(self._describe_owner(text, lock.IN_USE))
 
     def _beat_until_over(self) -> None:
-        while not self._over.wait(lock.BEAT):
+        while not self._end.wait(lock.BEAT):
             with contextlib.suppress(CheckpointError):  # the store might be unavailable for a while
                 if not self._beat_once():
                     return

@@ -194,12 +194,12 @@ class ObjectStore:
         folder: URL of the checkpoint, or prefix of the checkpoints.
 
     Attributes:
-        poll: Seconds between two checks for files of other ranks.
+        poll_seconds: Seconds between two checks for files of other ranks.
         needs_lock: Whether saves to a folder that the caller names need a lock.
         verifies_on_read: Whether readers compare each block of a file with its hash when they download it.
     """
 
-    poll = 0.1
+    poll_seconds = 0.1
     needs_lock = True
     verifies_on_read = True
 
@@ -265,13 +265,13 @@ class ObjectStore:
         if known is not None and self.folder.name not in known:
             self.folder.client.delete([each.key for _, each in self.folder.list_objects()])
 
-    def commit(self, staging: Path, manifest: Manifest, fence: Callable[[], None]) -> None:
+    def commit(self, staging: Path, manifest: Manifest, ensure_locked: Callable[[], None]) -> None:
         """Commit uploaded files as a checkpoint, with one conditional write of the manifest.
 
         Args:
             staging: Prefix of the uploaded files.
             manifest: Manifest with file names relative to `staging`.
-            fence: Function that raises `CheckpointError` if another run has taken the lock. That run might have removed
+            ensure_locked: Function that raises `CheckpointError` if another run has taken the lock. That run might have removed
                 the files.
 
         Raises:
@@ -286,14 +286,14 @@ class ObjectStore:
             raise CheckpointError(f"{self.folder} cannot be committed: {problem}")
         path = self.folder / MANIFEST
         former = path.client.get(path.key)
-        fence()
+        ensure_locked()
         tag = path.client.put(path.key, data, None if former is None else former[1])
         if tag is None:
             raise CheckpointError(
                 f"{self.folder} was committed by another run at the same time; give each run its own location"
             )
         try:
-            fence()
+            ensure_locked()
         except ObjectStoreError:
             pass  # the store does not answer, so the commit counts as successful
         except CheckpointError:

@@ -14,7 +14,7 @@ TENSORS = {
 
 def make_job(folder, nonce="0" * 16, **more):
     """Return a save job for `checkpoint_1` in the folder, with `TENSORS`. Keyword arguments replace its parts."""
-    share = writer.DiskShare(**{name: more.pop(name) for name in ("part", "num_parts", "leads") if name in more})
+    share = writer.DiskShare(**{name: more.pop(name) for name in ("part", "num_parts", "is_committer") if name in more})
     content = {"tensors": TENSORS, "aliases": {"model/0/tied": "model/0/a"}, "state": {"clock": [1]}}
     content = CollectedState(**{name: more.pop(name, value) for name, value in content.items()})
     given = {"final": folder / "checkpoint_1", "nonce": nonce, "share": share, "policy": writer.SavePolicy(), "content": content,
@@ -27,4 +27,4 @@ def save(folder, **more):
     made = make_job(folder, **more)
     writer.create_staging(made)
     writer.mark_as_writing(made)
-    return writer.write(made)
+    return writer.write_checkpoint(made)

@@ -303,7 +303,9 @@ def test_load_that_fails_on_another_rank_is_undone_here():
     counter = Counter()
     found = CollectedState(state={"extra": [], "optimizer": [], "custom": [{"count": 5}]})
     with pytest.raises(CheckpointError, match="rank 1: it broke"):
-        restore_objects(collect_custom_objects(counter), found, agree=lambda failure: [failure or "rank 1: it broke"])
+        restore_objects(
+            collect_custom_objects(counter), found, exchange_errors=lambda failure: [failure or "rank 1: it broke"]
+        )
     assert counter.count == 0
 
 
@@ -316,7 +318,9 @@ def test_undo_restores_the_optimizers_own_tensors():
     found = copy.deepcopy(collect_state(collect_objects(model, optimizer)))
     found.state["optimizer"][0]["groups"][0]["lr"] = 7.0
     with pytest.raises(CheckpointError):
-        restore_objects(collect_objects(model, optimizer), found, agree=lambda failure: ["another rank failed"])
+        restore_objects(
+            collect_objects(model, optimizer), found, exchange_errors=lambda failure: ["another rank failed"]
+        )
     assert all(optimizer.state[p]["momentum_buffer"] is tensor for p, tensor in before.items())
     assert optimizer.param_groups[0]["lr"] == 0.1
 

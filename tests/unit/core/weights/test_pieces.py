@@ -8,7 +8,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from headway.core.weights.export import split_ties
-from headway.core.weights.pieces import ShardPiece, TensorBox, TensorSplit, compute_ranges, get_local_part, is_spread
+from headway.core.weights.pieces import ShardPiece, TensorBox, TensorSplit, compute_ranges, get_local_part, is_sharded
 from tests.unit.core.checkpoint.amount import EXAMPLES
 
 
@@ -31,11 +31,11 @@ def test_dim_is_split_like_by_torch(length, cuts):
 
 def test_equal_runs_and_writers_are_counted():
     split = TensorSplit(((4, 4, 4, 2), (3,)), (0, 2, 4, 6, 1, 3, 5, 9))
-    assert split.rows == [[(4, 3), (2, 1)], [(3, 1)]]
-    assert split.steps == [(0, 2, 4), (1, 2, 3), (9, 1, 1)]
-    assert split.numbers[9] == 7
-    assert split.starts == [{0: 0, 4: 1, 8: 2, 12: 3}, {0: 0}]
-    assert TensorSplit(((1, 1, 1),), (5, 3, 3)).steps == [(5, 1, 1), (3, 1, 1), (3, 1, 1)]
+    assert split.size_runs == [[(4, 3), (2, 1)], [(3, 1)]]
+    assert split.writer_progressions == [(0, 2, 4), (1, 2, 3), (9, 1, 1)]
+    assert split.last_box_by_writer[9] == 7
+    assert split.positions_by_start == [{0: 0, 4: 1, 8: 2, 12: 3}, {0: 0}]
+    assert TensorSplit(((1, 1, 1),), (5, 3, 3)).writer_progressions == [(5, 1, 1), (3, 1, 1), (3, 1, 1)]
 
 
 def test_pieces_are_tied_by_their_memory():
@@ -47,6 +47,6 @@ def test_pieces_are_tied_by_their_memory():
     assert list(kept) == ["a", "b", "d", "e"]
     empty = [ShardPiece((16,), torch.float32, ()) for _ in range(2)]
     assert split_ties([("a", empty[0]), ("b", empty[1])])[1] == {}
-    assert is_spread(one)
-    assert not is_spread(memory)
+    assert is_sharded(one)
+    assert not is_sharded(memory)
     assert get_local_part(empty[0]).numel() == 0

@@ -27,18 +27,18 @@ class TypedReader:
     value: Any
     where: str
 
-    def raise_error(self, wanted: str) -> NoReturn:
+    def raise_error(self, expected: str) -> NoReturn:
         """Raise `CheckpointError` because the value is not what is expected.
 
         Args:
-            wanted: Description of the expected value.
+            expected: Description of the expected value.
 
         Raises:
             CheckpointError: Always. The message contains the path of the value in the manifest.
         """
         text = repr(self.value)
         text = text if len(text) <= 80 else text[:80] + "..."
-        raise CheckpointError(f"the manifest's {self.where} is {text}, where {wanted} belongs")
+        raise CheckpointError(f"the manifest's {self.where} is {text}, where {expected} belongs")
 
     def read_integer(self, least: int = 0, most: int = LARGEST) -> int:
         """Return the value as an integer from `least` to `most`.
@@ -210,10 +210,10 @@ class TypedReader:
             raise CheckpointError(f"the manifest's {self.where} lacks {name!r}")
         return TypedReader(value[name], f"{self.where}.{name}")
 
-    def find_given(self, *names: str) -> "list[TypedReader]":
+    def find_present(self, *names: str) -> "list[TypedReader]":
         """Return a list of readers for the values of the given keys in a JSON object.
 
-        Missing keys and null values are skipped.
+        Missing keys and null values are skipped. With a single key, a loop over the result runs at most once.
 
         Raises:
             CheckpointError: If this value is not a dict.
@@ -221,11 +221,7 @@ class TypedReader:
         value = self.value
         if not isinstance(value, dict):
             self.raise_error("a table of names")
-        given = []
-        for name in names:
-            if value.get(name) is not None:
-                given.append(TypedReader(value[name], f"{self.where}.{name}"))
-        return given
+        return [TypedReader(value[name], f"{self.where}.{name}") for name in names if value.get(name) is not None]
 
 
 def _are_integers(values: Sequence[Any], least: int, most: int) -> bool:

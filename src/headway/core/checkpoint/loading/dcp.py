@@ -20,45 +20,52 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from headway.common.text import join_names
 from headway.errors import CheckpointError
 
-TABLE = ".metadata"
+INDEX = ".metadata"
 """Name of the index file in a folder that torch.distributed.checkpoint has written."""
-_TABLE = "torch.distributed.checkpoint.metadata"
-_NAMES = {
-    (_TABLE, "Metadata"), (_TABLE, "MetadataIndex"), (_TABLE, "StorageMeta"), (_TABLE, "TensorStorageMetadata"),
-    (_TABLE, "BytesStorageMetadata"), (_TABLE, "ChunkStorageMetadata"), (_TABLE, "TensorProperties"),
-    (_TABLE, "_MEM_FORMAT_ENCODING"), ("collections", "OrderedDict"), ("builtins", "set"),
+_METADATA = "torch.distributed.checkpoint.metadata"
+"""Module of torch that defines the classes of the index."""
+_ALLOWED_CLASSES = {
+    (_METADATA, "Metadata"), (_METADATA, "MetadataIndex"), (_METADATA, "StorageMeta"), (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "BytesStorageMetadata"), (_METADATA, "ChunkStorageMetadata"), (_METADATA, "TensorProperties"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"), ("collections", "OrderedDict"), ("builtins", "set"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"), ("torch", "Size"),
     ("torch", "device"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
 }  # fmt: skip
-_OF_MODELS = ("model", "module", "state_dict", "app")
+"""Pairs of (module, name) of the objects that the unpickler may load, in addition to dtypes, layouts and memory formats."""
+_MODEL_KEYS = ("model", "module", "state_dict", "app")
+"""Keys under which programs save a model's state dict, in order of preference."""
 
 
-class _TableUnpickler(pickle.Unpickler):
+class _IndexUnpickler(pickle.Unpickler):
+    """Unpickler that loads only the classes which an index needs, so that a malicious file cannot execute code."""
+
     def find_class(self, module: str, name: str) -> Any:
         value = getattr(torch, name, None) if module == "torch" else None
         is_dtype = isinstance(value, torch.dtype | torch.layout | torch.memory_format)
-        if is_dtype or (module, name) in _NAMES:
+        if is_dtype or (module, name) in _ALLOWED_CLASSES:
             return super().find_class(module, name)
         raise CheckpointError(
-            f"{TABLE} names {module}.{name}, which no metadata file needs: the file is damaged or malicious"
+            f"{INDEX} names {module}.{name}, which no metadata file needs: the file is damaged or malicious"
         )
 
 
 class _SafeReader(FileSystemReader):
+    """torch's reader of a folder, with an index that is read by `_IndexUnpickler`."""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / TABLE
+        path = Path(self.path) / INDEX
         try:
             with path.open("rb") as file:
-                found = _TableUnpickler(file).load()
+                metadata = _IndexUnpickler(file).load()
         except CheckpointError:
             raise
         except Exception as error:
             raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-        if not isinstance(found, Metadata):
-            raise CheckpointError(f"{path} holds a {type(found).__name__}, not a checkpoint's metadata")
-        found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path} holds a {type(metadata).__name__}, not a checkpoint's metadata")
+        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()  # older versions had none
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 def write_folder(named: Iterable[tuple[str, Any]], folder: Path) -> list[Path]:
@@ -75,7 +82,7 @@ def write_folder(named: Iterable[tuple[str, Any]], folder: Path) -> list[Path]:
     """
     tensors = {name: each if isinstance(each, torch.Tensor) else each.assemble() for name, each in named}
     save(tensors, storage_writer=FileSystemWriter(folder, overwrite=True), no_dist=True)
-    return sorted(file for file in folder.iterdir() if file.name == TABLE or file.suffix == ".distcp")
+    return sorted(file for file in folder.iterdir() if file.name == INDEX or file.suffix == ".distcp")
 
 
 def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -92,15 +99,17 @@ def read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         CheckpointError: If the folder cannot be read, or if it has several entries and none is a model.
     """
     reader = _SafeReader(folder)
-    table = reader.read_metadata()
-    shapes = {name: each for name, each in table.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
-    for key, name in _map_model_names(shapes, table.planner_data or {}).items():
-        part = {key: torch.empty(shapes[key].size, dtype=shapes[key].properties.dtype)}
+    metadata = reader.read_metadata()
+    entries = {
+        key: entry for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
+    }
+    for key, name in _map_model_names(entries, metadata.planner_data or {}).items():
+        state_dict = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype)}
         try:
-            load(part, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
+            load(state_dict, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
         except Exception as error:
             raise CheckpointError(f"{key} in {folder} cannot be read: {type(error).__name__}: {error}") from error
-        yield name, part[key]
+        yield name, state_dict[key]
 
 
 def _map_model_names(keys: Iterable[str], paths: dict[str, Any]) -> dict[str, str]:
@@ -113,16 +122,16 @@ def _map_model_names(keys: Iterable[str], paths: dict[str, Any]) -> dict[str, st
     Raises:
         CheckpointError: If the saved state has several entries and none is a model.
     """
-    found = {key: tuple(map(str, paths.get(key, (key,)))) for key in keys}
-    if all(len(path) == 1 for path in found.values()):
-        return {key: key for key in found}
-    for word in _OF_MODELS:
-        inside = {key: path[1:] for key, path in found.items() if path[0] == word and len(path) > 1}
+    path_by_key = {key: tuple(map(str, paths.get(key, (key,)))) for key in keys}
+    if all(len(path) == 1 for path in path_by_key.values()):
+        return {key: key for key in path_by_key}
+    for model_key in _MODEL_KEYS:
+        inside = {key: path[1:] for key, path in path_by_key.items() if path[0] == model_key and len(path) > 1}
         # The `Stateful` object in torch's tutorials is saved as {"app": {"model": ..., "optim": ...}}.
         nested = {key: path[1:] for key, path in inside.items() if path[0] == "model" and len(path) > 1}
         if inside:
             return {key: ".".join(path) for key, path in (nested or inside).items()}
-    parts = sorted({path[0] for path in found.values()})
+    parts = sorted({path[0] for path in path_by_key.values()})
     raise CheckpointError(
-        f"none of the parts {join_names(parts, 5)} is a model; expected one of {', '.join(_OF_MODELS)}"
+        f"none of the parts {join_names(parts, 5)} is a model; expected one of {', '.join(_MODEL_KEYS)}"
     )

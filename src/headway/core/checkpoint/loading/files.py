@@ -29,18 +29,18 @@ from headway.core.checkpoint.loading.reading import (
 )
 from headway.core.checkpoint.state import ROWS, StatefulObjects, describe_row, list_parameter_keys, map_parameter_names
 from headway.core.checkpoint.stores.disk import check_file
-from headway.core.checkpoint.stores.protocol import FetchedFiles
+from headway.core.checkpoint.stores.protocol import CheckpointDownload
 from headway.core.weights.files import StoredTensor, map_safetensors
 from headway.core.weights.pieces import (
     get_local_part,
     is_dtensor,
-    is_spread,
+    is_sharded,
     iterate_boxes,
     list_own_boxes,
     make_slices,
     replace_local,
 )
-from headway.core.weights.shards import StoredPlaces, find_dtype, view_as_bits
+from headway.core.weights.shards import TensorOffsets, find_dtype, view_as_bits
 
 _MOST_OPEN = 64
 """Maximum number of files that are mapped at once.
@@ -55,14 +55,14 @@ class CheckpointFiles:
     Args:
         folder: Folder of the checkpoint, or the local folder of downloaded files.
         manifest: Manifest of the checkpoint.
-        fetched: Downloaded parts of the checkpoint, kept alive while the files are in use. Default: None, for a
+        download: Downloaded parts of the checkpoint, kept alive while the files are in use. Default: None, for a
             checkpoint on a disk.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, fetched: FetchedFiles | None = None) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, download: CheckpointDownload | None = None) -> None:
         self._folder = folder
         self._manifest = manifest
-        self._fetched = fetched
+        self._download = download  # holds a reference: the local folder is removed with this object
         self._open: dict[str, Mapping[str, StoredTensor]] = {}
         self._paths: dict[str, Path] = {}
 
@@ -72,14 +72,14 @@ class CheckpointFiles:
         Raises:
             CheckpointError: If the file's length differs from the one in the manifest, or the file violates the format.
         """
-        found = self._open.pop(file, None)
-        if found is None:
+        tensors = self._open.pop(file, None)
+        if tensors is None:
             check_file(self._folder / file, self._manifest.files[file])
-            found, _ = map_safetensors(self._folder / file)
+            tensors, _ = map_safetensors(self._folder / file)
             if len(self._open) >= _MOST_OPEN:
                 del self._open[next(iter(self._open))]
-        self._open[file] = found  # moved to the end: evicted last
-        return found
+        self._open[file] = tensors  # moved to the end: evicted last
+        return tensors
 
     def view_chunk(self, chunk: TensorChunk, dtype: torch.dtype) -> torch.Tensor:
         """Return a chunk's values as a view of the mapped file.
@@ -157,9 +157,9 @@ class ChunkedTensor:
         offsets = (0,) * len(self.shape)
         for _ in self.iterate_tiles(offsets, self.shape):  # checks the files before allocating what the manifest claims
             pass
-        made = torch.empty(self.shape, dtype=self.dtype)
-        self.fill(made, offsets)
-        return made
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self.fill(tensor, offsets)
+        return tensor
 
 
 def iterate_pairs(own: Any, saved: "torch.Tensor | ChunkedTensor") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -177,7 +177,7 @@ def iterate_pairs(own: Any, saved: "torch.Tensor | ChunkedTensor") -> Iterator[t
     Raises:
         CheckpointError: If a file differs from the manifest.
     """
-    if is_spread(own) or isinstance(saved, ChunkedTensor):
+    if is_sharded(own) or isinstance(saved, ChunkedTensor):
         for offsets, memory in list_own_boxes(own):
             if isinstance(saved, torch.Tensor):
                 yield memory, saved[make_slices(offsets, memory.shape)]
@@ -227,72 +227,75 @@ class UsedRanges:
     Args:
         folder: Folder of the checkpoint.
         manifest: Manifest of the checkpoint.
-        fetched: Object that downloads file headers when they are needed. Default: None, for a checkpoint on a disk.
+        download: Object that downloads file headers when they are needed. Default: None, for a checkpoint on a disk.
 
     Attributes:
         ranges: Byte ranges collected so far, as pairs of (begin, end) by file name.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, fetched: FetchedFiles | None = None) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, download: CheckpointDownload | None = None) -> None:
         self._folder = folder
         self._manifest = manifest
-        self._fetched = fetched
-        self._headers: dict[str, StoredPlaces] = {}
+        self._download = download
+        self._headers: dict[str, TensorOffsets] = {}
         self.ranges: Ranges = {}
 
-    def add_own(self, like: Mapping[str, Sequence[Any]]) -> None:
+    def add_shards(self, targets: Mapping[str, Sequence[Any]]) -> None:
         """Add the byte ranges of the values that this rank's shards need.
 
         A tensor whose global shape differs from the saved one is skipped, because it cannot be loaded.
 
         Args:
-            like: For the name of each saved tensor, a list of this rank's tensors that receive its values.
+            targets: For the name of each saved tensor, a list of this rank's tensors that receive its values.
 
         Raises:
             CheckpointError: If a file does not hold what the manifest lists.
         """
-        for name, each in like.items():
-            for own in each:
+        for name, shards in targets.items():
+            for own in shards:
                 if tuple(own.shape) == tuple(self._manifest.tensors[name].shape):
                     for offsets, memory in list_own_boxes(own):
                         self._add_box(name, offsets, memory.shape)
 
-    def add_rest(self, left_out: Iterable[str]) -> None:
+    def add_all_except(self, excluded_names: Iterable[str]) -> None:
         """Add the byte ranges of all tensors except the given ones.
 
         A file that contains none of the given tensors is added entirely.
 
         Args:
-            left_out: Names of the tensors to leave out, because `add_own` has added their ranges or this rank does not
-                need them.
+            excluded_names: Names of the tensors to leave out, because `add_shards` has added their ranges or this rank
+                does not need them.
 
         Raises:
             CheckpointError: If a file does not hold what the manifest lists.
         """
         tensors = self._manifest.tensors
-        spread = set(left_out)
-        held = {chunk.file for name in spread for chunk in tensors[name].chunks}
-        for name in tensors.keys() - spread:
+        excluded = set(excluded_names)
+        files_with_excluded = {chunk.file for name in excluded for chunk in tensors[name].chunks}
+        for name in tensors.keys() - excluded:
             for chunk in tensors[name].chunks:
-                if chunk.file in held:
+                if chunk.file in files_with_excluded:
                     self._add_box(name, chunk.offsets, chunk.shape)
         for file, written in self._manifest.files.items():
-            if file not in held:
+            if file not in files_with_excluded:
                 self.ranges[file] = [(0, max(1, written.num_bytes))]
 
     def _add_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> None:
+        """Add the byte ranges of a box (rectangular block) of a saved tensor, and of the headers of its files.
+
+        Each range reaches from the first to the last byte that is needed of a chunk.
+        """
         entry = self._manifest.tensors[name]
         for chunk in iterate_overlapping(entry.chunks, offsets, shape):
             file, dtype = chunk.file, find_dtype(entry.dtype)
             path = self._folder / file
             if file not in self._headers:
-                header = self._headers[file] = read_file_header(
-                    path if self._fetched is None else self._fetched.download_header(file)
-                )
-                values = min((start for _, start in header.values()), default=1)
-                self.ranges.setdefault(file, []).append((0, values))
+                header_path = path if self._download is None else self._download.download_header(file)
+                header = self._headers[file] = read_file_header(header_path)
+                header_end = min((start for _, start in header.values()), default=1)
+                self.ranges.setdefault(file, []).append((0, header_end))
             start = find_tensor_offset(self._headers[file], path, chunk.key, dtype, chunk.shape)
-            first = last = 0
+            first = last = 0  # row-major indices of the box's first and last element in the chunk
             for begin, size, origin, length in zip(*intersect_box(chunk, offsets, shape), chunk.offsets, chunk.shape):
                 first = first * length + begin - origin
                 last = last * length + begin - origin + size - 1
@@ -303,35 +306,35 @@ class TargetLayout:
     """Layout into which a checkpoint is loaded: how this run shards each saved tensor.
 
     Args:
-        parts: Objects that should load the checkpoint.
+        objects: Objects that should load the checkpoint.
         rank: Rank of this process. Default: 0.
         world_size: Number of ranks of the run. Default: 1.
     """
 
-    def __init__(self, parts: StatefulObjects, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, objects: StatefulObjects, rank: int = 0, world_size: int = 1) -> None:
         self._rank = rank
         self._world_size = world_size
         self._weights: dict[str, Any] = {
             to_logical_name(f"model/{index}/{name}"): value
-            for index, model in parts.list_chosen()
-            for name, value in parts.export(model)
-            if is_spread(value)
+            for index, model in objects.list_models_to_load()
+            for name, value in objects.export(model)
+            if is_sharded(value)
         }
-        names = map_parameter_names(parts.models)
-        self._parameters: dict[str, Any] = {
-            f"optimizer/{index}/{key}": part
-            for index, optimizer in enumerate(parts.optimizers)
-            for group, keys in zip(optimizer.param_groups, list_parameter_keys(optimizer, names))
-            for parameter, key in zip(group["params"], keys)
-            if is_spread(part := parts.part_of(parameter))
-        }
+        names = map_parameter_names(objects.models)
+        self._parameters: dict[str, Any] = {}
+        for index, optimizer in enumerate(objects.optimizers):
+            for group, keys in zip(optimizer.param_groups, list_parameter_keys(optimizer, names)):
+                for parameter, key in zip(group["params"], keys):
+                    part = objects.get_part(parameter)
+                    if is_sharded(part):
+                        self._parameters[f"optimizer/{index}/{key}"] = part
         # Sharded tensors in the states of the other objects, by the names under which a save would store them.
         tensors: dict[str, Any] = {}
-        for kind, objects in parts.others.items() if self._weights or self._parameters else ():
-            for index, obj in enumerate(objects):
+        for kind, objects_of_kind in objects.others.items() if self._weights or self._parameters else ():
+            for index, obj in enumerate(objects_of_kind):
                 with suppress(Exception):  # a state that cannot be saved now may still be loaded
                     encode_value(obj.state_dict(), f"{kind}/{index}", tensors)
-        self._state = {name: each for name, each in tensors.items() if is_spread(each)}
+        self._state = {name: each for name, each in tensors.items() if is_sharded(each)}
 
     def map_sharded(self, aliases: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Any]]:
         """Return, for the name of each saved tensor, a list of this rank's sharded tensors that receive its values.
@@ -350,19 +353,22 @@ class TargetLayout:
             # Of tensors with one row per rank, each rank reads its own row, if the world size is unchanged.
             rows = {name: shape for name, shape in shapes.items() if name.startswith(ROWS)}
             return {
-                n: [describe_row(shape, self._rank)] for n, shape in rows.items() if shape[:1] == (self._world_size,)
+                name: [describe_row(shape, self._rank)]
+                for name, shape in rows.items()
+                if shape[:1] == (self._world_size,)
             }
-        found: dict[str, list[Any]] = {}
+        targets: dict[str, list[Any]] = {}
         for name in (*shapes, *aliases):
             if name in self._weights:
-                found.setdefault(aliases.get(name, name), []).append(self._weights[name])
+                targets.setdefault(aliases.get(name, name), []).append(self._weights[name])
         for name, shape in shapes.items():
             own = self._state.get(name, self._find_parameter(name))
             if own is not None and tuple(own.shape) == shape:
-                found[name] = [own]
-        return found
+                targets[name] = [own]
+        return targets
 
     def _find_parameter(self, name: str) -> Any:
+        """Return this rank's part of the sharded parameter to which an optimizer's tensor belongs, or None."""
         if not name.startswith("optimizer/"):
             return None
         prefix = name
@@ -387,17 +393,18 @@ def verify_checkpoint(folder: Path, manifest: Manifest | None = None) -> Manifes
         CheckpointError: If there is no readable manifest, or a file differs from it. The message contains the first
             such file.
     """
-    found = read_manifest(folder) if manifest is None else manifest
-    fetched = find_store(folder).prepare_download(found)
-    if fetched is None:
-        read_files(folder, list(found.files.values()))
+    if manifest is None:
+        manifest = read_manifest(folder)
+    download = find_store(folder).prepare_download(manifest)
+    if download is None:
+        read_files(folder, list(manifest.files.values()))
     else:
-        fetched.verify()
-    return found
+        download.verify()
+    return manifest
 
 
 def read_state(
-    folder: Path, manifest: Manifest, is_verified: bool, placing: TargetLayout | None = None
+    folder: Path, manifest: Manifest, is_verified: bool, layout: TargetLayout | None = None
 ) -> tuple[dict[str, Any], set[str]]:
     """Return the tensors of a checkpoint that this rank needs.
 
@@ -410,7 +417,7 @@ def read_state(
         manifest: Manifest of the checkpoint.
         is_verified: Whether to compare every byte with the hashes. For sharded tensors, each rank always compares its
             own shards, and no others. Ignored in object stores, where all bytes that are read are compared.
-        placing: Layout of this run. Default: None, nothing is sharded, and all tensors are read in full.
+        layout: Layout of this run. Default: None, nothing is sharded, and all tensors are read in full.
 
     Returns:
         Pair of (tensors by logical name, names of tensors in new memory, which objects may keep).
@@ -419,40 +426,46 @@ def read_state(
         CheckpointError: If a file differs from the manifest, or lacks what the manifest lists.
     """
     shapes = {name: tuple(entry.shape) for name, entry in manifest.tensors.items()}
-    like = {} if placing is None else placing.map_sharded(manifest.aliases, shapes)
-    fetched = find_store(folder).prepare_download(manifest)
-    if fetched is not None:
-        folder, is_verified = fetched.folder, False
-    if like or fetched is not None:
-        used = UsedRanges(folder, manifest, fetched)
-        used.add_own(like)
-        if fetched is not None:
-            used.add_rest([*like, *(name for name in shapes if name.startswith(ROWS) and name not in like)])
-            fetched.download_ranges(used.ranges)
+    targets = {} if layout is None else layout.map_sharded(manifest.aliases, shapes)
+    download = find_store(folder).prepare_download(manifest)
+    if download is not None:
+        folder, is_verified = download.folder, False
+    if targets or download is not None:
+        used = UsedRanges(folder, manifest, download)
+        used.add_shards(targets)
+        if download is not None:
+            rows_of_others = [name for name in shapes if name.startswith(ROWS) and name not in targets]
+            used.add_all_except([*targets, *rows_of_others])
+            download.download_ranges(used.ranges)
         else:
             if is_verified:
-                used.add_rest(like)
+                used.add_all_except(targets)
             verify_ranges(folder, manifest, used.ranges)
-    owned = [
+    owned_names = [
         name
         for name, entry in manifest.tensors.items()
-        if len(entry.chunks) == 1 and not name.startswith((MODEL, ROWS)) and name not in like
+        if len(entry.chunks) == 1 and not name.startswith((MODEL, ROWS)) and name not in targets
     ]
-    read: dict[str, Any] = dict(read_owned(folder, manifest, owned, is_verified and not like, bool(like)))
-    files = CheckpointFiles(folder, manifest, fetched)
+    # Ranges that are used have been verified above if anything is sharded. Otherwise all bytes are verified here.
+    tensors: dict[str, Any] = dict(
+        read_owned(folder, manifest, owned_names, is_verified and not targets, skips_other_files=bool(targets))
+    )
+    files = CheckpointFiles(folder, manifest, download)
     for name, entry in manifest.tensors.items():
-        if name not in read and (name in like or not name.startswith(ROWS)):
-            mosaic, is_weight = ChunkedTensor(entry, files), name.startswith(MODEL)
-            if name in like:
-                is_alike = mosaic.shape == like[name][0].shape
-                read[name] = mosaic if is_weight or not is_alike else read_sharded_like(like[name][0], mosaic)
-            elif len(entry.chunks) == 1:
-                read[name] = files.view_chunk(entry.chunks[0], mosaic.dtype)
-            else:
-                read[name] = mosaic if is_weight and placing is not None else mosaic.assemble()
-    return {name: read[name] for name in manifest.tensors if name in read}, {
-        name for name in read if not name.startswith(MODEL)
-    }
+        if name in tensors or (name.startswith(ROWS) and name not in targets):
+            continue
+        stored, is_model = ChunkedTensor(entry, files), name.startswith(MODEL)
+        if name in targets:
+            target = targets[name][0]
+            # A tensor of another shape stays in its files, and is refused before it would be copied.
+            stays_in_files = is_model or stored.shape != target.shape
+            tensors[name] = stored if stays_in_files else read_sharded_like(target, stored)
+        elif len(entry.chunks) == 1:
+            tensors[name] = files.view_chunk(entry.chunks[0], stored.dtype)
+        else:
+            tensors[name] = stored if is_model and layout is not None else stored.assemble()
+    in_order = {name: tensors[name] for name in manifest.tensors if name in tensors}
+    return in_order, {name for name in tensors if not name.startswith(MODEL)}
 
 
 def open_tensors(
@@ -470,17 +483,15 @@ def open_tensors(
     Raises:
         CheckpointError: If a file lacks what the manifest lists.
     """
-    fetched = find_store(folder).prepare_download(manifest)
-    if fetched is not None:
-        wanted = {name: entry for name, entry in manifest.tensors.items() if name.startswith(prefix)}
-        needed = {chunk.file for entry in wanted.values() for chunk in entry.chunks}
-        fetched.download_ranges({file: [(0, manifest.files[file].num_bytes)] for file in needed})
-        folder = fetched.folder
-    files = CheckpointFiles(folder, manifest, fetched)
-    for name, entry in manifest.tensors.items():
-        if name.startswith(prefix):
-            is_one = len(entry.chunks) == 1
-            yield (
-                name,
-                files.view_chunk(entry.chunks[0], find_dtype(entry.dtype)) if is_one else ChunkedTensor(entry, files),
-            )
+    entries = {name: entry for name, entry in manifest.tensors.items() if name.startswith(prefix)}
+    download = find_store(folder).prepare_download(manifest)
+    if download is not None:
+        needed_files = {chunk.file for entry in entries.values() for chunk in entry.chunks}
+        download.download_ranges({file: [(0, manifest.files[file].num_bytes)] for file in needed_files})
+        folder = download.folder
+    files = CheckpointFiles(folder, manifest, download)
+    for name, entry in entries.items():
+        if len(entry.chunks) == 1:
+            yield name, files.view_chunk(entry.chunks[0], find_dtype(entry.dtype))
+        else:
+            yield name, ChunkedTensor(entry, files)

@@ -18,18 +18,19 @@ from headway.core.checkpoint.format.values import set_saved_strides
 from headway.core.checkpoint.loading.compiled_names import rename_compiled
 from headway.core.checkpoint.loading.files import TargetLayout, read_state, verify_checkpoint
 from headway.core.checkpoint.state import CollectedState
-from headway.core.checkpoint.stores.disk import write_forced
+from headway.core.checkpoint.stores.disk import write_and_sync
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.process import ProcessRuntime
 from headway.errors import CheckpointDamaged, CheckpointError
 
-_PIECE = 16 * 2**20
+_BLOCK = 16 * 2**20
+"""Bytes of a file that one broadcast sends."""
 
 
 def copy_to_machines(
     folder: Path,
-    holders: Sequence[bool],
-    is_lead: bool,
+    has_checkpoint: Sequence[bool],
+    writes_to_disk: bool,
     collectives: Collectives,
     files: Sequence[Collection[str]] | None = None,
 ) -> None:
@@ -37,8 +38,8 @@ def copy_to_machines(
 
     Args:
         folder: Folder of the checkpoint on this rank's disk.
-        holders: For each rank, whether its disk has the checkpoint. At least one must be True.
-        is_lead: Whether this rank writes the received files to its machine's disk.
+        has_checkpoint: For each rank, whether its disk has the checkpoint. At least one must be True.
+        writes_to_disk: Whether this rank writes the received files to its machine's disk. True on one rank per machine.
         collectives: Collectives over all ranks.
         files: For each rank, the checkpoint's files on its disk. Default: None, each disk that has the checkpoint has
             all its files.
@@ -46,26 +47,27 @@ def copy_to_machines(
     Raises:
         CheckpointError: On every rank, if any rank fails to read or to write.
     """
-    source = holders.index(True)
+    source = has_checkpoint.index(True)
     is_source = collectives.rank == source
     failures: list[str] = []
 
-    def run_unless_failed(act: Callable[..., Any], *given: Any) -> Any:
+    # After a failure, a rank still takes part in all broadcasts, so that the others do not wait for it.
+    def run_unless_failed(function: Callable[..., Any], *args: Any) -> Any:
         """Call a function unless an earlier step has failed, and return its result.
 
         Record an error that the function raises. Return None if this step or an earlier one has failed.
         """
         try:
-            return None if failures else act(*given)
+            return None if failures else function(*args)
         except (OSError, CheckpointError) as error:
             failures.append(f"{type(error).__name__}: {error}")
             return None
 
     def raise_together() -> None:
-        errors_of_ranks = collectives.gather_objects(next(iter(failures), None))
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors_of_ranks) if text is not None]
-        if failed:
-            raise CheckpointError(f"{folder} could not be handed on to a machine without it: " + "; ".join(failed))
+        first_failures = collectives.gather_objects(next(iter(failures), None))
+        lines = [f"rank {rank}: {text}" for rank, text in enumerate(first_failures) if text is not None]
+        if lines:
+            raise CheckpointError(f"{folder} could not be handed on to a machine without it: " + "; ".join(lines))
 
     manifest: Manifest | None = collectives.broadcast_object(
         run_unless_failed(read_manifest, folder) if is_source else None, source
@@ -75,34 +77,44 @@ def copy_to_machines(
     assert manifest is not None
     nonce = collectives.broadcast_object(secrets.token_hex(8), source)
     staging = folders.find_store(folder).get_staging(nonce)
-    held_files = [set(files[rank] if files else manifest.files) if has else set() for rank, has in enumerate(holders)]
-    own = held_files[collectives.rank]
-    is_receiver = is_lead and not (holders[collectives.rank] and own >= manifest.files.keys())
-    for name in own if is_receiver else ():
+    files_by_rank = _list_files_by_rank(manifest, has_checkpoint, files)
+    own_files = files_by_rank[collectives.rank]
+    is_complete = has_checkpoint[collectives.rank] and own_files >= manifest.files.keys()
+    is_receiver = writes_to_disk and not is_complete
+    for name in own_files if is_receiver else ():
         run_unless_failed(_link_file, folder / name, staging / name)
     for name, written in manifest.files.items():
-        has = [name in each for each in held_files]
-        if all(has):
+        has_file = [name in each for each in files_by_rank]
+        if all(has_file):
             continue
-        source = has.index(True)
+        source = has_file.index(True)
         is_source = collectives.rank == source
-        pieces = _iterate_pieces(folder / name)
-        for start in range(0, max(1, written.num_bytes), _PIECE):
-            piece = collectives.broadcast_object(
-                run_unless_failed(next, pieces, b"") or b"" if is_source else b"", source
-            )
-            if is_receiver and name not in own:
-                run_unless_failed(_append_piece, staging / name, piece, start == 0)
+        blocks = _iterate_blocks(folder / name)
+        for start in range(0, max(1, written.num_bytes), _BLOCK):
+            own_block = run_unless_failed(next, blocks, b"") if is_source else None
+            block = collectives.broadcast_object(own_block or b"", source)
+            if is_receiver and name not in own_files:
+                run_unless_failed(_append_block, staging / name, block, start == 0)
     if is_receiver:
         run_unless_failed(_commit_received, staging, folder, manifest)
         shutil.rmtree(staging, ignore_errors=True)
     raise_together()
 
 
-def _iterate_pieces(path: Path) -> Iterator[bytes]:
+def _list_files_by_rank(
+    manifest: Manifest, has_checkpoint: Sequence[bool], files: Sequence[Collection[str]] | None
+) -> list[set[str]]:
+    """Return, for each rank, the checkpoint's files on its disk. The arguments are those of `copy_to_machines`."""
+    all_files = set(manifest.files)
+    return [
+        (set(files[rank]) if files else all_files) if has_it else set() for rank, has_it in enumerate(has_checkpoint)
+    ]
+
+
+def _iterate_blocks(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
-        while piece := file.read(_PIECE):
-            yield piece
+        while block := file.read(_BLOCK):
+            yield block
 
 
 def _link_file(source: Path, target: Path) -> None:
@@ -110,9 +122,9 @@ def _link_file(source: Path, target: Path) -> None:
     os.link(source, target)
 
 
-def _append_piece(path: Path, piece: bytes, is_first: bool) -> None:
+def _append_block(path: Path, block: bytes, is_first: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_forced(path, piece, "wb" if is_first else "ab")
+    write_and_sync(path, block, "wb" if is_first else "ab")
 
 
 def _commit_received(staging: Path, folder: Path, manifest: Manifest) -> None:
@@ -137,7 +149,9 @@ class CheckpointReader:
         self._runtime = runtime
         self._collectives = collectives
         self._verified: tuple[Path, str] | None = None
+        """Pair of (folder, manifest hash) of the checkpoint whose bytes this rank has compared for the next `read`."""
         self._damaged: dict[str, str] = {}
+        """Error message of each checkpoint in which `read` has found damage, by manifest hash."""
 
     def find_largest(self, number: int) -> int:
         """Return the largest of the numbers that the ranks pass. Every rank must call it.
@@ -164,20 +178,20 @@ class CheckpointReader:
         Raises:
             CheckpointError: On every rank, if the checkpoint could not be copied to a machine that lacks it.
         """
-        reasons: list[str] = []
-        everywhere = self._gather_held_checkpoints(candidates)
-        holders = [bool(each) for each in everywhere]
-        is_held, is_everywhere = holders[self._runtime.rank], all(holders)
-        for name, _ in _list_common([each for each in everywhere if each]):
-            problem = self._agree_on_problem(parent / name, is_held, are_hashes_compared=not is_everywhere)
+        problems: list[str] = []
+        candidates_by_rank = self._gather_candidates(candidates)
+        has_candidates = [bool(each) for each in candidates_by_rank]
+        is_on_own_disk, is_on_all_disks = has_candidates[self._runtime.rank], all(has_candidates)
+        for name, _ in _list_common([each for each in candidates_by_rank if each]):
+            problem = self._agree_on_problem(parent / name, is_on_own_disk, compares_hashes=not is_on_all_disks)
             if problem is None:
-                if not is_everywhere:
-                    copy_to_machines(parent / name, holders, self._runtime.local_rank == 0, self._collectives)
-                return parent / name, reasons
-            reasons.append(problem)
-        return None, reasons
+                if not is_on_all_disks:
+                    copy_to_machines(parent / name, has_candidates, self._runtime.local_rank == 0, self._collectives)
+                return parent / name, problems
+            problems.append(problem)
+        return None, problems
 
-    def _gather_held_checkpoints(self, candidates: Sequence[Path]) -> list[list[tuple[str, str]]]:
+    def _gather_candidates(self, candidates: Sequence[Path]) -> list[list[tuple[str, str]]]:
         """Return the candidates on the disks of all ranks, in order of preference. Every rank must call it.
 
         Returns:
@@ -192,7 +206,7 @@ class CheckpointReader:
                 own.append((folder.name, f"damaged: {error}"))
         return self._collectives.gather_objects(own)
 
-    def _agree_on_problem(self, folder: Path, is_held: bool, are_hashes_compared: bool) -> str | None:
+    def _agree_on_problem(self, folder: Path, is_on_own_disk: bool, compares_hashes: bool) -> str | None:
         """Return the reason why a checkpoint cannot be read, or None if no problem is found. Every rank must call it.
 
         All ranks return the same text. One rank per machine examines the files on its disk. Rank 0 examines the objects
@@ -200,28 +214,28 @@ class CheckpointReader:
 
         Args:
             folder: Folder of the checkpoint.
-            is_held: Whether this rank's disk has the checkpoint.
-            are_hashes_compared: Whether to compare every byte with the hashes. If False, only the lengths of the files
-                are checked. Object stores are always read with a comparison of hashes, so none is made here.
+            is_on_own_disk: Whether this rank's disk has the checkpoint.
+            compares_hashes: Whether to compare every byte with the hashes. If False, only the lengths of the files are
+                checked. Object stores are always read with a comparison of hashes, so none is made here.
         """
         problem: str | None = None
         try:
-            manifest = read_manifest(folder) if is_held else None
+            manifest = read_manifest(folder) if is_on_own_disk else None
             if manifest is not None and manifest.sha256 in self._damaged:
                 raise CheckpointError(self._damaged[manifest.sha256])
             store = folders.find_store(folder)
             rank = self._runtime.rank if store.verifies_on_read else self._runtime.local_rank
             if manifest is not None and rank == 0:
                 problem = store.find_absent(manifest)
-                if problem is None and are_hashes_compared and not store.verifies_on_read:
+                if problem is None and compares_hashes and not store.verifies_on_read:
                     self._verified = folder, verify_checkpoint(folder, manifest).sha256
         except (OSError, CheckpointError) as error:
             problem = str(error)
-        found = [text for text in self._collectives.gather_objects(problem) if text is not None]
-        return found[0] if found else None
+        problems = [text for text in self._collectives.gather_objects(problem) if text is not None]
+        return problems[0] if problems else None
 
     @pause_garbage_collection()
-    def read(self, path: Path, placing: TargetLayout | None = None) -> tuple[Manifest, CollectedState]:
+    def read(self, path: Path, layout: TargetLayout | None = None) -> tuple[Manifest, CollectedState]:
         """Return a checkpoint's manifest and state, verified against the hashes. Every rank must call it.
 
         One rank per machine compares all bytes with their hashes, unless `find_first_complete` has just done so. Other
@@ -230,7 +244,7 @@ class CheckpointReader:
 
         Args:
             path: Folder of the checkpoint.
-            placing: Layout of this run. Each rank reads only its own shards of sharded tensors. Default: None, nothing
+            layout: Layout of this run. Each rank reads only its own shards of sharded tensors. Default: None, nothing
                 is sharded.
 
         Raises:
@@ -247,8 +261,9 @@ class CheckpointReader:
             manifest = read_manifest(folder)
             sha256 = manifest.sha256
             manifest = rename_compiled(manifest)
-            is_known, self._verified = self._verified == (folder, sha256), None
-            tensors, owned = read_state(folder, manifest, self._runtime.local_rank == 0 and not is_known, placing)
+            is_verified_already, self._verified = self._verified == (folder, sha256), None
+            verifies = self._runtime.local_rank == 0 and not is_verified_already
+            tensors, owned = read_state(folder, manifest, verifies, layout)
             set_saved_strides(manifest.state, tensors)
             result = manifest, CollectedState(tensors, dict(manifest.aliases), dict(manifest.state), owned)
         except (OSError, CheckpointError) as error:
@@ -258,28 +273,33 @@ class CheckpointReader:
         text = "; ".join(sorted({text for text, _ in failures}))
         is_damaged = bool(failures) and all(is_damage for _, is_damage in failures)
         is_on_disk = not folders.find_store(folder).verifies_on_read
-        if failures and not is_damaged and is_on_disk and all(own for _, own in outcomes):
+        have_manifest = all(manifest_hash for _, manifest_hash in outcomes)
+        if failures and not is_damaged and is_on_disk and have_manifest:
             # Damage can also show as a file that cannot be parsed, or only on the ranks that compare hashes.
-            problem = self._agree_on_problem(folder, True, are_hashes_compared=True)
+            problem = self._agree_on_problem(folder, is_on_own_disk=True, compares_hashes=True)
             is_damaged, text = problem is not None, problem or text
         if is_damaged:
-            self._damaged |= {own: text for each, own in outcomes if each is not None}
+            self._damaged |= {manifest_hash: text for each, manifest_hash in outcomes if each is not None}
             raise CheckpointDamaged(text)
         if failures:
             raise CheckpointError(text)
-        if len({own for _, own in outcomes}) > 1:
+        if len({manifest_hash for _, manifest_hash in outcomes}) > 1:
             raise CheckpointError(f"{path} is not the same checkpoint on every rank (manifest hashes differ)")
         assert result is not None
         return result
 
 
-def _list_common(everywhere: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, str]]:
+def _list_common(candidates_by_disk: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, str]]:
     """Return the checkpoints that all disks have, in the first disk's order.
 
     Damaged checkpoints are included, so that they are reported.
 
     Args:
-        everywhere: For each disk, pairs of (name, manifest hash, or a text that begins with "damaged").
+        candidates_by_disk: For each disk, pairs of (name, manifest hash, or a text that begins with "damaged").
     """
-    first = everywhere[0] if everywhere else ()
-    return [pair for pair in first if all(pair in each or pair[1].startswith("damaged") for each in everywhere)]
+    common = []
+    for name, manifest_hash in candidates_by_disk[0] if candidates_by_disk else ():
+        is_damaged = manifest_hash.startswith("damaged")
+        if is_damaged or all((name, manifest_hash) in each for each in candidates_by_disk):
+            common.append((name, manifest_hash))
+    return common

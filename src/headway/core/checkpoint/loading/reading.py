@@ -19,7 +19,7 @@ from headway.core.checkpoint.format.manifest import TITLE, Manifest, WrittenFile
 from headway.core.checkpoint.format.tensors import check_spec
 from headway.core.checkpoint.stores.disk import check_file
 from headway.core.checkpoint.stores.threads import run_in_order
-from headway.core.weights.shards import StoredPlaces, find_dtype, read_header
+from headway.core.weights.shards import TensorOffsets, find_dtype, read_header
 from headway.errors import CheckpointDamaged, CheckpointError
 
 _BLOCK = 1024 * 1024
@@ -44,7 +44,7 @@ class ReadBuffer:
 def read_files(
     folder: Path,
     files: Sequence[WrittenFile],
-    places: Mapping[str, Sequence[ReadBuffer]] | None = None,
+    buffers: Mapping[str, Sequence[ReadBuffer]] | None = None,
     is_verified: bool = True,
 ) -> None:
     """Read entire files on up to 8 threads, and compare every byte with the hashes. Each thread takes 1 MiB of memory.
@@ -52,7 +52,7 @@ def read_files(
     Args:
         folder: Folder of the files.
         files: Files to read, with their hashes.
-        places: Buffers to fill, by file name, ordered by offset. Default: None, the bytes are not kept.
+        buffers: Buffers to fill, by file name, ordered by offset. Default: None, the bytes are not kept.
         is_verified: Whether to compare the bytes with the hashes. False: only files with buffers are read. Default:
             True.
 
@@ -60,10 +60,10 @@ def read_files(
         CheckpointError: If a file does not have its recorded length, or cannot be read.
         CheckpointDamaged: If a file differs from its hashes. The message contains the first such file.
     """
-    wanted = [written for written in files if is_verified or written.name in (places or {})]
+    wanted = [written for written in files if is_verified or written.name in (buffers or {})]
     for written in wanted:
         check_file(folder / written.name, written)
-    _read_pieces(folder, [(written, written.pieces()) for written in wanted], places, is_verified)
+    _read_pieces(folder, [(written, written.pieces()) for written in wanted], buffers, is_verified)
 
 
 def verify_ranges(folder: Path, manifest: Manifest, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> None:
@@ -80,10 +80,10 @@ def verify_ranges(folder: Path, manifest: Manifest, ranges: Mapping[str, Sequenc
         CheckpointError: If a file does not have its recorded length, or cannot be read.
         CheckpointDamaged: If a file differs from its hashes. The message contains the first such file.
     """
-    wanted = [
-        (manifest.files[file], [piece for piece in manifest.files[file].pieces() if _overlaps_any(piece, found)])
-        for file, found in sorted(ranges.items())
-    ]
+    wanted = []
+    for file, file_ranges in sorted(ranges.items()):
+        written = manifest.files[file]
+        wanted.append((written, [piece for piece in written.pieces() if _overlaps_any(piece, file_ranges)]))
     for written, _ in wanted:
         check_file(folder / written.name, written)
     _read_pieces(folder, wanted)
@@ -92,7 +92,7 @@ def verify_ranges(folder: Path, manifest: Manifest, ranges: Mapping[str, Sequenc
 def _read_pieces(
     folder: Path,
     wanted: Sequence[tuple[WrittenFile, Sequence[tuple[int, int, str]]]],
-    places: Mapping[str, Sequence[ReadBuffer]] | None = None,
+    buffers: Mapping[str, Sequence[ReadBuffer]] | None = None,
     is_verified: bool = True,
 ) -> None:
     """Read pieces of files on several threads. The lengths of the files must have been checked.
@@ -100,7 +100,7 @@ def _read_pieces(
     Args:
         folder: Folder of the files.
         wanted: Pairs of (file, pieces to read). A piece is a triple of (offset, length, hash).
-        places: Buffers to fill, by file name, ordered by offset. Default: None, the bytes are not kept.
+        buffers: Buffers to fill, by file name, ordered by offset. Default: None, the bytes are not kept.
         is_verified: Whether to compare each piece with its hash. Default: True.
 
     Raises:
@@ -109,7 +109,7 @@ def _read_pieces(
     """
     # In order, so that the error always names the first bad file.
     tasks = (
-        partial(_read_piece, folder / written.name, written, piece, (places or {}).get(written.name, ()), is_verified)
+        partial(_read_piece, folder / written.name, written, piece, (buffers or {}).get(written.name, ()), is_verified)
         for written, pieces in wanted
         for piece in pieces
     )
@@ -122,26 +122,26 @@ def _overlaps_any(piece: tuple[int, int, str], ranges: Sequence[tuple[int, int]]
 
 
 def _read_piece(
-    path: Path, written: WrittenFile, piece: tuple[int, int, str], places: Sequence[ReadBuffer], is_verified: bool
+    path: Path, written: WrittenFile, piece: tuple[int, int, str], buffers: Sequence[ReadBuffer], is_verified: bool
 ) -> None:
-    start, length, wanted = piece
+    start, length, recorded_hash = piece
     digest = xxhash.xxh3_128()
     try:
         with open_regular_file(path) as file:
-            for offset, view in _iterate_targets(start, start + length, places):
+            for offset, view in _iterate_targets(start, start + length, buffers):
                 if os.preadv(file.fileno(), [view], offset) != len(view):
                     raise CheckpointError(f"{path} became shorter while it was read")
                 if is_verified:
                     digest.update(view)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    if is_verified and digest.hexdigest() != wanted:
+    if is_verified and digest.hexdigest() != recorded_hash:
         raise CheckpointDamaged(
             f"{path} is damaged: its bytes {start:,} to {start + length:,} are not those written ({TITLE} differs)"
         )
 
 
-def _iterate_targets(start: int, end: int, places: Sequence[ReadBuffer]) -> Iterator[tuple[int, memoryview]]:
+def _iterate_targets(start: int, end: int, buffers: Sequence[ReadBuffer]) -> Iterator[tuple[int, memoryview]]:
     """Yield the memory into which to read a range of a file, block by block.
 
     The memory is part of a buffer if one covers the offset. Otherwise it is a scratch block that is reused.
@@ -149,30 +149,31 @@ def _iterate_targets(start: int, end: int, places: Sequence[ReadBuffer]) -> Iter
     Args:
         start: Offset in the file at which the range begins.
         end: Offset at which the range ends.
-        places: Buffers of the file, ordered by offset.
+        buffers: Buffers of the file, ordered by offset.
 
     Yields:
         Pairs of (offset in the file, memory).
     """
-    spare = memoryview(bytearray(_BLOCK))
-    # the first buffer that ends after `start`
-    low = bisect_right(places, start, key=lambda place: place.start + len(place.memory))
+    scratch = memoryview(bytearray(_BLOCK))
+    index = bisect_right(buffers, start, key=lambda buffer: buffer.start + len(buffer.memory))
     offset = start
     while offset < end:
-        place = places[low] if low < len(places) else None
-        if place is None or offset < place.start:
-            count = min(_BLOCK, end - offset, _BLOCK if place is None else place.start - offset)
-            yield offset, spare[:count]
+        # the first buffer that ends after `offset`
+        buffer = buffers[index] if index < len(buffers) else None
+        if buffer is None or offset < buffer.start:
+            count = min(_BLOCK, end - offset, _BLOCK if buffer is None else buffer.start - offset)
+            yield offset, scratch[:count]
         else:
-            first = offset - place.start
-            count = min(_BLOCK, end - offset, len(place.memory) - first)
-            yield offset, place.memory[first : first + count]
-            low += first + count == len(place.memory)
+            first = offset - buffer.start
+            count = min(_BLOCK, end - offset, len(buffer.memory) - first)
+            yield offset, buffer.memory[first : first + count]
+            if first + count == len(buffer.memory):
+                index += 1
         offset += count
 
 
 def read_owned(
-    folder: Path, manifest: Manifest, names: Sequence[str], is_verified: bool, is_part: bool = False
+    folder: Path, manifest: Manifest, names: Sequence[str], is_verified: bool, skips_other_files: bool = False
 ) -> dict[str, torch.Tensor]:
     """Read tensors into new memory and return them by name. Each tensor must consist of a single chunk.
 
@@ -181,25 +182,25 @@ def read_owned(
         manifest: Manifest of the checkpoint.
         names: Names of the tensors.
         is_verified: Whether to compare the bytes of the files with their hashes.
-        is_part: Whether to leave out files that contain none of the tensors. If False, the lengths of all files are
-            checked, and their hashes if `is_verified` is set. Default: False.
+        skips_other_files: Whether to leave out files that contain none of the tensors. If False, the lengths of all
+            files are checked, and their hashes if `is_verified` is set. Default: False.
 
     Raises:
         CheckpointError: If a file differs from the manifest, or lacks what the manifest lists.
     """
     needed = {chunk.file for name in names for chunk in manifest.tensors[name].chunks}
-    files = [written for written in manifest.files.values() if not is_part or written.name in needed]
+    files = [written for written in manifest.files.values() if not skips_other_files or written.name in needed]
     for written in files:
         check_file(folder / written.name, written)
     try:
-        found, places = _allocate_tensors(folder, manifest, names)
+        tensors, buffers = _allocate_tensors(folder, manifest, names)
     except CheckpointError:
         if is_verified:  # the file is most likely damaged, and this call raises a clearer error
             read_files(folder, files)
         raise
-    wanted = [written for written in files if is_verified or written.name in places]
-    _read_pieces(folder, [(written, written.pieces()) for written in wanted], places, is_verified)
-    return found
+    wanted = [written for written in files if is_verified or written.name in buffers]
+    _read_pieces(folder, [(written, written.pieces()) for written in wanted], buffers, is_verified)
+    return tensors
 
 
 def _allocate_tensors(
@@ -212,9 +213,9 @@ def _allocate_tensors(
     Raises:
         CheckpointError: If a file lacks a tensor, or holds it with another dtype or shape.
     """
-    found: dict[str, torch.Tensor] = {}
-    places: dict[str, list[ReadBuffer]] = {}
-    headers: dict[str, StoredPlaces] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    buffers: dict[str, list[ReadBuffer]] = {}
+    headers: dict[str, TensorOffsets] = {}
     paths: dict[str, Path] = {}
     for name in names:
         entry = manifest.tensors[name]
@@ -224,16 +225,16 @@ def _allocate_tensors(
             headers[chunk.file] = read_file_header(paths[chunk.file])
         dtype = find_dtype(entry.dtype)
         start = find_tensor_offset(headers[chunk.file], paths[chunk.file], chunk.key, dtype, entry.shape)
-        tensor = found[name] = torch.empty(entry.shape, dtype=dtype)
+        tensor = tensors[name] = torch.empty(entry.shape, dtype=dtype)
         if tensor.numel():
             flat = tensor.reshape(-1).view(torch.uint8)
-            places.setdefault(chunk.file, []).append(ReadBuffer(start, memoryview(flat.numpy())))  # type: ignore[arg-type]
-    for each in places.values():
-        each.sort(key=lambda place: place.start)
-    return found, places
+            buffers.setdefault(chunk.file, []).append(ReadBuffer(start, memoryview(flat.numpy())))  # type: ignore[arg-type]
+    for each in buffers.values():
+        each.sort(key=lambda buffer: buffer.start)
+    return tensors, buffers
 
 
-def read_file_header(path: Path) -> StoredPlaces:
+def read_file_header(path: Path) -> TensorOffsets:
     """Return the dtype, shape and offset of each tensor in a file, from its safetensors header.
 
     Raises:
@@ -243,7 +244,7 @@ def read_file_header(path: Path) -> StoredPlaces:
         return read_header(file, path)[0]
 
 
-def find_tensor_offset(header: StoredPlaces, path: Path, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
+def find_tensor_offset(header: TensorOffsets, path: Path, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
     """Return the file offset of a tensor's values, after comparing its dtype and shape with the manifest's.
 
     Args:

@@ -7,7 +7,6 @@ Before a load, `find_misfits` compares a model's saved tensors with its own, and
 will be cast. After a failure, changes are undone in reverse order, and each undo step runs even if another fails.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -28,7 +27,7 @@ from headway.core.checkpoint.state import (
     StatefulObjects,
     decode_optimizer,
     find_optimizer_misfits,
-    has_torch_form,
+    has_torch_format,
     is_extra,
     is_weight,
     list_devices,
@@ -82,20 +81,22 @@ def copy_state(state: Any) -> Callable[[], Any]:
 
 def is_same_state(one: Any, other: Any) -> bool:
     """Whether two states have bit-identical values. False if a state contains a value that a checkpoint cannot hold."""
-    encoded = []
-    for state in (one, other):
-        tensors: dict[str, torch.Tensor] = {}
-        try:
-            encoded.append((encode_value(state, "", tensors), tensors))
-        except CheckpointError:
+    own_tensors: dict[str, torch.Tensor] = {}
+    other_tensors: dict[str, torch.Tensor] = {}
+    try:
+        if encode_value(one, "", own_tensors) != encode_value(other, "", other_tensors):
             return False
-    (first, mine), (second, theirs) = encoded
-    return bool(first == second) and all(
-        is_bit_identical(get_local_part(tensor), get_local_part(theirs[name])) for name, tensor in mine.items()
+    except CheckpointError:
+        return False
+    return all(
+        is_bit_identical(get_local_part(tensor), get_local_part(other_tensors[name]))
+        for name, tensor in own_tensors.items()
     )
 
 
 class _TensorCopy:
+    """Copy of a dense tensor in host memory, which can be rebuilt with its device, stride and kind."""
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self._device = tensor.device
         self._needs_grad = tensor.requires_grad and tensor.is_leaf
@@ -134,17 +135,17 @@ def _collect_own_tensors(own: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {to_logical_name(prefix + name): value for name, value in own.items() if is_weight(name, value)}
 
 
-def collect_saved_tensors(found: CollectedState, prefix: str) -> dict[str, Any]:
+def collect_saved_tensors(saved_state: CollectedState, prefix: str) -> dict[str, Any]:
     """Return a model's saved weights, without extra state, by logical name. Tied weights occur under all their names.
 
     Args:
-        found: Saved state.
+        saved_state: State of the checkpoint.
         prefix: Prefix of the model's logical names, such as `model/0/`.
     """
-    saved = {name: tensor for name, tensor in found.tensors.items() if name.startswith(prefix)}
-    for name, target in found.aliases.items():
-        if name.startswith(prefix) and target in found.tensors:
-            saved[name] = found.tensors[target]
+    saved = {name: tensor for name, tensor in saved_state.tensors.items() if name.startswith(prefix)}
+    for name, target in saved_state.aliases.items():
+        if name.startswith(prefix) and target in saved_state.tensors:
+            saved[name] = saved_state.tensors[target]
     return {name: tensor for name, tensor in saved.items() if not is_extra(name)}
 
 
@@ -167,15 +168,15 @@ class ModelMatch:
     saved: dict[str, Any]
 
 
-def match_models(objects: StatefulObjects, found: CollectedState) -> list[ModelMatch]:
+def match_models(objects: StatefulObjects, saved_state: CollectedState) -> list[ModelMatch]:
     """Return the models to load, each paired with its saved weights. The state dict of each model is exported once.
 
     Args:
         objects: Objects that should load the state.
-        found: Saved state.
+        saved_state: State of the checkpoint.
     """
     matches = []
-    for index, model in objects.list_chosen():
+    for index, model in objects.list_models_to_load():
         prefix, exported = f"model/{index}/", dict(objects.export(model))
         matches.append(
             ModelMatch(
@@ -183,39 +184,39 @@ def match_models(objects: StatefulObjects, found: CollectedState) -> list[ModelM
                 model,
                 exported,
                 own=_collect_own_tensors(exported, prefix),
-                saved=collect_saved_tensors(found, prefix),
+                saved=collect_saved_tensors(saved_state, prefix),
             )
         )
     return matches
 
 
-def find_model_misfits(match: ModelMatch, found: CollectedState) -> list[str]:
+def find_model_misfits(match: ModelMatch, saved_state: CollectedState) -> list[str]:
     """Return one message for each tensor that the model or the checkpoint lacks, or whose saved values do not fit.
 
     Nothing is changed. The messages are sorted.
 
     Args:
         match: The model's own and saved weights.
-        found: Saved state.
+        saved_state: State of the checkpoint.
 
     Raises:
         CheckpointError: If a saved value that is not a weight, such as extra state, cannot be decoded, or a file
             differs from the manifest.
     """
     prefix = f"model/{match.index}/"
-    saved, mine = match.saved, match.own
+    saved, own = match.saved, match.own
     problems = []
-    for name in mine.keys() - saved.keys():
-        near = get_close_matches(name, saved.keys() - mine.keys(), 1)
+    for name in own.keys() - saved.keys():
+        near = get_close_matches(name, saved.keys() - own.keys(), 1)
         problems.append(
             f"{name} is not in the checkpoint" + (f"; it has {near[0].removeprefix(prefix)}" if near else "")
         )
-    problems += [f"{name} is in the checkpoint, the model has none" for name in saved.keys() - mine.keys()]
-    for name in mine.keys() & saved.keys():
-        problem = find_misfit(mine[name], saved[name])
+    problems += [f"{name} is in the checkpoint, the model has none" for name in saved.keys() - own.keys()]
+    for name in own.keys() & saved.keys():
+        problem = find_misfit(own[name], saved[name])
         if problem is not None:
             problems.append(f"{name} {problem}")
-    return sorted(problems + _find_extra_misfits(match.model, match.exported, found, match.index))
+    return sorted(problems + _find_extra_misfits(match.model, match.exported, saved_state, match.index))
 
 
 def find_misfit(own: Any, saved: Any) -> str | None:
@@ -227,26 +228,28 @@ def find_misfit(own: Any, saved: Any) -> str | None:
         own: Tensor or shard of the model.
         saved: Saved tensor, in memory or in files.
     """
-    here = get_local_part(own)
-    if is_uninitialized(here):
+    local = get_local_part(own)
+    if is_uninitialized(local):
         return "has no shape yet (of a lazy module): run one forward before the load"
     if tuple(own.shape) != tuple(saved.shape):
         return f"has the shape {tuple(own.shape)}, the checkpoint's {tuple(saved.shape)}"
-    if here.is_meta:
+    if local.is_meta:
         return "is on the meta device, which has no values: build the model with values before the load"
-    if here.is_inference() and not torch.is_inference_mode_enabled():
+    if local.is_inference() and not torch.is_inference_mode_enabled():
         return "was made in torch.inference_mode(), and cannot be changed: make the model outside of it"
-    return next(
-        (problem for pair in iterate_pairs(own, saved) if (problem := _find_shard_misfit(*pair)) is not None), None
-    )
+    for own_part, saved_part in iterate_pairs(own, saved):
+        problem = _find_shard_misfit(own_part, saved_part)
+        if problem is not None:
+            return problem
+    return None
 
 
 def _find_shard_misfit(own: torch.Tensor, saved: torch.Tensor) -> str | None:
     problem = None if own.dtype == saved.dtype else _find_cast_problem(own.dtype, saved)
     if problem is not None:
         return problem
-    narrow, value = _remove_repeats(own, saved)
-    if value is None or not _fits_overlaps(narrow, value):
+    reduced, value = _remove_repeats(own, saved)
+    if value is None or not _can_hold(reduced, value):
         return "has elements that share memory (as expand() makes them), and other values were saved for them"
     return None
 
@@ -289,25 +292,26 @@ def _remove_repeats(own: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tenso
     Returns:
         Pair of (reduced tensor, reduced saved values). The values are None if they differ along a repeated dim.
     """
-    value = saved
+    reduced, value = own, saved
     for dim, (size, stride) in enumerate(zip(own.shape, own.stride())):
         if stride == 0 and size > 1:
-            own, first = own.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+            reduced, first = reduced.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
             if not is_bit_identical(first.expand_as(value), value):
-                return own, None
+                return reduced, None
             value = first
-    return own, value
+    return reduced, value
 
 
-def _fits_overlaps(own: torch.Tensor, value: torch.Tensor) -> bool:
+def _can_hold(own: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether a tensor can hold given values although several of its elements might share an address.
 
     It can if the values of all elements that share an address are equal.
     """
     if not own.numel() or own.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(own):
         return True
-    like = view_as_bits(torch.empty_strided(own.shape, own.stride(), dtype=value.dtype))
-    return is_bit_identical(like.copy_(view_as_bits(value)), value)
+    # If the elements at one address get different values, only the last one is left, and the copy differs.
+    copy = view_as_bits(torch.empty_strided(own.shape, own.stride(), dtype=value.dtype))
+    return is_bit_identical(copy.copy_(view_as_bits(value)), value)
 
 
 def copy_saved_values(own: torch.Tensor, saved: torch.Tensor) -> None:
@@ -319,11 +323,11 @@ def copy_saved_values(own: torch.Tensor, saved: torch.Tensor) -> None:
         own: Tensor of the model.
         saved: Saved values.
     """
-    narrow, value = _remove_repeats(own, saved)
+    reduced, value = _remove_repeats(own, saved)
     assert value is not None  # otherwise find_misfits() has refused it
-    if narrow.dtype == value.dtype:
-        narrow, value = view_as_bits(narrow), view_as_bits(value)
-    narrow.copy_(value)
+    if reduced.dtype == value.dtype:
+        reduced, value = view_as_bits(reduced), view_as_bits(value)
+    reduced.copy_(value)
 
 
 # -------------------------------------------------------------------- extra state; sparse and quantized tensors
@@ -353,11 +357,11 @@ def _collect_nondense_tensors(own: Mapping[str, Any], prefix: str) -> dict[str, 
     }
 
 
-def decode_extras(found: CollectedState, index: int, source: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def decode_extras(saved_state: CollectedState, index: int, source: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return a model's saved values that are not weights (extra state, sparse and quantized tensors), by name.
 
     Args:
-        found: Saved state.
+        saved_state: State of the checkpoint.
         index: Index of the model.
         source: Saved tensors by logical name, or copies of them that a model may keep.
 
@@ -366,25 +370,27 @@ def decode_extras(found: CollectedState, index: int, source: Mapping[str, torch.
     """
     prefix = f"model/{index}/"
     values = {name.removeprefix(prefix): source[name] for name in source if name.startswith(prefix) and is_extra(name)}
-    return values | {name: decode_value(value, source) for name, value in found.state["extra"][index].items()}
+    return values | {name: decode_value(value, source) for name, value in saved_state.state["extra"][index].items()}
 
 
-def _find_extra_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: CollectedState, index: int) -> list[str]:
+def _find_extra_misfits(
+    model: torch.nn.Module, own: Mapping[str, Any], saved_state: CollectedState, index: int
+) -> list[str]:
     prefix = f"model/{index}/"
-    saved, mine = decode_extras(found, index, found.tensors), _collect_nondense_tensors(own, prefix)
+    saved, own_tensors = decode_extras(saved_state, index, saved_state.tensors), _collect_nondense_tensors(own, prefix)
     names = {_make_logical_name(name, prefix): name for name in own}
     problems = []
-    for name, tensor in mine.items():
+    for name, tensor in own_tensors.items():
         value = saved.get(name)
-        if _find_holder(model, names[name]) is None:
+        if _find_tensor_dict(model, names[name]) is None:
             problems.append(f"{prefix}{name} is a {_describe_tensor(tensor)} that the model keeps under another name")
         elif not isinstance(value, torch.Tensor):
             problems.append(f"{prefix}{name} is not in the checkpoint")
         elif _describe_tensor(value) != _describe_tensor(tensor):
             problems.append(f"{prefix}{name} is {_describe_tensor(tensor)}, the checkpoint's {_describe_tensor(value)}")
     extras = {_make_logical_name(name, prefix) for name in own if is_extra(name)}
-    lost = saved.keys() - mine.keys() - extras
-    return problems + [f"{prefix}{name} is in the checkpoint, the model has none" for name in lost]
+    unexpected = saved.keys() - own_tensors.keys() - extras
+    return problems + [f"{prefix}{name} is in the checkpoint, the model has none" for name in unexpected]
 
 
 def _describe_tensor(tensor: torch.Tensor) -> str:
@@ -411,15 +417,18 @@ def load_extras(
         if key not in values:
             continue
         if is_extra(name):
-            owner: Any = get_bare_submodule(model, name.rpartition(".")[0])
-            before = copy_state(own[name])
-            rollback.add(prefix + key, lambda owner=owner, before=before: owner.set_extra_state(before()))  # type: ignore[misc]
-            owner.set_extra_state(values[key])
+            module: Any = get_bare_submodule(model, name.rpartition(".")[0])
+            rollback.add(prefix + key, partial(_restore_extra_state, module, copy_state(own[name])))
+            module.set_extra_state(values[key])
         else:
             _replace_tensor(model, name, values[key], prefix + key, rollback)
 
 
-def _find_holder(model: torch.nn.Module, name: str) -> dict[str, Any] | None:
+def _restore_extra_state(module: Any, rebuild_state: Callable[[], Any]) -> None:
+    module.set_extra_state(rebuild_state())
+
+
+def _find_tensor_dict(model: torch.nn.Module, name: str) -> dict[str, Any] | None:
     """Return the dict of parameters or buffers that contains a tensor, or None if the model has no such tensor.
 
     Args:
@@ -428,10 +437,12 @@ def _find_holder(model: torch.nn.Module, name: str) -> dict[str, Any] | None:
     """
     path, _, last = name.rpartition(".")
     try:
-        owner = get_bare_submodule(model, path)
+        module = get_bare_submodule(model, path)
     except AttributeError:
         return None
-    return next((held for held in (owner._parameters, owner._buffers) if held.get(last) is not None), None)
+    if module._parameters.get(last) is not None:
+        return module._parameters
+    return module._buffers if module._buffers.get(last) is not None else None
 
 
 def _replace_tensor(
@@ -448,7 +459,7 @@ def _replace_tensor(
         description: Name of the tensor for messages about a failed rollback.
         rollback: Rollback to which an undo step is added before the change.
     """
-    tensors, last = _find_holder(model, name), name.rpartition(".")[2]
+    tensors, last = _find_tensor_dict(model, name), name.rpartition(".")[2]
     assert tensors is not None  # otherwise find_misfits() has refused it
     old = tensors[last]
     if isinstance(old, torch.nn.Parameter):
@@ -460,7 +471,7 @@ def _replace_tensor(
 
 
 def find_misfits(
-    objects: StatefulObjects, found: CollectedState, matches: Sequence[ModelMatch] | None = None
+    objects: StatefulObjects, saved_state: CollectedState, matches: Sequence[ModelMatch] | None = None
 ) -> list[str]:
     """Return one message for each reason why a saved state does not fit the objects that should load it.
 
@@ -469,24 +480,24 @@ def find_misfits(
 
     Args:
         objects: Objects that should load the state.
-        found: Saved state.
+        saved_state: State of the checkpoint.
         matches: Result of `match_models`. Default: None, `match_models` is called.
     """
     problems: list[str] = []
-    count = len(found.state["extra"])
+    count = len(saved_state.state["extra"])
     if count != len(objects.models):
         advice = "" if objects.models else ": prepare() comes before"
         return [f"{count} models were saved, {len(objects.models)} are prepared{advice}"]
-    for match in match_models(objects, found) if matches is None else matches:
-        problems += find_model_misfits(match, found)
-    count = len(found.state["optimizer"])
+    for match in match_models(objects, saved_state) if matches is None else matches:
+        problems += find_model_misfits(match, saved_state)
+    count = len(saved_state.state["optimizer"])
     if count != len(objects.optimizers):
         problems.append(f"{count} optimizers were saved, {len(objects.optimizers)} are prepared")
     names = map_parameter_names(objects.models)
-    for index, (optimizer, entry) in enumerate(zip(objects.optimizers, found.state["optimizer"])):
+    for index, (optimizer, entry) in enumerate(zip(objects.optimizers, saved_state.state["optimizer"])):
         problems += find_optimizer_misfits(optimizer, names, entry, index)
     for kind, group in objects.others.items():
-        count = len(found.state.get(kind, ()))
+        count = len(saved_state.state.get(kind, ()))
         if count != len(group):
             problems.append(f"{count} states of kind {kind!r} were saved, there are {len(group)} such objects now")
     return problems
@@ -498,19 +509,17 @@ def describe_casts(matches: Sequence[ModelMatch]) -> list[str]:
     Args:
         matches: Result of `match_models`, in which `find_misfits` has found no problem.
     """
-    counted: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
-    first: dict[tuple[torch.dtype, torch.dtype], str] = {}
+    names_by_cast: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
     for match in matches:
         for name, own in match.own.items():
             saved = match.saved[name]
             if saved.dtype != own.dtype:
-                counted[saved.dtype, own.dtype] += 1
-                first.setdefault((saved.dtype, own.dtype), name)
-    return [
-        f"{first[saved, own]}{f' and {count - 1} more tensors' if count > 1 else ''}: "
-        f"{get_dtype_name(saved)} -> {get_dtype_name(own)}"
-        for (saved, own), count in counted.items()
-    ]
+                names_by_cast.setdefault((saved.dtype, own.dtype), []).append(name)
+    lines = []
+    for (saved_dtype, own_dtype), names in names_by_cast.items():
+        others = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+        lines.append(f"{names[0]}{others}: {get_dtype_name(saved_dtype)} -> {get_dtype_name(own_dtype)}")
+    return lines
 
 
 class _OwnedTensors(Mapping[str, torch.Tensor]):
@@ -519,36 +528,36 @@ class _OwnedTensors(Mapping[str, torch.Tensor]):
     Views of mapped files are copied on access, because they are read-only and keep the file open.
     """
 
-    def __init__(self, found: CollectedState) -> None:
-        self._found = found
+    def __init__(self, saved_state: CollectedState) -> None:
+        self._saved_state = saved_state
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._found.tensors[name]
-        return tensor if name in self._found.owned else copy_tensor(tensor)
+        tensor = self._saved_state.tensors[name]
+        return tensor if name in self._saved_state.owned else copy_tensor(tensor)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._found.tensors)
+        return iter(self._saved_state.tensors)
 
     def __len__(self) -> int:
-        return len(self._found.tensors)
+        return len(self._saved_state.tensors)
 
 
 @pause_garbage_collection()
 def restore_objects(
     objects: StatefulObjects,
-    found: CollectedState,
-    more: Callable[[LoadRollback], None] | None = None,
-    agree: Callable[[str | None], Iterable[str]] | None = None,
+    saved_state: CollectedState,
+    restore_rest: Callable[[LoadRollback], None] | None = None,
+    exchange_errors: Callable[[str | None], Iterable[str]] | None = None,
 ) -> None:
     """Restore the objects from a saved state that fits them.
 
     Args:
         objects: Objects to change.
-        found: Saved state. `find_misfits` must have found no problem with it.
-        more: Function that restores all other state. It receives the `LoadRollback`, and adds an undo step before each
-            change. Default: None, there is no other state.
-        agree: Function that sends this rank's failure or None to all ranks, and returns the failures of all ranks.
-            Default: None, there are no other ranks.
+        saved_state: State of the checkpoint. `find_misfits` must have found no problem with it.
+        restore_rest: Function that restores all other state. It receives the `LoadRollback`, and adds an undo step
+            before each change. Default: None, there is no other state.
+        exchange_errors: Function that sends this rank's error message, or None, to all ranks, and returns the error
+            messages of all ranks. Default: None, there are no other ranks.
 
     Raises:
         CheckpointError: If an object could not load its state on any rank, or the weights could not be copied on this
@@ -557,15 +566,18 @@ def restore_objects(
     """
     rollback, failure, cause = LoadRollback(), None, None
     try:
-        _restore_objects(objects, found, rollback)
-        if more is not None:
-            more(rollback)
+        _restore_objects(objects, saved_state, rollback)
+        if restore_rest is not None:
+            restore_rest(rollback)
     except Exception as error:
         failure, cause = f"{type(error).__name__}: {error}", error
     except BaseException:
         rollback.run()
         raise
-    failures = list(agree(failure)) if agree is not None else [failure] if failure else []
+    if exchange_errors is not None:
+        failures = list(exchange_errors(failure))
+    else:
+        failures = [] if failure is None else [failure]
     if failures:
         unrestored = rollback.run()
         warning = f"but this state could not be restored, so end the run: {'; '.join(unrestored)}"
@@ -574,10 +586,10 @@ def restore_objects(
     try:
         # Exported again: loading the other objects may have run code that replaced a model's tensors.
         with torch.no_grad():
-            matches = match_models(objects, found)
-            own = ((tensor, match.saved[name]) for match in matches for name, tensor in match.own.items())
-            copy_pairs((pair for tensor, saved in own for pair in iterate_pairs(tensor, saved)), copy_saved_values)
-        objects.settle()
+            matches = match_models(objects, saved_state)
+            weights = ((tensor, match.saved[name]) for match in matches for name, tensor in match.own.items())
+            copy_pairs((pair for own, saved in weights for pair in iterate_pairs(own, saved)), copy_saved_values)
+        objects.apply_loaded_values()
     except Exception as error:
         raise CheckpointError(
             f"not all weights could be copied ({type(error).__name__}: {error}). The model contains a mixture of old and new "
@@ -585,49 +597,50 @@ def restore_objects(
         ) from error
 
 
-def _restore_objects(objects: StatefulObjects, found: CollectedState, rollback: LoadRollback) -> None:
-    tensors, names = _OwnedTensors(found), map_parameter_names(objects.models)
+def _restore_objects(objects: StatefulObjects, saved_state: CollectedState, rollback: LoadRollback) -> None:
+    """Restore everything except the models' weights. Everything is decoded before the first object is changed."""
+    tensors, names = _OwnedTensors(saved_state), map_parameter_names(objects.models)
     others = [
         (obj, decode_value(value, tensors), f"{kind} {index}")
         for kind, group in objects.others.items()
-        for index, (obj, value) in enumerate(zip(group, found.state[kind]))
+        for index, (obj, value) in enumerate(zip(group, saved_state.state[kind]))
     ]
     states = [
         decode_optimizer(optimizer, names, entry, tensors)
-        for optimizer, entry in zip(objects.optimizers, found.state["optimizer"])
+        for optimizer, entry in zip(objects.optimizers, saved_state.state["optimizer"])
     ]
     for optimizer, state in zip(objects.optimizers, states):
-        if has_torch_form(optimizer, state) and find_low_bit_extension(optimizer) is None:
+        if has_torch_format(optimizer, state) and find_low_bit_extension(optimizer) is None:
             move_state(state["state"], list_devices(optimizer))
-    extras = [decode_extras(found, index, tensors) for index, _ in objects.list_chosen()]
+    extras = [decode_extras(saved_state, index, tensors) for index, _ in objects.list_models_to_load()]
     for obj, state, label in others:
         rollback.add(label, partial(restore_object, obj, copy_state(obj.state_dict())))
         obj.load_state_dict(state)
     for index, (optimizer, state) in enumerate(zip(objects.optimizers, states)):
         rollback.add(f"optimizer {index}", make_optimizer_undo(optimizer))
-        if not has_torch_form(optimizer, state):  # the wrapped optimizer is changed in place
+        if not has_torch_format(optimizer, state):  # the wrapped optimizer is changed in place
             rollback.add(
                 f"what optimizer {index} wraps", partial(restore_object, optimizer, copy_state(optimizer.state_dict()))
             )
         load_optimizer(optimizer, state)
-    for (index, model), values in zip(objects.list_chosen(), extras):
+    for (index, model), values in zip(objects.list_models_to_load(), extras):
         if values:
             load_extras(dict(objects.export(model)), values, model, index, rollback)
 
 
-def restore_object(obj: Any, before: Callable[[], Any]) -> None:
+def restore_object(obj: Any, rebuild_state: Callable[[], Any]) -> None:
     """Load the state that an object had before a failed load.
 
     Args:
         obj: Object with `state_dict` and `load_state_dict`.
-        before: Function that returns the former state, as `copy_state` returned it.
+        rebuild_state: Function that returns the former state, as `copy_state` returned it.
 
     Raises:
         Exception: The error of `load_state_dict`, unless the object still has its former state.
     """
     try:
-        obj.load_state_dict(before())
+        obj.load_state_dict(rebuild_state())
     except Exception:
         # An object that refuses every state has most likely changed nothing.
-        if not is_same_state(obj.state_dict(), before()):
+        if not is_same_state(obj.state_dict(), rebuild_state()):
             raise

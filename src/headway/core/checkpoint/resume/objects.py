@@ -11,7 +11,7 @@ from headway.core.training.prepared.prepare import Preparation
 from headway.core.training.run import Run
 from headway.core.training.step import TrainingStep
 from headway.core.weights.compiled import rename_bare_items
-from headway.core.weights.pieces import is_spread
+from headway.core.weights.pieces import is_sharded
 
 _LOADERS = "loaders"
 """Key in the dict of RNG states for the generator from which loaders draw the order of samples."""
@@ -65,16 +65,16 @@ class CheckpointedObjects:
             [each.optimizer for each in self.preparation.optimizers],
             others,
             lambda model: rename_bare_items(strategy.export_state(model)),
-            part_of=strategy.get_part,
-            exposed=strategy.expose_state,
-            settle=strategy.apply_loaded_values,
+            get_part=strategy.get_part,
+            expose_state=strategy.expose_state,
+            apply_loaded_values=strategy.apply_loaded_values,
         )
 
     @property
     def is_sharded(self) -> bool:
         """Whether any model state is sharded over ranks."""
         export = self.run.strategy.export_state
-        return any(is_spread(value) for model in self.list_bare_models() for _, value in export(model))
+        return any(is_sharded(value) for model in self.list_bare_models() for _, value in export(model))
 
     def read_piece_size(self) -> dict[str, int | None]:
         """Return the state of automatic micro-batching, or {} if batches are not split automatically.

@@ -60,9 +60,9 @@ class PreemptionGuard:
             CheckpointError: If the checkpoint could not be saved.
         """
         state = self._state
-        if self._stopping.check(state.run.windows.num_windows, lambda: _describe_place(state, loader)):
+        if self._stopping.check(state.run.windows.num_windows, lambda: _describe_loop_position(state, loader)):
             is_evaluation = loader is not None and state.progress.evaluations.is_evaluation(loader)
-            self._stop_or_continue(state.progress.evaluations.get_start() if is_evaluation else None)
+            self._handle_request(state.progress.evaluations.get_start() if is_evaluation else None)
 
     def start(self) -> None:
         """Listen again for requests to stop, and replace any other listener. The deadline is unchanged.
@@ -77,36 +77,45 @@ class PreemptionGuard:
         """Stop listening for signals and deadlines."""
         self._stopping.stop()
 
-    def _stop_or_continue(self, before: EvaluationStart | None) -> None:
+    def _handle_request(self, evaluation_start: EvaluationStart | None) -> None:
+        """Set `is_preempted`. Unless `settings.exits` is False, also save and end the run.
+
+        Args:
+            evaluation_start: State at the start of the evaluation in progress, or None if there is none.
+
+        Raises:
+            Preempted: After the save.
+            CheckpointError: If the checkpoint could not be saved.
+        """
         self.is_preempted = True
         reason, update = self._stopping.reason, self._state.run.clock.num_updates
         if not self._settings.exits:
             log.warning("asked to stop by %s after update %d: accelerator.preempted is True now", reason, update)
             return
         pulse.get_own_pulse().set_phase("saving, as it was asked to stop")
-        folder = self._save(before)
+        folder = self._save(evaluation_start)
         notify_listeners("preempted", step=update, source=self._state.run.clock, reason=reason, folder=str(folder))
-        left = PreemptedRun(reason, update, str(folder))
-        record = env.get("TORCHELASTIC_ERROR_FILE")
-        if record and pulse.is_watched():
-            left.write(record)
+        preempted_run = PreemptedRun(reason, update, str(folder))
+        error_file = env.get("TORCHELASTIC_ERROR_FILE")
+        if error_file and pulse.is_watched():  # the launcher reads the file and prints the message
+            preempted_run.write(error_file)
         else:
-            log.warning(left.format_text().removeprefix("headway: ").replace("\nheadway: ", "\n  "))
-        raise Preempted(left.format_text(), str(folder))
+            log.warning(preempted_run.format_text().removeprefix("headway: ").replace("\nheadway: ", "\n  "))
+        raise Preempted(preempted_run.format_text(), str(folder))
 
 
-def _describe_place(state: CheckpointState, loader: PreparedLoader | None) -> tuple[str, bool]:
-    """Return a description of the current place in the training loop, for a comparison between ranks.
+def _describe_loop_position(state: CheckpointState, loader: PreparedLoader | None) -> tuple[str, bool]:
+    """Return a description of the current position in the training loop, for a comparison between ranks.
 
     Args:
         state: State of the run.
         loader: Loader that is about to return a batch, or None in a loop without prepared loaders.
 
     Returns:
-        Pair of (text that is equal on ranks at the same place, whether an accumulation window is open).
+        Pair of (text that is equal on ranks at the same position, whether an accumulation window is open).
     """
-    place = f"update {state.run.clock.num_updates}"
+    position = f"update {state.run.clock.num_updates}"
     if loader is not None:
         number = [each.seed for each in state.objects.loaders].index(loader.seed)
-        place += f", loader {number}, epoch {loader.epoch}, {loader.num_consumed} samples"
-    return place, state.run.windows.is_unfinished
+        position += f", loader {number}, epoch {loader.epoch}, {loader.num_consumed} samples"
+    return position, state.run.windows.is_unfinished

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable
 
+from headway.core.checkpoint.resume.local_sgd_state import LocalSGDState
 from headway.core.checkpoint.resume.objects import CheckpointedObjects
 from headway.core.checkpoint.resume.positions import (
+    EvaluationDetector,
     EvaluationStart,
-    EvaluationStarts,
+    ForwardStateCopies,
     LaterLoaders,
     TrainingPasses,
     WindowSnapshot,
-    WindowStartCopies,
 )
 from headway.core.checkpoint.resume.saved import SavedRun
-from headway.core.checkpoint.resume.stand_ins import LocalState
 from headway.core.data.loader import PreparedLoader
 from headway.core.data.sampling.position import NOTHING
 from headway.log import get_logger
@@ -40,40 +40,40 @@ class LoopProgress:
         evaluations: Detector of evaluations, with the positions to store if a save is made during one.
         window_start: Snapshot of the start of the current accumulation window, or None. A run resumed from a save
             within the window continues there.
-        before_batches: Functions called before each batch of a training loader, while no other batch is in use.
+        before_training_batch: Functions called before each batch of a training loader, while no other batch is in use.
         reads_from_start: Whether loaders prepared after a load begin the interrupted epoch at its first batch.
     """
 
-    def __init__(self, objects: CheckpointedObjects, local: LocalState) -> None:
+    def __init__(self, objects: CheckpointedObjects, local: LocalSGDState) -> None:
         self.epoch = 0
-        self.before_batches: list[Callable[[PreparedLoader], None]] = []
+        self.before_training_batch: list[Callable[[PreparedLoader], None]] = []
         self.reads_from_start = False
         self.window_start: WindowSnapshot | None = None
         self._objects = objects
         self._local = local
         self._windows = objects.run.windows
         self._events = objects.run.events
-        self._is_saving = False
-        self._ask: Callable[[PreparedLoader], None] | None = None
+        self._expects_saves = False
+        self._preemption_check: Callable[[PreparedLoader], None] | None = None
         self._epoch_starts: dict[int, int] | None = None
         """Epoch of each loader when the loop's current epoch began, by the loader's seed.
 
         None if the loop does not use epochs().
         """
-        self._saved_as_over: int | None = None
+        self._num_windows_at_epoch_end_save: int | None = None
         """Number of accumulation windows begun before a save that recorded the current epoch as finished.
 
         None if there was no such save.
         """
-        self._later: LaterLoaders | None = None
+        self._later_loaders: LaterLoaders | None = None
         self.passes = TrainingPasses(self._windows, objects.loaders)
-        self.evaluations = EvaluationStarts(
-            self._windows,
-            objects.loaders,
-            objects.read_rng_states,
-            self.next_epoch,
-            self.passes,
-            objects.preparation.schedulers,
+        self.evaluations = EvaluationDetector(
+            accumulation=self._windows,
+            loaders=objects.loaders,
+            read_rng_states=objects.read_rng_states,
+            compute_next_epoch=self.compute_next_epoch,
+            passes=self.passes,
+            schedules=objects.preparation.schedulers,
         )
         self._events.is_registered = lambda dataset: any(dataset is each for each in objects.run.custom)
         self._events.prepared.append(self._restore_later_loader)
@@ -96,16 +96,20 @@ class LoopProgress:
         """Whether no prepared loader is being iterated and automatic micro-batching is not splitting a batch."""
         return not self._windows.active and not self._windows.is_in_splittable_batch
 
-    def get_position(self, before: EvaluationStart | None = None) -> tuple[object, ...]:
+    def get_position(self, evaluation_start: EvaluationStart | None = None) -> tuple[object, ...]:
         """Return the position of the run as a tuple.
 
         Checkpoints that are saved at equal positions have equal content, apart from registered objects.
 
         Args:
-            before: State at the start of the evaluation in progress, whose loader positions are used. Default: None,
+            evaluation_start: State at the start of the evaluation in progress, whose loader positions are used. Default: None,
                 the current positions.
         """
-        states = [each.run_state() for each in self._objects.loaders] if before is None else before.states
+        states = (
+            [each.run_state() for each in self._objects.loaders]
+            if evaluation_start is None
+            else evaluation_start.loader_states
+        )
         positions = [(each["epoch"], each["consumed"]) for each in states]
         windows = self._windows
         return self._objects.run.clock.num_updates, windows.num_windows, windows.is_unfinished, *positions
@@ -115,44 +119,44 @@ class LoopProgress:
 
         Return None if no evaluation is in progress.
         """
-        return self.evaluations.find_start(goes_back=self.counts_epochs)
+        return self.evaluations.find_start(reenters_epoch=self.counts_epochs)
 
     # ---------------------------------------------------------------- epochs of the loop
 
-    def next_epoch(self) -> int:
+    def compute_next_epoch(self) -> int:
         """Return the epoch at which a run would continue if it resumed from a save of the current position."""
         trained_on = self._windows.trained_on
-        starts = self._epoch_starts
+        epoch_starts = self._epoch_starts
         if not trained_on:
             return self.epoch
-        if starts is None:  # the loop does not use epochs(): the first loader counts
+        if epoch_starts is None:  # the loop does not use epochs(): the first loader counts
             return trained_on[0].epoch_at_resume
-        is_over = not any(each.is_unfinished for each in trained_on) and any(
-            each.epoch_at_resume != starts.get(each.seed, 0) for each in trained_on
-        )
-        return self.epoch + 1 if is_over else self.epoch
+        if any(each.is_unfinished for each in trained_on):
+            return self.epoch
+        has_advanced = any(each.epoch_at_resume != epoch_starts.get(each.seed, 0) for each in trained_on)
+        return self.epoch + 1 if has_advanced else self.epoch
 
     def begin_epoch(self) -> None:
         """Record the start of an epoch of the training loop."""
         self.passes.begin_epoch()
-        self._saved_as_over = None
-        self._note_epoch_starts()
+        self._num_windows_at_epoch_end_save = None
+        self._record_epoch_starts()
 
     def end_epoch(self) -> None:
         """Record the end of an epoch of the training loop."""
         for loader in self._objects.loaders:
             loader.end_loaded_epoch()
-        if self._later is not None:
-            self._later.is_past = True
+        if self._later_loaders is not None:
+            self._later_loaders.is_epoch_over = True
         self.passes.end_epoch()
-        self._saved_as_over = None
+        self._num_windows_at_epoch_end_save = None
         self.epoch += 1
-        self._note_epoch_starts()
+        self._record_epoch_starts()
 
-    def _note_epoch_starts(self) -> None:
+    def _record_epoch_starts(self) -> None:
         self._epoch_starts = {each.seed: each.epoch_at_resume for each in self._objects.loaders}
 
-    def note_saved_epoch(self, epoch: int) -> None:
+    def record_saved_epoch(self, epoch: int) -> None:
         """Record a save that counts the current epoch as finished, for a warning if the epoch is then continued.
 
         Do nothing if the loop does not use `epochs()`, or `epoch` is not later than the current epoch.
@@ -161,12 +165,15 @@ class LoopProgress:
             epoch: Epoch at which a run that resumes from the checkpoint being saved would continue.
         """
         if self.counts_epochs and epoch > self.epoch:
-            self._saved_as_over = self._windows.num_windows
+            self._num_windows_at_epoch_end_save = self._windows.num_windows
 
     def _check_saved_epoch(self) -> None:
         """Warn if training continues in an epoch that a saved checkpoint has already recorded as finished."""
-        if self._saved_as_over is not None and self._windows.num_windows > self._saved_as_over:
-            self._saved_as_over = None
+        if (
+            self._num_windows_at_epoch_end_save is not None
+            and self._windows.num_windows > self._num_windows_at_epoch_end_save
+        ):
+            self._num_windows_at_epoch_end_save = None
             log.warning_once(_SAVED_BETWEEN_LOOPS, self.epoch)
 
     # ---------------------------------------------------------------- before each batch
@@ -176,34 +183,35 @@ class LoopProgress:
 
         This adds the RNG states and copies of the models' buffers and extra states.
         """
-        self._is_saving = True
+        self._expects_saves = True
 
-    def ask_before_batches(self, ask: Callable[[PreparedLoader], None] | None) -> None:
-        """Register a function to call before each batch of a prepared loader, while no other batch is in use.
+    def set_preemption_check(self, check: Callable[[PreparedLoader], None] | None) -> None:
+        """Set the function to call before each batch of a prepared loader, while no other batch is in use.
 
         Args:
-            ask: Function that is called with the loader. None: remove the registered function.
+            check: Function of the loader, which may save and end the run. It replaces an earlier one. None: no function
+                is called.
         """
-        self._ask = ask
+        self._preemption_check = check
 
     def _before_fetch(self, loader: PreparedLoader) -> None:
-        # Usually each batch is trained on before the next one is requested.
-        is_free = not self._events.in_hand or self._has_used(loader)
+        # Usually each batch is trained on before the next one is requested. Then the run can be saved or stopped here.
+        has_no_batch_in_use = not self._events.in_hand or self._has_used_batches(loader)
         if self._epoch_starts is not None:
             self.passes.record_request(loader)
             self._check_saved_epoch()
-        if is_free and self._windows.num_steps > 1:
-            self._note_window()
+        if has_no_batch_in_use and self._windows.num_steps > 1:
+            self._record_window_start()
         share = loader.pass_position.share
         if share is NOTHING or share.is_last:  # a pass begins, or ends
             self.evaluations.record_request(loader)
-        if self._ask is not None and is_free:
-            self._ask(loader)
-        if self.before_batches and is_free and self._is_trained_on(loader):
-            for each in self.before_batches:
-                each(loader)
+        if self._preemption_check is not None and has_no_batch_in_use:
+            self._preemption_check(loader)
+        if self.before_training_batch and has_no_batch_in_use and self._is_trained_on(loader):
+            for action in self.before_training_batch:
+                action(loader)
 
-    def _has_used(self, loader: PreparedLoader) -> bool:
+    def _has_used_batches(self, loader: PreparedLoader) -> bool:
         """Whether every batch that was yielded since the last micro-batch has been trained on or dropped.
 
         Called when `loader` is about to yield its next batch.
@@ -218,7 +226,7 @@ class LoopProgress:
     def _is_trained_on(self, loader: PreparedLoader) -> bool:
         return any(each.seed == loader.seed for each in self._windows.trained_on)
 
-    def _note_window(self) -> None:
+    def _record_window_start(self) -> None:
         """Record the state at the start of an accumulation window, which a save within the window needs.
 
         Do nothing if a window is already open.
@@ -226,44 +234,48 @@ class LoopProgress:
         if self._windows.is_unfinished:
             return
         objects = self._objects
-        before = self.window_start
         rng_states = None
-        changed = None
-        if self._is_saving:
+        forward_state = None
+        if self._expects_saves:
             rng_states = objects.read_rng_states()  # about 90 us
-            changed = WindowStartCopies() if before is None or before.changed is None else before.changed
-            changed.record_state(objects.list_bare_models())
-        epoch = self.next_epoch()
+            if self.window_start is not None:
+                forward_state = self.window_start.forward_state  # its memory is reused
+            if forward_state is None:
+                forward_state = ForwardStateCopies()
+            forward_state.record_state(objects.list_bare_models())
+        epoch = self.compute_next_epoch()
         self.window_start = WindowSnapshot(
             rng_states=rng_states,
             loaders=[each.run_state(is_brief=True) for each in objects.loaders],
             epoch=epoch,
-            over=self.passes.count_finished() if self.counts_epochs and epoch == self.epoch else {},
+            finished_passes=self.passes.count_finished() if self.counts_epochs and epoch == self.epoch else {},
             num_calls=[each.num_calls for each in objects.preparation.schedulers],
             local_steps=self._local.list_steps(),
             pieces=objects.read_piece_size(),
-            changed=changed,
+            forward_state=forward_state,
         )
 
     # ---------------------------------------------------------------- after a load
 
-    def restore(self, saved: SavedRun, is_new: bool) -> None:
+    def restore(self, saved_run: SavedRun, is_data_replaced: bool) -> None:
         """Set the progress to that of a saved run.
 
         Args:
-            saved: Counters and positions of the saved run.
-            is_new: Whether the loaders' data was replaced, so that the epoch starts over.
+            saved_run: Counters and positions of the saved run.
+            is_data_replaced: Whether the loaders' data was replaced, so that the epoch starts over.
         """
         loaders = self._objects.loaders
-        self.epoch = saved.epoch
+        self.epoch = saved_run.epoch
         self.window_start = None
-        self._saved_as_over = None
+        self._num_windows_at_epoch_end_save = None
         self._epoch_starts = None
-        if saved.counts_epochs:
-            self._note_epoch_starts()
-        self.passes.load([] if is_new else saved.passes_over)
+        if saved_run.counts_epochs:
+            self._record_epoch_starts()
+        self.passes.restore([] if is_data_replaced else saved_run.passes_over)
         self.evaluations.discard_positions()
-        self._later = LaterLoaders(saved, is_new) if len(saved.loaders) > len(loaders) else None
+        self._later_loaders = (
+            LaterLoaders(saved_run, is_data_replaced) if len(saved_run.loaders) > len(loaders) else None
+        )
 
     def _restore_later_loader(self, loader: PreparedLoader) -> None:
         """Restore the position of a loader that is prepared after the load.
@@ -271,19 +283,19 @@ class LoopProgress:
         Its saved position is found by its index, which is the number of loaders that were prepared before it.
         """
         index = len(self._objects.loaders) - 1
-        later = self._later
-        if later is None or not later.put_back(loader, index, self._objects.run.collectives):
+        later = self._later_loaders
+        if later is None or not later.restore_position(loader, index, self._objects.run.collectives):
             return
-        saved = later.saved
-        if index in saved.trained_on:
+        saved_run = later.saved_run
+        if index in saved_run.trained_on:
             self._windows.trained_on.append(loader)
-        if index in saved.read_in_training:
+        if index in saved_run.read_in_training:
             self._windows.read_in_training.append(loader)
         if self._epoch_starts is not None:
             self._epoch_starts[loader.seed] = loader.epoch_at_resume
-        if not (later.is_new or later.is_past):
-            self.passes.add(loader, saved.passes_over[index])
-        if later.is_past:
+        if not (later.is_data_replaced or later.is_epoch_over):
+            self.passes.restore_loader(loader, saved_run.passes_over[index])
+        if later.is_epoch_over:
             loader.end_loaded_epoch()
         if self.reads_from_start:
             loader.read_from_start()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -25,7 +25,7 @@ from headway.core.checkpoint.resume.after_interrupt import explain_interrupts, p
 from headway.core.checkpoint.resume.comparison import RestoreResult
 from headway.core.checkpoint.resume.positions import EvaluationStart
 from headway.core.checkpoint.resume.state import CheckpointState
-from headway.core.checkpoint.saving.place import CheckpointFolder
+from headway.core.checkpoint.saving.checkpoint_folder import CheckpointFolder
 from headway.core.checkpoint.saving.writer import SavePolicy
 from headway.core.checkpoint.state import CollectedState
 from headway.core.config.preemption import Preemption
@@ -43,23 +43,35 @@ log = get_logger(__name__)
 
 CHANGED = ("data", "schedule", "groups")
 """Allowed values of the argument `changed`: parts of a run that may differ on purpose from the saved run."""
+
+
+class _KnownArguments(NamedTuple):
+    """Arguments that a method of the Accelerator accepts.
+
+    Attributes:
+        own: Names of the arguments that have an effect, separated by spaces.
+        ignored: Names of the arguments of other backends, which have no effect.
+        explanation: End of the message about an ignored argument.
+    """
+
+    own: str
+    ignored: str
+    explanation: str
+
+
 _ARGUMENTS = {
-    "save_state": (
+    "save_state": _KnownArguments(
         "output_dir safe_serialization blocking metric weights",
         "client_state exclude_frozen_parameters max_shard_size save_function tag save_latest",
         "the checkpoint holds the whole state",
     ),
-    "load_state": (
+    "load_state": _KnownArguments(
         "input_dir load_kwargs map_location strict changed",
         "load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only tag custom_load_fn mmap weights_only",
         "the whole state is loaded",
     ),
 }
-"""For each method of the Accelerator, a triple of texts about its arguments.
-
-The first text lists the method's own arguments. The second lists the arguments of other backends that the method
-ignores. The third is the end of the message about an ignored argument.
-"""
+"""Arguments by name of the method."""
 _WITHIN_EPOCH = (
     "a checkpoint is saved inside an evaluation in the middle of an epoch: a run resumed from it goes on with the next training "
     "batch and does not repeat this evaluation. Save before or after it to keep both"
@@ -95,11 +107,11 @@ class MemoryCopies(Protocol):
     def find_newest(self) -> Path | None:
         """Return the folder of the newest state in memory, or None if there is none. Every rank must call it."""
 
-    def is_newer(self, kept: Path, on_disk: Path | None) -> bool:
+    def is_newer(self, in_memory: Path, on_disk: Path | None) -> bool:
         """Whether a state in memory is newer than a checkpoint on the disk.
 
         Args:
-            kept: Folder of the state in memory.
+            in_memory: Folder of the state in memory.
             on_disk: Folder of the checkpoint on the disk, or None.
         """
 
@@ -120,7 +132,7 @@ class Checkpoints:
         step_hooks: Hooks of the training step. They check that the run has resumed if it should, and report failed
             background saves.
         collectives: Collectives over all ranks.
-        last_hook: Function that returns the save hook to call after those of `add_save_hook`, or None to call no
+        get_final_hook: Function that returns the save hook to call after those of `add_save_hook`, or None to call no
             further hook. Default: no further hook is called.
         repeats_evaluations: Whether a run resumed from a save during an evaluation repeats the evaluation from its
             start. Default: True.
@@ -128,8 +140,8 @@ class Checkpoints:
             "load_state". Default: "resume".
 
     Attributes:
-        place: Folder of the checkpoints.
-        guard: Preemption guard, or None if the run does not listen for requests to stop.
+        checkpoint_folder: Folder of the checkpoints, which names new ones and finds existing ones.
+        preemption_guard: Listener for requests to stop, or None if the run does not listen for requests to stop.
         last_folder: Folder of the last checkpoint that this run saved or loaded, or None if there is none yet.
         resume_method: Method with which the program continues from a checkpoint. Messages name it.
     """
@@ -140,13 +152,13 @@ class Checkpoints:
         project: ProjectConfiguration,
         step_hooks: StepHooks,
         collectives: Collectives,
-        last_hook: Callable[[], SaveHook | None] = lambda: None,
+        get_final_hook: Callable[[], SaveHook | None] = lambda: None,
         *,
         repeats_evaluations: bool = True,
         resume_method: str = "resume",
     ) -> None:
-        self.place = CheckpointFolder(project, state.reader)
-        self.guard: preemption.PreemptionGuard | None = None
+        self.checkpoint_folder = CheckpointFolder(project, state.reader)
+        self.preemption_guard: preemption.PreemptionGuard | None = None
         self.last_folder: Path | None = None
         self.resume_method = resume_method
         self._repeats_evaluations = repeats_evaluations
@@ -154,31 +166,35 @@ class Checkpoints:
         self._step_hooks = step_hooks
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
-        self._last_hook = last_hook
-        self._owes_epochs = False
-        self._last: tuple[Path, tuple[object, ...]] | None = None
-        self._has_told_alone = False
-        self._held: Path | None = None
+        self._get_final_hook = get_final_hook
+        self._must_call_epochs = False
+        """Whether the run was resumed, and its loop has not called `epochs` since."""
+        self._last_save: tuple[Path, tuple[object, ...]] | None = None
+        """Pair of (folder, position of the run) of the last save by all ranks."""
+        self._has_warned_of_lone_save = False
+        self._locked_folder: Path | None = None
         self._collectives = collectives
         self._memory: MemoryCopies | None = None
         if project.keep_in_memory:
-            self._memory = extensions.load("feature", "keep_in_memory")(state, collectives, self.place, step_hooks)
+            self._memory = extensions.load("feature", "keep_in_memory")(
+                state, collectives, self.checkpoint_folder, step_hooks
+            )
         if project.overlap_saves:
             step_hooks.before_update.append(state.saver.wait_for_copies)
             step_hooks.before_swap.append(state.saver.wait_for_copies)
             self.expect_background_saves()
         if project.automatic_checkpoint_naming:
             state.progress.expect_saves()
-            step_hooks.before_learning.append(self._hold_at_first)
-        if self.place.earlier is not None:
-            self._check_steps()
+            step_hooks.before_learning.append(self._lock_before_training)
+        if self.checkpoint_folder.conflict is not None:
+            self._register_step_checks()
         explain_interrupts(self)
         subscribe(self._publish_commit)
 
     @property
     def is_automatic(self) -> bool:
         """Whether checkpoints are named automatically, so that `resume("latest")` finds them."""
-        return self.place.is_automatic
+        return self.checkpoint_folder.is_automatic
 
     def _publish_commit(self, event: RunEvent) -> None:
         """Report a checkpoint of this run to the launcher once it is on the disk. Do nothing for other events.
@@ -193,11 +209,12 @@ class Checkpoints:
 
         The size of the memory is known once the first update has created the optimizer state.
         """
-        self._step_hooks.before_update.append(self._state.saver.pin_early(self._state.objects.list_stateful))
+        hook = self._state.saver.make_pinning_hook(self._state.objects.list_stateful)
+        self._step_hooks.before_update.append(hook)
 
-    def _hold_at_first(self) -> None:
+    def _lock_before_training(self) -> None:
         """Lock the checkpoints' folder before the first training step, to find a conflict with another run early."""
-        if self._held is None:
+        if self._locked_folder is None:
             self._lock_folder()
 
     def _lock_folder(self, is_alone: bool = False, output_dir: str | Path | None = None) -> None:
@@ -213,35 +230,37 @@ class Checkpoints:
         Raises:
             CheckpointError: If another run holds the lock.
         """
-        place = self.place
+        checkpoint_folder = self.checkpoint_folder
         state = self._state
-        folder = None if place.is_automatic or output_dir is None else place.folder_for(output_dir)
-        if place.is_automatic and place.project.project_dir is not None:
-            self._held = place.parent()
-        elif folder is not None and find_store(folder).needs_lock:
-            if self._held not in (None, folder):
-                self.release_lock()
-            self._held = folder
+        if checkpoint_folder.is_automatic:
+            folder = None if checkpoint_folder.project.project_dir is None else checkpoint_folder.get_parent()
         else:
+            folder = None if output_dir is None else checkpoint_folder.get_next_folder(output_dir)
+            if folder is not None and not find_store(folder).needs_lock:
+                folder = None
+        if folder is None:
             return
-        state.run.run_id = state.saver.lock_folder(self._held, state.run.run_id, is_alone)
+        if not checkpoint_folder.is_automatic and self._locked_folder not in (None, folder):
+            self.release_lock()
+        self._locked_folder = folder
+        state.run.run_id = state.saver.lock_folder(folder, state.run.run_id, is_alone)
 
     def release_lock(self) -> None:
         """Release the lock of the checkpoints' folder if this run holds it."""
-        if self._held is not None:
-            self._state.saver.release_lock(self._held)
-            self._held = None
+        if self._locked_folder is not None:
+            self._state.saver.release_lock(self._locked_folder)
+            self._locked_folder = None
 
-    def _check_steps(self) -> None:
+    def _register_step_checks(self) -> None:
         """Register checks that run before each training step, unless they are registered already."""
         if self._check_resumed not in self._step_hooks.before_learning:
             self._step_hooks.before_learning.append(self._check_resumed)
-            self._step_hooks.before_micro_batch.append(self._check_place)
+            self._step_hooks.before_micro_batch.append(self._check_save_and_preemption)
 
     # ---------------------------------------------------------------- save
 
     def save(
-        self, output_dir: str | Path | None, is_blocking: bool, metric: float | None, also: SaveHook | None = None
+        self, output_dir: str | Path | None, is_blocking: bool, metric: float | None, extra_hook: SaveHook | None = None
     ) -> Path:
         """Commit a checkpoint and return its folder. All ranks or only some of them may call it.
 
@@ -251,38 +270,40 @@ class Checkpoints:
             output_dir: Folder of the checkpoint. None: checkpoints are named automatically.
             is_blocking: Whether to return only when the checkpoint is on the disk. False: write in the background.
             metric: Metric of the checkpoint for `keep_best`, or None. NaN and infinity count as None.
-            also: Additional save hook for this save. Default: None, no additional hook.
+            extra_hook: Additional save hook for this save. Default: None, no additional hook.
 
         Raises:
-            CheckpointError: If the checkpoint, or an earlier one in the background, could not be written, another run
-                holds the lock, or an earlier run's checkpoint has the name.
+            CheckpointError: If the checkpoint, or an earlier one in the background, could not be written. Also if
+                another run holds the lock, or an earlier run's checkpoint has the name of this one or a higher number.
             ConfigError: If `output_dir` is None, and checkpoints are not named automatically.
         """
         runtime = self._state.run.runtime
-        place = self.place
-        attended = runtime.scope.get_or_create(Attendance).find_participants(SAVE, str(place.iteration))
-        before = self._state.progress.find_evaluation_start() if self._repeats_evaluations else None
-        if before is not None and self._state.progress.evaluations.is_within_epoch:
+        checkpoint_folder = self.checkpoint_folder
+        participants = runtime.scope.get_or_create(Attendance).find_participants(SAVE, str(checkpoint_folder.iteration))
+        evaluation_start = self._state.progress.find_evaluation_start() if self._repeats_evaluations else None
+        if evaluation_start is not None and self._state.progress.evaluations.is_within_training_pass:
             log.warning(_WITHIN_EPOCH)
-        if not attended.elsewhere:
-            return self._commit_checkpoint(output_dir, is_blocking, metric, before, also=also)
-        if attended.ranks[0] == runtime.rank:
-            self._tell_alone(attended)
-            return self._commit_checkpoint(output_dir, is_blocking, metric, before, is_alone=True, also=also)
+        if not participants.elsewhere:  # all ranks take part
+            return self._commit_checkpoint(output_dir, is_blocking, metric, evaluation_start, extra_hook=extra_hook)
+        if participants.ranks[0] == runtime.rank:
+            self._warn_of_lone_save(participants)
+            return self._commit_checkpoint(
+                output_dir, is_blocking, metric, evaluation_start, is_alone=True, extra_hook=extra_hook
+            )
         # Only the first of the calling ranks writes. This rank may be the first process of another machine. The number of
         # the checkpoint is that of the writing rank, which might have saved alone before.
-        place.iteration = int(attended.note)
-        folder = place.folder_for(output_dir, is_written_here=False)
-        place.iteration += place.is_automatic
+        checkpoint_folder.iteration = int(participants.note)
+        folder = checkpoint_folder.get_next_folder(output_dir, is_written_here=False)
+        checkpoint_folder.iteration += checkpoint_folder.is_automatic
         return folder
 
-    def _tell_alone(self, attended: CallParticipants) -> None:
-        if not self._has_told_alone:
-            self._has_told_alone = True
+    def _warn_of_lone_save(self, participants: CallParticipants) -> None:
+        if not self._has_warned_of_lone_save:
+            self._has_warned_of_lone_save = True
             log.warning(
                 "save_state is called %s. The checkpoint contains everything except the RNG states%s of the other ranks, which "
                 "get new ones after a resume. To keep the states of all ranks, call save_state on every rank",
-                attended,
+                participants,
                 " and the optimizer states (of local SGD)" if self._state.local.has_diverged else "",
                 main_process_only=False,
             )
@@ -292,68 +313,88 @@ class Checkpoints:
         output_dir: str | Path | None,
         is_blocking: bool,
         metric: float | None,
-        before: EvaluationStart | None = None,
+        evaluation_start: EvaluationStart | None = None,
         is_alone: bool = False,
-        also: SaveHook | None = None,
+        extra_hook: SaveHook | None = None,
     ) -> Path:
-        place = self.place
+        """Save a checkpoint and return its folder. Every rank must call it unless `is_alone` is True.
+
+        The arguments that `save` has too are documented there.
+
+        Args:
+            output_dir: Folder of the checkpoint, or None.
+            is_blocking: Whether to return only when the checkpoint is on the disk.
+            metric: Metric of the checkpoint, or None.
+            evaluation_start: State at the start of the evaluation in progress, at which a resumed run continues.
+                Default: None, no evaluation is in progress.
+            is_alone: Whether only this rank saves. Default: False.
+            extra_hook: Additional save hook, or None.
+        """
+        checkpoint_folder = self.checkpoint_folder
+        project = checkpoint_folder.project
         state = self._state
         if metric is not None:  # NaN is never the best, and JSON cannot hold it
             metric = float(metric) if math.isfinite(metric) else None
         state.saver.wait(is_alone)
         self._lock_folder(is_alone, output_dir)
         if not is_blocking:
-            self._check_steps()
+            self._register_step_checks()
         if not is_alone:  # ranks that have saved alone have counted more checkpoints
-            place.iteration = state.reader.find_largest(place.iteration)
-        folder = place.folder_for(output_dir)
-        if not is_alone and not place.is_automatic:
-            folder = state.saver.agree_on(folder)
+            checkpoint_folder.iteration = state.reader.find_largest(checkpoint_folder.iteration)
+        folder = checkpoint_folder.get_next_folder(output_dir)
+        if not is_alone and not checkpoint_folder.is_automatic:
+            folder = state.saver.agree_on_folder(folder)
         with state.run.around_save():
-            collected, about = state.collector.collect(before, is_alone, place.project.save_frozen)
-            about |= {"name": folder.name, "iteration": place.iteration, "metric": metric}
-            is_overlapped = place.project.overlap_saves and not is_blocking
-            steady = state.collector.list_steady(collected) if is_overlapped else ()
+            collected, about = state.collector.collect(evaluation_start, is_alone, project.save_frozen)
+            about |= {"name": folder.name, "iteration": checkpoint_folder.iteration, "metric": metric}
+            protected: tuple[Path, ...] = ()
+            if project.keep_best:
+                protected = self._best.find_kept(checkpoint_folder, folder, metric, state.run.run_id)
+            is_overlapped = project.overlap_saves and not is_blocking
             policy = SavePolicy(
-                place.project.total_limit if place.is_automatic else None,
-                self._best.find_kept(place, folder, metric, state.run.run_id) if place.project.keep_best else (),
-                place.is_automatic,
-                is_blocking,
+                keep=project.total_limit if checkpoint_folder.is_automatic else None,
+                protected=protected,
+                owns_parent=checkpoint_folder.is_automatic,
+                is_blocking=is_blocking,
                 is_alone=is_alone,
-                steady=frozenset(steady),
+                deferrable_names=frozenset(state.collector.list_step_tensors(collected) if is_overlapped else ()),
             )
-            hooks = [each for each in (*self._save_hooks.values(), also, self._last_hook()) if each is not None]
-            if place.project.keep_compiled and not is_alone:
+            hooks = [
+                each for each in (*self._save_hooks.values(), extra_hook, self._get_final_hook()) if each is not None
+            ]
+            if project.keep_compiled and not is_alone:
                 hooks.append(
                     lambda models, weights, staging: extensions.load("feature", "keep_compiled").write_artifacts(
                         Path(staging), self._collectives
                     )
                 )
-            fills = self._make_fills(hooks, collected) if hooks else ()
-            where = state.progress.get_position(before)  # runs user code, so it comes before the RNG states are read
+            # This runs user code, so it comes before the RNG states are read.
+            position = state.progress.get_position(evaluation_start)
             state.saver.save(
                 folder,
                 collected,
                 about,
                 policy,
-                fills,
-                lambda: state.collector.add_rng_states(collected, before, is_alone),
+                self._make_staging_hooks(hooks, collected) if hooks else (),
+                lambda: state.collector.add_rng_states(collected, evaluation_start, is_alone),
             )
         self.last_folder = folder
-        place.iteration += place.is_automatic
+        checkpoint_folder.iteration += checkpoint_folder.is_automatic
         if not is_alone:
-            self._last = folder, where
+            self._last_save = folder, position
         return folder
 
-    def _make_fills(self, hooks: Sequence[SaveHook], collected: CollectedState) -> list[Callable[[Path], None]]:
-        """Return functions that call each save hook, and at the end remove the weights that hooks have saved themselves.
+    def _make_staging_hooks(self, hooks: Sequence[SaveHook], collected: CollectedState) -> list[Callable[[Path], None]]:
+        """Return functions of the staging directory, each of which calls one save hook.
+
+        The last function removes the weights from `collected` that hooks have saved themselves.
 
         Args:
             hooks: Save hooks.
             collected: State of the save, from which weights are removed.
         """
         models = self._state.objects.models
-        weights = [
+        state_dicts = [
             {
                 name.split("/", 2)[2]: tensor
                 for name, tensor in collected.tensors.items()
@@ -361,15 +402,15 @@ class Checkpoints:
             }
             for index in range(len(models))
         ]
-        before = list(weights)
+        all_state_dicts = list(state_dicts)
 
         def call_hook(hook: SaveHook, staging: Path) -> None:
-            hook(models, weights, str(staging))
+            hook(models, state_dicts, str(staging))
 
         def remove_saved_weights(staging: Path) -> None:
-            for index, own in enumerate(before):
-                if not any(own is each for each in weights):
-                    for name in own:
+            for index, state_dict in enumerate(all_state_dicts):
+                if not any(state_dict is each for each in state_dicts):  # a hook has removed it from the list
+                    for name in state_dict:
                         del collected.tensors[f"model/{index}/{name}"]
                     for name in [each for each in collected.aliases if each.startswith(f"model/{index}/")]:
                         del collected.aliases[name]
@@ -389,50 +430,51 @@ class Checkpoints:
     @property
     def is_preempted(self) -> bool:
         """Whether all ranks have agreed to stop."""
-        return self.guard is not None and self.guard.is_preempted
+        return self.preemption_guard is not None and self.preemption_guard.is_preempted
 
     def check_preemption(self) -> bool:
-        """Save and end the run if all ranks have agreed to stop.
+        """Save and end the run if all ranks have agreed to stop, and return whether they have agreed.
 
-        Return whether they have agreed. With `Preemption(exits=False)`, the run is neither saved nor ended here. If the
-        run does not listen for requests to stop, return False.
+        With `Preemption(exits=False)`, the run is neither saved nor ended here. If the run does not listen for requests
+        to stop, return False.
 
         Raises:
             Preempted: After the save, which ends the process with code 75.
             CheckpointError: If the checkpoint could not be saved.
         """
-        if self.guard is not None:
-            self.guard.check()
+        if self.preemption_guard is not None:
+            self.preemption_guard.check()
         return self.is_preempted
 
-    def start_listening(self, settings: Preemption | None, is_asked_for: bool) -> None:
+    def start_listening(self, settings: Preemption | None, is_requested: bool) -> None:
         """Start listening for requests to stop the run.
 
         Args:
             settings: Signals and deadlines that ask the run to stop. None: do not listen.
-            is_asked_for: Whether the user has requested this explicitly. False: outside the main thread, where signals
+            is_requested: Whether the user has requested this explicitly. False: outside the main thread, where signals
                 cannot be handled, do nothing instead of raising an error.
 
         Raises:
-            StateError: If `is_asked_for` is True, and this is not the main thread.
+            StateError: If `is_requested` is True, and this is not the main thread.
         """
-        if settings is None or (not is_asked_for and threading.current_thread() is not threading.main_thread()):
+        if settings is None or (not is_requested and threading.current_thread() is not threading.main_thread()):
             return
-        self.guard = preemption.PreemptionGuard(settings, self._state, self._save_to_end)
+        self.preemption_guard = preemption.PreemptionGuard(settings, self._state, self._save_before_exit)
         self._state.progress.expect_saves()
-        self._state.progress.ask_before_batches(self.guard.check)
-        self._check_steps()
+        self._state.progress.set_preemption_check(self.preemption_guard.check)
+        self._register_step_checks()
 
     def stop_watching(self) -> None:
         """Stop listening for signals and deadlines, and release the lock of the checkpoints' folder.
 
-        The next training step or save locks the folder again.
+        First wait for the state that is being copied to host memory, if there is one. The next training step or save
+        locks the folder again.
         """
         if self._memory is not None:
             self._memory.finish_save()
-        if self.guard is not None:
-            self.guard.stop()
-            self._state.progress.ask_before_batches(None)
+        if self.preemption_guard is not None:
+            self.preemption_guard.stop()
+            self._state.progress.set_preemption_check(None)
         self.release_lock()
 
     def start_watching(self) -> None:
@@ -440,47 +482,47 @@ class Checkpoints:
 
         Do nothing if `start_listening` has not started a listener. Outside the main thread, only log a message.
         """
-        if self.guard is None:
+        if self.preemption_guard is None:
             return
         if threading.current_thread() is not threading.main_thread():
             log.info(
                 "signals that ask the run to end have no effect, because the Accelerator was not created in the main thread"
             )
             return
-        self.guard.start()
-        self._state.progress.ask_before_batches(self.guard.check)
+        self.preemption_guard.start()
+        self._state.progress.set_preemption_check(self.preemption_guard.check)
 
-    def _check_place(self) -> None:
+    def _check_save_and_preemption(self) -> None:
         """Raise the error of a failed background save. In loops without prepared loaders, also check for preemption."""
         self._state.saver.raise_background_error()
-        if self.guard is not None and self._state.progress.is_without_loader:
-            self.guard.check()
+        if self.preemption_guard is not None and self._state.progress.is_without_loader:
+            self.preemption_guard.check()
 
-    def _save_to_end(self, before: EvaluationStart | None) -> Path:
+    def _save_before_exit(self, evaluation_start: EvaluationStart | None) -> Path:
         """Return the folder of a checkpoint with the run's current position, for a run that is about to exit.
 
         Every rank must call it. The last checkpoint is reused if it has this position and the run has no registered
         objects. Otherwise a new one is saved.
 
         Args:
-            before: State at the start of the evaluation in progress, or None.
+            evaluation_start: State at the start of the evaluation in progress, or None.
         """
         state = self._state
-        folder, where = self._last or (None, None)
+        folder, position = self._last_save or (None, None)
         try:
             state.saver.wait()
             # A later save by a single rank might have removed the folder.
-            is_here = (
+            is_current = (
                 folder is not None
-                and where == state.progress.get_position(before)
+                and position == state.progress.get_position(evaluation_start)
                 and not state.run.custom
                 and (folder / MANIFEST).is_file()
             )
-            if state.saver.is_agreed(is_here) and folder is not None:
+            if state.saver.is_true_on_all_ranks(is_current) and folder is not None:
                 return folder
         except CheckpointError as error:
             log.warning("%s; another one is saved now", error)
-        return self._commit_checkpoint(None, True, None, before)
+        return self._commit_checkpoint(None, True, None, evaluation_start)
 
     # ---------------------------------------------------------------- hooks and objects
 
@@ -551,7 +593,7 @@ class Checkpoints:
         input_dir: str | Path | None,
         is_strict: bool,
         changed: str | Collection[str] | None = (),
-        newest: Callable[[], Path | None] | None = None,
+        find_fallback: Callable[[], Path | None] | None = None,
     ) -> RestoreResult:
         """Load a checkpoint after `prepare`. Every rank must call it.
 
@@ -562,8 +604,8 @@ class Checkpoints:
             is_strict: Whether to refuse any difference from this run.
             changed: Which of "data", "schedule" and "groups" were changed on purpose. None: only warn about changed
                 data and schedules. Default: (), none of them.
-            newest: Function that returns the checkpoint to load if the first one proves damaged. Default: None. The
-                newest valid checkpoint on the disk is then loaded if `input_dir` is None, else the load fails.
+            find_fallback: Function that returns the checkpoint to load if the first one proves damaged. Default: None.
+                The newest valid checkpoint on the disk is then loaded if `input_dir` is None, else the load fails.
 
         Raises:
             StateError: If other ranks continue without calling it.
@@ -572,55 +614,59 @@ class Checkpoints:
             ConfigError: If `changed` has an unknown name, or `input_dir` is None and checkpoints are not named
                 automatically.
         """
-        meant = check_changed(changed)
-        attended = self._state.run.runtime.scope.get_or_create(Attendance).find_participants("load_state")
-        if attended.elsewhere:
+        changed_parts = parse_changed(changed)
+        participants = self._state.run.runtime.scope.get_or_create(Attendance).find_participants("load_state")
+        if participants.elsewhere:
             raise StateError(
-                f"load_state is called {attended}. Each rank loads its own part of the state, and all ranks check that it fits. "
+                f"load_state is called {participants}. Each rank loads its own part of the state, and all ranks check that it fits. "
                 "Call load_state on every rank, outside conditions on the rank"
             )
         self._state.saver.wait()
         if self._memory is not None:
             self._memory.finish_save()
+        if find_fallback is None and not input_dir:
+            find_fallback = self.checkpoint_folder.find_newest
         restored = self._load_checkpoint(
-            self.place.to_load(input_dir), is_strict, meant, newest or (None if input_dir else self.place.find_newest)
+            self.checkpoint_folder.find_folder_to_load(input_dir), is_strict, changed_parts, find_fallback
         )
         folder = restored.folder
         iteration = restored.about.get("iteration")
-        # A state in memory was copied before the checkpoint with that number was saved.
         if self._memory is not None and self._memory.is_in_memory(folder):
-            folder, iteration = self.place.parent() / folder.name, int(iteration or 0) - 1
+            # It has the number of the next checkpoint at the time of the copy, so the last one on the disk is one lower.
+            folder, iteration = self.checkpoint_folder.get_parent() / folder.name, int(iteration or 0) - 1
         else:
             publish_checkpoint(self, folder)
-        self.place.go_on_from(folder, iteration)
+        self.checkpoint_folder.continue_numbering(folder, iteration)
         self.last_folder = folder
         log.info(str(restored))
         return restored
 
     def _load_checkpoint(
-        self, folder: Path, is_strict: bool, changed: Collection[str] | None, newest: Callable[[], Path | None] | None
+        self,
+        folder: Path,
+        is_strict: bool,
+        changed: Collection[str] | None,
+        find_fallback: Callable[[], Path | None] | None,
     ) -> RestoreResult:
-        """Load a checkpoint.
-
-        If it proves damaged before anything has been changed, load the checkpoint that `newest` returns instead.
+        """Load a checkpoint. If it proves damaged before anything has been changed, load another one instead.
 
         Args:
             folder: Folder of the checkpoint.
             is_strict: Whether to refuse any difference from this run.
             changed: Which of "data", "schedule" and "groups" were changed on purpose, or None.
-            newest: Function that returns the folder of another checkpoint, or None if there is none. None: a damaged
-                checkpoint is an error.
+            find_fallback: Function that returns the folder of the checkpoint to load instead, or None if there is none.
+                None: a damaged checkpoint is an error.
 
         Raises:
-            CheckpointError: If the checkpoint does not fit, or is damaged and `newest` finds no other one.
+            CheckpointError: If the checkpoint does not fit, or is damaged and there is no other one.
         """
         try:
             return self._state.restorer.load(folder, is_strict, tuple(self._load_hooks.values()), changed)
         except CheckpointDamaged:
-            older = None if newest is None else newest()
-            if older in (None, folder):
+            fallback = None if find_fallback is None else find_fallback()
+            if fallback is None or fallback == folder:
                 raise
-        return self._load_checkpoint(older, is_strict, changed, newest)
+        return self._load_checkpoint(fallback, is_strict, changed, find_fallback)
 
     def resume(
         self, checkpoint: str | Path, is_strict: bool, run: str | None, changed: str | Collection[str] | None = ()
@@ -644,25 +690,27 @@ class Checkpoints:
                 `keep_best`.
             StateError: If other ranks continue without calling it.
         """
-        # A Path always names a folder, even Path("latest").
-        find = {"latest": self._find_newest, "best": self._find_best}.get(
-            checkpoint if isinstance(checkpoint, str) else ""
-        )
-        folder = to_path(checkpoint).expanduser().absolute() if find is None else find(run)
+        find: Callable[[], Path | None] | None = None
+        if checkpoint == "latest":  # a Path always names a folder, even Path("latest")
+            find = partial(self._find_newest, run)
+        elif checkpoint == "best":
+            find = partial(self._find_best, run)
+        folder = to_path(checkpoint).expanduser().absolute() if find is None else find()
         if folder is None:
-            if find == self._find_best and self._state.run.clock.num_updates:
-                log.warning('resume("best") found no checkpoint in %s, and changes nothing', self.place.parent())
-            elif self.place.is_automatic:
-                log.info("no checkpoint in %s yet: training starts from the beginning", self.place.parent())
+            parent = self.checkpoint_folder.get_parent()
+            if checkpoint == "best" and self._state.run.clock.num_updates:
+                log.warning('resume("best") found no checkpoint in %s, and changes nothing', parent)
+            elif self.checkpoint_folder.is_automatic:
+                log.info("no checkpoint in %s yet: training starts from the beginning", parent)
             else:
-                log.warning(_NOT_AUTOMATIC, self.place.parent())
+                log.warning(_NOT_AUTOMATIC, parent)
             return None
-        restored = self.load(folder, is_strict, changed, None if find is None else partial(find, run))
-        keeps_compiled = find is not None and self.place.project.keep_compiled
+        restored = self.load(folder, is_strict, changed, find)
+        keeps_compiled = find is not None and self.checkpoint_folder.project.keep_compiled
         if keeps_compiled and extensions.load("feature", "keep_compiled").load_artifacts(restored.folder):
             log.info("compiled code was loaded from %s", restored.folder)
-        self._owes_epochs = True
-        self._check_steps()
+        self._must_call_epochs = True
+        self._register_step_checks()
         return restored
 
     @property
@@ -676,12 +724,14 @@ class Checkpoints:
 
         Checkpoints that were saved without a metric do not count.
         """
-        return next(iter(self._best.list_best_first(self.place, None, self._state.run.run_id)), None)
+        return next(iter(self._best.list_best_first(self.checkpoint_folder, None, self._state.run.run_id)), None)
 
     def _find_best(self, run: str | None) -> Path | None:
         self._state.saver.wait()  # includes the checkpoint of a background save
-        found: Path | None = self._best.find_best(self.place, self._state.reader, run, self._state.run.run_id)
-        return found
+        folder: Path | None = self._best.find_best(
+            self.checkpoint_folder, self._state.reader, run, self._state.run.run_id
+        )
+        return folder
 
     def _find_newest(self, run: str | None) -> Path | None:
         """Return the folder of the newest checkpoint, which can be in host memory or on the disk, or None.
@@ -689,14 +739,16 @@ class Checkpoints:
         Args:
             run: ID of the run whose checkpoints count. None: the checkpoints of all runs.
         """
-        kept = None if self._memory is None else self._memory.find_newest()
+        in_memory = None if self._memory is None else self._memory.find_newest()
         try:
-            folder = self.place.find_newest(run)
+            on_disk = self.checkpoint_folder.find_newest(run)
         except CheckpointError:
-            if kept is None:
+            if in_memory is None:
                 raise
-            folder = None
-        return kept if kept is not None and self._memory and self._memory.is_newer(kept, folder) else folder
+            on_disk = None
+        if self._memory is not None and in_memory is not None and self._memory.is_newer(in_memory, on_disk):
+            return in_memory
+        return on_disk
 
     # ---------------------------------------------------------------- epochs
 
@@ -714,9 +766,9 @@ class Checkpoints:
         if not isinstance(num_epochs, Real) or not (math.isinf(num_epochs) or num_epochs % 1 == 0):
             raise ConfigError(f"epochs({num_epochs!r}): give the total number of epochs, a whole number")
         state = self._state
-        if self._owes_epochs and state.progress.epoch >= num_epochs:
+        if self._must_call_epochs and state.progress.epoch >= num_epochs:
             log.warning(_NOTHING_LEFT, state.progress.epoch, num_epochs)
-        self._owes_epochs = False
+        self._must_call_epochs = False
         while state.progress.epoch < num_epochs:
             state.progress.begin_epoch()
             yield state.progress.epoch
@@ -735,78 +787,80 @@ class Checkpoints:
             StateError: If the run was resumed, but its loop over a loader does not use `epochs`.
         """
         # An evaluation can come before the loop.
-        if self._owes_epochs and not self._state.progress.is_without_loader:
-            self._owes_epochs = False
+        if self._must_call_epochs and not self._state.progress.is_without_loader:
+            self._must_call_epochs = False
             raise StateError(
                 f"this run was resumed in epoch {self._state.progress.epoch}, but the loop starts at epoch 0. Write `for epoch in "
                 "accelerator.epochs(num_epochs):` in place of `for epoch in range(num_epochs):`"
             )
-        self.place.check_resumed()
+        self.checkpoint_folder.ensure_resumed()
 
 
 # -------------------------------------------------------------------- arguments
 
 
-def check_save_arguments(given: Mapping[str, Any]) -> None:
+def check_save_arguments(arguments: Mapping[str, Any]) -> None:
     """Log that extra arguments of `save_state` belong to other backends and have no effect.
 
     Args:
-        given: Extra arguments by name.
+        arguments: Extra arguments by name.
 
     Raises:
         ConfigError: If no supported backend has an argument of this name.
     """
-    for name in given:
+    for name in arguments:
         _check_argument_name("save_state", name)
 
 
-def check_load_arguments(given: Mapping[str, Any]) -> None:
+def check_load_arguments(arguments: Mapping[str, Any]) -> None:
     """Log that extra arguments of `load_state` belong to other backends and have no effect.
 
     `map_location` has no effect either, but nothing is logged for it.
 
     Args:
-        given: Extra arguments by name.
+        arguments: Extra arguments by name.
 
     Raises:
         ConfigError: If no supported backend has an argument of this name, or `map_location` is not None, "cpu",
             "on_device" or a device.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name != "map_location":
             _check_argument_name("load_state", name)
-        elif value is not None and not _is_place(value if isinstance(value, str) else str(value)):
+        elif value is not None and not _is_map_location(value if isinstance(value, str) else str(value)):
             raise ConfigError(
                 f"load_state(map_location={value!r}); allowed: None, 'cpu', 'on_device' or a device. With any of them, "
                 "each state goes to the device of its prepared object"
             )
 
 
-def check_changed(given: str | Collection[str] | None) -> Collection[str] | None:
+def parse_changed(changed: str | Collection[str] | None) -> Collection[str] | None:
     """Return the argument `changed` as a collection of names, or None.
 
     Args:
-        given: One or several of "data", "schedule" and "groups", or None.
+        changed: One or several of "data", "schedule" and "groups", or None.
 
     Raises:
-        ConfigError: If another name is given.
+        ConfigError: If it contains another name.
     """
-    meant = (given,) if isinstance(given, str) else given
-    for name in meant or ():
+    names = (changed,) if isinstance(changed, str) else changed
+    for name in names or ():
         if name not in CHANGED:
-            raise ConfigError(f"changed={given!r}; allowed: {', '.join(map(repr, CHANGED))}, or several of them")
-    return meant
+            raise ConfigError(f"changed={changed!r}; allowed: {', '.join(map(repr, CHANGED))}, or several of them")
+    return names
 
 
-def _is_place(place: str) -> bool:
-    kind, colon, number = place.partition(":")
-    return place in ("cpu", "on_device") or (is_device_type(kind) and (not colon or number.isdigit()))
+def _is_map_location(text: str) -> bool:
+    kind, colon, number = text.partition(":")
+    return text in ("cpu", "on_device") or (is_device_type(kind) and (not colon or number.isdigit()))
 
 
 def _check_argument_name(method: str, name: str) -> None:
-    own, known, always = _ARGUMENTS[method]
-    if name not in known.split():
-        allowed = [*own.split(), *known.split()]
+    arguments = _ARGUMENTS[method]
+    if name not in arguments.ignored.split():
+        allowed = [*arguments.own.split(), *arguments.ignored.split()]
         hint = suggest_word(name, allowed)
         raise ConfigError(f"{method}() has no argument {name!r}{hint or '; allowed: ' + ', '.join(allowed)}")
-    log.info_once("%s(%s=...) has no effect: it is for an engine that is not in use; %s", method, name, always)
+    log.info_once(
+        "%s(%s=...) has no effect: it is for an engine that is not in use; %s", method, name, arguments.explanation
+    )

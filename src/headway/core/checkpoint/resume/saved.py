@@ -15,7 +15,7 @@ import torch
 from headway.common.garbage import pause_garbage_collection
 from headway.core.checkpoint.format.typed_reader import LARGEST, TypedReader
 from headway.core.checkpoint.resume.batch import BatchState
-from headway.core.checkpoint.resume.saved_objects import check_names, check_objects, decode_reader
+from headway.core.checkpoint.resume.saved_objects import check_objects, check_references, decode_reader
 from headway.core.checkpoint.resume.saved_positions import check_loaders, check_rng_states
 from headway.core.checkpoint.state import CollectedState
 from headway.core.precision.mixed import Precision
@@ -116,7 +116,7 @@ class SavedRun:
 @pause_garbage_collection()
 def read_run(
     manifest_about: Mapping[str, Any],
-    found: CollectedState,
+    saved_state: CollectedState,
     runtime: ProcessRuntime,
     precision: Precision,
     num_shards: int | None = None,
@@ -125,7 +125,7 @@ def read_run(
 
     Args:
         manifest_about: The manifest's `about` section.
-        found: The manifest's state, and the tensors to which it refers.
+        saved_state: The manifest's state, and the tensors to which it refers.
         runtime: Runtime of this process.
         precision: Precision of this run.
         num_shards: Number of this run's data shards. Default: None, one per rank.
@@ -133,8 +133,8 @@ def read_run(
     Raises:
         CheckpointError: If a value is wrong. The message contains the path of the first wrong value.
     """
-    about, state = TypedReader(manifest_about, "about"), TypedReader(found.state, "state")
-    check_names(found)
+    about, state = TypedReader(manifest_about, "about"), TypedReader(saved_state.state, "state")
+    check_references(saved_state)
     world_size, ranks = _read_ranks(about)
     _check_about(about)
     run = state["run"]
@@ -142,12 +142,12 @@ def read_run(
     num_models = state["extra"].count_items()
     num_optimizers = state["optimizer"].count_items()
     num_schedules = state["scheduler"].count_items()
-    check_objects(state, found)
-    former_shards = run["data_shards"].read_integer(1, world_size)
-    is_same = world_size == runtime.world_size and former_shards == (num_shards or runtime.world_size)
-    is_own = is_same and runtime.rank in ranks
-    place = ranks.index(runtime.rank) if is_own else 0
-    loaders, rng_states = _read_own(state, found, runtime, len(ranks), len(seeds))[place]
+    check_objects(state, saved_state)
+    saved_shards = run["data_shards"].read_integer(1, world_size)
+    has_equal_layout = world_size == runtime.world_size and saved_shards == (num_shards or runtime.world_size)
+    is_own = has_equal_layout and runtime.rank in ranks
+    index = ranks.index(runtime.rank) if is_own else 0
+    loaders, rng_states = _read_own(state, saved_state, runtime, len(ranks), len(seeds))[index]
     loader_rng = rng_states.pop("loaders", None)
     if loader_rng is None and world_size != runtime.world_size:
         loader_rng = rng_states["torch"]
@@ -156,7 +156,7 @@ def read_run(
         run_id=about["run"].read_text(),
         world_size=world_size,
         ranks=ranks,
-        num_shards=former_shards,
+        num_shards=saved_shards,
         accumulation=about["accumulation"].read_integer(1, _MOST_STEPS),
         versions={name: each.read_text() for name, each in about["versions"].read_table().items()},
         num_updates=run["num_updates"].read_integer(),
@@ -171,17 +171,19 @@ def read_run(
         scaler=_read_scaler(run, precision),
         seeds=seeds,
         trained_on=run["trained_on"].read_integers(),
-        read_in_training=[number for each in run.find_given("read_in_training") for number in each.read_integers()],
+        read_in_training=[number for each in run.find_present("read_in_training") for number in each.read_integers()],
         repeated_calls=[
             count
-            for each in run.find_given("repeated_calls")
+            for each in run.find_present("repeated_calls")
             for count in each.read_integers(0, _MOST_TICKS, count=num_schedules)
         ],
         passes_over=run["passes_over"].read_optional_integers(0, _MOST_PASSES, count=len(seeds)),
         local_steps=run["local_steps"].read_optional_integers(count=num_models),
         lengths=run["lengths"].read_optional_integers(count=len(seeds)),
         exchange_orders=[
-            order.read_integers() for each in run.find_given("exchange_orders") for order in each.read_items(num_models)
+            order.read_integers()
+            for each in run.find_present("exchange_orders")
+            for order in each.read_items(num_models)
         ],
         pieces=_read_pieces(run),
         units=run["units"].read_texts(count=num_schedules),
@@ -199,7 +201,7 @@ def _read_ranks(about: TypedReader) -> tuple[int, list[int]]:
     The ranks are in the order in which the checkpoint lists their states.
     """
     world_size = about["world_size"].read_integer(1, _MOST_RANKS)
-    for each in about.find_given("saved_by"):
+    for each in about.find_present("saved_by"):
         ranks = each.read_integers(0, world_size - 1)
         if len(set(ranks)) != len(ranks):
             each.raise_error("a list of ranks, each of them once,")
@@ -216,26 +218,26 @@ def _check_about(about: TypedReader) -> None:
     for name in ("num_updates", "epoch"):
         about[name].read_integer()
     for name, least in (("global_batch", 1), ("iteration", 0)):
-        for each in about.find_given(name):
+        for each in about.find_present(name):
             each.read_integer(least)
-    for each in about.find_given("metric"):
+    for each in about.find_present("metric"):
         each.read_number()
-    for each in about.find_given("device", "saved_at"):
+    for each in about.find_present("device", "saved_at"):
         each.read_text()
-    for each in about.find_given("notes"):
+    for each in about.find_present("notes"):
         for note in each.read_table().values():
             if type(note.value) is int:  # a tracker's step
                 note.read_integer(-LARGEST)
 
 
 def _read_own(
-    state: TypedReader, found: CollectedState, runtime: ProcessRuntime, num_ranks: int, num_loaders: int
+    state: TypedReader, saved_state: CollectedState, runtime: ProcessRuntime, num_ranks: int, num_loaders: int
 ) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
     """Return, for each rank that saved its own state, a pair of (positions of its loaders, RNG states by name).
 
     Args:
         state: The manifest's state.
-        found: The state and the tensors to which it refers.
+        saved_state: The state and the tensors to which it refers.
         runtime: Runtime of this process, whose device determines which generators exist.
         num_ranks: Number of ranks that saved their own state.
         num_loaders: Number of loaders of the saved run.
@@ -243,57 +245,59 @@ def _read_own(
     Raises:
         CheckpointError: If a position or an RNG state is wrong.
     """
-    read = []
+    states_by_rank = []
     for saved_loaders, saved_states in zip(
         state["loaders"].read_items(num_ranks), state["streams"].read_items(num_ranks)
     ):
-        loaders, rng_states = decode_reader(saved_loaders, found), decode_reader(saved_states, found)
+        loaders, rng_states = decode_reader(saved_loaders, saved_state), decode_reader(saved_states, saved_state)
         check_loaders(loaders, num_loaders, runtime.hardware)
         check_rng_states(rng_states, runtime.hardware)
-        read.append(([each.read_mapping() for each in loaders.read_items()], dict(rng_states.read_mapping())))
-    return read
+        positions = [each.read_mapping() for each in loaders.read_items()]
+        states_by_rank.append((positions, dict(rng_states.read_mapping())))
+    return states_by_rank
 
 
 def _read_batch(batch: TypedReader, num_loaders: int) -> BatchState:
     asked = batch["asked"].read_optional_integers(1, count=num_loaders)
     sizes = batch["sizes"].read_optional_integers(1, count=num_loaders)
     units = batch["units"].read_optional_integers(1, count=num_loaders)
-    for row in zip(asked, sizes, units):
-        if None in row and row != (None, None, None):
+    for of_loader in zip(asked, sizes, units):
+        if None in of_loader and of_loader != (None, None, None):
             batch.raise_error("sizes that are known together")
     return BatchState(asked, sizes, units, batch["trained"].read_integers())
 
 
 def _read_nominal(nominal: TypedReader, num_models: int) -> list[tuple[list[int], float]]:
-    read = []
+    pairs = []
     for pair in nominal.read_items():
-        numbers, weight = pair.read_items(2)
-        read.append((numbers.read_integers(0, num_models - 1), weight.read_number(0)))
-    return read
+        indices, weight = pair.read_items(2)
+        pairs.append((indices.read_integers(0, num_models - 1), weight.read_number(0)))
+    return pairs
 
 
 def _read_scaler(run: TypedReader, precision: Precision) -> dict[str, Any]:
-    state, own = run["scaler"], precision.scaler
-    read = state.read_mapping()
-    if run["precision"].value == precision.name and own is not None and own.is_enabled():
+    """Return the state of the gradient scaler. Its values are checked only if this run's scaler will load them."""
+    state, own_scaler = run["scaler"], precision.scaler
+    values = state.read_mapping()
+    if run["precision"].value == precision.name and own_scaler is not None and own_scaler.is_enabled():
         for name in ("scale", "growth_factor", "backoff_factor"):
             state[name].read_number(1e-300)
         state["growth_interval"].read_integer(1)
         state["_growth_tracker"].read_integer()
-    return read
+    return values
 
 
 def _read_frozen(run: TypedReader, num_models: int) -> list[list[str]] | None:
-    for each in run.find_given("frozen"):
+    for each in run.find_present("frozen"):
         return [names.read_texts() for names in each.read_items(num_models)]
     return None
 
 
 def _read_pieces(run: TypedReader) -> dict[str, int | None]:
-    told = run["pieces"].read_table()
-    if not told:
+    fields = run["pieces"].read_table()
+    if not fields:
         return {}
-    if told.keys() != {*_LIMITS, *_COUNTS}:
+    if fields.keys() != {*_LIMITS, *_COUNTS}:
         run["pieces"].raise_error("the size of pieces")
-    limits = {name: None if told[name].is_none else told[name].read_integer(1) for name in _LIMITS}
-    return limits | {name: told[name].read_integer(least) for name, least in _COUNTS.items()}
+    limits = {name: None if fields[name].is_none else fields[name].read_integer(1) for name in _LIMITS}
+    return limits | {name: fields[name].read_integer(least) for name, least in _COUNTS.items()}

@@ -38,13 +38,13 @@ def _check_loader(loader: TypedReader, hardware: Hardware) -> None:
         return
     source = loader["source"]
     for name, least, most in _NUMBERS:
-        for each in source.find_given(name):
+        for each in source.find_present(name):
             each.read_integer(least, most)
     if "round_size" in source.read_mapping():
         source["num_rounds"].read_integer()
-    for each in source.find_given("is_idle"):
+    for each in source.find_present("is_idle"):
         each.read_flag()
-    for each in (number for several in source.find_given("handover") for number in several.read_items()):
+    for each in (number for several in source.find_present("handover") for number in several.read_items()):
         each.read_integer(0, 2)
     if "workers" in source.read_mapping():
         workers = source["workers"]
@@ -55,19 +55,19 @@ def _check_loader(loader: TypedReader, hardware: Hardware) -> None:
 
 def _check_states(source: TypedReader, hardware: Hardware) -> None:
     """Raise `CheckpointError` if a loader could not continue its pass with its saved RNG states."""
-    generators = [each for each in source.find_given("base_seed") if each.read_text()]
-    generators += [text for each in source.find_given("generators") for text in each.read_items()]
+    generators = [each for each in source.find_present("base_seed") if each.read_text()]
+    generators += [text for each in source.find_present("generators") for text in each.read_items()]
     for text in generators:
         if not is_generator_text(text.read_text(), is_on_cpu=hardware.kind == "cpu"):
             text.raise_error("the state of a generator")
-    rng_states = [*source.find_given("global")]
+    rng_states = [*source.find_present("global")]
     rng_states += [
-        text for each in source.find_given("workers") for text in each["streams"].read_items() if not text.is_none
+        text for each in source.find_present("workers") for text in each["streams"].read_items() if not text.is_none
     ]
     for text in rng_states:
         if not is_rng_states_text(text.read_text()):
             text.raise_error("the states of generators")
-    for line in (line for each in source.find_given("lines") for line in each.read_items()):
+    for line in (line for each in source.find_present("lines") for line in each.read_items()):
         place, number, text = line.read_items(3)
         number.read_integer(-1, LARGEST)
         if not is_rng_states_text(complete_state_text(text.read_text(), place.read_integer(0, 2))):
@@ -85,9 +85,9 @@ def check_rng_states(rng_states: TypedReader, hardware: Hardware) -> None:
         CheckpointError: If a state is wrong.
     """
     _check_state(rng_states["torch"])
-    for each in rng_states.find_given("loaders"):
+    for each in rng_states.find_present("loaders"):
         _check_state(each)
-    for each in rng_states.find_given("device"):
+    for each in rng_states.find_present("device"):
         is_state = isinstance(each.value, torch.Tensor) and each.value.dtype == torch.uint8
         read = None if hardware.kind == "cpu" else hardware.find_function("get_rng_state")
         if read is not None and (not is_state or each.value.shape != read().shape):
@@ -100,7 +100,7 @@ def check_rng_states(rng_states: TypedReader, hardware: Hardware) -> None:
         python.raise_error("the state of Python's generator")
     if not gauss.is_none:
         gauss.read_number()
-    for each in rng_states.find_given("numpy"):
+    for each in rng_states.find_present("numpy"):
         _check_numpy(each)
 
 

@@ -3,11 +3,12 @@
 from headway.core.checkpoint.loading.reader import CheckpointReader
 from headway.core.checkpoint.resume.batch import GlobalBatch
 from headway.core.checkpoint.resume.collector import StateCollector
-from headway.core.checkpoint.resume.frozen import FrozenParameters
+from headway.core.checkpoint.resume.frozen_parameters import FrozenParameters
+from headway.core.checkpoint.resume.frozen_weights import FrozenWeights
+from headway.core.checkpoint.resume.local_sgd_state import LocalSGDState
 from headway.core.checkpoint.resume.objects import CheckpointedObjects
 from headway.core.checkpoint.resume.progress import LoopProgress
 from headway.core.checkpoint.resume.restorer import StateRestorer
-from headway.core.checkpoint.resume.stand_ins import FrozenWeights, LocalState
 from headway.core.checkpoint.saving.saver import Saver
 from headway.core.training.local_blocks import LocalTraining
 from headway.core.training.prepared.prepare import Preparation
@@ -40,7 +41,7 @@ class CheckpointState:
         self.saver = Saver(run.runtime, run.collectives, run.clock)
         self.reader = CheckpointReader(run.runtime, run.collectives)
         self.objects = CheckpointedObjects(run, preparation, step)
-        self.local = LocalState(local_training, preparation, run.collectives)
+        self.local = LocalSGDState(local_training, preparation, run.collectives)
         self.progress = LoopProgress(self.objects, self.local)
         batch = GlobalBatch(preparation.loaders, run.windows)
         frozen_weights = FrozenWeights(run.collectives)

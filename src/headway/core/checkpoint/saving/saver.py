@@ -1,7 +1,7 @@
 """Save checkpoints on all ranks together, to a folder that machines share or to each machine's own disk.
 
 Ranks exchange their errors before the first byte is written and after the last one. So a save succeeds on all ranks or
-fails on all. If machines share the folder, all ranks write to one checkpoint. If each machine has its own disk, each
+fails on all ranks. If machines share the folder, all ranks write to one checkpoint. If each machine has its own disk, each
 disk gets a complete replica of the checkpoint, written by the ranks of that machine. Such a checkpoint is valid if the
 manifests on all machines have equal hashes.
 """
@@ -27,7 +27,7 @@ from headway.core.checkpoint.stores.disk import warn_of_failed_removal
 from headway.core.runtime import process
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.process import ProcessRuntime
-from headway.core.weights.pieces import is_spread
+from headway.core.weights.pieces import is_sharded
 from headway.errors import CheckpointError, CollectiveError
 from headway.log import get_logger
 
@@ -49,12 +49,16 @@ class Saver:
         self._source = source
         self._runtime = runtime
         self._collectives = collectives
-        self._snapshot = HostCopies()
-        self._background = writer.BackgroundSave()
-        self._pending: writer.SaveJob | None = None
-        self._alone = writer.BackgroundSave()
-        self._unwanted: set[Path] = set()
-        self._lock_guard = threading.Lock()
+        self._host_copies = HostCopies()
+        self._joint_save = writer.BackgroundSave()
+        """Background save in which all ranks take part."""
+        self._joint_job: writer.SaveJob | None = None
+        """Last job of `_joint_save` whose errors the ranks have not exchanged yet."""
+        self._lone_save = writer.BackgroundSave()
+        """Background save of this rank alone."""
+        self._folders_to_unlock: set[Path] = set()
+        self._unlock_guard = threading.Lock()
+        """Guard of `_folders_to_unlock`, which a background save changes when it ends."""
 
     # ---------------------------------------------------------------- save
 
@@ -76,30 +80,31 @@ class Saver:
         """
         locks, runtime = scope.get_or_create(folders.HeldLocks), self._runtime
         process.release_at_end(locks.release)
-        with self._lock_guard:
-            self._unwanted.discard(parent)
-        start = secrets.token_hex(8)
-        own = run or start, locks.get_start_id(parent) or start
+        with self._unlock_guard:
+            self._folders_to_unlock.discard(parent)
+        new_id = secrets.token_hex(8)
+        run_id = run or new_id
+        start_id = locks.get_start_id(parent) or new_id
         if is_alone:
-            locks.lock_folder(parent, *own)
-            return own[0]
-        name = self._collectives.broadcast_object(own)
-        leaders = [runtime.rank == 0]
+            locks.lock_folder(parent, run_id, start_id)
+            return run_id
+        run_id, start_id = map(str, self._collectives.broadcast_object((run_id, start_id)))
+        turns = [runtime.rank == 0]  # for each turn, whether this rank takes the lock in it
         if self._collectives.world_size > runtime.local_world_size:
             # On a shared folder, these ranks find rank 0's lock. It belongs to the same launch, so it covers them too.
-            leaders.append(runtime.local_rank == 0)
-        for is_next in leaders:
+            turns.append(runtime.local_rank == 0)
+        for is_own_turn in turns:
             failure: str | None = None
             try:
-                if is_next:
-                    locks.lock_folder(parent, *name)
+                if is_own_turn:
+                    locks.lock_folder(parent, run_id, start_id)
             except CheckpointError as error:
                 failure = str(error)
             failures = {text for text in self._collectives.gather_objects(failure) if text is not None}
             if failures:
                 raise CheckpointError("; ".join(sorted(failures)))
-        locks.note_start_id(parent, name[1])
-        return str(name[0])
+        locks.note_start_id(parent, start_id)
+        return run_id
 
     def release_lock(self, parent: Path) -> None:
         """Release the lock of a folder. If a background save is running, the lock is released when the save ends.
@@ -107,17 +112,17 @@ class Saver:
         The lock is kept if `lock_folder` is called for the folder before the save ends.
         """
         locks = scope.get_or_create(folders.HeldLocks)
-        with self._lock_guard:
-            self._unwanted.add(parent)
+        with self._unlock_guard:
+            self._folders_to_unlock.add(parent)
 
-        def release_unwanted() -> None:
-            with self._lock_guard:
-                if parent in self._unwanted:
-                    self._unwanted.discard(parent)
+        def release_unless_locked_again() -> None:
+            with self._unlock_guard:
+                if parent in self._folders_to_unlock:
+                    self._folders_to_unlock.discard(parent)
                     locks.release(parent)
 
-        running = self._alone if self._alone.is_busy else self._background  # only one of them can be running
-        running.call_when_idle(release_unwanted)
+        running = self._lone_save if self._lone_save.is_busy else self._joint_save  # only one of them can be running
+        running.call_when_idle(release_unless_locked_again)
 
     def save(
         self,
@@ -125,30 +130,29 @@ class Saver:
         collected: CollectedState,
         about: Mapping[str, Any],
         policy: writer.SavePolicy,
-        fills: Sequence[Callable[[Path], None]] = (),
-        seal: Callable[[], None] | None = None,
+        staging_hooks: Sequence[Callable[[Path], None]] = (),
+        complete_state: Callable[[], None] | None = None,
     ) -> None:
         """Write a checkpoint. Every rank must call it with the same folder unless `policy.is_alone` is True.
 
         First wait for an earlier background save. Without `policy.is_blocking`, return once the state has been copied
-        or its copies are scheduled. A failure of the background thread is then raised by `raise_background_error`, `wait` or the next
-        save.
+        or its copies are scheduled. A later failure is raised by `raise_background_error`, `wait` or the next save.
 
         Args:
             final: Folder of the checkpoint.
             collected: State to save, in the same order on all ranks.
             about: The manifest's `about` section, the same on all ranks.
             policy: Options of the save: which checkpoints to keep, whether the save blocks, and others.
-            fills: Hooks called on every rank with the staging directory. They may add files, or remove tensors from
-                `collected`. After each hook, ranks exchange errors, because the next one may contain collectives.
-                Default: (), no hooks.
-            seal: Hook called after `fills`, which adds the last parts of the state to `collected`. Default: None, no
-                hook.
+            staging_hooks: Hooks called with the staging directory on every rank. They may add files to it, or remove
+                tensors from `collected`. After each hook, ranks exchange errors, because the next one may contain
+                collectives. Default: (), no hooks.
+            complete_state: Function called after the hooks, which adds the last parts of the state to `collected`, such
+                as the RNG states that hooks may change. Default: None, nothing is added.
 
         Raises:
-            CheckpointError: On every rank that saves, if any of them could not write, or an earlier background save
-                has failed. Also if a tensor is sharded, and only one rank saves or machines do not share the folder.
-                An earlier checkpoint in the folder is intact.
+            CheckpointError: On every rank that saves, if any of them could not write, a hook has failed, or an earlier
+                background save has failed. Also if a tensor is sharded, and only one rank saves or machines do not
+                share the folder. An earlier checkpoint in the folder is intact.
         """
         is_alone = policy.is_alone
         self.wait(is_alone)
@@ -156,60 +160,69 @@ class Saver:
         if not is_alone:
             nonce = self._collectives.broadcast_object(nonce)
         # This rank's share of the disk is not known yet, so an error up to here removes no staging directory.
-        job = writer.SaveJob(final, nonce, writer.DiskShare(leads=False), collected, about, policy, self._source)
+        job = writer.SaveJob(final, nonce, writer.DiskShare(is_committer=False), collected, about, policy, self._source)
         share = writer.DiskShare() if is_alone else self._find_share(job)
         if share.is_own_disk:
-            _leave_rows_out(collected)
-        _check_spread(collected, share, is_alone)
+            _remove_rows(collected)
+        _ensure_can_write_shards(collected, share, is_alone)
         job = replace(job, share=share)
         try:
-            self._run_save(job, fills, seal)
+            self._run_save(job, staging_hooks, complete_state)
         except BaseException:  # such as Ctrl-C while this rank waits for others
             writer.remove_staging(job)
             raise
 
     def _run_save(
-        self, job: writer.SaveJob, fills: Sequence[Callable[[Path], None]], seal: Callable[[], None] | None
+        self,
+        job: writer.SaveJob,
+        staging_hooks: Sequence[Callable[[Path], None]],
+        complete_state: Callable[[], None] | None,
     ) -> None:
         self._run_on_all(partial(writer.create_staging, job), job)
-        # A script may register a hook on some ranks only.
-        numbers = [[float(len(fills))]]
-        if not job.policy.is_alone:
-            numbers = self._collectives.gather_numbers(numbers[0])
-        num_fills = int(max(numbers)[0])
-        if num_fills:
-            with contextlib.ExitStack() as stack:
-                # In an object store, hooks share a temporary local folder, whose files are uploaded at the end.
-                folder = self._run_on_all(lambda: stack.enter_context(open_writable(job.staging)), job)
-                for fill in fills:
-                    self._run_on_all(partial(fill, folder), job)
-                for _ in range(num_fills - len(fills)):
-                    self._run_on_all(lambda: None, job)
-                self._run_on_all(stack.close, job)
+        self._call_staging_hooks(job, staging_hooks)
 
         def complete_content() -> CollectedState:
-            if seal is not None:
-                seal()
+            if complete_state is not None:
+                complete_state()
             return split_dtensors(job.content)
 
         job = replace(job, content=self._run_on_all(complete_content, job))
         self._run_on_all(partial(writer.mark_as_writing, job), job)
         if job.policy.is_blocking:
-            self._run_on_all(partial(writer.write, job), job)
+            self._run_on_all(partial(writer.write_checkpoint, job), job)
             if not job.policy.is_alone:
                 self._compare_commits(job)
             return
-        steady = job.policy.steady
-        given = job.content.tensors, job.own_names
-        taken = self._snapshot.copy_overlapped(*given, steady) if steady else self._snapshot.copy_tensors(*given)
-        job = replace(job, content=replace(job.content, tensors=taken.tensors), arrivals=taken.arrivals)
-        if job.policy.is_alone:
-            self._alone.start(job)
+        tensors, deferrable_names = job.content.tensors, job.policy.deferrable_names
+        if deferrable_names:
+            snapshot = self._host_copies.copy_overlapped(tensors, job.own_names, deferrable_names)
         else:
-            self._pending = job
-            self._background.start(job)
+            snapshot = self._host_copies.copy_tensors(tensors, job.own_names)
+        content = replace(job.content, tensors=snapshot.tensors)
+        job = replace(job, content=content, pending_copies=snapshot.pending_copies)
+        if job.policy.is_alone:
+            self._lone_save.start(job)
+        else:
+            self._joint_job = job
+            self._joint_save.start(job)
 
-    def agree_on(self, folder: Path) -> Path:
+    def _call_staging_hooks(self, job: writer.SaveJob, hooks: Sequence[Callable[[Path], None]]) -> None:
+        # A script may register a hook on some ranks only. The other ranks must join the exchange of errors.
+        counts = [[float(len(hooks))]]
+        if not job.policy.is_alone:
+            counts = self._collectives.gather_numbers(counts[0])
+        num_hooks = int(max(counts)[0])
+        if num_hooks:
+            with contextlib.ExitStack() as stack:
+                # In an object store, hooks share a temporary local folder, whose files are uploaded at the end.
+                folder = self._run_on_all(lambda: stack.enter_context(open_writable(job.staging)), job)
+                for hook in hooks:
+                    self._run_on_all(partial(hook, folder), job)
+                for _ in range(num_hooks - len(hooks)):
+                    self._run_on_all(lambda: None, job)
+                self._run_on_all(stack.close, job)
+
+    def agree_on_folder(self, folder: Path) -> Path:
         """Return the folder to which this rank saves. Every rank must call it.
 
         If all ranks are on one machine, return rank 0's folder. The ranks might name different folders, for example if
@@ -234,7 +247,7 @@ class Saver:
         return chosen
 
     def _find_share(self, job: writer.SaveJob) -> writer.DiskShare:
-        """Return the description of the part of a checkpoint that this rank writes. Every rank must call it.
+        """Return which part of a checkpoint this rank writes, and whether it commits. Every rank must call it.
 
         In a run on several machines, this method finds out whether they share the folder. Rank 0 creates a file with a
         random name in it, and all ranks then look for that file.
@@ -257,54 +270,54 @@ class Saver:
 
         self._run_on_all(create_mark, job)  # no rank looks for the file before rank 0 has created it
         try:
-            sees = self._run_on_all(mark.exists, job)
-            rows = self._collectives.gather_numbers([float(sees), float(runtime.local_world_size)])
+            sees_mark = self._run_on_all(mark.exists, job)
+            answers = self._collectives.gather_numbers([float(sees_mark), float(runtime.local_world_size)])
         finally:
             if runtime.rank == 0:
                 with warn_of_failed_removal(mark):
                     mark.unlink(missing_ok=True)
-        if all(row[0] for row in rows):
+        if all(sees for sees, _ in answers):
             return writer.DiskShare(runtime.rank, world, runtime.rank == 0)
         # All machines use the same number of parts, so that their manifests are equal.
-        num_parts = int(min(row[1] for row in rows))
+        num_parts = int(min(local_size for _, local_size in answers))
         part = runtime.local_rank if runtime.local_rank < num_parts else None
         return writer.DiskShare(part, num_parts, runtime.local_rank == 0, is_own_disk=True)
 
-    def _run_on_all(self, act: Callable[[], _T], job: writer.SaveJob) -> _T:
-        """Run `act` on every rank, or only on this rank if it saves alone, and return its result.
+    def _run_on_all(self, action: Callable[[], _T], job: writer.SaveJob) -> _T:
+        """Run `action` on every rank, or only on this rank if it saves alone, and return this rank's result.
 
         If it fails on any rank, remove the staging directory and raise `CheckpointError` on all ranks.
 
         Args:
-            act: Function to run.
-            job: Save to which `act` belongs.
+            action: Function to run.
+            job: Save to which `action` belongs.
 
         Raises:
-            CheckpointError: If `act` raises an `Exception` on any rank. Also if ranks are at different collectives, for
-                example because `act` has failed on this rank, and contains a collective on another one.
+            CheckpointError: If `action` raises an `Exception` on any rank. Also if ranks are at different collectives,
+                for example because `action` has failed on this rank, and contains a collective on another one.
         """
         result: _T | None = None
         failure: str | None = None
         cause: BaseException | None = None
         try:
-            result = act()
+            result = action()
         # Hooks can raise any error. All ranks must raise one, and the staging directory must be removed.
         except Exception as error:
             failure, cause = f"{type(error).__name__}: {error}", error
-        told = {self._runtime.rank: failure}
+        failures = {self._runtime.rank: failure}
         # If all ranks have an error already, some of them raise it in this exchange. Another one would have no partner.
-        has_told = isinstance(cause, CollectiveError) and cause.is_on_all_ranks
-        if not job.policy.is_alone and not has_told:
+        is_exchanged = isinstance(cause, CollectiveError) and cause.is_on_all_ranks
+        if not job.policy.is_alone and not is_exchanged:
             try:
-                told = dict(enumerate(self._collectives.gather_objects(failure)))
+                failures = dict(enumerate(self._collectives.gather_objects(failure)))
             except CollectiveError as error:
-                told[self._runtime.rank] = failure or str(error)
+                failures[self._runtime.rank] = failure or str(error)
                 cause = cause or error
-        failed = [f"rank {rank}: {text}" for rank, text in told.items() if text is not None]
-        if failed:
+        lines = [f"rank {rank}: {text}" for rank, text in failures.items() if text is not None]
+        if lines:
             writer.remove_staging(job)
             raise CheckpointError(
-                f"{job.final} was not saved; earlier checkpoints are unchanged.\n  " + "\n  ".join(failed)
+                f"{job.final} was not saved; earlier checkpoints are unchanged.\n  " + "\n  ".join(lines)
             ) from cause
         return cast(_T, result)
 
@@ -316,16 +329,16 @@ class Saver:
         """
         if self._collectives.world_size == self._runtime.local_world_size:
             return
-        own = self._run_on_all(lambda: read_manifest(job.final).sha256 if job.share.leads else None, job)
-        hashes = {each for each in self._collectives.gather_objects(own) if each is not None}
+        own_hash = self._run_on_all(lambda: read_manifest(job.final).sha256 if job.share.is_committer else None, job)
+        hashes = {each for each in self._collectives.gather_objects(own_hash) if each is not None}
         if len(hashes) > 1:
             raise CheckpointError(
                 f"{job.final} differs between machines, so it cannot be resumed from: the state of their ranks is not the same"
             )
-        if job.share.is_own_disk and job.share.leads:
-            job.rotate()
+        if job.share.is_own_disk and job.share.is_committer:
+            job.remove_old_checkpoints()
 
-    def pin_early(self, list_objects: Callable[[], StatefulObjects]) -> Callable[[], None]:
+    def make_pinning_hook(self, list_objects: Callable[[], StatefulObjects]) -> Callable[[], None]:
         """Return a hook that pins host memory for the first background save. It must be called before each update.
 
         Its second call starts to pin the memory, because the first update creates the optimizer state.
@@ -334,16 +347,17 @@ class Saver:
             list_objects: Function that returns the objects whose state the save will contain.
         """
         hook: Callable[[], None] = extensions.load("feature", "overlap_saves")(
-            list_objects, self._collectives.world_size, self._snapshot.start_pinning
+            list_objects, self._collectives.world_size, self._host_copies.start_pinning
         )
         return hook
 
     def wait_for_copies(self) -> None:
-        """Wait until a background save has copied the tensors that an optimizer step changes.
+        """Ensure that an optimizer step cannot affect the tensors that a background save is still copying.
 
-        It is called before each optimizer step.
+        Copies between host tensors are completed. Devices wait for copies from them, but the host does not. It is
+        called before each optimizer step.
         """
-        self._snapshot.protect_copies()
+        self._host_copies.protect_copies()
 
     def raise_background_error(self) -> None:
         """Raise the error of a background save that has failed on this rank. Each error is raised only once.
@@ -351,8 +365,8 @@ class Saver:
         Raises:
             CheckpointError: If the checkpoint could not be written.
         """
-        self._background.check()
-        self._alone.check()
+        self._joint_save.raise_error()
+        self._lone_save.raise_error()
 
     def wait(self, is_alone: bool = False) -> None:
         """Wait for the background save to finish. Every rank must call it unless `is_alone` is True.
@@ -365,26 +379,26 @@ class Saver:
             CheckpointError: On every rank, if any rank could not write, or machines have committed different manifests.
                 After a save of one rank, only on that rank.
         """
-        self._background.join()
-        self._alone.join()
-        self._alone.check()
-        if self._pending is None or is_alone:
+        self._joint_save.join()
+        self._lone_save.join()
+        self._lone_save.raise_error()
+        if self._joint_job is None or is_alone:
             return
-        job, self._pending = self._pending, None
-        self._run_on_all(self._background.check, job)
+        job, self._joint_job = self._joint_job, None
+        self._run_on_all(self._joint_save.raise_error, job)
         self._compare_commits(job)
 
     @property
     def is_busy(self) -> bool:
         """Whether a background save is running."""
-        return self._background.is_busy or self._alone.is_busy
+        return self._joint_save.is_busy or self._lone_save.is_busy
 
-    def is_agreed(self, answer: bool) -> bool:
-        """Whether `answer` is True on every rank. Every rank must call it."""
-        return self._collectives.reduce_numbers([float(answer)], "min")[0] > 0
+    def is_true_on_all_ranks(self, value: bool) -> bool:
+        """Whether `value` is True on every rank. Every rank must call it."""
+        return self._collectives.reduce_numbers([float(value)], "min")[0] > 0
 
 
-def _leave_rows_out(collected: CollectedState) -> None:
+def _remove_rows(collected: CollectedState) -> None:
     """Remove tensors with one row per rank from a state that each machine saves to its own disk.
 
     Replicas on all disks must be equal, and a machine does not have the rows of the ranks on other machines.
@@ -399,13 +413,13 @@ def _leave_rows_out(collected: CollectedState) -> None:
         )
 
 
-def _check_spread(collected: CollectedState, share: writer.DiskShare, is_alone: bool) -> None:
+def _ensure_can_write_shards(collected: CollectedState, share: writer.DiskShare, is_alone: bool) -> None:
     """Raise `CheckpointError` if a tensor is sharded and not all ranks write to this disk.
 
     Raises:
         CheckpointError: If a tensor is sharded, and either only one rank saves or each machine saves to its own disk.
     """
-    name = next((name for name, value in collected.tensors.items() if is_spread(value)), None)
+    name = next((name for name, value in collected.tensors.items() if is_sharded(value)), None)
     if name is not None and is_alone:
         raise CheckpointError(
             f"{name} is sharded, but save_state was called on one rank only, which has only a part of it. Call save_state on every "

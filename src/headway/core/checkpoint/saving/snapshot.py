@@ -1,51 +1,45 @@
-"""The tensors that a rank writes in a save, copied to host memory if the save runs in the background.
+"""Copy the tensors that a rank writes to host memory, so that a background save has a consistent state.
 
-A rank writes some of the unsharded tensors, and boxes of the sharded ones. A box is a rectangular block of a tensor.
-
-The placements of a DTensor determine how it is split, so every rank knows the grid of all boxes. Therefore rank 0 needs
-no list of boxes from other ranks. It only needs a hash, which shows that they have computed the same grid. For shards
-that are not DTensors, each rank knows only its own boxes and sends a list of them.
+A rank writes some of the unsharded tensors, and boxes of the sharded ones (`file_plan`). A box is a rectangular block of
+a tensor. The copies are complete once the save has waited for each `PendingCopy` of the snapshot.
 """
 
-import hashlib
-import json
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from headway.core.checkpoint import _torch
-from headway.core.checkpoint.format.chunks import ChunkGrid, TensorChunk, make_file_name
-from headway.core.checkpoint.format.manifest import TensorEntry
 from headway.core.runtime import copy_stream, pinned_memory
 from headway.core.runtime.copy_stream import CopyStream, StreamPoint
 from headway.core.runtime.pinned_sizes import plan_arenas
-from headway.core.weights.pieces import ShardPiece, TensorSplit
-from headway.core.weights.shards import get_dtype_name, view_as_bits
+from headway.core.weights.pieces import ShardPiece
+from headway.core.weights.shards import view_as_bits
 from headway.errors import CheckpointError
 from headway.log import get_logger
 
 log = get_logger(__name__)
 
 _UNLIMITED = 1 << 62
+"""Limit in bytes that no plan of pinned memory reaches."""
 _Key = tuple[str, int]
 """Pair of (tensor name, index of a box of the tensor on this rank). The index is 0 for an unsharded tensor."""
 
 
-class SteadyTensors:
-    """Host tensors that must not change until a background save has read or copied them, with a check for changes.
+class TensorVersions:
+    """Recorded version counters of host tensors, which show whether a tensor has been changed since.
 
-    The check uses torch's count of in-place changes, which does not include changes through `.data`.
+    A background save reads or copies these tensors later, so they must not change until then. torch's version counter
+    increases with each in-place change, except for changes through `.data`.
 
     Args:
         tensors: Tensors to check, by (name, index of the box).
     """
 
     def __init__(self, tensors: Mapping[_Key, torch.Tensor]) -> None:
-        self._tensors = [(name, tensor, _torch.read_version(tensor)) for (name, _), tensor in tensors.items()]
+        self._versions = [(name, tensor, _torch.read_version(tensor)) for (name, _), tensor in tensors.items()]
 
     def ensure_unchanged(self) -> None:
         """Raise `CheckpointError` if any of the tensors has been changed since this object was created.
@@ -53,7 +47,7 @@ class SteadyTensors:
         Raises:
             CheckpointError: If a tensor has changed. The message names the first one.
         """
-        for name, tensor, version in self._tensors:
+        for name, tensor, version in self._versions:
             if _torch.read_version(tensor) != version:
                 raise CheckpointError(
                     f"{name} was changed while it was saved, and not by an optimizer of this Accelerator; nothing was saved"
@@ -67,19 +61,20 @@ class OverlappedCopy:
 
     Args:
         pairs: Pairs of (target, source).
-        steady: The sources, with a check that they do not change before they have been copied.
+        versions: Version counters of the sources, which must not change before they have been copied.
     """
 
-    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], steady: SteadyTensors) -> None:
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], versions: TensorVersions) -> None:
         self._pairs = list(pairs)
-        self._steady = steady
+        self._versions = versions
         self._lock = threading.Lock()
         self._failure: CheckpointError | None = None
 
     def protect_copies(self) -> None:
         """Make the copies now if they have not been made yet. They are complete when this method returns.
 
-        If a source was changed before this call, `wait` raises an error.
+        If a source was changed before this call, this method raises no error, but `wait` does. So the save fails, and
+        training continues.
         """
         with self._lock:
             if not self._pairs:
@@ -88,7 +83,7 @@ class OverlappedCopy:
                 view_as_bits(target).copy_(view_as_bits(source))
             self._pairs.clear()
             try:
-                self._steady.ensure_unchanged()
+                self._versions.ensure_unchanged()
             except CheckpointError as error:
                 self._failure = error
 
@@ -108,41 +103,43 @@ class QueuedCopy:
     """Copies from a device to host memory that were queued on a separate stream.
 
     Attributes:
-        done: Event at the end of the copies on that stream.
+        end: Event at the end of the copies on that stream.
         device: Device that holds the sources.
         sources: Tensors that are copied. They must not be freed before the copies are complete.
     """
 
-    done: StreamPoint
+    end: StreamPoint
     device: torch.device
     sources: tuple[torch.Tensor, ...]
 
     def wait(self) -> None:
         """Block the calling thread until the copies are complete."""
-        self.done.wait()
+        self.end.wait()
 
     def protect_copies(self) -> None:
         """Make later work on the device's current stream wait for the copies, without blocking the host."""
-        torch.accelerator.current_stream(self.device).wait_event(self.done.event)
+        torch.accelerator.current_stream(self.device).wait_event(self.end.event)
 
 
-SavePoint = StreamPoint | OverlappedCopy | QueuedCopy
-"""Event or copy that a save waits for before it writes."""
+PendingCopy = StreamPoint | OverlappedCopy | QueuedCopy
+"""Copies to host memory, or an event at their end. A save calls `wait` before it writes the copied tensors."""
 
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """Copies of the state in host memory, with the events to wait for until the copies are complete.
+    """State in host memory, with the copies to wait for until it is complete.
 
     Attributes:
-        tensors: Copies on the host. Meta tensors represent tensors and shards that other ranks write.
-        arrivals: Events and copies to wait for. The snapshot is complete once they have finished.
-        steady: Tensors that were not copied, and must not change until they are written.
+        tensors: Tensors that this rank writes, in host memory, by name. Meta tensors represent tensors and shards that
+            other ranks write.
+        pending_copies: Copies and events to wait for. The snapshot is complete once they have finished.
+        uncopied_versions: Version counters of the tensors that were not copied. They must not change until they are
+            written.
     """
 
     tensors: dict[str, torch.Tensor | ShardPiece]
-    arrivals: tuple[SavePoint, ...]
-    steady: SteadyTensors
+    pending_copies: tuple[PendingCopy, ...]
+    uncopied_versions: TensorVersions
 
 
 class HostBuffers(Mapping[_Key, torch.Tensor]):
@@ -152,7 +149,7 @@ class HostBuffers(Mapping[_Key, torch.Tensor]):
     so that copies begin while later arenas are still being pinned.
 
     Args:
-        own: Tensors that will be copied, in the order of the copies.
+        sources: Tensors that will be copied, in the order of the copies.
         allocate: Function that returns pinned memory of a given number of bytes as uint8, or raises RuntimeError.
         reserved: Futures of arenas of `pinned_memory.MAX_ARENA_BYTES` bytes. They are used before new arenas are pinned, and
             removed from the list.
@@ -160,46 +157,49 @@ class HostBuffers(Mapping[_Key, torch.Tensor]):
 
     def __init__(
         self,
-        own: Mapping[_Key, torch.Tensor],
+        sources: Mapping[_Key, torch.Tensor],
         allocate: Callable[[int], torch.Tensor],
         reserved: list[Future[torch.Tensor]],
     ) -> None:
-        self._kinds = {key: (tensor.shape, tensor.dtype) for key, tensor in own.items()}
-        on_device = [(key, tensor.nbytes) for key, tensor in own.items() if tensor.device.type != "cpu"]
+        self._layouts = {key: (tensor.shape, tensor.dtype) for key, tensor in sources.items()}
+        on_device = [(key, tensor.nbytes) for key, tensor in sources.items() if tensor.device.type != "cpu"]
         plan = list(plan_arenas([num_bytes for _, num_bytes in on_device], _UNLIMITED, pinned_memory.MAX_ARENA_BYTES))
-        there = {
+        reused = {
             number: reserved.pop(0)
             for number, (size, _) in enumerate(plan)
             if size == pinned_memory.MAX_ARENA_BYTES and reserved
         }
-        rest = [number for number in range(len(plan)) if number not in there]
-        made = pinned_memory.start_allocations([plan[number][0] for number in rest], allocate)
-        self._arenas = there | dict(zip(rest, made))
-        self._places = {
-            on_device[index][0]: (number, start) for number, (_, part) in enumerate(plan) for index, start in part
-        }
-        self._made: dict[_Key, torch.Tensor] = {}
+        missing = [number for number in range(len(plan)) if number not in reused]
+        pinned = pinned_memory.start_allocations([plan[number][0] for number in missing], allocate)
+        self._arenas = reused | dict(zip(missing, pinned))
+        self._slots: dict[_Key, tuple[int, int]] = {}
+        """Pair of (index of the arena, offset in the arena in bytes) for each tensor on a device."""
+        for arena, (_, part) in enumerate(plan):
+            for index, start in part:
+                key, _ = on_device[index]
+                self._slots[key] = (arena, start)
+        self._buffers: dict[_Key, torch.Tensor] = {}
 
-    def has_layout_of(self, own: Mapping[_Key, torch.Tensor]) -> bool:
+    def has_layout_of(self, tensors: Mapping[_Key, torch.Tensor]) -> bool:
         """Whether the buffers have exactly the names, shapes and dtypes of the given tensors."""
-        return self._kinds == {key: (tensor.shape, tensor.dtype) for key, tensor in own.items()}
+        return self._layouts == {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
 
     def __getitem__(self, key: _Key) -> torch.Tensor:
-        found = self._made.get(key)
-        if found is None:
-            found = self._made[key] = self._allocate_buffer(key)
-        return found
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = self._allocate_buffer(key)
+        return buffer
 
     def __iter__(self) -> Iterator[_Key]:
-        return iter(self._kinds)
+        return iter(self._layouts)
 
     def __len__(self) -> int:
-        return len(self._kinds)
+        return len(self._layouts)
 
     def _allocate_buffer(self, key: _Key) -> torch.Tensor:
-        shape, dtype = self._kinds[key]
-        if key in self._places:
-            number, start = self._places[key]
+        shape, dtype = self._layouts[key]
+        if key in self._slots:
+            number, start = self._slots[key]
             try:
                 arena = self._arenas[number].result()
             except RuntimeError as error:
@@ -213,26 +213,26 @@ class HostBuffers(Mapping[_Key, torch.Tensor]):
 
 
 class HostCopies:
-    """Copier of tensors to host memory.
+    """Copier of the tensors that this rank writes to host memory.
 
     The memory is reused by the next save if shapes and dtypes are unchanged.
 
     Args:
-        mark: Function that records an event on a device's stream and returns it.
+        record_event: Function that records an event on a device's current stream and returns it.
         allocate: Function that returns pinned memory of a given number of bytes as uint8, or raises RuntimeError. It is
             called by several threads.
     """
 
     def __init__(
         self,
-        mark: Callable[[torch.device], StreamPoint] = copy_stream.record_point,
+        record_event: Callable[[torch.device], StreamPoint] = copy_stream.record_point,
         allocate: Callable[[int], torch.Tensor] = pinned_memory.allocate_arena,
     ) -> None:
-        self._mark = mark
+        self._record_event = record_event
         self._allocate = allocate
         self._buffers: HostBuffers | None = None
         self._reserved: list[Future[torch.Tensor]] = []
-        self._under_way: list[OverlappedCopy | QueuedCopy] = []
+        self._overlapped: list[OverlappedCopy | QueuedCopy] = []
         self._streams: dict[torch.device, CopyStream] = {}
 
     def start_pinning(self, num_bytes: int) -> None:
@@ -255,41 +255,47 @@ class HostCopies:
         Copies between host tensors are completed. The current stream of each device waits for copies from that device.
         This method must be called before the sources change.
         """
-        while self._under_way:
-            self._under_way.pop().protect_copies()
+        while self._overlapped:
+            self._overlapped.pop().protect_copies()
 
     def copy_overlapped(
-        self, tensors: Mapping[str, torch.Tensor | ShardPiece], names: Container[str], steady: Container[str]
+        self,
+        tensors: Mapping[str, torch.Tensor | ShardPiece],
+        own_names: Container[str],
+        deferrable_names: Container[str],
     ) -> StateSnapshot:
-        """Copy the tensors that this rank writes. Copies of tensors in `steady` overlap with later computation.
+        """Copy the tensors that this rank writes. Deferrable copies overlap with the next forward and backward pass.
 
-        Host tensors in `steady` are copied by the thread that waits for the snapshot's arrivals. Device tensors in
-        `steady` are copied on a separate stream. `protect_copies` must be called before a tensor in `steady` changes. Other
+        Deferrable host tensors are copied by the thread that waits for the snapshot's pending copies. Deferrable device
+        tensors are copied on a separate stream. `protect_copies` must be called before these tensors change. All other
         tensors, and inference tensors, are copied as in `copy_tensors`.
 
         Args:
             tensors: The state to save, by name.
-            names: Names of the unsharded tensors that this rank writes.
-            steady: Names of tensors that change only in an optimizer step.
+            own_names: Names of the unsharded tensors that this rank writes.
+            deferrable_names: Names of tensors that change only in an optimizer step.
         """
         self.protect_copies()
-        own = {key: tensor.detach() for key, tensor in _iterate_written(tensors, names)}
-        later = {key: each for key, each in own.items() if key[0] in steady and not each.is_inference()}
-        buffers = self._room_for(own)
-        now = {key: each for key, each in own.items() if key not in later}
-        arrivals: list[SavePoint] = [*self._queue_copies(now, buffers)]
-        for device in dict.fromkeys(each.device for each in later.values()):
-            here = {key: each for key, each in later.items() if each.device == device}
-            pairs = [(buffers[key], each) for key, each in here.items()]
+        sources = {key: tensor.detach() for key, tensor in _iterate_written(tensors, own_names)}
+        # Inference tensors have no version counter, so a change during the save could not be detected.
+        deferred = {
+            key: each for key, each in sources.items() if key[0] in deferrable_names and not each.is_inference()
+        }
+        buffers = self._prepare_buffers(sources)
+        immediate = {key: each for key, each in sources.items() if key not in deferred}
+        pending: list[PendingCopy] = [*self._queue_copies(immediate, buffers)]
+        for device in dict.fromkeys(each.device for each in deferred.values()):
+            on_device = {key: each for key, each in deferred.items() if each.device == device}
+            pairs = [(buffers[key], each) for key, each in on_device.items()]
             copy = (
-                OverlappedCopy(pairs, SteadyTensors(here))
+                OverlappedCopy(pairs, TensorVersions(on_device))
                 if device.type == "cpu"
                 else self._copy_on_side_stream(device, pairs)
             )
-            arrivals.append(copy)
-            self._under_way.append(copy)
-        taken = {name: _replace_values(name, each, buffers) for name, each in tensors.items()}
-        return StateSnapshot(taken, tuple(arrivals), SteadyTensors({}))
+            pending.append(copy)
+            self._overlapped.append(copy)
+        copied = {name: _replace_values(name, each, buffers) for name, each in tensors.items()}
+        return StateSnapshot(copied, tuple(pending), TensorVersions({}))
 
     def _copy_on_side_stream(
         self, device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -301,225 +307,95 @@ class HostCopies:
         return QueuedCopy(stream.end_copies(), device, tuple(source for _, source in pairs))
 
     def copy_tensors(
-        self, tensors: Mapping[str, torch.Tensor | ShardPiece], names: Container[str], steady: Container[str] = ()
+        self,
+        tensors: Mapping[str, torch.Tensor | ShardPiece],
+        own_names: Container[str],
+        constant_names: Container[str] = (),
     ) -> StateSnapshot:
-        """Copy the tensors that this rank writes: the unsharded tensors in `names`, and its shards of the others.
+        """Copy the tensors that this rank writes: the unsharded tensors in `own_names`, and its shards of the others.
 
         Copies from devices are queued without waiting. Later changes of a tensor must be queued behind its copy, on
         the stream that is current for its device during this call.
 
         Args:
             tensors: The state to save, by name.
-            names: Names of the unsharded tensors that this rank writes.
-            steady: Names of tensors that do not change during the save. Those in host memory are not copied, except
-                inference tensors, whose changes cannot be detected. Default: (), none.
+            own_names: Names of the unsharded tensors that this rank writes.
+            constant_names: Names of tensors that do not change until the end of the save. Those in host memory are not
+                copied, except inference tensors, whose changes cannot be detected. Default: (), none.
         """
-        written = {key: tensor.detach() for key, tensor in _iterate_written(tensors, names)}
-        kept = {key: each for key, each in written.items() if key[0] in steady and _is_countable(each)}
-        own = {key: each for key, each in written.items() if key not in kept}
-        buffers = self._room_for(own)
-        arrivals = self._queue_copies(own, buffers)
-        found = {**buffers, **kept}
-        taken = {name: _replace_values(name, each, found) for name, each in tensors.items()}
-        return StateSnapshot(taken, arrivals, SteadyTensors(kept))
+        sources = {key: tensor.detach() for key, tensor in _iterate_written(tensors, own_names)}
+        uncopied = {key: each for key, each in sources.items() if key[0] in constant_names and _can_stay_uncopied(each)}
+        copied = {key: each for key, each in sources.items() if key not in uncopied}
+        buffers = self._prepare_buffers(copied)
+        pending = self._queue_copies(copied, buffers)
+        values = {**buffers, **uncopied}
+        snapshot = {name: _replace_values(name, each, values) for name, each in tensors.items()}
+        return StateSnapshot(snapshot, pending, TensorVersions(uncopied))
 
     def _queue_copies(
-        self, own: Mapping[_Key, torch.Tensor], buffers: Mapping[_Key, torch.Tensor]
+        self, sources: Mapping[_Key, torch.Tensor], buffers: Mapping[_Key, torch.Tensor]
     ) -> tuple[StreamPoint, ...]:
-        for key, tensor in own.items():
+        """Copy tensors into their buffers, and return an event at the end of the copies from each device."""
+        for key, tensor in sources.items():
             view_as_bits(buffers[key]).copy_(view_as_bits(tensor), non_blocking=True)
-        devices = dict.fromkeys(tensor.device for tensor in own.values() if tensor.device.type != "cpu")
-        return tuple(point for device in devices if (point := self._record_arrival(device)) is not None)
+        devices = dict.fromkeys(tensor.device for tensor in sources.values() if tensor.device.type != "cpu")
+        return tuple(point for device in devices if (point := self._record_end(device)) is not None)
 
-    def _record_arrival(self, device: torch.device) -> StreamPoint | None:
+    def _record_end(self, device: torch.device) -> StreamPoint | None:
         try:
-            return self._mark(device)
+            return self._record_event(device)
         except NotImplementedError:  # this backend has no events: wait here
             torch.accelerator.synchronize(device)
             return None
 
-    def _room_for(self, own: Mapping[_Key, torch.Tensor]) -> "HostBuffers":
+    def _prepare_buffers(self, sources: Mapping[_Key, torch.Tensor]) -> "HostBuffers":
         """Return host memory for each tensor, pinned for tensors on a device.
 
         The buffers of the previous save are used if they fit. Otherwise they are freed before new ones are allocated.
         """
-        if self._buffers is None or not self._buffers.has_layout_of(own):
+        if self._buffers is None or not self._buffers.has_layout_of(sources):
             self._buffers = None
-            self._buffers = HostBuffers(own, self._allocate, self._reserved)
+            self._buffers = HostBuffers(sources, self._allocate, self._reserved)
             self._reserved.clear()  # the rest would not be used by later saves either
         return self._buffers
 
 
-def _is_countable(tensor: torch.Tensor) -> bool:
+def _can_stay_uncopied(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is in host memory and has a version counter, which shows later changes."""
     return tensor.device.type == "cpu" and not tensor.is_inference()
 
 
 def _iterate_written(
-    tensors: Mapping[str, torch.Tensor | ShardPiece], names: Container[str]
+    tensors: Mapping[str, torch.Tensor | ShardPiece], own_names: Container[str]
 ) -> Iterator[tuple[_Key, torch.Tensor]]:
+    """Yield each unsharded tensor in `own_names`, and each box of a sharded tensor that this rank writes."""
     for name, each in tensors.items():
         if isinstance(each, ShardPiece):
             yield from (((name, i), box.values) for i, box in enumerate(each.boxes) if box.is_written)
-        elif name in names:
+        elif name in own_names:
             yield (name, 0), each
 
 
 def _replace_values(
-    name: str, each: torch.Tensor | ShardPiece, buffers: Mapping[_Key, torch.Tensor]
+    name: str, each: torch.Tensor | ShardPiece, copies: Mapping[_Key, torch.Tensor]
 ) -> torch.Tensor | ShardPiece:
-    """Return a tensor or `ShardPiece` with its values replaced by the buffers to which they were copied.
+    """Return a tensor or `ShardPiece` with its values replaced by their copies in host memory.
 
     Values that this rank does not write are replaced by meta tensors.
 
     Args:
         name: Name of the tensor.
         each: Tensor or `ShardPiece`.
-        buffers: Copies by (name, index of the box).
+        copies: Tensors in host memory by (name, index of the box).
     """
     if not isinstance(each, ShardPiece):
-        return buffers[name, 0] if (name, 0) in buffers else _without_memory(each)
+        return copies[name, 0] if (name, 0) in copies else _make_meta(each)
     boxes = tuple(
-        replace(box, values=buffers[name, i] if box.is_written else _without_memory(box.values))
+        replace(box, values=copies[name, i] if box.is_written else _make_meta(box.values))
         for i, box in enumerate(each.boxes)
     )
     return replace(each, boxes=boxes, local=None)
 
 
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+def _make_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def pattern_of(name: str) -> str:
-    """Return the name pattern of the files that hold a tensor.
-
-    The pattern contains `*` in place of the part number of the writing rank.
-
-    Args:
-        name: Name of the tensor.
-    """
-    return f"{name.split('/', 1)[0]}-*.safetensors"
-
-
-def own_part(tensors: Mapping[str, Any], part: int) -> tuple[dict[str, list[tuple[str, torch.Tensor]]], dict[str, Any]]:
-    """Return the shards that this rank writes, and a JSON summary of them for the rank that commits.
-
-    Args:
-        tensors: The state to save, by name. Plain tensors are skipped.
-        part: Number of the part of the checkpoint that this rank writes. The file names contain it.
-
-    Returns:
-        Pair of (mapping from each file name to pairs of (key, values), summary).
-
-    Raises:
-        CheckpointError: If the local layout of a tensor contradicts its placements.
-    """
-    files: dict[str, list[tuple[str, torch.Tensor]]] = {}
-    listed: dict[str, list[list[Any]]] = {}
-    for name, piece in _select_pieces(tensors).items():
-        file = make_file_name(pattern_of(name), part)
-        own = [box for box in piece.boxes if box.is_written and box.values.numel()]
-        if piece.split is not None:
-            keys = {chunk.offsets: chunk.key for chunk in _own_chunks(name, piece.split, tensors, file, part)}
-            if keys.keys() != {box.offsets for box in own}:
-                raise CheckpointError(f"{name} is laid out on this rank differently from its placements")
-            values = [(keys[box.offsets], box.values) for box in own]
-        else:
-            values = [(_make_box_key(name, number, tensors), box.values) for number, box in enumerate(own)]
-            listed[name] = [[box.offsets, tuple(box.values.shape), file, key] for box, (key, _) in zip(own, values)]
-        if values:
-            files.setdefault(file, []).extend(values)
-    return files, {"grids": _compute_split_digest(tensors), "boxes": listed}
-
-
-def _select_pieces(tensors: Mapping[str, Any]) -> dict[str, ShardPiece]:
-    return {name: each for name, each in tensors.items() if isinstance(each, ShardPiece)}
-
-
-def _own_chunks(name: str, split: TensorSplit, tensors: Mapping[str, Any], file: str, part: int) -> list[TensorChunk]:
-    if _is_regular(split):
-        number = split.numbers.get(part)
-        return [] if number is None else [_make_grid(name, split)[number]]
-    return [chunk for chunk in _make_chunks(name, split, tensors) if chunk.file == file]
-
-
-def _is_regular(split: TensorSplit) -> bool:
-    """Whether each rank writes at most one box (rectangular block) of a tensor.
-
-    Args:
-        split: How the tensor is split among the ranks.
-    """
-    return len(split.numbers) == len(split.writers)
-
-
-def _make_grid(name: str, split: TensorSplit) -> ChunkGrid:
-    return ChunkGrid(name, split.rows, pattern_of(name), split.steps)
-
-
-def _make_chunks(name: str, split: TensorSplit, tensors: Mapping[str, Any]) -> Iterator[TensorChunk]:
-    """Yield one chunk for each box (rectangular block) of a tensor of which some rank writes several boxes.
-
-    A chunk describes the box, its file, and its key in the file.
-
-    Args:
-        name: Name of the tensor.
-        split: How the tensor is split among the ranks.
-        tensors: The state to save, by name. Keys of boxes must differ from these names.
-    """
-    for number, (writer, offsets, shape) in enumerate(split.iterate_boxes()):
-        yield TensorChunk(
-            offsets, shape, make_file_name(pattern_of(name), writer), _make_box_key(name, number, tensors)
-        )
-
-
-def _make_box_key(name: str, number: int, tensors: Mapping[str, Any]) -> str:
-    """Return the key under which a file stores a box (rectangular block) of a tensor.
-
-    The key differs from the names of all tensors.
-    """
-    key = f"{name}@{number}"
-    while key in tensors:
-        key += "@"
-    return key
-
-
-def _make_entry(name: str, piece: ShardPiece, split: TensorSplit, tensors: Mapping[str, Any]) -> TensorEntry:
-    chunks = _make_grid(name, split) if _is_regular(split) else tuple(_make_chunks(name, split, tensors))
-    return TensorEntry(piece.shape, get_dtype_name(piece.dtype), chunks)
-
-
-def _compute_split_digest(tensors: Mapping[str, Any]) -> str:
-    found = {
-        name: _make_entry(name, each, each.split, tensors).encode()
-        for name, each in _select_pieces(tensors).items()
-        if each.split is not None
-    }
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
-
-
-def make_entries(tensors: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> dict[str, TensorEntry]:
-    """Return the manifest's entries for the sharded tensors, by name.
-
-    Args:
-        tensors: The state to save, by name, on the rank that commits.
-        told: JSON summaries that `own_part` has returned, one from each writing rank.
-
-    Raises:
-        CheckpointError: If ranks have different sharded tensors or placements.
-    """
-    differing = [part for part, each in enumerate(told) if each["grids"] != told[0]["grids"]]
-    if differing:
-        raise CheckpointError(
-            f"rank {differing[0]} has different sharded tensors or placements than rank 0: a checkpoint needs the same model "
-            "and optimizer, sharded in the same way, on every rank"
-        )
-    listed: dict[str, list[TensorChunk]] = {}
-    for each in told:
-        for name, boxes in each["boxes"].items():
-            chunks = [TensorChunk(tuple(offsets), tuple(shape), file, key) for offsets, shape, file, key in boxes]
-            listed.setdefault(name, []).extend(chunks)
-    return {
-        name: _make_entry(name, piece, piece.split, tensors)
-        if piece.split is not None
-        else TensorEntry(piece.shape, get_dtype_name(piece.dtype), tuple(listed.get(name, ())))
-        for name, piece in _select_pieces(tensors).items()
-    }

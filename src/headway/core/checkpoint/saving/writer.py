@@ -2,13 +2,14 @@
 
 Hooks in `headway.core.checkpoint.resume.save_and_resume` may add further files to a checkpoint.
 
-A save blocks the training loop or runs in the background. The ranks of one disk communicate through files in the
-staging directory. This works from a background thread and needs no collective during training. A later save removes the
-files that a failed save has left. For each rank R, the directory contains one of these files::
+A save blocks the training loop or runs in the background. The ranks that write to one disk communicate through files in
+the staging directory. This works from a background thread and needs no collective during training. A later save removes
+the files that a failed save has left. For each part P of the checkpoint, which one rank writes, the directory contains
+one of these files::
 
-    .writing-R   rank R is writing         (created while all ranks wait for each other)
-    .written-R   its part is on the disk   (.writing-R, renamed; lists its files, hashes, and boxes of sharded tensors)
-    neither      it failed
+    .writing-P   a rank is writing the part   (created while all ranks wait for each other)
+    .written-P   the part is on the disk      (.writing-P, renamed; lists its files, hashes, and boxes of sharded tensors)
+    neither      the rank has failed
 """
 
 import json
@@ -17,17 +18,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from headway.common.garbage import pause_garbage_collection
 from headway.core.checkpoint import folders
-from headway.core.checkpoint.format.chunks import TensorChunk, make_file_name
+from headway.core.checkpoint.format.chunks import TensorChunk
 from headway.core.checkpoint.format.manifest import Manifest, TensorEntry, WrittenFile
 from headway.core.checkpoint.format.tensors import hash_file, write_shards
-from headway.core.checkpoint.saving.snapshot import SavePoint, make_entries, own_part, pattern_of
+from headway.core.checkpoint.saving.file_plan import make_sharded_entries, plan_files, plan_own_boxes
+from headway.core.checkpoint.saving.snapshot import PendingCopy
 from headway.core.checkpoint.state import CollectedState
 from headway.core.checkpoint.stores.disk import sync_folder
 from headway.core.runtime import pulse
@@ -45,16 +46,18 @@ class SavePolicy:
     """Options of a save, including which checkpoints are kept.
 
     Attributes:
-        keep: Number of checkpoints to keep, including this one. None: all.
-        protected: Folders to keep regardless of their age (e.g. the best checkpoint).
-        owns_parent: Whether the parent folder holds only this run's checkpoints.
+        keep: Number of this run's checkpoints to keep in the parent folder, including this one. Older ones are removed
+            after the commit. None: all are kept.
+        protected: Folders of checkpoints to keep regardless of their age (e.g. the best checkpoint).
+        owns_parent: Whether the parent folder holds only this run's checkpoints. Files that any interrupted save has
+            left there are then removed. Otherwise only those of this checkpoint's name are removed.
         is_blocking: Whether to return only when the checkpoint is on the disk. False: write in the background.
         timeout: Seconds to wait for the parts of other ranks.
         is_alone: Whether only this rank saves. It then writes everything and does not communicate.
-        steady: Names of tensors that change only in an optimizer step. The step waits until they are copied, so they
-            may be copied in the background.
-        is_told: Whether to notify listeners of the commit, update the file `latest`, and check before the commit that
-            the manifest can be decoded. False for states that are kept in host memory.
+        deferrable_names: Names of tensors that change only in an optimizer step. A background save copies them while
+            training continues, and the next optimizer step waits for the copies.
+        is_published: Whether to notify listeners of the commit, update the file `latest`, and check before the commit
+            that the manifest can be decoded. False for states that are kept in host memory.
     """
 
     keep: int | None = None
@@ -63,8 +66,8 @@ class SavePolicy:
     is_blocking: bool = True
     timeout: float = 600.0
     is_alone: bool = False
-    steady: frozenset[str] = frozenset()
-    is_told: bool = True
+    deferrable_names: frozenset[str] = frozenset()
+    is_published: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,13 @@ class DiskShare:
     Attributes:
         part: Number of the part that this rank writes. None: it writes no part.
         num_parts: Number of parts on this disk.
-        leads: Whether this rank commits the checkpoint on this disk. There is one such rank per disk.
+        is_committer: Whether this rank commits the checkpoint on this disk. There is one such rank per disk.
         is_own_disk: Whether each machine has its own disk with a replica of the checkpoint.
     """
 
     part: int | None = 0
     num_parts: int = 1
-    leads: bool = True
+    is_committer: bool = True
     is_own_disk: bool = False
 
 
@@ -97,12 +100,12 @@ class SaveJob:
         policy: Options of the save, including which checkpoints are kept.
         source: Object that identifies the run, passed to the listeners that are notified of the commit. Default: None,
             this process's run.
-        arrivals: Events and copies to wait for. The content is complete once they have finished. Default: (), nothing
-            to wait for.
-        confirm: Function called when this rank's part has been written. It raises `CheckpointError` if the source
+        pending_copies: Copies and events to wait for. The content is complete once they have finished. Default: (),
+            nothing to wait for.
+        check_sources: Function called when this rank's part has been written. It raises `CheckpointError` if the source
             tensors have changed since the snapshot. Default: a function that does nothing.
-        spread: Function called after `confirm`, before the commit. It sends this part to other ranks and receives
-            theirs. Default: a function that does nothing.
+        exchange_parts: Function called after `check_sources`, before the commit. It sends this part to other ranks and
+            receives theirs. Default: a function that does nothing.
     """
 
     final: Path
@@ -112,16 +115,16 @@ class SaveJob:
     about: Mapping[str, Any]
     policy: SavePolicy
     source: object = None
-    arrivals: tuple[SavePoint, ...] = ()
-    confirm: Callable[[], None] = lambda: None
-    spread: Callable[[], None] = lambda: None
+    pending_copies: tuple[PendingCopy, ...] = ()
+    check_sources: Callable[[], None] = lambda: None
+    exchange_parts: Callable[[], None] = lambda: None
 
     @property
     def own_names(self) -> frozenset[str]:
         """Names of the unsharded tensors that this rank writes."""
         if self.share.part is None:
             return frozenset()
-        files = plan_files(self.content.tensors, self.share.num_parts)[self.share.part]  # unsharded tensors only
+        files = plan_files(self.content.tensors, self.share.num_parts)[self.share.part]
         return frozenset(name for names in files.values() for name in names)
 
     @property
@@ -129,7 +132,7 @@ class SaveJob:
         """Staging directory of the save."""
         return folders.find_store(self.final).get_staging(self.nonce)
 
-    def rotate(self) -> None:
+    def remove_old_checkpoints(self) -> None:
         """Remove older checkpoints of this run if the policy limits their number. Called after the commit.
 
         If the checkpoints cannot be listed, only a warning is logged, because the new one is saved.
@@ -148,50 +151,6 @@ class SaveJob:
             log.warning_once("%s is saved, but older checkpoints could not be listed: %s", self.final, error)
 
 
-def partition(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
-    """Split tensor names, in order, into `num_parts` consecutive lists of about equal total size in bytes.
-
-    Args:
-        sizes: Sizes of the tensors in bytes, by name.
-        num_parts: Number of lists.
-    """
-    total, done = sum(sizes.values()), 0
-    parts: list[list[str]] = [[] for _ in range(num_parts)]
-    for name, size in sizes.items():
-        # Assigned by the middle of the tensor, so that rounding leaves no part empty.
-        index = min(num_parts - 1, (2 * done + size) * num_parts // (2 * total)) if total else 0
-        parts[index].append(name)
-        done += size
-    return parts
-
-
-@pause_garbage_collection()
-def plan_files(tensors: Mapping[str, torch.Tensor | ShardPiece], num_parts: int) -> list[dict[str, list[str]]]:
-    """Distribute the unsharded tensors over the parts of a checkpoint, and over the files of each part.
-
-    Tensors whose names begin with different components, such as `model/` and `optimizer/`, are in different files.
-
-    Args:
-        tensors: The state to save, by name. Sharded tensors are skipped.
-        num_parts: Number of parts. Each part is written by one rank.
-
-    Returns:
-        For each part, a mapping from file names to names of tensors.
-    """
-    plan: list[dict[str, list[str]]] = []
-    sizes = {
-        name: tensor.numel() * tensor.element_size()
-        for name, tensor in tensors.items()
-        if not isinstance(tensor, ShardPiece)
-    }
-    for index, names in enumerate(partition(sizes, num_parts)):
-        files: dict[str, list[str]] = {}
-        for name in names:
-            files.setdefault(make_file_name(pattern_of(name), index), []).append(name)
-        plan.append(files)
-    return plan
-
-
 def create_staging(job: SaveJob) -> None:
     """Create the staging directory of a save, on the rank that commits on this disk. Other ranks create nothing.
 
@@ -207,7 +166,7 @@ def create_staging(job: SaveJob) -> None:
         raise CheckpointError(
             f"{str(job.final)!r} contains a NUL character, which no folder name can contain. Give another name"
         )
-    if job.share.leads:
+    if job.share.is_committer:
         folders.find_store(job.final).check_target()
         job.final.parent.mkdir(parents=True, exist_ok=True)
         folders.find_store(job.final.parent).remove_leftovers(None if job.policy.owns_parent else job.final.name)
@@ -220,10 +179,23 @@ def mark_as_writing(job: SaveJob) -> None:
     It must be called after `create_staging` has run on the rank that commits the checkpoint on this disk.
     """
     if job.share.part is not None:
-        (job.staging / f".writing-{job.share.part}").touch()
+        writing_mark, _ = _get_marks(job, job.share.part)
+        writing_mark.touch()
 
 
-class SaveWait:
+class Wait(Enum):
+    """Reason why a thread of a save waits.
+
+    Attributes:
+        FOR_WRITER: The thread waits until the writing thread has ended.
+        FOR_PARTS: The writing thread has written this rank's part, and waits for the parts of other ranks.
+    """
+
+    FOR_WRITER = 1
+    FOR_PARTS = 2
+
+
+class WaitRecorder:
     """Recorder of waits for the parts of other ranks, so that the hang watch does not report this rank as hanging.
 
     The main thread waits for other ranks itself, or for the background thread that writes the checkpoint. Meanwhile,
@@ -233,45 +205,49 @@ class SaveWait:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._now: set[str] = set()
-        self._former: str | None = None
+        self._waits: set[Wait] = set()
+        self._former_phase: str | None = None
+        """Phase in the pulse before the wait was recorded there. None if no wait is recorded."""
 
     @contextmanager
-    def record_wait(self, *what: str) -> Iterator[None]:
+    def record_wait(self, wait: Wait) -> Iterator[None]:
         """Return a context manager within which the calling thread is recorded as waiting.
 
-        The pulse shows the wait while "joined" and "collecting" are both recorded.
+        The pulse shows the wait if the training loop is blocked by it. This is so while both reasons are recorded, or
+        while the main thread itself waits for the parts of other ranks.
 
         Args:
-            what: "joined" if the thread waits for the writing thread. "collecting" if the thread has written this
-                rank's part and waits for the others. On the main thread, "joined" is always added.
+            wait: Reason of the wait.
         """
         is_main = threading.current_thread() is threading.main_thread()
-        added = {*what, "joined"} if is_main else {*what}
-        self._update_wait(added, set())
+        waits = {wait, Wait.FOR_WRITER} if is_main else {wait}
+        self._update_waits(waits, set())
         try:
             yield
         finally:
-            self._update_wait(set(), added)
+            self._update_waits(set(), waits)
 
-    def _update_wait(self, added: set[str], gone: set[str]) -> None:
+    def _update_waits(self, begun: set[Wait], ended: set[Wait]) -> None:
         with self._lock:
-            self._now = (self._now | added) - gone
-            is_waiting, own = self._now == {"collecting", "joined"}, pulse.get_own_pulse()
-            if is_waiting and self._former is None:
-                self._former = own.read().phase
-                own.set_phase(pulse.WAITING_FOR_PARTS)
-            elif not is_waiting and self._former is not None:
-                own.set_phase(self._former)
-                self._former = None
+            self._waits = (self._waits | begun) - ended
+            is_blocked, own_pulse = self._waits == {*Wait}, pulse.get_own_pulse()
+            if is_blocked and self._former_phase is None:
+                self._former_phase = own_pulse.read().phase
+                own_pulse.set_phase(pulse.WAITING_FOR_PARTS)
+            elif not is_blocked and self._former_phase is not None:
+                own_pulse.set_phase(self._former_phase)
+                self._former_phase = None
 
 
-def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
-    """Write this rank's part of a checkpoint. If this rank leads its disk (`DiskShare`), also commit the checkpoint.
+def write_checkpoint(job: SaveJob, recorder: WaitRecorder | None = None) -> Manifest | None:
+    """Write this rank's part of a checkpoint. The committing rank (`DiskShare`) also commits the checkpoint.
+
+    It waits for the other parts on this disk, commits, updates the file `latest`, removes old checkpoints, and notifies
+    listeners. Failures after the commit are only logged.
 
     Args:
         job: Save to perform.
-        wait: Recorder of the wait for other ranks. Default: None, a new one.
+        recorder: Recorder of the wait for other ranks. Default: None, a new one.
 
     Returns:
         Manifest of the committed checkpoint, or None on ranks that do not commit.
@@ -284,68 +260,85 @@ def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
     plan = plan_files(job.content.tensors, job.share.num_parts)
     if job.share.part is not None:
         _write_part(job, plan[job.share.part])
-    job.spread()
-    if not job.share.leads:
+    job.exchange_parts()
+    if not job.share.is_committer:
         return None
-    with (wait or SaveWait()).record_wait("collecting"):
-        files, told = _wait_for_parts(job)
-    files |= _added_files(job.staging, files)
-    manifest = _assemble_manifest(job, plan, files, make_entries(job.content.tensors, told))
+    with (recorder or WaitRecorder()).record_wait(Wait.FOR_PARTS):
+        files, summaries = _wait_for_parts(job)
+    files |= _hash_added_files(job.staging, files)
+    manifest = _assemble_manifest(job, plan, files, make_sharded_entries(job.content.tensors, summaries))
     # Decode it as a load will, before it replaces a checkpoint. States in memory replace nothing, and are checked at
     # the load.
-    if job.policy.is_told and not manifest.does_round_trip():
+    if job.policy.is_published and not manifest.does_round_trip():
         raise CheckpointError("the manifest cannot be read back as it was written")
     folders.commit_checkpoint(job.staging, job.final, manifest)
     # The checkpoint is committed. Failures from here on must not make the save fail.
     try:
-        if job.policy.is_told:
+        if job.policy.is_published:
             folders.find_store(job.final).point_latest()
     except (OSError, ValueError, ObjectStoreError) as error:
         log.warning_once("%s is saved, but the file 'latest' next to it could not be written: %s", job.final, error)
     if not job.share.is_own_disk:  # with separate disks, only after every machine has committed
-        job.rotate()
-    if job.policy.is_told:
+        job.remove_old_checkpoints()
+    if job.policy.is_published:
         step, num_bytes = job.about.get("num_updates"), manifest.num_bytes()
         notify_listeners("checkpoint", step=step, source=job.source, folder=str(job.final), bytes=num_bytes)
     return manifest
 
 
 def _write_part(job: SaveJob, files: Mapping[str, Sequence[str]]) -> None:
+    """Write this rank's part of a checkpoint to the staging directory, and mark it as written.
+
+    Args:
+        job: Save to perform.
+        files: Names of the unsharded tensors in each file of this part. Boxes of sharded tensors are added to them.
+
+    Raises:
+        OSError: If the disk is full or failed.
+        CheckpointError: If a tensor was changed before it was copied, or its local layout contradicts its placements.
+    """
     part = job.share.part
-    working, done = job.staging / f".writing-{part}", job.staging / f".written-{part}"
+    writing_mark, written_mark = _get_marks(job, part)
     try:
-        for arrival in job.arrivals:
-            arrival.wait()
-        spread, told = own_part(job.content.tensors, part or 0)
-        parts = {file: [(name, job.content.tensors[name]) for name in names] for file, names in files.items()}
-        for file, boxes in spread.items():
-            parts.setdefault(file, []).extend(boxes)
-        written = write_shards(job.staging, parts, job.share.num_parts)
-        job.confirm()
-        working.write_text(json.dumps({"files": [[w.name, w.num_bytes, w.digests, w.piece] for w in written], **told}))
-        working.replace(done)
+        for copy in job.pending_copies:
+            copy.wait()
+        boxes = plan_own_boxes(job.content.tensors, part or 0)
+        contents = {file: [(name, job.content.tensors[name]) for name in names] for file, names in files.items()}
+        for file, pairs in boxes.files.items():
+            contents.setdefault(file, []).extend(pairs)
+        written = write_shards(job.staging, contents, job.share.num_parts)
+        job.check_sources()
+        listed = [[each.name, each.num_bytes, each.digests, each.piece] for each in written]
+        writing_mark.write_text(json.dumps({"files": listed, **boxes.summary}))
+        writing_mark.replace(written_mark)
     except BaseException:
-        # Removing a file works on a full disk too.
-        working.unlink(missing_ok=True)
+        # Tells the committing rank about the failure. Removing a file works on a full disk too.
+        writing_mark.unlink(missing_ok=True)
         raise
 
 
+def _get_marks(job: SaveJob, part: int | None) -> tuple[Path, Path]:
+    """Return the paths of the files that mark a part of the checkpoint as being written, and as written."""
+    return job.staging / f".writing-{part}", job.staging / f".written-{part}"
+
+
 def _wait_for_parts(job: SaveJob) -> tuple[dict[str, WrittenFile], list[dict[str, Any]]]:
-    """Wait until all ranks of this disk have written their parts.
+    """Wait until all parts of the checkpoint on this disk have been written. Then remove the files that mark them.
 
     Returns:
-        Pair of (written files by name, list with one summary per part of the sharded tensors in that part).
+        Pair of (written files by name, one `OwnBoxes.summary` per part).
 
     Raises:
         CheckpointError: If a part could not be written, or was not written within `policy.timeout`.
     """
     files: dict[str, WrittenFile] = {}
-    boxes = []
+    summaries = []
     deadline = time.monotonic() + job.policy.timeout
     for part in range(job.share.num_parts):
-        done, working = job.staging / f".written-{part}", job.staging / f".writing-{part}"
-        while not done.exists():
-            if not working.exists() and not done.exists():
+        writing_mark, written_mark = _get_marks(job, part)
+        while not written_mark.exists():
+            # The second look at the written mark matters: the other mark may have been renamed to it in between.
+            if not writing_mark.exists() and not written_mark.exists():
                 raise CheckpointError(
                     f"part {part} of {job.share.num_parts} of {job.final} could not be written; the error of its rank names the "
                     "reason"
@@ -354,17 +347,18 @@ def _wait_for_parts(job: SaveJob) -> tuple[dict[str, WrittenFile], list[dict[str
                 raise CheckpointError(
                     f"part {part} of {job.share.num_parts} of {job.final} was not written in {job.policy.timeout:g} s"
                 )
-            time.sleep(folders.find_store(done).poll)
-        told = json.loads(done.read_text())
-        for name, num_bytes, digests, piece in told.pop("files"):
+            time.sleep(folders.find_store(written_mark).poll_seconds)
+        summary = json.loads(written_mark.read_text())
+        for name, num_bytes, digests, piece in summary.pop("files"):
             files[name] = WrittenFile(name, num_bytes, tuple(digests), piece)
-        boxes.append(told)
+        summaries.append(summary)
     for part in range(job.share.num_parts):
-        (job.staging / f".written-{part}").unlink()
-    return files, boxes
+        _, written_mark = _get_marks(job, part)
+        written_mark.unlink()
+    return files, summaries
 
 
-def _added_files(staging: Path, known: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
+def _hash_added_files(staging: Path, known: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
     """Hash the files that hooks have added to the staging directory, flush them to the disk, and return them by name.
 
     Args:
@@ -386,25 +380,30 @@ def _assemble_manifest(
     job: SaveJob,
     plan: Sequence[Mapping[str, Sequence[str]]],
     files: Mapping[str, WrittenFile],
-    spread: Mapping[str, TensorEntry],
+    sharded_entries: Mapping[str, TensorEntry],
 ) -> Manifest:
-    place = {name: file for part in plan for file, names in part.items() for name in names}
-    tensors = {
-        name: spread[name]
-        if isinstance(tensor, ShardPiece)
-        else TensorEntry(
-            tuple(tensor.shape),
-            get_dtype_name(tensor.dtype),
-            (TensorChunk((0,) * tensor.ndim, tuple(tensor.shape), place[name], name),),
-        )
-        for name, tensor in job.content.tensors.items()
-    }
+    """Return the manifest of a checkpoint.
+
+    Args:
+        job: Save with the content of the checkpoint.
+        plan: For each part, the names of unsharded tensors by file name.
+        files: Files of the checkpoint by name.
+        sharded_entries: Entries of the sharded tensors by name.
+    """
+    file_names = {name: file for part in plan for file, names in part.items() for name in names}
+    tensors: dict[str, TensorEntry] = {}
+    for name, tensor in job.content.tensors.items():
+        if isinstance(tensor, ShardPiece):
+            tensors[name] = sharded_entries[name]
+        else:
+            chunk = TensorChunk((0,) * tensor.ndim, tuple(tensor.shape), file_names[name], name)
+            tensors[name] = TensorEntry(tuple(tensor.shape), get_dtype_name(tensor.dtype), (chunk,))
     return Manifest(tensors, dict(sorted(files.items())), job.content.aliases, job.content.state, job.about)
 
 
 def remove_staging(job: SaveJob) -> None:
     """Remove the staging directory of a failed save, on the rank that commits on this disk. Errors are ignored."""
-    if job.share.leads:
+    if job.share.is_committer:
         with suppress(OSError, ValueError, CheckpointError):  # ValueError: the name contains a NUL
             folders.find_store(job.staging).remove_staging()
 
@@ -414,12 +413,12 @@ class BackgroundSave:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._is_over = threading.Event()
+        self._end = threading.Event()
         self._error: CheckpointError | None = None
-        self._wait = SaveWait()
-        self._guard = threading.Lock()
+        self._wait_recorder = WaitRecorder()
+        self._state_lock = threading.Lock()
         self._is_writing = False
-        self._at_end: list[Callable[[], None]] = []
+        self._end_callbacks: list[Callable[[], None]] = []
 
     @property
     def is_busy(self) -> bool:
@@ -431,8 +430,8 @@ class BackgroundSave:
 
         def run() -> None:
             try:
-                write(job, self._wait)
-            except BaseException as error:  # kept for check(), which raises it in the training loop
+                write_checkpoint(job, self._wait_recorder)
+            except BaseException as error:  # kept for raise_error(), which raises it in the training loop
                 self._error = CheckpointError(
                     f"{job.final} could not be written in the background ({type(error).__name__}: {error}). Earlier checkpoints "
                     "are intact"
@@ -440,43 +439,43 @@ class BackgroundSave:
                 self._error.__cause__ = error
                 remove_staging(job)
             finally:
-                with self._guard:
+                with self._state_lock:
                     self._is_writing = False
-                    at_end, self._at_end = self._at_end, []
+                    callbacks, self._end_callbacks = self._end_callbacks, []
                 try:
-                    for act in at_end:
-                        act()
+                    for callback in callbacks:
+                        callback()
                 finally:
-                    self._is_over.set()
+                    self._end.set()
 
-        self._is_over.clear()
+        self._end.clear()
         self._is_writing = True
         self._thread = threading.Thread(target=run, name="headway-save", daemon=False)
         self._thread.start()
 
-    def call_when_idle(self, act: Callable[[], None]) -> None:
-        """Call a function now, or at the end of the running save on its thread.
+    def call_when_idle(self, callback: Callable[[], None]) -> None:
+        """Call a function now if no save is running, else at the end of the running save on its thread.
 
         Args:
-            act: Function to call. It should not raise an error.
+            callback: Function to call. It should not raise an error.
         """
-        with self._guard:
+        with self._state_lock:
             if self._is_writing:
-                self._at_end.append(act)
+                self._end_callbacks.append(callback)
                 return
-        act()
+        callback()
 
     def join(self) -> None:
-        """Wait for the running save, if there is one. If the save fails, keep its error for `check`."""
+        """Wait for the running save, if there is one. If the save fails, keep its error for `raise_error`."""
         if self._thread is not None:
-            with self._wait.record_wait("joined"):
+            with self._wait_recorder.record_wait(Wait.FOR_WRITER):
                 # After Ctrl-C in Thread.join() Python regards the thread as ended, and does not wait for it at exit.
-                self._is_over.wait()
+                self._end.wait()
                 self._thread.join()
             self._thread = None
 
-    def check(self) -> None:
-        """Raise the error of a failed save. It is raised only once.
+    def raise_error(self) -> None:
+        """Raise the error of a failed save. It is raised only once. Do nothing if no save has failed.
 
         Raises:
             CheckpointError: If the checkpoint could not be written.

@@ -30,7 +30,9 @@ LATEST = "latest"
 Headway does not read the file.
 """
 _STAGED, _REMOVED, _REPLACED = ".staging-", ".removing-", ".replaced-"
+"""Prefixes of folder names: staging directories, checkpoints that are being removed, and those moved aside."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Constants of Linux's `renameat2`: relative paths refer to the working directory; the two names are exchanged."""
 
 
 class DiskStore:
@@ -40,13 +42,13 @@ class DiskStore:
         folder: Directory of the checkpoint or checkpoints.
 
     Attributes:
-        poll: Seconds between two checks for files that other ranks write.
+        poll_seconds: Seconds between two checks for files that other ranks write.
         needs_lock: Whether saves to a folder that the caller names, instead of an automatically named one, need a lock.
             False, because a commit is a rename: a reader always finds the complete checkpoint of one run.
         verifies_on_read: Whether readers compare the bytes with their hashes as they read them, in a single pass.
     """
 
-    poll = 0.005
+    poll_seconds = 0.005
     needs_lock = False
     verifies_on_read = False
 
@@ -107,7 +109,7 @@ class DiskStore:
         os.rename(self.folder, aside)
         shutil.rmtree(aside, ignore_errors=True)
 
-    def commit(self, staging: Path, manifest: Manifest, fence: Callable[[], None]) -> None:
+    def commit(self, staging: Path, manifest: Manifest, ensure_locked: Callable[[], None]) -> None:
         """Commit the files of the staging directory as a checkpoint.
 
         The manifest is written, and everything is flushed to the disk with fsync. Then the directory is renamed once,
@@ -118,7 +120,7 @@ class DiskStore:
         Args:
             staging: Staging directory with the files.
             manifest: Manifest that lists the files.
-            fence: Function that raises `CheckpointError` if another run has taken the lock. It is called just before
+            ensure_locked: Function that raises `CheckpointError` if another run has taken the lock. It is called just before
                 the rename. This process might have been suspended, and that run might have saved under the same name.
 
         Raises:
@@ -129,11 +131,11 @@ class DiskStore:
         """
         final, data = self.folder, manifest.encode()
         manifest.read_back()  # an unreadable manifest must not replace a readable one
-        write_forced(staging / MANIFEST, data)
+        write_and_sync(staging / MANIFEST, data)
         sync_folder(staging)
-        fence()
-        is_exchange = (final / MANIFEST).exists()
-        if is_exchange:
+        ensure_locked()
+        replaces_checkpoint = (final / MANIFEST).exists()
+        if replaces_checkpoint:
             _exchange_folders(staging, final)
         else:
             os.rename(staging, final)  # `final` does not exist, or is an empty folder
@@ -141,12 +143,12 @@ class DiskStore:
             sync_folder(final.parent)
         except OSError:
             with contextlib.suppress(OSError):  # report the first error, not this one
-                if is_exchange:
+                if replaces_checkpoint:
                     _exchange_folders(staging, final)
                 else:
                     os.rename(final, staging)
             raise
-        if is_exchange:
+        if replaces_checkpoint:
             with warn_of_failed_removal(staging):
                 DiskStore(staging).remove()
 
@@ -161,7 +163,7 @@ class DiskStore:
         if (pointer / MANIFEST).exists():
             return
         with open_replacement(pointer) as staged:
-            write_forced(staged, os.fsencode(f"{self.folder.name}\n"))
+            write_and_sync(staged, os.fsencode(f"{self.folder.name}\n"))
 
     # ---------------------------------------------------------------- find
 
@@ -193,8 +195,8 @@ class DiskStore:
         Raises:
             OSError: If there is no manifest.
         """
-        found = (self.folder / MANIFEST).stat()
-        return found.st_ino, found.st_mtime_ns
+        status = (self.folder / MANIFEST).stat()
+        return status.st_ino, status.st_mtime_ns
 
     def find_absent(self, manifest: Manifest) -> str | None:
         """Return an error message about the first file that is missing or has a wrong length, or None if there is none.
@@ -221,18 +223,18 @@ class DiskStore:
         Raises:
             OSError: If the folder cannot be renamed or removed.
         """
-        folder = doomed = self.folder
+        folder = to_remove = self.folder
         if not folder.name.startswith("."):
-            doomed = folder.parent / f"{_REMOVED}{folder.name}"
-            if doomed.exists() or doomed.is_symlink():
-                _remove_tree(doomed)
-            os.rename(folder, doomed)
+            to_remove = folder.parent / f"{_REMOVED}{folder.name}"
+            if to_remove.exists() or to_remove.is_symlink():
+                _remove_tree(to_remove)
+            os.rename(folder, to_remove)
         try:
-            if doomed is not folder:  # otherwise, after a power failure, the old name could exist without the files
+            if to_remove is not folder:  # otherwise, after a power failure, the old name could exist without the files
                 sync_folder(folder.parent)
-            _remove_tree(doomed)
+            _remove_tree(to_remove)
         except KeyboardInterrupt:  # a second Ctrl-C leaves the rest to the next save
-            shutil.rmtree(doomed, ignore_errors=True)
+            shutil.rmtree(to_remove, ignore_errors=True)
             raise
 
     def remove_leftovers(self, name: str | None = None) -> list[Path]:
@@ -247,14 +249,14 @@ class DiskStore:
         parent = self.folder
         if not parent.is_dir():
             return []
-        wanted = ".+" if name is None else re.escape(name)
-        pattern = re.compile(rf"{_STAGED}{wanted}-[0-9a-f]{{16}}|({_REMOVED}|{_REPLACED}){wanted}")
-        left = [path for path in parent.iterdir() if pattern.fullmatch(path.name) and _is_litter(path)]
-        for path in left:
+        name_pattern = ".+" if name is None else re.escape(name)
+        pattern = re.compile(rf"{_STAGED}{name_pattern}-[0-9a-f]{{16}}|({_REMOVED}|{_REPLACED}){name_pattern}")
+        leftovers = [path for path in parent.iterdir() if pattern.fullmatch(path.name) and _can_be_removed(path)]
+        for path in leftovers:
             with warn_of_failed_removal(path):
                 DiskStore(path).remove()
         (parent / f".{LATEST}.tmp").unlink(missing_ok=True)
-        return left
+        return leftovers
 
 
 @contextlib.contextmanager
@@ -272,7 +274,7 @@ def warn_of_failed_removal(folder: Path) -> Iterator[None]:
         log.warning_once("%s could not be removed (%s); the other checkpoints are intact", folder, error)
 
 
-def write_forced(path: Path, data: bytes, mode: str = "wb") -> None:
+def write_and_sync(path: Path, data: bytes, mode: str = "wb") -> None:
     """Write a file and flush it to the disk with fsync.
 
     Args:
@@ -325,7 +327,8 @@ def _remove_tree(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _is_litter(path: Path) -> bool:
+def _can_be_removed(path: Path) -> bool:
+    """Whether a leftover is not needed. A checkpoint that was moved aside is needed until its replacement exists."""
     if not path.name.startswith(_REPLACED):
         return True
     final = path.parent / path.name.removeprefix(_REPLACED)

@@ -1,7 +1,7 @@
 """Lock file next to a checkpoint directory on a disk.
 
 The content of the lock is first written to a temporary file and flushed to the disk. The file then gets the lock's name
-by a hard link, which only one process can create. The holder touches the file every few seconds. The file's age is
+by a hard link, which only one process can create. The owner touches the file every few seconds. The file's age is
 measured with the file system's clock. Kernel locks are less reliable. Over NFS they can cover only one machine, or
 remain after a machine has died.
 """
@@ -15,6 +15,7 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from headway.common.untrusted import read_regular_file
 from headway.core.checkpoint import lock
@@ -23,17 +24,20 @@ from headway.errors import CheckpointError
 _EMPTY = 2.0
 """Age in seconds from which an empty lock file counts as a leftover of a killed process.
 
-The file of a living holder is never empty for long. On disks without hard links it is filled right after its creation.
+The file of a living owner is never empty for long. On disks without hard links it is filled right after its creation.
 """
-_WITHOUT_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
-_MOST_BYTES = 65536
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
+_MAX_BYTES = 65536
+"""Maximum length of a lock file. A longer file is no lock."""
 
 
-class FolderLock(lock.PlaceLock):
+class FolderLock(lock.CheckpointLock):
     """Lock of a checkpoint directory on a disk. The lock is a file next to the directory."""
 
     _text = b""
-    _is_new = False
+    """Content that this process has written to the lock file. b"" if another machine of this run has written it."""
+    _is_parent_new = False
+    """Whether this process has created the folder that contains the lock file."""
 
     def check(self) -> None:
         """Raise `CheckpointError` if another run has taken the lock. Recreate the lock file if a user has deleted it.
@@ -41,34 +45,34 @@ class FolderLock(lock.PlaceLock):
         Raises:
             CheckpointError: If another run has taken the lock.
         """
-        found = _read_content(self._path)
-        if found is None:  # deleted by a user or a cleanup script
+        content = _read_content(self._path)
+        if content is None:  # deleted by a user or a cleanup script
             self._create_lock()
-        elif not self._is_own(found[0]):
-            raise CheckpointError(self._describe_holder(found[0], lock.TAKEN))
+        elif not self._is_own(content.text):
+            raise CheckpointError(self._describe_owner(content.text, lock.TAKEN))
 
     def _remove_lock(self) -> None:
-        found = _read_content(self._path)
-        if found is not None and found[0] == self._text:
+        content = _read_content(self._path)
+        if content is not None and content.text == self._text:
             self._path.unlink(missing_ok=True)
-            if self._is_new:
+            if self._is_parent_new:
                 with contextlib.suppress(OSError):  # not empty: something was saved there
                     self._folder.parent.rmdir()
 
     def _create_lock(self) -> None:
-        self._is_new = not self._folder.parent.exists()
+        self._is_parent_new = not self._folder.parent.exists()
         self._folder.parent.mkdir(parents=True, exist_ok=True)
         self._text = (json.dumps(asdict(lock.LockOwner.describe_this_process(self._run, self.start))) + "\n").encode()
         while (handle := self._create_complete_file()) is None:
-            found = _read_content(self._path)
+            content = _read_content(self._path)
             # Written by another machine of this run, on a shared folder.
-            if found is not None and self._is_own(found[0]):
+            if content is not None and self._is_own(content.text):
                 return
             self._wait_for_end()
         self._remove_leftovers(os.fstat(handle).st_mtime)
-        self._over.set()  # ends an earlier thread, whose lock file is gone
-        self._over = threading.Event()
-        threading.Thread(target=_touch_until_over, args=(handle, self._over), name="headway-lock", daemon=True).start()
+        self._end.set()  # ends an earlier thread, whose lock file is gone
+        self._end = threading.Event()
+        threading.Thread(target=_touch_until_end, args=(handle, self._end), name="headway-lock", daemon=True).start()
 
     def _create_complete_file(self) -> int | None:
         """Create the lock file with its full content. If this fails, no file is left.
@@ -92,16 +96,16 @@ class FolderLock(lock.PlaceLock):
                 # Over NFS, the answer to a successful request can be lost. The repeated request then fails.
                 is_kept = os.fstat(handle).st_nlink == 2
             except OSError as error:
-                if error.errno not in _WITHOUT_LINKS:
+                if error.errno not in _NO_HARD_LINKS:
                     raise
-                return self._make_in_place()
+                return self._create_in_place()
             return handle if is_kept else None
         finally:
             if not is_kept:
                 os.close(handle)
             staged.unlink(missing_ok=True)
 
-    def _make_in_place(self) -> int | None:
+    def _create_in_place(self) -> int | None:
         """Create the lock file on a disk without hard links.
 
         For a moment, the file exists without content.
@@ -135,41 +139,44 @@ class FolderLock(lock.PlaceLock):
                     path.unlink()
 
     def _wait_for_end(self) -> None:
-        """Wait until the lock's holder counts as dead, then remove its lock file.
+        """Wait until the lock's owner counts as dead, then remove its lock file.
 
-        A holder on this machine whose process has ended counts as dead at once. Otherwise the lock file must not have
+        A owner on this machine whose process has ended counts as dead at once. Otherwise the lock file must not have
         been touched for `lock.SILENCE` seconds, or `_EMPTY` seconds if it is empty. Return earlier if the lock file
         disappears or another run has replaced its content.
 
         Raises:
-            CheckpointError: If the holder is alive.
+            CheckpointError: If the owner is alive.
         """
-        first = found = _read_content(self._path)
-        has_told = False
-        while found is not None and first is not None and found[0] == first[0]:
-            lives = lock.is_holder_alive(found[0])
-            if lives or found[1] != first[1]:
-                raise CheckpointError(self._describe_holder(found[0], lock.IN_USE))
-            if lives is False or _read_disk_clock(self._path) - found[1] > (lock.SILENCE if found[0] else _EMPTY):
-                self._displace_dead(found[0])
+        first = current = _read_content(self._path)
+        has_warned = False
+        while current is not None and first is not None and current.text == first.text:
+            is_alive = lock.is_owner_alive(current.text)
+            if is_alive or current.modified != first.modified:
+                raise CheckpointError(self._describe_owner(current.text, lock.IN_USE))
+            max_age = lock.SILENCE if current.text else _EMPTY
+            if is_alive is False or _read_disk_clock(self._path) - current.modified > max_age:
+                self._remove_dead(current.text)
                 return
-            if not has_told and found[0]:
-                has_told = True
-                self._warn_of_wait(found[0])
+            if not has_warned and current.text:
+                has_warned = True
+                self._warn_of_wait(current.text)
             time.sleep(1)
-            found = _read_content(self._path)
+            current = _read_content(self._path)
 
-    def _displace_dead(self, judged: bytes) -> None:
-        """Remove the lock file of a holder that counts as dead, unless another run has replaced it since.
+    def _remove_dead(self, dead_text: bytes) -> None:
+        """Remove the lock file of an owner that counts as dead, unless another run has replaced it since.
 
         Args:
-            judged: Content of the lock file when its holder was judged to be dead.
+            dead_text: Content of the dead owner's lock file.
         """
         aside = _make_temporary_path(self._path)
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             os.rename(self._path, aside)
-            found = _read_content(aside)
-            if found is not None and found[0] != judged:  # another run has taken the folder since: put its file back
+            moved = _read_content(aside)
+            if (
+                moved is not None and moved.text != dead_text
+            ):  # another run has taken the folder since: put its file back
                 os.rename(aside, self._path)
             aside.unlink(missing_ok=True)
 
@@ -188,26 +195,36 @@ def _write_and_flush(handle: int, text: bytes) -> None:
 
     Some file systems report only at the flush that the disk is full.
     """
-    left = text
-    while left:
-        left = left[os.write(handle, left) :]
+    rest = text
+    while rest:
+        rest = rest[os.write(handle, rest) :]
     os.fsync(handle)
 
 
-def _touch_until_over(handle: int, over: threading.Event) -> None:
-    """Touch the lock file every `lock.BEAT` seconds until `over` is set, then close its file descriptor."""
+def _touch_until_end(handle: int, end: threading.Event) -> None:
+    """Touch the lock file every `lock.BEAT` seconds until `end` is set, then close its file descriptor."""
     try:
-        while not over.wait(lock.BEAT):
+        while not end.wait(lock.BEAT):
             with contextlib.suppress(OSError):  # the file server may be unavailable for a while
                 os.utime(handle)
     finally:
         os.close(handle)
 
 
-def _read_content(path: Path) -> tuple[bytes, float] | None:
-    """Return the content and modification time of a file, or None if it does not exist.
+class _LockContent(NamedTuple):
+    """Content of a lock file.
 
-    The time is in seconds since the epoch, according to the file system.
+    Attributes:
+        text: Bytes of the file.
+        modified: Modification time in seconds since the epoch, according to the file system.
+    """
+
+    text: bytes
+    modified: float
+
+
+def _read_content(path: Path) -> _LockContent | None:
+    """Return the content and modification time of a lock file, or None if it does not exist.
 
     Raises:
         CheckpointError: If the file exists but cannot be read.
@@ -215,7 +232,8 @@ def _read_content(path: Path) -> tuple[bytes, float] | None:
     if not os.path.lexists(path):
         return None
     try:
-        return read_regular_file(path, _MOST_BYTES), path.stat().st_mtime  # opened again, so that NFS asks its server
+        # The file is opened before its time is read, so that NFS asks its server for the current time.
+        return _LockContent(read_regular_file(path, _MAX_BYTES), path.stat().st_mtime)
     except (CheckpointError, FileNotFoundError):
         if os.path.lexists(path):
             raise

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headway.core.checkpoint.format.manifest import Manifest
-from headway.core.checkpoint.lock import PlaceLock
+from headway.core.checkpoint.lock import CheckpointLock
 
 
-class FetchedFiles(Protocol):
+class CheckpointDownload(Protocol):
     """Local folder into which parts of a checkpoint's files are downloaded. Each part is compared with its hash.
 
     Attributes:
@@ -51,14 +51,14 @@ class CheckpointStore(Protocol):
 
     Attributes:
         folder: Path or URL of the checkpoint, or of the directory of checkpoints.
-        poll: Seconds between two checks for files that other ranks write.
+        poll_seconds: Seconds between two checks for files that other ranks write.
         needs_lock: Whether saves to a folder that the caller names, instead of an automatically named one, need a lock.
         verifies_on_read: Whether the bytes are compared with their hashes as they are read, so that no separate
             verification is needed.
     """
 
     folder: Any
-    poll: float
+    poll_seconds: float
     needs_lock: bool
     verifies_on_read: bool
 
@@ -68,7 +68,7 @@ class CheckpointStore(Protocol):
     def check_target(self) -> None:
         """Raise `CheckpointError` if a save would overwrite anything other than a checkpoint."""
 
-    def lock(self, run: str, start: str) -> PlaceLock:
+    def lock(self, run: str, start: str) -> CheckpointLock:
         """Lock the checkpoint directory against saves of other runs, and return the lock.
 
         Args:
@@ -89,13 +89,13 @@ class CheckpointStore(Protocol):
     def remove_staging(self) -> None:
         """Remove this store's folder, which is the staging directory or prefix of a failed save."""
 
-    def commit(self, staging: Path, manifest: Manifest, fence: Callable[[], None]) -> None:
+    def commit(self, staging: Path, manifest: Manifest, ensure_locked: Callable[[], None]) -> None:
         """Commit the files of the staging directory or prefix as a checkpoint.
 
         Args:
             staging: Staging directory or prefix with the files.
             manifest: Manifest that lists the files.
-            fence: Function that raises `CheckpointError` if another run has taken the lock. The store calls it just
+            ensure_locked: Function that raises `CheckpointError` if another run has taken the lock. The store calls it just
                 before the commit.
 
         Raises:
@@ -127,7 +127,7 @@ class CheckpointStore(Protocol):
         The bytes of the files are not read.
         """
 
-    def prepare_download(self, manifest: Manifest) -> FetchedFiles | None:
+    def prepare_download(self, manifest: Manifest) -> CheckpointDownload | None:
         """Return a local folder into which the files can be downloaded, or None if no download is needed."""
 
     def remove(self) -> None:

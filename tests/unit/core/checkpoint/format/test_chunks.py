@@ -21,7 +21,7 @@ from headway.core.checkpoint.loading.files import (
     verify_checkpoint,
 )
 from headway.core.checkpoint.saving import writer
-from headway.core.checkpoint.saving.snapshot import make_entries, own_part
+from headway.core.checkpoint.saving.file_plan import make_sharded_entries, plan_own_boxes
 from headway.core.checkpoint.state import CollectedState
 from headway.core.weights.export import save_weights
 from headway.core.weights.files import open_checkpoint
@@ -50,7 +50,7 @@ def draw_split(sizes, draw, spare=3):
 
 
 def build_grid(split):
-    return ChunkGrid("model/0/a", split.rows, "model-*.safetensors", split.steps)
+    return ChunkGrid("model/0/a", split.size_runs, "model-*.safetensors", split.writer_progressions)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -193,7 +193,7 @@ def saved(tmp_path):
     for part in range(3):
         writer.mark_as_writing(make_job(tmp_path, part, 3, make_state(part)))
     for part in (1, 2, 0):
-        found = writer.write(make_job(tmp_path, part, 3, make_state(part)))
+        found = writer.write_checkpoint(make_job(tmp_path, part, 3, make_state(part)))
     return tmp_path / "checkpoint_1", found
 
 
@@ -236,13 +236,13 @@ def test_chunked_weights_are_exported(saved, tmp_path):
 
 
 def test_ranks_with_different_splits_are_refused(tmp_path):
-    told = [own_part(make_state(part), part)[1] for part in range(3)]
-    assert len({each["grids"] for each in told}) == 1
+    summaries = [plan_own_boxes(make_state(part), part).summary for part in range(3)]
+    assert len({each["grids"] for each in summaries}) == 1
     other = {**make_state(1), "model/0/a": make_piece(WHOLE, TensorSplit(((5, 2, 3), (6,)), (2, 0, 1)), 1)}
     with pytest.raises(CheckpointError, match="rank 1 has different sharded tensors"):
-        make_entries(make_state(0), [told[0], own_part(other, 1)[1], told[2]])
+        make_sharded_entries(make_state(0), [summaries[0], plan_own_boxes(other, 1).summary, summaries[2]])
     with pytest.raises(CheckpointError, match="differently from its placements"):
-        own_part({"model/0/a": make_piece(WHOLE, REGULAR, 0)}, 1)
+        plan_own_boxes({"model/0/a": make_piece(WHOLE, REGULAR, 0)}, 1)
 
 
 def test_mutated_manifest_with_grids_is_read_or_refused(saved):

@@ -16,8 +16,8 @@ def test_values_of_the_right_type_are_returned():
     assert [each.read_integer() for each in told["t"].read_items()] == [1]
     assert told["d"].read_table()["k"].is_none
     assert told["d"].read_mapping() == {"k": None}
-    assert [each.value for each in told.find_given("s", "none", "n")] == ["a", 3]
-    assert list(told["d"].find_given("k")) == []
+    assert [each.value for each in told.find_present("s", "none", "n")] == ["a", 3]
+    assert list(told["d"].find_present("k")) == []
 
 
 @pytest.mark.parametrize(("value", "ask"), [

@@ -110,18 +110,18 @@ def test_lock_is_released_when_a_background_save_ends(trains_on, monkeypatch):
     accelerator, *_ = build()
     folder = accelerator.save_state()
     lock = folder.parent.with_name("checkpoints.lock")
-    real, may_write = writer.write, threading.Event()
+    real, may_write = writer.write_checkpoint, threading.Event()
 
     def write_later(*args):
         assert may_write.wait(60)
         return real(*args)
 
-    monkeypatch.setattr(writer, "write", write_later)
+    monkeypatch.setattr(writer, "write_checkpoint", write_later)
     accelerator.save_state(blocking=False)
     accelerator.stop_watching()
     assert lock.exists()  # the save needs it
     if trains_on:
-        accelerator._checkpoints._hold_at_first()
+        accelerator._checkpoints._lock_before_training()
     may_write.set()
     accelerator.wait_for_save()
     assert lock.exists() == trains_on

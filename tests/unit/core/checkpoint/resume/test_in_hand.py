@@ -136,7 +136,7 @@ def find_end_positions(loop, steps, trains=True):
     loaders = [DataLoader(torch.ones(7, 3)), DataLoader(torch.ones(2, 3))]
     model, optimizer, one, other = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), *loaders)
     places = []
-    accelerator._checkpoint_state.progress.ask_before_batches(
+    accelerator._checkpoint_state.progress.set_preemption_check(
         lambda loader: places.append((loader is one, loader.num_consumed))
     )
 

@@ -429,7 +429,7 @@ def test_failed_background_write_is_raised(monkeypatch):
 
     monkeypatch.setattr("headway.core.checkpoint.saving.writer.write_shards", fail_with_full_disk)
     accelerator.save_state(blocking=False)
-    accelerator._checkpoint_state.saver._background._thread.join()
+    accelerator._checkpoint_state.saver._joint_save._thread.join()
     with pytest.raises(CheckpointError, match="No space left on device"):
         train_epoch(accelerator, model, optimizer, loader)
     assert list_names() == ["checkpoint_0", "latest"]

@@ -9,7 +9,7 @@ import torch
 from headway import Accelerator, ProjectConfiguration
 from headway.core.checkpoint.loading.files import verify_checkpoint
 from headway.core.checkpoint.saving import snapshot
-from headway.core.checkpoint.saving.snapshot import HostCopies, OverlappedCopy, SteadyTensors
+from headway.core.checkpoint.saving.snapshot import HostCopies, OverlappedCopy, TensorVersions
 from headway.errors import CheckpointError
 from tests.unit.core.checkpoint.reading import read_tensors
 
@@ -98,7 +98,7 @@ def test_change_by_the_user_is_detected(tmp_path, late_copy):
 
 def test_first_thread_to_need_the_copy_makes_it():
     source, target = torch.arange(4.0), torch.zeros(4)
-    copy = OverlappedCopy([(target, source)], SteadyTensors({("x", 0): source}))
+    copy = OverlappedCopy([(target, source)], TensorVersions({("x", 0): source}))
     copy.protect_copies()
     source.add_(1)
     copy.wait()
@@ -127,10 +127,12 @@ def test_copies_on_a_device_use_a_separate_stream(monkeypatch):
 
     monkeypatch.setattr(snapshot, "CopyStream", Stream)
     monkeypatch.setattr(
-        HostCopies, "_room_for", lambda copies, own: {key: torch.empty(each.shape) for key, each in own.items()}
+        HostCopies,
+        "_prepare_buffers",
+        lambda copies, sources: {key: torch.empty(each.shape) for key, each in sources.items()},
     )
     tensors = {"optimizer/0/x": torch.empty(3, device="meta"), "rest": torch.ones(2)}
     taken = HostCopies().copy_overlapped(tensors, set(tensors), {"optimizer/0/x"})
     assert told == ["after here", (3,), "end"]
-    assert [each.done for each in taken.arrivals] == ["done"]
+    assert [each.end for each in taken.pending_copies] == ["done"]
     assert torch.equal(taken.tensors["rest"], torch.ones(2))

@@ -89,13 +89,13 @@ def test_writing_thread_waits_for_every_device(tmp_path):
     devices = Devices()
     taken = HostCopies(devices.mark_position, devices.allocate).copy_tensors(make_state(devices), VALUES)
     assert devices.waited == []
-    made = make_job(tmp_path, content=CollectedState(taken.tensors), arrivals=taken.arrivals)
+    made = make_job(tmp_path, content=CollectedState(taken.tensors), pending_copies=taken.pending_copies)
     writer.create_staging(made)
     writer.mark_as_writing(made)
     background = writer.BackgroundSave()
     background.start(made)
     background.join()
-    background.check()
+    background.raise_error()
     assert devices.waited == [(torch.device("cuda", n), "headway-save") for n in (0, 1)]
     folder = tmp_path / "checkpoint_1"
     found = dict(read_tensors(folder, read_manifest(folder)))
@@ -107,11 +107,11 @@ def test_failure_of_a_device_fails_the_save(tmp_path):
         def wait(self):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    made = make_job(tmp_path, arrivals=(Broken(),))
+    made = make_job(tmp_path, pending_copies=(Broken(),))
     writer.create_staging(made)
     writer.mark_as_writing(made)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        writer.write(made)
+        writer.write_checkpoint(made)
     assert not list(made.staging.glob(".writing-*"))  # so other ranks do not wait for this part
 
 
@@ -136,7 +136,7 @@ def test_failed_pinning_causes_one_warning(caplog):
 
     devices = Devices()
     taken = HostCopies(devices.mark_position, refuse).copy_tensors(make_state(devices), VALUES)
-    for arrival in taken.arrivals:
+    for arrival in taken.pending_copies:
         arrival.wait()
     assert all(torch.equal(taken.tensors[name], value) for name, value in VALUES.items())
     (record,) = caplog.records
@@ -154,7 +154,7 @@ def test_host_memory_is_reused():
 
 
 def test_each_rank_copies_its_own_part_and_the_manifest_has_all(tmp_path):
-    made = [make_job(tmp_path, part=part, num_parts=3, leads=part == 0) for part in range(3)]
+    made = [make_job(tmp_path, part=part, num_parts=3, is_committer=part == 0) for part in range(3)]
     names = [each.own_names for each in made]
     assert set().union(*names) == set(TENSORS)
     assert sum(map(len, names)) == len(TENSORS)
@@ -164,14 +164,14 @@ def test_each_rank_copies_its_own_part_and_the_manifest_has_all(tmp_path):
         set(own) for own in names
     ]
     ranks = [
-        make_job(tmp_path, part=part, num_parts=3, leads=part == 0, tensors=tensors)
+        make_job(tmp_path, part=part, num_parts=3, is_committer=part == 0, tensors=tensors)
         for part, tensors in enumerate(taken)
     ]
     writer.create_staging(ranks[0])
     for each in ranks:
         writer.mark_as_writing(each)
     for each in reversed(ranks):
-        writer.write(each)
+        writer.write_checkpoint(each)
     folder = tmp_path / "checkpoint_1"
     found = dict(read_tensors(folder, read_manifest(folder)))
     for name, value in TENSORS.items():
@@ -187,7 +187,7 @@ def test_memory_pinned_in_advance_is_used_by_the_first_copies(monkeypatch):
     wait_until(lambda: devices.num_pinned == 2048)
     taken = snapshot.copy_tensors(make_state(devices), VALUES)
     assert devices.num_pinned == 2048 + 2048  # one tensor of 1,200 bytes has an arena of its own
-    for arrival in taken.arrivals:
+    for arrival in taken.pending_copies:
         arrival.wait()
     assert all(torch.equal(taken.tensors[name], value) for name, value in VALUES.items())
     snapshot.start_pinning(1 << 20)  # has no effect, because memory exists

@@ -32,40 +32,43 @@ class FrozenParameters:
         self._models = models
         self._step_hooks = step_hooks
         self._differing: dict[str, bool] = {}
-        self._loaded: dict[str, bool] = {}
-        self._place = ""
+        """Whether each parameter that differs from the saved run was frozen at the load, by "model index/name"."""
+        self._at_load: dict[str, bool] = {}
+        """Whether each parameter was frozen at the load, by "model index/name"."""
+        self._checkpoint = ""
 
-    def names(self) -> list[list[str]]:
+    def list_names(self) -> list[list[str]]:
         """Return the names of the frozen parameters, as one list per model."""
         return [
             [to_logical_name(name) for name, parameter in _list_parameters(model) if not parameter.requires_grad]
             for model in self._models()
         ]
 
-    def expect_frozen(self, saved: Sequence[Sequence[str]] | None, place: str) -> None:
-        """Schedule a comparison of this run's frozen parameters with those of a checkpoint, at the next update.
+    def compare_at_update(self, saved_names: Sequence[Sequence[str]] | None, checkpoint: str) -> None:
+        """Schedule a comparison of this run's frozen parameters with those of a checkpoint, before the next update.
 
         Args:
-            saved: For each model, the names of its frozen parameters in the saved run. None: unknown. If it is None or
-                has another length than this run's models, nothing is compared.
-            place: Name of the checkpoint, for the warning.
+            saved_names: For each model, the names of its frozen parameters in the saved run. None: unknown. If it is
+                None or has another length than this run's models, nothing is compared.
+            checkpoint: Name of the checkpoint, for the warning.
         """
-        self._place = place
+        self._checkpoint = checkpoint
         self._differing = {}
-        self._loaded = self._map_frozen()
-        if saved is None or len(saved) != len(self._models()):
+        self._at_load = self._map_frozen()
+        if saved_names is None or len(saved_names) != len(self._models()):
             return
-        # Headway has saved names with the components of torch.compile, although the tensors' names lacked them.
-        was = [{name for name, _ in rename_bare_items((name, None) for name in each)} for each in saved]
-        self._differing = {
-            key: is_frozen
-            for key, is_frozen in self._loaded.items()
-            if (key.partition("/")[2] in was[int(key.partition("/")[0])]) != is_frozen
-        }
+        # Earlier versions of Headway saved names with the components of torch.compile, which the tensors' names lacked.
+        frozen_names = [{name for name, _ in rename_bare_items((name, None) for name in each)} for each in saved_names]
+        for key, is_frozen in self._at_load.items():
+            index, _, name = key.partition("/")
+            was_frozen = name in frozen_names[int(index)]
+            if was_frozen != is_frozen:
+                self._differing[key] = is_frozen
         if self._differing and self._warn_of_changes not in self._step_hooks.before_update:
             self._step_hooks.before_update.append(self._warn_of_changes)
 
     def _map_frozen(self) -> dict[str, bool]:
+        """Return whether each parameter is frozen now, by "model index/name"."""
         return {
             f"{index}/{to_logical_name(name)}": not parameter.requires_grad
             for index, model in enumerate(self._models())
@@ -79,24 +82,30 @@ class FrozenParameters:
         """
         if not self._differing:
             return
-        own, before = self._map_frozen(), self._differing
+        current, differing = self._map_frozen(), self._differing
         self._differing = {}
-        left = {key: is_frozen for key, is_frozen in before.items() if own.get(key) == is_frozen}
-        if own != self._loaded:
+        unchanged = {key: is_frozen for key, is_frozen in differing.items() if current.get(key) == is_frozen}
+        frozen_now = [key.partition("/")[2] for key, is_frozen in unchanged.items() if is_frozen]
+        trained_now = [key.partition("/")[2] for key, is_frozen in unchanged.items() if not is_frozen]
+        if current != self._at_load:
             # The script has frozen or unfrozen parameters since the load, probably by epoch. Those that it trains now
             # are then intended, so the warning names only frozen ones.
-            left = {key: is_frozen for key, is_frozen in left.items() if is_frozen}
-        lines = [
-            f"{len(names)} parameters were {former} and are {now} now ({', '.join(names[:_SHOWN])})"
-            for is_frozen, former, now in ((True, "trained", "frozen"), (False, "frozen", "trained"))
-            if (names := [key.partition("/")[2] for key, each in left.items() if each == is_frozen])
-        ]
+            trained_now = []
+        lines = []
+        if frozen_now:
+            lines.append(
+                f"{len(frozen_now)} parameters were trained and are frozen now ({', '.join(frozen_now[:_SHOWN])})"
+            )
+        if trained_now:
+            lines.append(
+                f"{len(trained_now)} parameters were frozen and are trained now ({', '.join(trained_now[:_SHOWN])})"
+            )
         if lines:
             log.warning(
                 "since %s was saved, %s. A checkpoint does not set requires_grad: set it in the script as it was, before the "
                 "first update, depending on the epoch that resumes (`if epoch >= 3`, not `== 3`). If the change is intended, "
                 "ignore this warning",
-                self._place,
+                self._checkpoint,
                 "; ".join(lines),
             )
 

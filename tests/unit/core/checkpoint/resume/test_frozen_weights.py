@@ -60,5 +60,5 @@ def test_changed_frozen_weights_are_reported_at_the_save_and_refused_at_the_load
 def test_digests_are_computed_once(monkeypatch):
     accelerator, *_ = build_adapted()
     accelerator.save_state()
-    monkeypatch.setattr("headway.core.checkpoint.resume.stand_ins._compute_term", lambda value: 1 / 0)
+    monkeypatch.setattr("headway.core.checkpoint.resume.frozen_weights._compute_term", lambda value: 1 / 0)
     accelerator.save_state()

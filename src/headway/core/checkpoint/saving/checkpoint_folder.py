@@ -1,6 +1,7 @@
 """Folder of a run's checkpoints: their names and numbers, the newest one, and conflicts with earlier runs."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 from headway.common.object_path import to_path
 from headway.core.checkpoint.folders import find_original_name, find_store, list_committed, list_originals, read_run_id
@@ -15,6 +16,19 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 FOLDER = "checkpoints"
+"""Name of the folder of automatically named checkpoints in the project's directory."""
+
+
+class EarlierCheckpoint(NamedTuple):
+    """Checkpoint of an earlier run.
+
+    Attributes:
+        folder: Folder of the checkpoint.
+        identity: Pair of numbers that changes if another checkpoint is committed under the same name.
+    """
+
+    folder: Path
+    identity: tuple[int, int]
 
 
 class CheckpointFolder:
@@ -27,24 +41,27 @@ class CheckpointFolder:
     Attributes:
         project: Project configuration. May be replaced.
         iteration: Number of the next automatically named checkpoint.
-        earlier: Newest checkpoint that an earlier run saved under a name that this run would use, as a pair of (folder,
-            file identity). None if there is no such checkpoint, training has begun, or a checkpoint has been loaded.
+        conflict: Newest checkpoint that an earlier run saved under a name that this run would use. None if there is no
+            such checkpoint, training has begun, or a checkpoint has been loaded.
     """
 
     def __init__(self, project: ProjectConfiguration, reader: CheckpointReader) -> None:
         self.project = project
         self.iteration = project.iteration
         self._reader = reader
-        self._began_in = _working_folder()
-        self.earlier = self._find_earlier()
+        self._initial_cwd = _get_working_directory()
+        self.conflict = self._find_conflict()
 
     @property
     def is_automatic(self) -> bool:
         """Whether checkpoints are named automatically, by number."""
         return self.project.automatic_checkpoint_naming
 
-    def parent(self) -> Path:
+    def get_parent(self) -> Path:
         """Return the folder that contains the automatically named checkpoints.
+
+        A relative directory of the project refers to the directory in which the process was when this object was
+        created.
 
         Raises:
             ConfigError: If the project has no directory.
@@ -53,12 +70,11 @@ class CheckpointFolder:
             raise ConfigError(
                 "automatic checkpoints need a directory: ProjectConfiguration(folder, automatic_checkpoint_naming=True)"
             )
-        place = to_path(self.project.project_dir)
-        return (self._began_in / place).absolute() / FOLDER
+        return (self._initial_cwd / to_path(self.project.project_dir)).absolute() / FOLDER
 
     # ---------------------------------------------------------------- save
 
-    def folder_for(self, output_dir: str | Path | None, is_written_here: bool = True) -> Path:
+    def get_next_folder(self, output_dir: str | Path | None, is_written_here: bool = True) -> Path:
         """Return the folder of the next checkpoint.
 
         Args:
@@ -67,8 +83,8 @@ class CheckpointFolder:
                 conflicts with earlier runs are not checked. Default: True.
 
         Raises:
-            CheckpointError: If an earlier run has a checkpoint with the next number or a higher one. Also if a copy
-                that a user made has the next checkpoint's name. Both apply only to automatic naming.
+            CheckpointError: With automatic naming, if an earlier run has a checkpoint with the next number or a higher
+                one, or a copy that a user made has the next checkpoint's name.
             ConfigError: Without automatic naming, if `output_dir` is None or an address that an object store does not
                 allow. With automatic naming, if the project has no directory.
         """
@@ -77,45 +93,49 @@ class CheckpointFolder:
                 raise ConfigError(
                     "save_state() needs a folder; give one, or set ProjectConfiguration(automatic_checkpoint_naming=True)"
                 )
-            place = to_path(output_dir).expanduser().absolute()
-            find_store(place).check_name()
-            return place
-        others = self._later_ones() if is_written_here else []
-        if others:
-            raise CheckpointError(_explain_conflict(others[0]))
-        return self.parent() / f"checkpoint_{self.iteration}"
+            folder = to_path(output_dir).expanduser().absolute()
+            find_store(folder).check_name()
+            return folder
+        conflicts = self._list_conflicts() if is_written_here else []
+        if conflicts:
+            raise CheckpointError(_explain_conflict(conflicts[0]))
+        return self.get_parent() / f"checkpoint_{self.iteration}"
 
-    def _later_ones(self) -> list[Path]:
+    def _list_conflicts(self) -> list[Path]:
         """Return the existing checkpoints that conflict with the checkpoints that this run will save, newest first.
 
         A checkpoint conflicts if it has the next checkpoint's number or a higher one, because a resume would take it for
         a newer one. A checkpoint whose name has no number never conflicts. A renamed copy that a user made conflicts only
         if it has exactly the next checkpoint's name.
         """
-        numbered = [(parse_number(path), path) for path in list_committed(self.parent())]
+        numbered = [(parse_number(path), path) for path in list_committed(self.get_parent())]
         later = [path for number, path in numbered if number is not None and number >= self.iteration]
         return [path for path in later if path.name == f"checkpoint_{self.iteration}" or not find_original_name(path)]
 
-    def _find_earlier(self) -> tuple[Path, tuple[int, int]] | None:
+    def _find_conflict(self) -> EarlierCheckpoint | None:
         if not self.is_automatic or self.project.project_dir is None:
             return None
-        found = self._later_ones()
-        return (found[0], find_store(found[0]).read_identity()) if found else None
+        conflicts = self._list_conflicts()
+        if not conflicts:
+            return None
+        return EarlierCheckpoint(conflicts[0], find_store(conflicts[0]).read_identity())
 
-    def check_resumed(self) -> None:
+    def ensure_resumed(self) -> None:
         """Raise `CheckpointError` if an earlier run's checkpoints have the names that this run will use.
 
         Called when training begins. Without this check, the error would be raised only at the first save. Only the
-        first call checks. In a forecast (dry run), nothing is checked.
+        first call checks. A checkpoint that was removed or replaced since this object was created is ignored. In a
+        forecast (dry run), nothing is checked.
 
         Raises:
             CheckpointError: If there are such checkpoints and this run has not resumed.
         """
-        if self.earlier is None or is_dry_run():  # a forecast saves nothing and does not resume
+        if self.conflict is None or is_dry_run():  # a forecast saves nothing and does not resume
             return
-        (folder, identity), self.earlier = self.earlier, None
+        folder, identity = self.conflict
+        self.conflict = None
         if (
-            folder.parent == self.parent()
+            folder.parent == self.get_parent()
             and (folder / MANIFEST).exists()
             and find_store(folder).read_identity() == identity
         ):
@@ -123,11 +143,11 @@ class CheckpointFolder:
 
     # ---------------------------------------------------------------- find
 
-    def has_any(self) -> bool:
+    def has_checkpoints(self) -> bool:
         """Whether there are automatically named checkpoints that a resume would find."""
-        return self.is_automatic and self.project.project_dir is not None and bool(list_originals(self.parent()))
+        return self.is_automatic and self.project.project_dir is not None and bool(list_originals(self.get_parent()))
 
-    def to_load(self, input_dir: str | Path | None) -> Path:
+    def find_folder_to_load(self, input_dir: str | Path | None) -> Path:
         """Return the folder of the checkpoint to load: `input_dir`, or the newest checkpoint if it is None.
 
         Whether `input_dir` exists is not checked. If it is None, every rank must call this method.
@@ -144,7 +164,7 @@ class CheckpointFolder:
             )
         folder = self.find_newest()
         if folder is None:
-            raise CheckpointError(f"{self.parent()} contains no checkpoint; save_state() writes the first one")
+            raise CheckpointError(f"{self.get_parent()} contains no checkpoint; save_state() writes the first one")
         return folder
 
     def find_newest(self, run: str | None = None) -> Path | None:
@@ -163,27 +183,28 @@ class CheckpointFolder:
                 checkpoint cannot be copied to a machine that lacks it. Without `run`, also if there are only copies
                 that a user made.
         """
-        there = [path for path in list_originals(self.parent()) if run is None or read_run_id(path) in (run, None)]
-        folder, passed_over = self._reader.find_first_complete(self.parent(), there)
+        parent = self.get_parent()
+        candidates = [path for path in list_originals(parent) if run is None or read_run_id(path) in (run, None)]
+        folder, passed_over = self._reader.find_first_complete(parent, candidates)
         for line in passed_over:
             log.warning_once("skipping a checkpoint: %s", line)
-        copies = list_committed(self.parent()) if folder is None and not passed_over and run is None else []
+        copies = list_committed(parent) if folder is None and not passed_over and run is None else []
         if copies and all(map(find_original_name, copies)):
             raise CheckpointError(
-                f"{self.parent()} contains only copies ({copies[0].name} was saved as {find_original_name(copies[0])}), and "
+                f"{parent} contains only copies ({copies[0].name} was saved as {find_original_name(copies[0])}), and "
                 f"'latest' ignores copies. To continue from a copy, name it: resume('{copies[0]}')"
             )
-        foreign = find_foreign_checkpoint(self.parent()) if folder is None else None
+        foreign = find_foreign_checkpoint(parent) if folder is None else None
         if foreign is not None and not passed_over:
             raise CheckpointError(f"{explain_path(foreign)}. To start without it, give another project_dir")
         if folder is None and passed_over:
             raise CheckpointError(
-                f"{self.parent()} contains {len(passed_over)} checkpoints, and all of them are damaged:\n  "
+                f"{parent} contains {len(passed_over)} checkpoints, and all of them are damaged:\n  "
                 + "\n  ".join(passed_over)
             )
         return folder
 
-    def go_on_from(self, folder: Path, iteration: object) -> None:
+    def continue_numbering(self, folder: Path, iteration: object) -> None:
         """Continue the numbering of checkpoints after a load. Every rank must call it.
 
         The next number is larger than the numbers of the loaded checkpoint and of all later checkpoints in the folder.
@@ -194,19 +215,20 @@ class CheckpointFolder:
             folder: Folder of the loaded checkpoint.
             iteration: Number of the checkpoint, as recorded in its manifest. It is untrusted.
         """
-        self.earlier = None
+        self.conflict = None
         if not self.is_automatic or not isinstance(iteration, int):
             return
         # Checkpoints with higher numbers belong to another continuation of the run. New ones must not overwrite them.
-        there = [*list_committed(folder.parent), *list_committed(self.parent())]
-        numbers = [(parse_number(path) or 0, path) for path in there]
-        newest = max(
-            (each for each, path in numbers if each > iteration and not find_original_name(path)), default=iteration
-        )
-        self.iteration = self._reader.find_largest(max(iteration, newest)) + 1
+        existing = [*list_committed(folder.parent), *list_committed(self.get_parent())]
+        newest = iteration
+        for path in existing:
+            number = parse_number(path) or 0
+            if number > newest and not find_original_name(path):
+                newest = number
+        self.iteration = self._reader.find_largest(newest) + 1
 
 
-def _working_folder() -> Path:
+def _get_working_directory() -> Path:
     """Return the current directory, or `Path()` if it was removed.
 
     The caller stores the result once. Relative folders refer to it even if the script changes the current directory

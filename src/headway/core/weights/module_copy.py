@@ -8,7 +8,7 @@ import torch
 from headway.core.weights.compiled import remove_compiled_levels
 
 
-def make_twin(module: torch.nn.Module, values: Mapping[str, torch.Tensor], path: str = "") -> torch.nn.Module:
+def copy_with_tensors(module: torch.nn.Module, values: Mapping[str, torch.Tensor], path: str = "") -> torch.nn.Module:
     """Return a copy of a module, without forward hooks, in which the given tensors replace the module's own.
 
     Tensors for which no replacement is given are shared with the original. A replaced parameter becomes a parameter
@@ -19,18 +19,18 @@ def make_twin(module: torch.nn.Module, values: Mapping[str, torch.Tensor], path:
         values: Replacement tensors by name. Names lack the prefixes of `torch.compile`.
         path: Prefix of the module's names in `values`, used when the function calls itself for submodules. Default: "".
     """
-    twin: Any = object.__new__(type(module))
-    twin.__dict__.update({
+    copy: Any = object.__new__(type(module))
+    copy.__dict__.update({
         key: value.copy() if type(value) in (list, dict, set) else value for key, value in vars(module).items()
     })  # fmt: skip
     # A sharded module's hooks would gather its shards, which requires all ranks.
-    twin.__dict__.update(_forward_hooks={}, _forward_pre_hooks={})
-    for table in (twin._parameters, twin._buffers):
+    copy.__dict__.update(_forward_hooks={}, _forward_pre_hooks={})
+    for table in (copy._parameters, copy._buffers):
         for key in [key for key in table if path + key in values]:
             value = values[path + key]
-            table[key] = torch.nn.Parameter(value, requires_grad=False) if table is twin._parameters else value
+            table[key] = torch.nn.Parameter(value, requires_grad=False) if table is copy._parameters else value
     for key, child in module._modules.items():
-        twin._modules[key] = (
-            None if child is None else make_twin(child, values, remove_compiled_levels(f"{path}{key}."))
+        copy._modules[key] = (
+            None if child is None else copy_with_tensors(child, values, remove_compiled_levels(f"{path}{key}."))
         )
-    return twin  # type: ignore[no-any-return]
+    return copy  # type: ignore[no-any-return]
