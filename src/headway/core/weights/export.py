@@ -53,7 +53,7 @@ PATTERNS = (
     "processor_config.json", "image_processor_config.json",
 )  # fmt: skip
 """Name patterns of the files that accompany weights: configurations, tokenizers and processors."""
-_OF_TOKENIZERS = PATTERNS[3:]
+_TOKENIZER_PATTERNS = PATTERNS[3:]
 
 
 def split_ties(tensors: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -97,16 +97,16 @@ def plan_shards(sizes: dict[str, int], max_shard_size: int) -> list[list[str]]:
     """
     shards: list[list[str]] = []
     filling: list[str] = []
-    room = max_shard_size
+    free_bytes = max_shard_size
     for name, size in sizes.items():
         if size > max_shard_size:
             shards.append([name])
             continue
-        if size > room:
+        if size > free_bytes:
             shards.append(filling)
-            filling, room = [], max_shard_size
+            filling, free_bytes = [], max_shard_size
         filling.append(name)
-        room -= size
+        free_bytes -= size
     return [*shards, filling] if filling or not shards else shards
 
 
@@ -128,17 +128,17 @@ def save_weights(
         CheckpointError: If a file, when read back, differs from the tensors. The folder is then unchanged.
         OSError: If the disk is full or not writable. The folder is then unchanged.
     """
-    place = _make_folder(folder)
-    with open_writable(place) as local:
-        files = [place / name for name in _write_tensors(tensors, local, max_shard_size)]
-    _remove_stale(place, {file.name for file in files})
+    target = _make_folder(folder)
+    with open_writable(target) as local:
+        files = [target / name for name in _write_tensors(tensors, local, max_shard_size)]
+    _remove_stale(target, {file.name for file in files})
     return files
 
 
 def _write_tensors(tensors: Iterable[tuple[str, Any]], folder: Path, max_shard_size: int | str) -> list[str]:
     """Write tensors to safetensors files, and an index if there are several. Return the names of the files."""
     kept, tied = split_ties(tensors)
-    shards = _shards_of(kept, max_shard_size)
+    shards = _plan_shards_of(kept, max_shard_size)
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     names = [SINGLE] if len(shards) == 1 else names
     with ExitStack() as stack:  # no file is replaced before all are written
@@ -170,11 +170,11 @@ def save_pickled(state: dict[str, torch.Tensor], folder: str | Path) -> Path:
     Raises:
         ConfigError: If the folder is a file.
     """
-    place = _make_folder(folder)
+    target = _make_folder(folder)
     _warn_of_code(state)
-    save_object(state, place / PICKLED)
-    _remove_stale(place, {PICKLED})
-    return place / PICKLED
+    save_object(state, target / PICKLED)
+    _remove_stale(target, {PICKLED})
+    return target / PICKLED
 
 
 def _warn_of_code(state: Mapping[str, Any]) -> None:
@@ -230,7 +230,7 @@ def _is_state(obj: Any) -> bool:
     return isinstance(obj, Mapping) and all(isinstance(value, torch.Tensor) for value in obj.values())
 
 
-def _shards_of(tensors: Mapping[str, Any], max_shard_size: int | str) -> list[list[str]]:
+def _plan_shards_of(tensors: Mapping[str, Any], max_shard_size: int | str) -> list[list[str]]:
     return plan_shards(
         {name: _make_spec(each).num_bytes for name, each in tensors.items()}, parse_bytes(max_shard_size)
     )
@@ -243,7 +243,7 @@ def list_write_order(tensors: Mapping[str, Any], max_shard_size: int | str) -> l
         tensors: Tensors by name.
         max_shard_size: Maximum bytes per file, as a number or text such as "10GB".
     """
-    shards = _shards_of(tensors, max_shard_size)
+    shards = _plan_shards_of(tensors, max_shard_size)
     return [
         name for shard in shards for name in order_widest_first({each: _make_spec(tensors[each]) for each in shard})
     ]
@@ -315,10 +315,10 @@ def write_configurations(model: torch.nn.Module, folder: Path, parts: Iterable[o
     config = getattr(model, "config", None)
     is_whole = not has_adapters(model)
     if is_whole and callable(getattr(config, "save_pretrained", None)):
-        told = copy.deepcopy(config)
-        if not getattr(told, "architectures", None):
-            told.architectures = [type(model).__name__]  # type: ignore[union-attr]
-        told.save_pretrained(folder)  # type: ignore[union-attr]
+        exported_config = copy.deepcopy(config)
+        if not getattr(exported_config, "architectures", None):
+            exported_config.architectures = [type(model).__name__]  # type: ignore[union-attr]
+        exported_config.save_pretrained(folder)  # type: ignore[union-attr]
     own = [part for part in parts if callable(getattr(part, "save_pretrained", None))]
     for part in own:
         part.save_pretrained(folder)  # type: ignore[attr-defined]
@@ -330,7 +330,7 @@ def write_configurations(model: torch.nn.Module, folder: Path, parts: Iterable[o
             log.warning("the generation settings of %s were not written: %s", type(model).__name__, error)
     source = getattr(config, "_name_or_path", "") or getattr(config, "name_or_path", "")
     if not own and isinstance(source, str) and source:
-        copy_files(_find_source_folder(source), folder, _OF_TOKENIZERS)
+        copy_files(_find_source_folder(source), folder, _TOKENIZER_PATTERNS)
 
 
 def copy_files(source: Path | None, folder: Path, patterns: Iterable[str] = PATTERNS) -> list[Path]:
@@ -343,13 +343,13 @@ def copy_files(source: Path | None, folder: Path, patterns: Iterable[str] = PATT
     """
     if source is None or not source.is_dir() or source.resolve() == folder.resolve():
         return []
-    wanted = tuple(patterns)
-    found = sorted(file for file in source.iterdir() if any(fnmatch(file.name, each) for each in wanted))
+    names = tuple(patterns)
+    files = sorted(file for file in source.iterdir() if any(fnmatch(file.name, each) for each in names))
     copies = []
-    for file in (each for each in found if each.is_file()):
+    for file in (each for each in files if each.is_file()):
         copies.append(folder / file.name)
-        with file.open("rb") as source_file, open(copies[-1], "wb") as made:
-            shutil.copyfileobj(source_file, made)
+        with file.open("rb") as source_file, open(copies[-1], "wb") as target_file:
+            shutil.copyfileobj(source_file, target_file)
     return copies
 
 
@@ -408,5 +408,5 @@ def push_folder(
     name = str(api.create_repo(repo_id, private=private, exist_ok=True).repo_id)
     if revision is not None:
         api.create_branch(name, branch=revision, exist_ok=True)
-    made = api.upload_folder(repo_id=name, folder_path=folder, revision=revision, commit_message=commit_message)
-    return str(made.commit_url)
+    commit = api.upload_folder(repo_id=name, folder_path=folder, revision=revision, commit_message=commit_message)
+    return str(commit.commit_url)

@@ -95,19 +95,19 @@ class _HostCopies:
         self._changed = threading.Condition()
         self._num_bytes = 0
 
-    def reserve_memory(self, num_bytes: int, num_held: int) -> None:
+    def reserve_memory(self, num_bytes: int, num_unsubmitted: int) -> None:
         """Wait until a copy of the given size fits into the limit, or until all other copies have been written.
 
         Args:
             num_bytes: Size of the copy.
-            num_held: Bytes of copies in the range that the caller is filling. They are written only when the range is
+            num_unsubmitted: Bytes of copies in the range that the caller is filling. They are written only when the range is
                 full.
 
         Raises:
             BaseException: The error of a task that failed during the wait.
         """
         with self._changed:
-            while self._num_bytes > num_held and self._num_bytes + num_bytes > MAX_COPIES:
+            while self._num_bytes > num_unsubmitted and self._num_bytes + num_bytes > MAX_COPIES:
                 self._changed.wait(0.05)  # after a failed task, some copies might never be released
                 self._threads.raise_first_error()
             self._num_bytes += num_bytes
@@ -215,10 +215,10 @@ def _find_sync_file_range() -> Callable[..., int] | None:
     """
     if sys.platform != "linux":
         return None
-    found: Any = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
-    if found is not None:
-        found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return found  # type: ignore[no-any-return]
+    function: Any = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function  # type: ignore[no-any-return]
 
 
 class _ObjectSink:
@@ -335,7 +335,8 @@ class ParallelWriter:
         # how far the calling thread runs ahead.
         self._threads = TaskThreads(num_threads, "headway-write", 4 * num_threads)
         self._copies = _HostCopies(self._threads)
-        self._num_held = 0
+        self._num_unsubmitted = 0
+        """Bytes of host copies in the range that the calling thread is filling."""
         self._local = threading.local()
         self._device_lock = threading.Lock()
         self._synchronized: set[torch.device] = set()
@@ -410,13 +411,13 @@ class ParallelWriter:
                 if current.num_bytes == range_bytes:
                     self._threads.submit(partial(self._write_range, progress, current))
                     current = _Range(current.start + range_bytes)
-                    self._num_held = 0
+                    self._num_unsubmitted = 0
             if segment.copies is not None:
-                self._num_held = current.separate_copies()
+                self._num_unsubmitted = current.separate_copies()
             del segment
         if current.num_bytes:
             self._threads.submit(partial(self._write_range, progress, current))
-        self._num_held = 0
+        self._num_unsubmitted = 0
         return file
 
     def add_task(self, task: Callable[[], None]) -> None:
@@ -442,22 +443,22 @@ class ParallelWriter:
             CheckpointError: If the values differ from `specs`.
         """
         yield _Segment(torch.frombuffer(bytearray(header), dtype=torch.uint8), None)
-        left = iter(specs.items())
+        remaining = iter(specs.items())
         for name, value in values:
-            wanted, spec = next(left, ("", None))
-            if name != wanted or spec is None or (tuple(value.shape), value.dtype) != (spec.shape, spec.dtype):
+            expected_name, spec = next(remaining, ("", None))
+            if name != expected_name or spec is None or (tuple(value.shape), value.dtype) != (spec.shape, spec.dtype):
                 raise CheckpointError(f"{name} came as {list(value.shape)} {value.dtype} to be written, wanted: {spec}")
             if isinstance(value, torch.Tensor) and (is_in_order(value) or not spec.num_bytes):
                 self._synchronize_device(value.device)
                 if spec.num_bytes:
                     yield _Segment(view_bytes(value), None)
                 continue
-            self._copies.reserve_memory(spec.num_bytes, self._num_held)
+            self._copies.reserve_memory(spec.num_bytes, self._num_unsubmitted)
             copy = value if isinstance(value, torch.Tensor) else value.assemble()
             del value
             yield _Segment(get_raw_bytes(copy), self._copies)
             del copy
-        if (rest := next(left, None)) is not None:
+        if (rest := next(remaining, None)) is not None:
             raise CheckpointError(f"{path}: no values came for {rest[0]}")
 
     def _synchronize_device(self, device: torch.device) -> None:
@@ -472,6 +473,7 @@ class ParallelWriter:
     # ---------------------------------------------------------------- in the threads
 
     def _write_range(self, progress: _FileInProgress, file_range: _Range) -> None:
+        """Write one range, hash it piece by piece, and finish the file if it is the last range."""
         sink, file, piece = progress.sink, progress.file, progress.piece
         offset, digests = file_range.start, []
         digest, filled = xxhash.xxh3_128(), 0
@@ -552,21 +554,22 @@ class ParallelWriter:
             yield _view_memory(staging[: part.numel()])
 
     def _get_buffer(self, num_bytes: int) -> memoryview:
-        found: memoryview | None = getattr(self._local, "buffer", None)
-        if found is None or len(found) < num_bytes:
-            found = self._local.buffer = memoryview(bytearray(num_bytes))
-        return found
+        """Return this thread's buffer in host memory, of at least `num_bytes` bytes."""
+        buffer: memoryview | None = getattr(self._local, "buffer", None)
+        if buffer is None or len(buffer) < num_bytes:
+            buffer = self._local.buffer = memoryview(bytearray(num_bytes))
+        return buffer
 
     def _get_staging(self) -> torch.Tensor:
         """Return this thread's buffer for copies from a device, in pinned memory if possible."""
-        found: torch.Tensor | None = getattr(self._local, "staging", None)
-        if found is None:
+        staging: torch.Tensor | None = getattr(self._local, "staging", None)
+        if staging is None:
             try:
-                found = allocate_pinned(_STAGING)
+                staging = allocate_pinned(_STAGING)
             except RuntimeError:  # no memory can be pinned: copies are then slower, but still faster than a disk
-                found = torch.empty(_STAGING, dtype=torch.uint8)
-            self._local.staging = found
-        return found
+                staging = torch.empty(_STAGING, dtype=torch.uint8)
+            self._local.staging = staging
+        return staging
 
 
 def count_threads(num_bytes: int) -> int:
@@ -637,11 +640,11 @@ def verify_range(file: RangedFile, number: int) -> None:
     with open_regular_file(file.path) as opened:
         opened.seek(start)
         block = memoryview(bytearray(BLOCK))
-        left = min(RANGE, file.num_bytes - start)
-        while left and (count := opened.readinto(block[: min(left, BLOCK)])):  # type: ignore[attr-defined]
+        remaining = min(RANGE, file.num_bytes - start)
+        while remaining and (count := opened.readinto(block[: min(remaining, BLOCK)])):  # type: ignore[attr-defined]
             digest.update(block[:count])
-            left -= count
-    if left or digest.hexdigest() != file.digests[number]:
+            remaining -= count
+    if remaining or digest.hexdigest() != file.digests[number]:
         raise CheckpointError(
             f"{file.path} does not contain what was written from byte {start:,} on; nothing was replaced. Save to another disk"
         )

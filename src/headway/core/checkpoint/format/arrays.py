@@ -14,29 +14,29 @@ def describe_dtype(dtype: numpy.dtype[Any]) -> Any:
         CheckpointError, LookupError, TypeError, ValueError: If the dtype cannot be rebuilt from a description, for
             example because it holds Python objects.
     """
-    described = numpy.lib.format.dtype_to_descr(dtype)
+    description = numpy.lib.format.dtype_to_descr(dtype)
     # NumPy writes "<i8" for both long and long long if their sizes are equal. The type's character code differs.
-    if isinstance(described, str) and build_dtype(described).type is not dtype.type:
-        described = dtype.byteorder + dtype.char
-    if dtype.hasobject or build_dtype(described) != dtype:
+    if isinstance(description, str) and build_dtype(description).type is not dtype.type:
+        description = dtype.byteorder + dtype.char
+    if dtype.hasobject or build_dtype(description) != dtype:
         raise CheckpointError(f"of the dtype {dtype!r}, which cannot be made again from a description")
-    return described
+    return description
 
 
-def build_dtype(described: Any) -> numpy.dtype[Any]:
+def build_dtype(description: Any) -> numpy.dtype[Any]:
     """Return the dtype that a description specifies.
 
     Args:
-        described: Text or list of fields, as `describe_dtype` returns it. It is untrusted.
+        description: Text or list of fields, as `describe_dtype` returns it. It is untrusted.
 
     Raises:
         CheckpointError, LookupError, TypeError, ValueError: If the description is invalid, or its dtype holds Python
             objects.
     """
-    dtype: numpy.dtype[Any] = numpy.lib.format.descr_to_dtype(described)
+    dtype: numpy.dtype[Any] = numpy.lib.format.descr_to_dtype(description)
     if dtype.hasobject:
         raise CheckpointError(
-            f"an array of dtype {described!r} contains Python objects, which a checkpoint cannot contain"
+            f"an array of dtype {description!r} contains Python objects, which a checkpoint cannot contain"
         )
     return dtype
 
@@ -64,8 +64,8 @@ def build_array(dtype: numpy.dtype[Any], shape: Any, raw: bytes) -> numpy.ndarra
         CheckpointError, TypeError, ValueError: If the shape is invalid, or the number of bytes does not match the dtype
             and the shape.
     """
-    made: numpy.ndarray[Any, Any] = numpy.ndarray(tuple(shape), dtype, bytearray(raw) or bytearray(dtype.itemsize))
-    if made.nbytes != len(raw):
-        raise CheckpointError(f"the manifest has {len(raw)} bytes for an array of {made.nbytes}")
-    copy: numpy.ndarray[Any, Any] = made.copy()
+    array: numpy.ndarray[Any, Any] = numpy.ndarray(tuple(shape), dtype, bytearray(raw) or bytearray(dtype.itemsize))
+    if array.nbytes != len(raw):
+        raise CheckpointError(f"the manifest has {len(raw)} bytes for an array of {array.nbytes}")
+    copy: numpy.ndarray[Any, Any] = array.copy()
     return copy

@@ -13,8 +13,9 @@ from typing import Any, overload
 
 from headway.errors import CheckpointError
 
-MOST = 2**63 - 1
-_MOST_FILES = 2**24
+MAX_COUNT = 2**63 - 1
+"""Largest number that a manifest may contain. torch's sizes are signed 64-bit integers."""
+_MAX_FILES = 2**24
 """Maximum total number of files in the grids of one manifest. It bounds the time for checking an untrusted manifest."""
 
 
@@ -56,8 +57,8 @@ class ChunkGrid(Sequence[TensorChunk]):
         self.sizes = tuple(tuple(dim) for dim in sizes)
         self.parts = tuple(parts)
         self._counts = [sum(count for _, count in dim) for dim in self.sizes]
-        # For each dim, the element offset and the chunk number at which each run of chunks of equal length starts. Then
-        # the index of the first chunk of each progression in `parts`.
+        # For each dim, the element offset (`_offsets`) and the chunk number (`_numbers`) at which each run of chunks of
+        # equal length starts. `_firsts`: index of the first chunk of each progression in `parts`.
         self._offsets = [list(accumulate((size * count for size, count in dim), initial=0)) for dim in self.sizes]
         self._numbers = [list(accumulate((count for _, count in dim), initial=0)) for dim in self.sizes]
         self._firsts = list(accumulate((count for _, _, count in self.parts), initial=0))
@@ -88,28 +89,29 @@ class ChunkGrid(Sequence[TensorChunk]):
             index += len(self)
         if not 0 <= index < len(self):
             raise IndexError(index)
-        place = []
-        left = index
+        coordinates = []
+        rest = index
         for count in reversed(self._counts):
-            left, number = divmod(left, count)
-            place.append(number)
-        return self._make_chunk(place[::-1])
+            rest, number = divmod(rest, count)
+            coordinates.append(number)
+        return self._make_chunk(coordinates[::-1])
 
     def __iter__(self) -> Iterator[TensorChunk]:
-        for place in product(*map(range, self._counts)):
-            yield self._make_chunk(place)
+        for coordinates in product(*map(range, self._counts)):
+            yield self._make_chunk(coordinates)
 
-    def _make_chunk(self, place: Sequence[int]) -> TensorChunk:
+    def _make_chunk(self, coordinates: Sequence[int]) -> TensorChunk:
+        """Return the chunk with the given index along each dim of the grid."""
         offsets, shape, index = [], [], 0
-        for dim, number in enumerate(place):
-            row = bisect_right(self._numbers[dim], number) - 1
-            size = self.sizes[dim][row][0]
-            offsets.append(self._offsets[dim][row] + (number - self._numbers[dim][row]) * size)
+        for dim, number in enumerate(coordinates):
+            run = bisect_right(self._numbers[dim], number) - 1
+            size, _ = self.sizes[dim][run]
+            offsets.append(self._offsets[dim][run] + (number - self._numbers[dim][run]) * size)
             shape.append(size)
             index = index * self._counts[dim] + number
-        row = bisect_right(self._firsts, index) - 1
-        first, step, _ = self.parts[row]
-        number = first + step * (index - self._firsts[row])
+        progression = bisect_right(self._firsts, index) - 1
+        first, step, _ = self.parts[progression]
+        number = first + step * (index - self._firsts[progression])
         return TensorChunk(tuple(offsets), tuple(shape), make_file_name(self.file, number), self.key)
 
     def iterate_overlapping(self, offsets: Sequence[int], shape: Sequence[int]) -> Iterator[TensorChunk]:
@@ -127,12 +129,14 @@ class ChunkGrid(Sequence[TensorChunk]):
             range(self._find_number(dim, start), self._find_number(dim, start + size - 1) + 1)
             for dim, (start, size) in enumerate(zip(offsets, shape))
         ]
-        for place in product(*ranges):
-            yield self._make_chunk(place)
+        for coordinates in product(*ranges):
+            yield self._make_chunk(coordinates)
 
     def _find_number(self, dim: int, offset: int) -> int:
-        row = bisect_right(self._offsets[dim], offset) - 1
-        return self._numbers[dim][row] + (offset - self._offsets[dim][row]) // self.sizes[dim][row][0]
+        """Return the index along a dim of the chunk that contains an element offset."""
+        run = bisect_right(self._offsets[dim], offset) - 1
+        size, _ = self.sizes[dim][run]
+        return self._numbers[dim][run] + (offset - self._offsets[dim][run]) // size
 
     def encode(self) -> dict[str, Any]:
         """Return the grid as JSON values."""
@@ -202,8 +206,9 @@ class ChunkGridReader:
 
     def __init__(self, files: Mapping[str, Any]) -> None:
         self._files = files
-        self._known: set[tuple[str, tuple[tuple[int, int, int], ...]]] = set()
-        self._left = _MOST_FILES
+        self._checked: set[tuple[str, tuple[tuple[int, int, int], ...]]] = set()
+        """Pairs of (file name pattern, numbers of the files) that have been checked, because many tensors share them."""
+        self._num_files_left = _MAX_FILES
 
     def read(self, name: str, encoded: Any, shape: tuple[int, ...]) -> ChunkGrid:
         """Return the grid of a tensor, decoded from JSON and checked.
@@ -234,20 +239,21 @@ class ChunkGridReader:
         return grid
 
     def _check_files(self, name: str, grid: ChunkGrid) -> None:
-        if (grid.file, grid.parts) in self._known:
+        """Raise `CheckpointError` if the manifest lacks a file of a grid, or the grid names a file twice."""
+        if (grid.file, grid.parts) in self._checked:
             return
-        self._left -= len(grid)
-        if self._left < 0:
-            raise CheckpointError(f"the tensors of the manifest are in more than {_MOST_FILES:,} files")
-        found: set[str] = set()
+        self._num_files_left -= len(grid)
+        if self._num_files_left < 0:
+            raise CheckpointError(f"the tensors of the manifest are in more than {_MAX_FILES:,} files")
+        files: set[str] = set()
         for first, step, times in grid.parts:
-            found.update(make_file_name(grid.file, number) for number in range(first, first + step * times, step))
-        absent = next((file for file in found if file not in self._files), None)
-        if absent is not None:
-            raise CheckpointError(f"the tensor {name!r} is in {absent!r}, which the manifest does not list")
-        if len(found) != len(grid):
+            files.update(make_file_name(grid.file, number) for number in range(first, first + step * times, step))
+        missing = next((file for file in files if file not in self._files), None)
+        if missing is not None:
+            raise CheckpointError(f"the tensor {name!r} is in {missing!r}, which the manifest does not list")
+        if len(files) != len(grid):
             raise CheckpointError(f"the manifest places two boxes of {name!r} in one file")
-        self._known.add((grid.file, grid.parts))
+        self._checked.add((grid.file, grid.parts))
 
 
 def read_counts(value: Any) -> tuple[int, ...]:
@@ -258,7 +264,7 @@ def read_counts(value: Any) -> tuple[int, ...]:
         TypeError: If the value is not iterable.
     """
     counts = tuple(value)
-    if counts and not (set(map(type, counts)) == {int} and min(counts) >= 0 and max(counts) <= MOST):
+    if counts and not (set(map(type, counts)) == {int} and min(counts) >= 0 and max(counts) <= MAX_COUNT):
         for count in counts:  # call the function that raises, to name the first invalid item
             read_count(count)
     return counts
@@ -274,6 +280,6 @@ def read_count(value: Any, least: int = 0) -> int:
     Raises:
         CheckpointError: If the value is not an integer or out of range.
     """
-    if type(value) is not int or not least <= value <= MOST:
+    if type(value) is not int or not least <= value <= MAX_COUNT:
         raise CheckpointError(f"the manifest has {value!r} where a whole number, {least} or more, belongs")
     return value

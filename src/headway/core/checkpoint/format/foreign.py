@@ -42,25 +42,27 @@ def explain_path(path: Path) -> str:
         path: Path that was given as a checkpoint.
     """
     if isinstance(path, ObjectPath):
-        inside = list_checkpoint_names(path) or list_checkpoint_names(path.parent)
-        hint = f"; there are {join_names(inside, 3)}" if inside else ""
+        checkpoint_names = list_checkpoint_names(path) or list_checkpoint_names(path.parent)
+        hint = f"; there are {join_names(checkpoint_names, 3)}" if checkpoint_names else ""
         return f"{path} is not a committed checkpoint: it has no {MANIFEST}{hint}; give one that save_state wrote"
     if not os.path.exists(path):
         return f"{path} does not exist{_describe_neighbors(path)}"
     if not os.path.isdir(path):
-        if path.name == "latest" and (inside := list_checkpoint_names(path.parent)):
-            return f"{path} only names the newest checkpoint; give the checkpoint itself, {path.parent / inside[0]}"
+        if path.name == "latest" and (checkpoint_names := list_checkpoint_names(path.parent)):
+            return f"{path} only names the newest checkpoint; give the checkpoint itself, {path.parent / checkpoint_names[0]}"
         folder = f"; give its folder, {path.parent}" if path.name == MANIFEST else ""
         return f"{path} is a file; a checkpoint is a folder that save_state wrote{folder}"
     if path.name.startswith((".staging-", ".removing-")):
         return f"{path} was left by a save that was killed, and is not a checkpoint{_describe_neighbors(path)}"
     for parent in (path, path / "checkpoints"):
-        inside = list_checkpoint_names(parent)
-        if inside:
+        checkpoint_names = list_checkpoint_names(parent)
+        if checkpoint_names:
             many = (
-                "a folder with one checkpoint in it" if len(inside) == 1 else f"a folder of {len(inside)} checkpoints"
+                "a folder with one checkpoint in it"
+                if len(checkpoint_names) == 1
+                else f"a folder of {len(checkpoint_names)} checkpoints"
             )
-            return f"{parent} is {many} ({join_names(inside, 3)}); give one of them, as in {parent / inside[0]}"
+            return f"{parent} is {many} ({join_names(checkpoint_names, 3)}); give one of them, as in {parent / checkpoint_names[0]}"
     name, files = identify_program(path)
     if name:
         return (
@@ -93,10 +95,10 @@ def find_foreign_checkpoint(parent: Path) -> Path | None:
 
     The newest is the one with the highest number at the end of its name. In an object store, return None.
     """
-    found = [
+    candidates = [
         parent / name for name in _list_names(parent) if not name.startswith(".") and identify_program(parent / name)[0]
     ]
-    return max(found, key=_get_sort_key, default=None)
+    return max(candidates, key=_get_sort_key, default=None)
 
 
 def list_checkpoint_names(parent: Path) -> list[str]:
@@ -107,11 +109,11 @@ def list_checkpoint_names(parent: Path) -> list[str]:
     """
     if isinstance(parent, ObjectPath):
         below = [name.split("/") for name, _ in parent.list_objects()]
-        found = [parent / name[0] for name in below if len(name) == 2 and name[1] == MANIFEST]
+        candidates = [parent / name[0] for name in below if len(name) == 2 and name[1] == MANIFEST]
     else:
         names = [name for name in _list_names(parent) if not name.startswith(".")]
-        found = [parent / name for name in names if os.path.isfile(parent / name / MANIFEST)]
-    return [path.name for path in sorted(found, key=_get_sort_key, reverse=True)]
+        candidates = [parent / name for name in names if os.path.isfile(parent / name / MANIFEST)]
+    return [path.name for path in sorted(candidates, key=_get_sort_key, reverse=True)]
 
 
 def _list_names(folder: Path) -> list[str]:
@@ -141,19 +143,19 @@ def _describe_neighbors(path: Path) -> str:
     parent = path.parent
     while not os.path.exists(parent) and parent != parent.parent:
         parent = parent.parent
-    inside = list_checkpoint_names(parent)
-    if inside:
-        return f"; {parent} holds {join_names(inside, 3)}"
+    checkpoint_names = list_checkpoint_names(parent)
+    if checkpoint_names:
+        return f"; {parent} holds {join_names(checkpoint_names, 3)}"
     if parent != path.parent:
         return f", and neither does {path.parent}; give a folder that save_state wrote"
     return '; give a folder that save_state wrote, or resume("latest") for the newest automatic one'
 
 
 def _advise_loading_weights(folder: Path) -> str:
-    found = [name for name in _WEIGHTS if os.path.isfile(folder / name)]
-    if not found:
+    candidates = [name for name in _WEIGHTS if os.path.isfile(folder / name)]
+    if not candidates:
         return ""
     return (
-        f' To load its weights, call headway.load_checkpoint_in_model(model, "{folder / found[0]}") before prepare(); the '
+        f' To load its weights, call headway.load_checkpoint_in_model(model, "{folder / candidates[0]}") before prepare(); the '
         "optimizer, the schedule and the position in the data start from the beginning"
     )

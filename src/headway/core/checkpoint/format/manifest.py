@@ -34,7 +34,7 @@ from typing import Any
 from headway.common.garbage import pause_garbage_collection
 from headway.common.object_path import ObjectPath
 from headway.common.untrusted import PARSE_ERRORS, read_regular_file
-from headway.core.checkpoint.format.chunks import MOST, ChunkGrid, ChunkGridReader, read_count, read_counts
+from headway.core.checkpoint.format.chunks import MAX_COUNT, ChunkGrid, ChunkGridReader, read_count, read_counts
 from headway.core.checkpoint.format.chunks import TensorChunk as Chunk
 from headway.core.checkpoint.format.foreign import MANIFEST as MANIFEST
 from headway.core.checkpoint.format.foreign import explain_path
@@ -50,7 +50,7 @@ PIECE = 16 * 2**20
 MAX_BYTES = 256 * 2**20
 """Maximum length of a manifest in bytes, for writing and reading. Parsing it takes several times that much memory."""
 
-_MAX_AXES, _MAX_CUT = 64, 6
+_MAX_AXES, _MAX_CUT_AXES = 64, 6
 _NAMES_BY_BYTES = {
     16: "complex128",
     8: "float64 int64 uint64 complex64",
@@ -181,9 +181,9 @@ class Manifest:
         content = self._encode_content()
         try:
             sha256 = vars(self)["sha256"] = vars(self).get("sha256") or _compute_digest(content)
-            whole = {"format": FORMAT, "version": VERSION, "sha256": sha256, "content": content}
+            document = {"format": FORMAT, "version": VERSION, "sha256": sha256, "content": content}
             # `indent` would disable the C encoder of Python's json. With it, 10,000 parameters took seconds.
-            data = (json.dumps(whole, separators=(",", ":"), allow_nan=False) + "\n").encode()
+            data = (json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n").encode()
         except (ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(f"the state cannot be written as JSON: {type(error).__name__}: {error}") from error
         if len(data) > MAX_BYTES:
@@ -206,18 +206,18 @@ class Manifest:
             CheckpointError: If the bytes are not a manifest, have another format version, or are damaged.
         """
         try:
-            whole = json.loads(data)
-            if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+            document = json.loads(data)
+            if not isinstance(document, dict) or document.get("format") != FORMAT:
                 raise CheckpointError(f"{where} is not a manifest of a Headway checkpoint")
-            version = whole.get("version")
+            version = document.get("version")
             if version != VERSION:
                 raise CheckpointError(f"{where} is of version {version!r} of the format; this Headway reads {VERSION}")
-            content = whole.get("content")
-            if _compute_digest(content) != whole.get("sha256"):
+            content = document.get("content")
+            if _compute_digest(content) != document.get("sha256"):
                 raise CheckpointError(f"{where} is damaged: its content is not what was written (SHA-256 differs)")
-            found = _read_content(content)
-            vars(found)["sha256"] = whole["sha256"]
-            return found
+            manifest = _read_content(content)
+            vars(manifest)["sha256"] = document["sha256"]  # the value of the cached property
+            return manifest
         except CheckpointError:
             raise
         except (*PARSE_ERRORS, RecursionError) as error:
@@ -235,13 +235,13 @@ class Manifest:
             folder: Name of the subfolder.
         """
 
-        def move_entry(known: TensorEntry) -> TensorEntry:
-            chunks = known.chunks
+        def move_entry(entry: TensorEntry) -> TensorEntry:
+            chunks = entry.chunks
             if isinstance(chunks, ChunkGrid):
                 chunks = ChunkGrid(chunks.key, chunks.sizes, f"{folder}/{chunks.file}", chunks.parts)
             else:
                 chunks = tuple(replace(each, file=f"{folder}/{each.file}") for each in chunks)
-            return replace(known, chunks=chunks)
+            return replace(entry, chunks=chunks)
 
         files = {f"{folder}/{name}": replace(each, name=f"{folder}/{name}") for name, each in self.files.items()}
         return replace(self, tensors={name: move_entry(each) for name, each in self.tensors.items()}, files=files)
@@ -258,7 +258,7 @@ def _compute_digest(content: Any) -> str:
 
 
 def _read_content(content: Any) -> Manifest:
-    files = {_file_name(name): _read_file(name, entry) for name, entry in content["files"].items()}
+    files = {_check_file_name(name): _read_file(name, entry) for name, entry in content["files"].items()}
     grids = ChunkGridReader(files)
     tensors = {name: _read_entry(name, entry, files, grids) for name, entry in content["tensors"].items()}
     _check_shared_bytes(tensors, files)
@@ -275,8 +275,9 @@ def _read_content(content: Any) -> Manifest:
 
 
 def _read_file(name: str, entry: dict[str, Any]) -> WrittenFile:
-    num_bytes, found, piece = read_count(entry["bytes"]), entry[ALGORITHM], read_count(entry.get("piece", PIECE), 1)
-    digests, num_pieces = tuple(found) if isinstance(found, list) else (), max(1, -(-num_bytes // piece))
+    num_bytes, piece = read_count(entry["bytes"]), read_count(entry.get("piece", PIECE), 1)
+    num_pieces = max(1, -(-num_bytes // piece))
+    digests = tuple(entry[ALGORITHM]) if isinstance(entry[ALGORITHM], list) else ()
     if len(digests) != num_pieces or not set(map(type, digests)) <= {str}:
         raise CheckpointError(f"the manifest has {len(digests)} hashes of {name!r}, which has {num_pieces} pieces")
     return WrittenFile(name, num_bytes, digests, piece)
@@ -328,7 +329,7 @@ def _decode_shape(value: Any, item_bytes: int) -> tuple[int, ...]:
     """
     shape = read_counts(value)
     # The limit applies to empty tensors too, because their strides are products of the nonzero dims.
-    if len(shape) > _MAX_AXES or prod(filter(None, shape)) * item_bytes > MOST:
+    if len(shape) > _MAX_AXES or prod(filter(None, shape)) * item_bytes > MAX_COUNT:
         raise CheckpointError(
             f"the manifest has a tensor of {len(shape)} axes and {prod(shape)} values, which cannot be"
         )
@@ -344,18 +345,18 @@ def _do_chunks_cover(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
     Raises:
         CheckpointError: If the tensor is cut along more than 6 dims. The time grows exponentially with their number.
     """
-    boxes = [chunk for chunk in chunks if prod(chunk.shape)]
-    if len(boxes) <= 1:
-        return sum(prod(box.shape) for box in boxes) == prod(shape)
-    cut = [axis for axis, size in enumerate(shape) if any(box.shape[axis] != size for box in boxes)]
-    if len(cut) > _MAX_CUT:
-        raise CheckpointError(f"a tensor is cut along {len(cut)} axes, where {_MAX_CUT} are the most")
+    chunks_with_values = [chunk for chunk in chunks if prod(chunk.shape)]
+    if len(chunks_with_values) <= 1:
+        return sum(prod(box.shape) for box in chunks_with_values) == prod(shape)
+    cut_axes = [axis for axis, size in enumerate(shape) if any(box.shape[axis] != size for box in chunks_with_values)]
+    if len(cut_axes) > _MAX_CUT_AXES:
+        raise CheckpointError(f"a tensor is cut along {len(cut_axes)} axes, where {_MAX_CUT_AXES} are the most")
     corners: Counter[tuple[int, ...]] = Counter()
-    whole = Chunk((0,) * len(shape), tuple(shape), "", "")
-    for box, times in [(whole, -1), *((box, 1) for box in boxes)]:
-        ends = [((box.offsets[axis], 1), (box.offsets[axis] + box.shape[axis], -1)) for axis in cut]
+    full_tensor = Chunk((0,) * len(shape), tuple(shape), "", "")
+    for box, times in [(full_tensor, -1), *((box, 1) for box in chunks_with_values)]:
+        ends = [((box.offsets[axis], 1), (box.offsets[axis] + box.shape[axis], -1)) for axis in cut_axes]
         for corner in product(*ends):
-            corners[tuple(place for place, _ in corner)] += times * prod(sign for _, sign in corner)
+            corners[tuple(coordinate for coordinate, _ in corner)] += times * prod(sign for _, sign in corner)
     return not any(corners.values())
 
 
@@ -368,26 +369,27 @@ def _check_shared_bytes(tensors: Mapping[str, TensorEntry], files: Mapping[str, 
     Raises:
         CheckpointError: If chunks share bytes, or need more bytes than the files have.
     """
-    room = {name: written.num_bytes for name, written in files.items()}
-    taken: set[tuple[str, str]] = set()
+    free_bytes = {name: written.num_bytes for name, written in files.items()}
+    used_keys: set[tuple[str, str]] = set()
     in_grids = {name for name, entry in tensors.items() if isinstance(entry.chunks, ChunkGrid)}
-    if sum(tensors[name].num_bytes for name in in_grids) > sum(room.values()):
+    if sum(tensors[name].num_bytes for name in in_grids) > sum(free_bytes.values()):
         raise CheckpointError("the manifest places more bytes in its files than they have")
     for name, entry in tensors.items():
         if name in in_grids:
             continue
         for chunk in entry.chunks:
-            if (chunk.file, chunk.key) in taken or chunk.key in in_grids:
+            if (chunk.file, chunk.key) in used_keys or chunk.key in in_grids:
                 raise CheckpointError(f"the manifest uses {chunk.key!r} in {chunk.file!r} for two tensors")
-            taken.add((chunk.file, chunk.key))
-            room[chunk.file] -= prod(chunk.shape) * ITEM_BYTES[entry.dtype]
-            if room[chunk.file] < 0:
+            used_keys.add((chunk.file, chunk.key))
+            free_bytes[chunk.file] -= prod(chunk.shape) * ITEM_BYTES[entry.dtype]
+            if free_bytes[chunk.file] < 0:
                 raise CheckpointError(
                     f"the manifest places more in {chunk.file!r} than its {files[chunk.file].num_bytes:,} bytes hold"
                 )
 
 
-def _file_name(name: str) -> str:
+def _check_file_name(name: str) -> str:
+    """Return the name of a file in a manifest, after checking that it is a plain relative path inside the folder."""
     parts = PurePosixPath(name).parts
     is_inside = parts and name == "/".join(parts) and not name.startswith("/") and ".." not in parts
     if not is_inside or name == MANIFEST or "\0" in name:
@@ -407,10 +409,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if isinstance(path, ObjectPath):
-        found = path.client.get_cached(path.key)
-        if found is None:
+        stored = path.client.get_cached(path.key)
+        if stored is None:
             raise CheckpointError(explain_path(folder))
-        return Manifest.decode(found[0], str(path))
+        data, *_ = stored
+        return Manifest.decode(data, str(path))
     if not os.path.lexists(path):
         raise CheckpointError(explain_path(folder))
     try:

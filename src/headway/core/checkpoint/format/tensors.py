@@ -134,12 +134,12 @@ def join_from_dense(about: Mapping[str, Any], parts: Sequence[torch.Tensor]) -> 
         values, dtype = parts[0], getattr(torch, about["dtype"])
         if len(parts) == 1:
             make: Callable[..., torch.Tensor] = _torch.make_per_tensor_quantized
-            made = make(values, about["scale"], about["zero_point"])
+            tensor = make(values, about["scale"], about["zero_point"])
         else:
-            made = _torch.make_per_channel_quantized(values, parts[1], parts[2], about["axis"])
-        if made.dtype != dtype:
-            raise CheckpointError(f"the manifest says {dtype} of a quantized tensor of {made.dtype}")
-        return made
+            tensor = _torch.make_per_channel_quantized(values, parts[1], parts[2], about["axis"])
+        if tensor.dtype != dtype:
+            raise CheckpointError(f"the manifest says {dtype} of a quantized tensor of {tensor.dtype}")
+        return tensor
     shape = torch.Size(about["shape"])
     if layout == "sparse_coo":
         return torch.sparse_coo_tensor(
@@ -155,10 +155,10 @@ def join_from_dense(about: Mapping[str, Any], parts: Sequence[torch.Tensor]) -> 
 
 # -------------------------------------------------------------------- strides
 
-_MOST_HOLES, _MOST_HOLE_BYTES = 16, 16 * 2**20
+_MAX_SPAN_FACTOR, _MAX_SPAN_BYTES = 16, 16 * 2**20
 """Limits for views with gaps between their elements. A view that exceeds them is saved without its stride.
 
-A view may span `_MOST_HOLES` times the memory of its elements, or `_MOST_HOLE_BYTES` bytes. The larger of the two
+A view may span `_MAX_SPAN_FACTOR` times the memory of its elements, or `_MAX_SPAN_BYTES` bytes. The larger of the two
 limits applies. Without a limit, a manifest could claim unbounded memory.
 """
 
@@ -197,22 +197,22 @@ def set_stride(tensor: Any, stride: Sequence[int]) -> Any:
     """
     if not isinstance(tensor, torch.Tensor):
         return tensor  # a shard that is not a DTensor has no stride
-    wanted, shape = tuple(stride), tuple(tensor.shape)
-    is_sound = len(wanted) == len(shape) and all(type(each) is int and 0 <= each < 2**62 for each in wanted)
-    if not is_sound or not _is_bounded(shape, wanted, tensor.element_size()):
+    new_stride, shape = tuple(stride), tuple(tensor.shape)
+    is_sound = len(new_stride) == len(shape) and all(type(each) is int and 0 <= each < 2**62 for each in new_stride)
+    if not is_sound or not _is_bounded(shape, new_stride, tensor.element_size()):
         raise CheckpointError(f"the manifest has the stride {list(stride)!r} of a tensor of shape {shape}")
-    if tuple(tensor.stride()) == wanted:
+    if tuple(tensor.stride()) == new_stride:
         return tensor
     if is_dtensor(tensor):
         local = get_local_part(tensor)
-        return replace_local(tensor, set_stride(local, _make_dense_stride(tuple(local.shape), wanted)), wanted)
-    made = torch.empty_strided(shape, wanted, dtype=tensor.dtype, device=tensor.device)
-    target, values = view_as_bits(made), view_as_bits(tensor.detach())
-    for dim, (size, step) in enumerate(zip(shape, wanted)):
+        return replace_local(tensor, set_stride(local, _make_dense_stride(tuple(local.shape), new_stride)), new_stride)
+    result = torch.empty_strided(shape, new_stride, dtype=tensor.dtype, device=tensor.device)
+    target, values = view_as_bits(result), view_as_bits(tensor.detach())
+    for dim, (size, step) in enumerate(zip(shape, new_stride)):
         if step == 0 and size > 1:  # as expand() makes it: torch refuses to write one element several times
             target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
     target.copy_(values)
-    return made
+    return result
 
 
 def _make_dense_stride(shape: Sequence[int], like: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -223,11 +223,11 @@ def _make_dense_stride(shape: Sequence[int], like: Sequence[int] | None = None) 
         like: Stride that determines the order of dims. Default: None, row-major order.
     """
     dims = range(len(shape)) if like is None else sorted(range(len(shape)), key=lambda dim: -like[dim])
-    made, step = [0] * len(shape), 1
+    stride, step = [0] * len(shape), 1
     for dim in reversed(dims):
-        made[dim] = step
+        stride[dim] = step
         step *= max(1, shape[dim])
-    return tuple(made)
+    return tuple(stride)
 
 
 def _is_bounded(shape: Sequence[int], stride: Sequence[int], item_bytes: int) -> bool:
@@ -241,20 +241,18 @@ def _is_bounded(shape: Sequence[int], stride: Sequence[int], item_bytes: int) ->
     if not prod(shape):
         return True
     span = 1 + sum((size - 1) * step for size, step in zip(shape, stride))
-    return span <= max(_MOST_HOLES * prod(shape), _MOST_HOLE_BYTES // item_bytes)
+    return span <= max(_MAX_SPAN_FACTOR * prod(shape), _MAX_SPAN_BYTES // item_bytes)
 
 
 # -------------------------------------------------------------------- files
 
 _BLOCK = 1024 * 1024
 """Bytes per read. A block of this size stays in the processor's cache until it is hashed."""
-_PIECES, _MOST_PIECES = [2**power for power in range(14, 24)], 2**18
-"""Limits for hashes of files in object stores.
-
-`_PIECES`: possible numbers of bytes per hash. `_MOST_PIECES`: maximum number of hashes in all files with one name
-pattern.
-"""
-_LATER = {"C64", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+_PIECE_SIZES: list[int] = [2**power for power in range(14, 24)]
+"""Possible numbers of bytes per hash of files in object stores. The last resort is `PIECE`."""
+_MAX_HASHES = 2**18
+"""Maximum number of hashes in all files of an object store with one name pattern."""
+_STORED_AS_BYTES = {"C64", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 """Dtypes that safetensors added after version 2 of the checkpoint format was fixed. They are stored as bytes."""
 
 
@@ -268,7 +266,7 @@ def get_stored_spec(dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
         dtype: Dtype of the tensor.
         shape: Shape of the tensor.
     """
-    if CODES.get(dtype, "C64") in _LATER:
+    if CODES.get(dtype, "C64") in _STORED_AS_BYTES:
         return TensorSpec((prod(shape) * dtype.itemsize,), torch.uint8)
     return TensorSpec(tuple(shape), dtype)
 
@@ -283,9 +281,12 @@ def _choose_piece(specs: Iterable[TensorSpec], num_files: int) -> int:
         specs: Shapes and dtypes of the file's tensors.
         num_files: Number of files of about this size that all ranks write.
     """
-    most = max(1, _MOST_PIECES // num_files)
-    total = sum(spec.num_bytes for spec in specs)
-    return next((size for size in _PIECES if size >= 2**13 * num_files and total <= size * most), PIECE)
+    max_hashes = max(1, _MAX_HASHES // num_files)
+    num_bytes = sum(spec.num_bytes for spec in specs)
+    for size in _PIECE_SIZES:
+        if size >= 2**13 * num_files and num_bytes <= size * max_hashes:
+            return size
+    return PIECE
 
 
 def _list_values(
@@ -322,16 +323,16 @@ def write_shards(
         for name, tensors in files.items():
             specs = {key: get_stored_spec(tensor.dtype, tensor.shape) for key, tensor in tensors}
             piece = _choose_piece(specs.values(), num_files) if is_object else PIECE
-            prove = partial(_prove_written, tensors)
+            check = partial(_check_written_header, tensors)
             values = _list_values(specs, tensors)
             written[name] = (
-                writer.write(folder / name, specs, values, piece=piece, syncs_to_disk=True, on_written=prove),
+                writer.write(folder / name, specs, values, piece=piece, syncs_to_disk=True, on_written=check),
                 piece,
             )
     return [WrittenFile(name, file.num_bytes, tuple(file.digests), piece) for name, (file, piece) in written.items()]
 
 
-def _prove_written(tensors: Sequence[tuple[str, torch.Tensor]], file: RangedFile) -> None:
+def _check_written_header(tensors: Sequence[tuple[str, torch.Tensor]], file: RangedFile) -> None:
     check_header(file.path, tensors)
 
 
@@ -435,11 +436,11 @@ def get_view(
     return tensor if tensor.dtype == dtype else tensor.clone().view(dtype).reshape(tuple(shape))
 
 
-def check_spec(found: TensorSpec | None, dtype: torch.dtype, shape: Sequence[int], path: Path, name: str) -> None:
+def check_spec(stored_spec: TensorSpec | None, dtype: torch.dtype, shape: Sequence[int], path: Path, name: str) -> None:
     """Raise `CheckpointError` if a file's header does not match the manifest's entry of a tensor.
 
     Args:
-        found: Dtype and shape in the header, or None if the header lacks the tensor.
+        stored_spec: Dtype and shape in the header, or None if the header lacks the tensor.
         dtype: Dtype in the manifest.
         shape: Shape in the manifest.
         path: Path of the file, for messages.
@@ -448,10 +449,10 @@ def check_spec(found: TensorSpec | None, dtype: torch.dtype, shape: Sequence[int
     Raises:
         CheckpointError: If the header lacks the tensor, or its dtype or shape differs.
     """
-    if found is None:
+    if stored_spec is None:
         raise CheckpointError(f"{path} lacks the tensor {name!r} that the manifest places there")
-    wanted = get_stored_spec(dtype, shape)
-    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+    expected_spec = get_stored_spec(dtype, shape)
+    if (stored_spec.shape, stored_spec.dtype) != (expected_spec.shape, expected_spec.dtype):
         raise CheckpointError(
-            f"{path}: {name} is {found.dtype} of {found.shape}, where the manifest has {dtype} of {tuple(shape)}"
+            f"{path}: {name} is {stored_spec.dtype} of {stored_spec.shape}, where the manifest has {dtype} of {tuple(shape)}"
         )

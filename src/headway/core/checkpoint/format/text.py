@@ -33,4 +33,4 @@ def to_logical_name(name: str) -> str:
 
     Different names stay different, because a backslash that looks like the start of such an escape is escaped too.
     """
-    return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", name)
+    return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", name)

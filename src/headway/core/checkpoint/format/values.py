@@ -226,17 +226,17 @@ def find_references(value: Any) -> list[dict[str, Any]]:
     Args:
         value: JSON value that `encode_value` returned.
     """
-    found: list[dict[str, Any]] = []
-    left = [value]
-    while left:
-        item = left.pop()
+    references: list[dict[str, Any]] = []
+    unvisited = [value]
+    while unvisited:
+        item = unvisited.pop()
         if isinstance(item, dict):
             if TAG in item and isinstance(item.get("name"), str):
-                found.append(item)
-            left += item.values()
+                references.append(item)
+            unvisited += item.values()
         elif isinstance(item, list):
-            left += item
-    return found
+            unvisited += item
+    return references
 
 
 def set_saved_strides(value: Any, tensors: dict[str, Any]) -> None:
@@ -416,10 +416,10 @@ def map_items(function: Callable[[Any], Any], value: Any) -> Any:
     named tuples and other subclasses of list and tuple.
     """
     if isinstance(value, dict):
-        made = value.copy()
+        copy = value.copy()
         for key, item in value.items():
-            made[key] = function(item)
-        return made
+            copy[key] = function(item)
+        return copy
     if type(value) in (list, tuple):
         return type(value)([function(item) for item in value])
     if isinstance(value, deque):

@@ -72,9 +72,9 @@ def move_state(state: dict[Any, Any], devices: dict[Any, torch.device]) -> None:
             continue
         for key, value in values.items():
             if type(value) is torch.Tensor and _is_large(value) and _has_own_memory(device):
-                made = torch.empty(value.shape, dtype=value.dtype, device=device)
-                pairs.append((made, value))
-                values[key] = made
+                copy = torch.empty(value.shape, dtype=value.dtype, device=device)
+                pairs.append((copy, value))
+                values[key] = copy
     copy_pairs(pairs, _copy_values)
 
 

@@ -60,10 +60,10 @@ def read_files(
         CheckpointError: If a file does not have its recorded length, or cannot be read.
         CheckpointDamaged: If a file differs from its hashes. The message contains the first such file.
     """
-    wanted = [written for written in files if is_verified or written.name in (buffers or {})]
-    for written in wanted:
+    files_to_read = [written for written in files if is_verified or written.name in (buffers or {})]
+    for written in files_to_read:
         check_file(folder / written.name, written)
-    _read_pieces(folder, [(written, written.pieces()) for written in wanted], buffers, is_verified)
+    _read_pieces(folder, [(written, written.pieces()) for written in files_to_read], buffers, is_verified)
 
 
 def verify_ranges(folder: Path, manifest: Manifest, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> None:
@@ -80,18 +80,18 @@ def verify_ranges(folder: Path, manifest: Manifest, ranges: Mapping[str, Sequenc
         CheckpointError: If a file does not have its recorded length, or cannot be read.
         CheckpointDamaged: If a file differs from its hashes. The message contains the first such file.
     """
-    wanted = []
+    pieces_by_file = []
     for file, file_ranges in sorted(ranges.items()):
         written = manifest.files[file]
-        wanted.append((written, [piece for piece in written.pieces() if _overlaps_any(piece, file_ranges)]))
-    for written, _ in wanted:
+        pieces_by_file.append((written, [piece for piece in written.pieces() if _overlaps_any(piece, file_ranges)]))
+    for written, _ in pieces_by_file:
         check_file(folder / written.name, written)
-    _read_pieces(folder, wanted)
+    _read_pieces(folder, pieces_by_file)
 
 
 def _read_pieces(
     folder: Path,
-    wanted: Sequence[tuple[WrittenFile, Sequence[tuple[int, int, str]]]],
+    pieces_by_file: Sequence[tuple[WrittenFile, Sequence[tuple[int, int, str]]]],
     buffers: Mapping[str, Sequence[ReadBuffer]] | None = None,
     is_verified: bool = True,
 ) -> None:
@@ -99,7 +99,7 @@ def _read_pieces(
 
     Args:
         folder: Folder of the files.
-        wanted: Pairs of (file, pieces to read). A piece is a triple of (offset, length, hash).
+        pieces_by_file: Pairs of (file, pieces to read). A piece is a triple of (offset, length, hash).
         buffers: Buffers to fill, by file name, ordered by offset. Default: None, the bytes are not kept.
         is_verified: Whether to compare each piece with its hash. Default: True.
 
@@ -110,7 +110,7 @@ def _read_pieces(
     # In order, so that the error always names the first bad file.
     tasks = (
         partial(_read_piece, folder / written.name, written, piece, (buffers or {}).get(written.name, ()), is_verified)
-        for written, pieces in wanted
+        for written, pieces in pieces_by_file
         for piece in pieces
     )
     run_in_order(tasks, max(1, min(_MAX_READERS, os.cpu_count() or 1)))
@@ -198,8 +198,8 @@ def read_owned(
         if is_verified:  # the file is most likely damaged, and this call raises a clearer error
             read_files(folder, files)
         raise
-    wanted = [written for written in files if is_verified or written.name in buffers]
-    _read_pieces(folder, [(written, written.pieces()) for written in wanted], buffers, is_verified)
+    files_to_read = [written for written in files if is_verified or written.name in buffers]
+    _read_pieces(folder, [(written, written.pieces()) for written in files_to_read], buffers, is_verified)
     return tensors
 
 

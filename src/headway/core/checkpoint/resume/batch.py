@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from headway.core.data.loader import PreparedLoader
 from headway.core.training.windows import AccumulationWindows
 
-_REACH = 4
+_MAX_STEPS_FACTOR = 4
 """Maximum number of micro-batches per update to try, as a multiple of the smallest possible number.
 
 If no number up to this limit fits the global batch size, the resumed run does not split batches unevenly.
 """
-_MOST_STEPS = 2**16
+_MAX_STEPS = 2**16
 """Maximum number of micro-batches per update that is tried."""
 
 
@@ -45,27 +45,28 @@ class BatchPlan:
         num_steps: Number of micro-batches per update.
         windows: Settings by loader index, for loaders whose batches are split unevenly. Each is a pair of (samples per
             update, unit). With `drop_last`, an epoch is shortened to a multiple of this unit in samples.
-        lines: Messages about differences from the saved run.
+        differences: Messages about differences from the saved run, one line each.
         is_kept: Whether the global batch size is that of the checkpoint.
     """
 
     num_steps: int
     windows: dict[int, tuple[int, int]] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
     is_kept: bool = True
 
 
 def _find_requested_window(loader: PreparedLoader, num_steps: int) -> int:
     """Return the `global_batch_size` that the script requested for a loader, if it makes micro-batches differ in size.
 
-    Return 0 if their sizes are equal, or if the number of micro-batches per update has changed since the request.
+    Return 0 if the micro-batches have equal sizes, or if the number of micro-batches per update has changed since the
+    request.
 
     Args:
         loader: Prepared loader.
         num_steps: Current number of micro-batches per update.
     """
-    window, num_rounds = loader.requested_window
-    return window if num_rounds == num_steps else 0
+    global_batch, requested_steps = loader.requested_window
+    return global_batch if requested_steps == num_steps else 0
 
 
 class GlobalBatch:
@@ -80,7 +81,8 @@ class GlobalBatch:
     def __init__(self, loaders: Sequence[PreparedLoader], accumulation: AccumulationWindows) -> None:
         self._loaders = loaders
         self._accumulation = accumulation
-        self._kept: tuple[BatchPlan, int] | None = None
+        self._applied: tuple[BatchPlan, int] | None = None
+        """Pair of (plan that was applied last, number of micro-batches per update that the script had requested)."""
 
     @property
     def _plan(self) -> BatchPlan | None:
@@ -88,14 +90,21 @@ class GlobalBatch:
 
         It becomes None once the script has set another number of accumulation steps.
         """
-        if self._kept is not None and self._kept[0].num_steps != self._accumulation.num_steps:
-            self._kept = None
-        return None if self._kept is None else self._kept[0]
+        if self._applied is None:
+            return None
+        plan, _ = self._applied
+        if plan.num_steps != self._accumulation.num_steps:
+            self._applied = None
+            return None
+        return plan
 
     @property
     def _requested_steps(self) -> int:
         """Number of micro-batches per update that the script requested, before a resume changed it."""
-        return self._accumulation.num_steps if self._plan is None or self._kept is None else self._kept[1]
+        if self._plan is None or self._applied is None:
+            return self._accumulation.num_steps
+        _, requested_steps = self._applied
+        return requested_steps
 
     def list_requested_sizes(self) -> list[int | None]:
         """Return, for each loader, the number of samples per update that the script requests, or None if it varies."""
@@ -103,17 +112,24 @@ class GlobalBatch:
 
     def list_sizes(self) -> list[int | None]:
         """Return, for each loader, the number of samples per update that is used, or None if it varies."""
-        steps, windows = self._accumulation.num_steps, {} if self._plan is None else self._plan.windows
-        plain = [_find_requested_window(each, steps) or (None if each.step_size is None else each.step_size * steps)
-                 for each in self._loaders]  # fmt: skip
-        return [windows[index][0] if index in windows else size for index, size in enumerate(plain)]
+        num_steps, windows = self._accumulation.num_steps, {} if self._plan is None else self._plan.windows
+        sizes: list[int | None] = []
+        for index, loader in enumerate(self._loaders):
+            if index in windows:
+                size, _ = windows[index]
+                sizes.append(size)
+            elif requested := _find_requested_window(loader, num_steps):
+                sizes.append(requested)
+            else:
+                sizes.append(None if loader.step_size is None else loader.step_size * num_steps)
+        return sizes
 
     def _list_trained(self) -> list[int]:
         """Return the indices of the loaders whose batches are used for training, or [0] before the first such batch."""
         trained = self._accumulation.trained_on
         return [index for index, each in enumerate(self._loaders) if any(each is one for one in trained)] or [0]
 
-    def state(self) -> BatchState:
+    def get_state(self) -> BatchState:
         """Return the global batch's settings, to be stored in a checkpoint."""
         return BatchState(self.list_requested_sizes(), self.list_sizes(), self._list_units(), self._list_trained())
 
@@ -123,66 +139,72 @@ class GlobalBatch:
         With `drop_last`, the number of samples in an epoch is rounded down to a multiple of this unit.
         """
         windows = {} if self._plan is None else self._plan.windows
-        return [windows[index][1] if index in windows else each.step_size for index, each in enumerate(self._loaders)]
+        units: list[int | None] = [each.step_size for each in self._loaders]
+        for index, (_, unit) in windows.items():
+            units[index] = unit
+        return units
 
-    def size(self) -> int | None:
+    def get_size(self) -> int | None:
         """Return the number of samples per update of the first training loader, or None if it varies."""
         return next((size for index, size in enumerate(self.list_sizes()) if index in self._list_trained()), None)
 
     # ---------------------------------------------------------------- a resumed run
 
-    def plan(self, saved: BatchState, former_steps: int, is_same_world: bool) -> BatchPlan:
+    def make_plan(self, saved: BatchState, saved_steps: int, is_same_world: bool) -> BatchPlan:
         """Return the settings with which a resumed run continues. Nothing is changed.
 
         The global batch size is kept if possible. If the script requests another one and the number of data shards is
         unchanged, the script's new settings apply.
 
         Args:
-            saved: Result of `state` in the saved run.
-            former_steps: Number of micro-batches per update in the saved run.
+            saved: Result of `get_state` in the saved run.
+            saved_steps: Number of micro-batches per update in the saved run.
             is_same_world: Whether the number of data shards is that of the saved run.
         """
-        steps, asked = self._requested_steps, self.list_requested_sizes()
-        trained = [index for index in saved.trained if index < min(len(asked), len(saved.sizes))]
-        wanted = {index: size for index in trained if (size := saved.sizes[index]) is not None}
+        requested = self.list_requested_sizes()
+        trained = [index for index in saved.trained if index < min(len(requested), len(saved.sizes))]
+        saved_sizes = {index: size for index in trained if (size := saved.sizes[index]) is not None}
         before = next((saved.sizes[index] for index in trained), None)
-        is_kept = not (
-            is_same_world and [saved.asked[index] for index in trained] != [asked[index] for index in trained]
-        )
-        if is_kept and wanted and wanted.keys() == set(trained) and all(asked[index] for index in trained):
-            found = self._find_plan(wanted, [unit or 1 for unit in saved.units])
-            if found is not None:
-                if found.num_steps != former_steps:
-                    found.lines.insert(
-                        0, f"accumulation {former_steps} -> {found.num_steps} to keep the global batch of {before}"
-                    )
-                return found
-        now = next((asked[index] for index in trained), None)
-        return BatchPlan(steps, lines=[] if before == now else [f"global batch {before} -> {now}"], is_kept=False)
+        has_new_request = is_same_world and any(saved.asked[index] != requested[index] for index in trained)
+        are_sizes_known = bool(trained) and all(index in saved_sizes and requested[index] for index in trained)
+        if are_sizes_known and not has_new_request:
+            plan = self._find_plan(saved_sizes, [unit or 1 for unit in saved.units])
+            if plan is not None:
+                if plan.num_steps != saved_steps:
+                    line = f"accumulation {saved_steps} -> {plan.num_steps} to keep the global batch of {before}"
+                    plan.differences.insert(0, line)
+                return plan
+        now = next((requested[index] for index in trained), None)
+        differences = [] if before == now else [f"global batch {before} -> {now}"]
+        return BatchPlan(self._requested_steps, differences=differences, is_kept=False)
 
-    def _find_plan(self, wanted: Mapping[int, int], units: Sequence[int]) -> BatchPlan | None:
+    def _find_plan(self, saved_sizes: Mapping[int, int], units: Sequence[int]) -> BatchPlan | None:
         """Return the plan that keeps the global batch size with the fewest micro-batches per update.
 
         Return None if no plan keeps it.
 
         Args:
-            wanted: Number of samples per update in the saved run, by loader index.
+            saved_sizes: Number of samples per update in the saved run, by loader index.
             units: For each loader, a number of samples. With `drop_last`, an epoch is shortened to a multiple of it.
         """
-        full = {index: self._loaders[index].step_size or 1 for index in wanted}
-        fewest = max(-(-size // full[index]) for index, size in wanted.items())
-        is_even = all(size == fewest * full[index] for index, size in wanted.items())
-        plain = BatchPlan(fewest) if is_even else None
-        is_exact = is_even and not any(self._does_drop_last(index) and units[index] != full[index] for index in wanted)
+        step_sizes = {index: self._loaders[index].step_size or 1 for index in saved_sizes}
+        fewest = max(-(-size // step_sizes[index]) for index, size in saved_sizes.items())
+        is_even = all(size == fewest * step_sizes[index] for index, size in saved_sizes.items())
+        even_plan = BatchPlan(fewest) if is_even else None
+        # With drop_last, an epoch of equal batches could end at another sample than that of the saved run.
+        has_equal_end = not any(
+            self._does_drop_last(index) and units[index] != step_sizes[index] for index in saved_sizes
+        )
         # A window that continues in the next epoch does not consist of a fixed set of samples.
-        if is_exact or not self._accumulation.sync_with_loader:
-            return plain
-        sizes = " and ".join(map(str, wanted.values()))
-        lines = [] if is_even else [f"the global batch of {sizes} samples is split unevenly among the ranks"]
-        for steps in range(fewest, min(_REACH * fewest, _MOST_STEPS) + 1):
-            if all(self._loaders[index].can_fit_window(size, steps) for index, size in wanted.items()):
-                return BatchPlan(steps, {index: (size, units[index]) for index, size in wanted.items()}, lines)
-        return plain
+        if (is_even and has_equal_end) or not self._accumulation.sync_with_loader:
+            return even_plan
+        sizes = " and ".join(map(str, saved_sizes.values()))
+        differences = [] if is_even else [f"the global batch of {sizes} samples is split unevenly among the ranks"]
+        for num_steps in range(fewest, min(_MAX_STEPS_FACTOR * fewest, _MAX_STEPS) + 1):
+            if all(self._loaders[index].can_fit_window(size, num_steps) for index, size in saved_sizes.items()):
+                windows = {index: (size, units[index]) for index, size in saved_sizes.items()}
+                return BatchPlan(num_steps, windows, differences)
+        return even_plan
 
     def _does_drop_last(self, index: int) -> bool:
         loader = self._loaders[index]
@@ -194,23 +216,23 @@ class GlobalBatch:
         It must be called before the positions of the loaders are restored.
 
         Args:
-            plan: Result of `plan`.
+            plan: Result of `make_plan`.
         """
-        asked = self._requested_steps
-        self._apply_plan(plan)
-        self._kept = (plan, asked)
+        requested_steps = self._requested_steps
+        self._change_settings(plan)
+        self._applied = (plan, requested_steps)
 
     def prepare_undo(self) -> Callable[[], None]:
         """Record the current settings, and return a function that restores them after another plan has been applied."""
-        kept, plan = self._kept, self._plan or BatchPlan(self._accumulation.num_steps)
+        applied, plan = self._applied, self._plan or BatchPlan(self._accumulation.num_steps)
 
         def undo_plan() -> None:
-            self._apply_plan(plan)
-            self._kept = kept
+            self._change_settings(plan)
+            self._applied = applied
 
         return undo_plan
 
-    def _apply_plan(self, plan: BatchPlan) -> None:
+    def _change_settings(self, plan: BatchPlan) -> None:
         for index, loader in enumerate(self._loaders):
             size, unit = plan.windows.get(index, (0, 1))
             loader.keep_window(size, plan.num_steps, unit)

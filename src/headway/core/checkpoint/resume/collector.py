@@ -274,7 +274,7 @@ class StateCollector:
         return {
             "num_updates": run.clock.num_updates,
             "optimizer_updates": [each.num_updates for each in preparation.optimizers],
-            "batch": asdict(self._batch.state()),
+            "batch": asdict(self._batch.get_state()),
             "ticks": preparation.tick_base,
             "nominal": windows.list_nominal_weights(preparation.models),
             "scaler": run.precision.state_dict(),
@@ -309,7 +309,7 @@ class StateCollector:
             "world_size": run.runtime.world_size,
             **({"layout": axes} if (axes := get_layout_sizes(run.strategy)) else {}),
             "accumulation": self._windows.num_steps,
-            "global_batch": self._batch.size(),
+            "global_batch": self._batch.get_size(),
             "was_in_mid_window": is_unfinished,
             "run": secrets.token_hex(8) if run.run_id is None else run.run_id,
             "device": run.runtime.hardware.kind,

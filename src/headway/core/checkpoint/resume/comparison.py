@@ -355,7 +355,7 @@ class RunComparison:
             lines.append(
                 f"data in {saved_run.num_shards} -> {num_shards} parts; RNG states are derived from (seed, update, part)"
             )
-        lines += plan.lines
+        lines += plan.differences
         if saved_run.precision != self.precision.name:
             lines.append(f"mixed_precision {saved_run.precision} -> {self.precision.name}")
         own_versions = {"headway": __version__, "torch": torch.__version__}
@@ -368,6 +368,6 @@ class RunComparison:
         return lines
 
     def _plan_batch(self, saved_run: SavedRun) -> BatchPlan:
-        return self.batch.plan(
+        return self.batch.make_plan(
             saved_run.batch, saved_run.accumulation, saved_run.num_shards == self.strategy.data_shard.count
         )

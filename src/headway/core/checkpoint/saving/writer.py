@@ -358,19 +358,19 @@ def _wait_for_parts(job: SaveJob) -> tuple[dict[str, WrittenFile], list[dict[str
     return files, summaries
 
 
-def _hash_added_files(staging: Path, known: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
+def _hash_added_files(staging: Path, rank_files: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
     """Hash the files that hooks have added to the staging directory, flush them to the disk, and return them by name.
 
     Args:
         staging: Staging directory.
-        known: Files that ranks have written, by name.
+        rank_files: Files that ranks have written, by name.
     """
     added = {}
     for path in sorted(staging.rglob("*")):
         name = path.relative_to(staging).as_posix()
         if path.is_dir():
             sync_folder(path)
-        elif name not in known:
+        elif name not in rank_files:
             added[name] = hash_file(path, name)
     return added
 
