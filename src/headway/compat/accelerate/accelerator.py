@@ -563,7 +563,7 @@ class AccelerateAccelerator(AccelerateMembers, Accelerator):
             raise UnsupportedError(
                 f"{folder} was written by Accelerate, but this run's models are sharded; load it without sharding, then save it again"
             )
-        models = self._checkpoints.list_models_to_load(folder)
+        models = self._checkpoints.call_load_hooks(folder)
         restored = AccelerateReader(self, folder).restore(models, strict is not False)
         checkpoint_folder.continue_numbering(folder, parse_number(folder))
         log.info("%s was written by Accelerate: weights, optimizers, schedules and random streams are restored", folder)

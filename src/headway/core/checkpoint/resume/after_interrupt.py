@@ -11,8 +11,8 @@ from headway.core.runtime import pulse
 from headway.core.runtime.resume_advice import NO_CHECKPOINT, format_resume_advice
 
 
-class SavedPlace(Protocol):
-    """Interface of an object that knows the last checkpoint of a run and how to continue from it."""
+class ResumableRun(Protocol):
+    """Interface of a run that knows its last checkpoint and how to continue from it."""
 
     @property
     def last_folder(self) -> Path | None:
@@ -27,7 +27,7 @@ class SavedPlace(Protocol):
         """Method of the Accelerator that continues from a checkpoint: "resume" or "load_state"."""
 
 
-def explain_interrupts(run: SavedPlace) -> None:
+def add_interrupt_advice(run: ResumableRun) -> None:
     """Register a hook that, after an uncaught KeyboardInterrupt, prints how to continue the run.
 
     Under a launcher, the launcher prints this text instead. It reads the text from the status files (pulses) of its
@@ -38,13 +38,13 @@ def explain_interrupts(run: SavedPlace) -> None:
         run: Run whose last checkpoint is named in the message.
     """
     scope.get_or_create(ExceptionHook).add_note(_make_note(weakref.ref(run)))
-    own = pulse.get_own_pulse()
-    if not own.read().resume_advice:  # another Accelerator of this process may have saved
-        own.set_resume_advice(_format_advice(run, None))
+    own_pulse = pulse.get_own_pulse()
+    if not own_pulse.read().resume_advice:  # another Accelerator of this process may have saved
+        own_pulse.set_resume_advice(_format_advice(run, None))
 
 
-def publish_checkpoint(run: SavedPlace, folder: str | Path) -> None:
-    """Record in this rank's status file (pulse) that a checkpoint is on the disk, for the launcher's final message.
+def publish_resume_advice(run: ResumableRun, folder: str | Path) -> None:
+    """Write to this rank's status file (pulse) how to continue from a checkpoint, for the launcher's final message.
 
     Args:
         run: Run that has saved the checkpoint.
@@ -53,15 +53,17 @@ def publish_checkpoint(run: SavedPlace, folder: str | Path) -> None:
     pulse.get_own_pulse().set_resume_advice(_format_advice(run, folder))
 
 
-def _make_note(find: Callable[[], SavedPlace | None]) -> Callable[[BaseException], str]:
+def _make_note(get_run: Callable[[], ResumableRun | None]) -> Callable[[BaseException], str]:
     def make_note(error: BaseException) -> str:
-        run = find()
-        return _format_advice(run, run.last_folder) if run is not None and isinstance(error, KeyboardInterrupt) else ""
+        run = get_run()
+        if run is None or not isinstance(error, KeyboardInterrupt):
+            return ""
+        return _format_advice(run, run.last_folder)
 
     return make_note
 
 
-def _format_advice(run: SavedPlace, folder: str | Path | None) -> str:
+def _format_advice(run: ResumableRun, folder: str | Path | None) -> str:
     if folder is not None:
         return format_resume_advice(folder, is_automatic=run.is_automatic, method=run.resume_method)
     # A program that continues with `load_state` was written for Accelerate and might save by other means: no advice.

@@ -56,15 +56,15 @@ class CheckpointedObjects:
     def list_stateful(self) -> StatefulObjects:
         """Return the models, optimizers, schedulers and registered objects, with functions to access their state."""
         strategy = self.run.strategy
-        others: dict[str, list[Stateful]] = {
+        other_objects: dict[str, list[Stateful]] = {
             "scheduler": [each.scheduler for each in self.preparation.schedulers],
             "custom": list(self.run.custom),
         }
         return StatefulObjects(
             self.list_bare_models(),
             [each.optimizer for each in self.preparation.optimizers],
-            others,
-            lambda model: rename_bare_items(strategy.export_state(model)),
+            other_objects,
+            export=lambda model: rename_bare_items(strategy.export_state(model)),
             get_part=strategy.get_part,
             expose_state=strategy.expose_state,
             apply_loaded_values=strategy.apply_loaded_values,
@@ -105,5 +105,6 @@ class CheckpointedObjects:
         run with several ranks, each message begins with its rank.
         """
         failures = self.run.collectives.gather_objects(failure)
-        several = len(failures) > 1
-        return [f"rank {rank}: {text}" if several else text for rank, text in enumerate(failures) if text is not None]
+        if len(failures) == 1:
+            return [text for text in failures if text is not None]
+        return [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]

@@ -21,7 +21,7 @@ from headway.common.optional import LazyModule
 from headway.core import extensions
 from headway.core.checkpoint.folders import find_store
 from headway.core.checkpoint.format.manifest import MANIFEST
-from headway.core.checkpoint.resume.after_interrupt import explain_interrupts, publish_checkpoint
+from headway.core.checkpoint.resume.after_interrupt import add_interrupt_advice, publish_resume_advice
 from headway.core.checkpoint.resume.comparison import RestoreResult
 from headway.core.checkpoint.resume.positions import EvaluationStart
 from headway.core.checkpoint.resume.state import CheckpointState
@@ -188,7 +188,7 @@ class Checkpoints:
             step_hooks.before_learning.append(self._lock_before_training)
         if self.checkpoint_folder.conflict is not None:
             self._register_step_checks()
-        explain_interrupts(self)
+        add_interrupt_advice(self)
         subscribe(self._publish_commit)
 
     @property
@@ -202,7 +202,7 @@ class Checkpoints:
         In a background save, this can be long after `save` has returned.
         """
         if event.name == "checkpoint" and event.source is self._state.run.clock:
-            publish_checkpoint(self, event.details["folder"])
+            publish_resume_advice(self, event.details["folder"])
 
     def expect_background_saves(self) -> None:
         """Pin host memory for background saves before the second update, so that the first save need not wait for it.
@@ -575,7 +575,7 @@ class Checkpoints:
 
     # ---------------------------------------------------------------- load
 
-    def list_models_to_load(self, folder: Path) -> list[torch.nn.Module]:
+    def call_load_hooks(self, folder: Path) -> list[torch.nn.Module]:
         """Call the load hooks with another program's checkpoint, and return the models that are still to be loaded.
 
         Each hook gets the list of models, and removes the models that it has loaded.
@@ -635,7 +635,7 @@ class Checkpoints:
             # It has the number of the next checkpoint at the time of the copy, so the last one on the disk is one lower.
             folder, iteration = self.checkpoint_folder.get_parent() / folder.name, int(iteration or 0) - 1
         else:
-            publish_checkpoint(self, folder)
+            publish_resume_advice(self, folder)
         self.checkpoint_folder.continue_numbering(folder, iteration)
         self.last_folder = folder
         log.info(str(restored))

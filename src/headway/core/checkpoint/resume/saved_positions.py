@@ -13,7 +13,8 @@ from headway.core.data.sampling.own_generators import is_generator_text
 from headway.core.data.sampling.rng import complete_state_text, is_rng_states_text
 from headway.core.runtime.device import Hardware
 
-_NUMBERS = (("drawn", -(2**63), 2**63 - 1), ("num_rounds", 0, LARGEST), ("round_size", 1, LARGEST))
+_SOURCE_COUNTS = (("drawn", -(2**63), 2**63 - 1), ("num_rounds", 0, LARGEST), ("round_size", 1, LARGEST))
+"""Triples of (key, minimum, maximum) for integers in the saved position of a loader's source of samples."""
 
 
 def check_loaders(loaders: TypedReader, count: int, hardware: Hardware) -> None:
@@ -32,12 +33,13 @@ def check_loaders(loaders: TypedReader, count: int, hardware: Hardware) -> None:
 
 
 def _check_loader(loader: TypedReader, hardware: Hardware) -> None:
+    """Raise `CheckpointError` unless a value is the position of one loader: its epoch, samples, source and workers."""
     for name in ("epoch", "consumed"):
         loader[name].read_integer()
     if "source" not in loader.read_mapping():
         return
     source = loader["source"]
-    for name, least, most in _NUMBERS:
+    for name, least, most in _SOURCE_COUNTS:
         for each in source.find_present(name):
             each.read_integer(least, most)
     if "round_size" in source.read_mapping():
@@ -67,11 +69,12 @@ def _check_states(source: TypedReader, hardware: Hardware) -> None:
     for text in rng_states:
         if not is_rng_states_text(text.read_text()):
             text.raise_error("the states of generators")
-    for line in (line for each in source.find_present("lines") for line in each.read_items()):
-        place, number, text = line.read_items(3)
-        number.read_integer(-1, LARGEST)
-        if not is_rng_states_text(complete_state_text(text.read_text(), place.read_integer(0, 2))):
-            text.raise_error("the state of a generator")
+    for each in source.find_present("lines"):
+        for line in each.read_items():
+            generator, number, text = line.read_items(3)  # generator: 0 for torch, 1 for Python, 2 for NumPy
+            number.read_integer(-1, LARGEST)
+            if not is_rng_states_text(complete_state_text(text.read_text(), generator.read_integer(0, 2))):
+                text.raise_error("the state of a generator")
 
 
 def check_rng_states(rng_states: TypedReader, hardware: Hardware) -> None:
@@ -84,16 +87,16 @@ def check_rng_states(rng_states: TypedReader, hardware: Hardware) -> None:
     Raises:
         CheckpointError: If a state is wrong.
     """
-    _check_state(rng_states["torch"])
+    _check_torch_state(rng_states["torch"])
     for each in rng_states.find_present("loaders"):
-        _check_state(each)
+        _check_torch_state(each)
     for each in rng_states.find_present("device"):
         is_state = isinstance(each.value, torch.Tensor) and each.value.dtype == torch.uint8
-        read = None if hardware.kind == "cpu" else hardware.find_function("get_rng_state")
-        if read is not None and (not is_state or each.value.shape != read().shape):
+        read_state = None if hardware.kind == "cpu" else hardware.find_function("get_rng_state")
+        if read_state is not None and (not is_state or each.value.shape != read_state().shape):
             each.raise_error("the state of the device's generator")
     python = rng_states["python"]
-    gauss = python.read_items(3)[2]
+    _, _, gauss = python.read_items(3)
     try:
         random.Random().setstate(python.value)
     except (TypeError, ValueError, OverflowError):
@@ -104,7 +107,7 @@ def check_rng_states(rng_states: TypedReader, hardware: Hardware) -> None:
         _check_numpy(each)
 
 
-def _check_state(saved: TypedReader) -> None:
+def _check_torch_state(saved: TypedReader) -> None:
     try:
         torch.Generator().set_state(saved.value)
     except (TypeError, RuntimeError):
@@ -117,10 +120,10 @@ def _check_numpy(saved: TypedReader) -> None:
         if own["bit_generator"] == "MT19937" or saved.value.keys() != own.keys():
             saved.raise_error("the state of NumPy's generator")
         return
-    name, keys, position, has_gauss, cached = saved.read_items(5)
+    name, keys, position, has_gauss, cached_gauss = saved.read_items(5)
     is_sound = isinstance(keys.value, numpy.ndarray) and keys.value.shape == (624,) and keys.value.dtype == numpy.uint32
     if name.value != "MT19937" or not is_sound:
         saved.raise_error("the state of NumPy's generator")
     position.read_integer(0, 624)
     has_gauss.read_integer(0, 1)
-    cached.read_number()
+    cached_gauss.read_number()
