@@ -74,6 +74,7 @@ class WeightChannel:
                 return
 
     def _receive_bucket(self) -> list[tuple[str, torch.Tensor]]:
+        """Wait for a bucket without a time limit, and return its tensors. The last bucket of an update is empty."""
         size = bytearray(8)
         self._receive_bytes(memoryview(size), None)
         length = int.from_bytes(size, "little")

@@ -179,6 +179,7 @@ def _choose_checkpoint(folder: Path) -> Path:
 
 
 def _download_files(source: str) -> Path:
+    """Return the folder in the local cache that holds a Hub model's weights. Missing files are downloaded."""
     if not _HUB_ID.fullmatch(source):
         raise CheckpointError(f"{source} does not exist, and is not an id of a model on the Hub ('owner/name') either")
     hub = require("huggingface_hub", f"{source!r} is not a local path, and downloading it needs", "huggingface_hub")
@@ -195,6 +196,11 @@ def _download_files(source: str) -> Path:
 
 
 def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the mapping from tensor names to file names in an index, and its metadata.
+
+    Raises:
+        CheckpointError: If the file is not an index, or names files outside of its folder.
+    """
     try:
         content = json.loads(read_regular_file(index, MAX_HEADER))
         weights, metadata = content["weight_map"], content.get("metadata") or {}
@@ -212,6 +218,12 @@ def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _open_sharded(index: Path, source: str) -> WeightFiles:
+    """Open the files that an index lists, after checking that each tensor is in the file that the index names.
+
+    Args:
+        index: Index file.
+        source: Path or ID as given by the caller, for messages.
+    """
     weights, metadata = _read_index(index)
     files = sorted(set(weights.values()))
     missing = [name for name in files if not os.path.isfile(index.parent / name)]
@@ -271,6 +283,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def _open_pickled(path: Path) -> _OpenedFile:
+    """Open a file that torch.save has written. A zip archive is mapped. Code in the file is not executed."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except Exception as error:

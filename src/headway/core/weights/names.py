@@ -301,6 +301,11 @@ def _is_missing(location: TensorLocation, names: list[str], available: Mapping[s
 
 
 def _find_sources(model: nn.Module, locations: Mapping[str, TensorLocation], checkpoint: WeightFiles) -> TensorSources:
+    """Find the stored tensors from which each tensor of a model is loaded, without checking shapes.
+
+    Names are compared first without the prefixes of `torch.compile`. If some stored names remain, and the model is one of
+    transformers, transformers' own mapping is used instead. Recorded ties fill the names that are left.
+    """
     stored = checkpoint.tensors
     model_names = {name for name, location in locations.items() if location.is_persistent}
     # The model can have compiled submodules, and so can the model that wrote the checkpoint.

@@ -185,6 +185,14 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_entry(path: Path, name: str, entry: Any, start: int) -> tuple[TensorSpec, int]:
+    """Return the shape and dtype of a tensor, and the file offset of its values, from an entry of a file's header.
+
+    Args:
+        path: Path of the file, for messages.
+        name: Name of the tensor.
+        entry: Entry of the header. It is untrusted.
+        start: File offset to which the entry's offsets refer.
+    """
     try:
         dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         numbers = (*shape, begin, end)

@@ -258,6 +258,7 @@ def _compute_digest(content: Any) -> str:
 
 
 def _read_content(content: Any) -> Manifest:
+    """Return the manifest that a JSON object describes, after checking that its parts fit together. It is untrusted."""
     files = {_check_file_name(name): _read_file(name, entry) for name, entry in content["files"].items()}
     grids = ChunkGridReader(files)
     tensors = {name: _read_entry(name, entry, files, grids) for name, entry in content["tensors"].items()}
@@ -286,6 +287,7 @@ def _read_file(name: str, entry: dict[str, Any]) -> WrittenFile:
 def _read_entry(
     name: str, entry: dict[str, Any], files: Mapping[str, WrittenFile], grids: ChunkGridReader
 ) -> TensorEntry:
+    """Return the entry of one tensor, after checking that its chunks are in listed files and cover its shape exactly once."""
     if entry["dtype"] not in ITEM_BYTES:
         raise CheckpointError(f"the tensor {name!r} is of the unknown dtype {entry['dtype']!r}")
     shape = _decode_shape(entry["shape"], ITEM_BYTES[entry["dtype"]])

@@ -135,6 +135,13 @@ def _encode_leaf(value: Any, name: str, tensors: dict[str, torch.Tensor], depth:
 
 
 def _encode_tensor(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+    """Return a JSON reference to a tensor, and add the tensor to `tensors`. A sparse or quantized one is split first.
+
+    The arguments are those of `encode_value`.
+
+    Raises:
+        CheckpointError: If a checkpoint cannot hold the tensor.
+    """
     kind, problem = type(value), explain_refusal(get_local_part(value))
     if problem is not None:
         raise CheckpointError(f"{name} is {problem}")
@@ -346,6 +353,13 @@ _CONTAINERS: dict[str, type] = {
 
 
 def _decode_value(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+    """Return the value of a JSON value that `encode_value` has written.
+
+    Args:
+        value: JSON value. It is untrusted.
+        tensors: Saved tensors by name.
+        depth: Nesting depth of the value.
+    """
     if depth > 2 * _MAX_DEPTH + 2:
         raise CheckpointError("a value in the manifest is nested too deep")
     if isinstance(value, list):

@@ -124,6 +124,10 @@ def _overlaps_any(piece: tuple[int, int, str], ranges: Sequence[tuple[int, int]]
 def _read_piece(
     path: Path, written: WrittenFile, piece: tuple[int, int, str], buffers: Sequence[ReadBuffer], is_verified: bool
 ) -> None:
+    """Read one piece of a file into its buffers, and compare it with its hash. The arguments are those of `_read_pieces`.
+
+    Bytes that belong to no buffer are read only for the hash.
+    """
     start, length, recorded_hash = piece
     digest = xxhash.xxh3_128()
     try:

@@ -245,6 +245,7 @@ def find_misfit(own: Any, saved: Any) -> str | None:
 
 
 def _find_shard_misfit(own: torch.Tensor, saved: torch.Tensor) -> str | None:
+    """Return the reason why saved values cannot be copied into a part of a tensor on this rank, or None if they can."""
     problem = None if own.dtype == saved.dtype else _find_cast_problem(own.dtype, saved)
     if problem is not None:
         return problem
@@ -376,6 +377,10 @@ def decode_extras(saved_state: CollectedState, index: int, source: Mapping[str, 
 def _find_extra_misfits(
     model: torch.nn.Module, own: Mapping[str, Any], saved_state: CollectedState, index: int
 ) -> list[str]:
+    """Return one message for each sparse or quantized tensor, or extra state, that the model and the checkpoint do not share.
+
+    Extra state that the checkpoint lacks is allowed.
+    """
     prefix = f"model/{index}/"
     saved, own_tensors = decode_extras(saved_state, index, saved_state.tensors), _collect_nondense_tensors(own, prefix)
     names = {_make_logical_name(name, prefix): name for name in own}

@@ -195,6 +195,11 @@ class LoopProgress:
         self._preemption_check = check
 
     def _before_fetch(self, loader: PreparedLoader) -> None:
+        """Update all recorded positions before a batch is fetched, and call the registered functions.
+
+        Args:
+            loader: Loader whose next batch is requested.
+        """
         # Usually each batch is trained on before the next one is requested. Then the run can be saved or stopped here.
         has_no_batch_in_use = not self._events.in_hand or self._has_used_batches(loader)
         if self._epoch_starts is not None:

@@ -144,6 +144,7 @@ def decode_reader(reader: TypedReader, saved_state: CollectedState) -> TypedRead
 
 
 def _check_optimizer(saved: TypedReader, saved_state: CollectedState) -> None:
+    """Raise `CheckpointError` if the saved state of an optimizer does not have the structure that `collect_optimizer` writes."""
     num_betas = 2 if saved["type"].read_text() in _ELEMENTWISE_NAMES.split() else None  # Adan has three
     names_by_group = [group.read_texts() for group in saved["params"].read_items()]
     groups = saved["groups"].read_items(len(names_by_group))

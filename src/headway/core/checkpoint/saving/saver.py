@@ -178,6 +178,10 @@ class Saver:
         staging_hooks: Sequence[Callable[[Path], None]],
         complete_state: Callable[[], None] | None,
     ) -> None:
+        """Write a checkpoint, or start to write it in the background. The arguments are those of `save`.
+
+        Each step runs on all ranks, which exchange their errors before the next one.
+        """
         self._run_on_all(partial(writer.create_staging, job), job)
         self._call_staging_hooks(job, staging_hooks)
 

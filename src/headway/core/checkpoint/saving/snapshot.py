@@ -197,6 +197,7 @@ class HostBuffers(Mapping[_Key, torch.Tensor]):
         return len(self._layouts)
 
     def _allocate_buffer(self, key: _Key) -> torch.Tensor:
+        """Return memory for one tensor: a part of its arena, or unpinned memory for a host tensor or if pinning has failed."""
         shape, dtype = self._layouts[key]
         if key in self._slots:
             number, start = self._slots[key]

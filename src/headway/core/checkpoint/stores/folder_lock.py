@@ -35,7 +35,7 @@ class FolderLock(lock.CheckpointLock):
     """Lock of a checkpoint directory on a disk. The lock is a file next to the directory."""
 
     _text = b""
-    """Content that this process has written to the lock file. b"" if another machine of this run has written it."""
+    """Content with which this process creates the lock file. b"" before its first attempt."""
     _is_parent_new = False
     """Whether this process has created the folder that contains the lock file."""
 
