@@ -20,14 +20,9 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from headway.common import env, scope, tracebacks
 from headway.core import extensions
+from headway.core.checkpoint.resume.arguments import check_load_arguments, check_save_arguments
 from headway.core.checkpoint.resume.comparison import RestoreResult
-from headway.core.checkpoint.resume.save_and_resume import (
-    Checkpoints,
-    LoadHook,
-    SaveHook,
-    check_load_arguments,
-    check_save_arguments,
-)
+from headway.core.checkpoint.resume.save_and_resume import Checkpoints, LoadHook, SaveHook
 from headway.core.checkpoint.resume.state import CheckpointState
 from headway.core.config.activation_checkpointing import ActivationCheckpointing
 from headway.core.config.compilation import Backend, TorchDynamoPlugin

@@ -1,17 +1,13 @@
-"""Save and resume a run: the implementation of `save_state`, `load_state`, `resume` and `epochs`.
-
-Arguments that Accelerate's `save_state` and `load_state` pass on to DeepSpeed and other backends are accepted and
-ignored.
-"""
+"""Save and resume a run: the implementation of `save_state`, `load_state`, `resume` and `epochs`."""
 
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -22,6 +18,7 @@ from headway.core import extensions
 from headway.core.checkpoint.folders import find_store
 from headway.core.checkpoint.format.manifest import MANIFEST
 from headway.core.checkpoint.resume.after_interrupt import add_interrupt_advice, publish_resume_advice
+from headway.core.checkpoint.resume.arguments import parse_changed
 from headway.core.checkpoint.resume.comparison import RestoreResult
 from headway.core.checkpoint.resume.positions import EvaluationStart
 from headway.core.checkpoint.resume.state import CheckpointState
@@ -30,10 +27,8 @@ from headway.core.checkpoint.saving.writer import SavePolicy
 from headway.core.checkpoint.state import CollectedState
 from headway.core.config.preemption import Preemption
 from headway.core.config.run import ProjectConfiguration
-from headway.core.config.values import suggest_word
 from headway.core.runtime.collectives.checked import Collectives
 from headway.core.runtime.control_plane.attendance import SAVE, Attendance, CallParticipants
-from headway.core.runtime.device import is_device_type
 from headway.core.runtime.events import RunEvent, subscribe
 from headway.core.training.hooks import StepHooks
 from headway.errors import CheckpointDamaged, CheckpointError, ConfigError, StateError
@@ -41,37 +36,6 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-CHANGED = ("data", "schedule", "groups")
-"""Allowed values of the argument `changed`: parts of a run that may differ on purpose from the saved run."""
-
-
-class _KnownArguments(NamedTuple):
-    """Arguments that a method of the Accelerator accepts.
-
-    Attributes:
-        own: Names of the arguments that have an effect, separated by spaces.
-        ignored: Names of the arguments of other backends, which have no effect.
-        explanation: End of the message about an ignored argument.
-    """
-
-    own: str
-    ignored: str
-    explanation: str
-
-
-_ARGUMENTS = {
-    "save_state": _KnownArguments(
-        "output_dir safe_serialization blocking metric weights",
-        "client_state exclude_frozen_parameters max_shard_size save_function tag save_latest",
-        "the checkpoint holds the whole state",
-    ),
-    "load_state": _KnownArguments(
-        "input_dir load_kwargs map_location strict changed",
-        "load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only tag custom_load_fn mmap weights_only",
-        "the whole state is loaded",
-    ),
-}
-"""Arguments by name of the method."""
 _WITHIN_EPOCH = (
     "a checkpoint is saved inside an evaluation in the middle of an epoch: a run resumed from it goes on with the next training "
     "batch and does not repeat this evaluation. Save before or after it to keep both"
@@ -794,73 +758,3 @@ class Checkpoints:
                 "accelerator.epochs(num_epochs):` in place of `for epoch in range(num_epochs):`"
             )
         self.checkpoint_folder.ensure_resumed()
-
-
-# -------------------------------------------------------------------- arguments
-
-
-def check_save_arguments(arguments: Mapping[str, Any]) -> None:
-    """Log that extra arguments of `save_state` belong to other backends and have no effect.
-
-    Args:
-        arguments: Extra arguments by name.
-
-    Raises:
-        ConfigError: If no supported backend has an argument of this name.
-    """
-    for name in arguments:
-        _check_argument_name("save_state", name)
-
-
-def check_load_arguments(arguments: Mapping[str, Any]) -> None:
-    """Log that extra arguments of `load_state` belong to other backends and have no effect.
-
-    `map_location` has no effect either, but nothing is logged for it.
-
-    Args:
-        arguments: Extra arguments by name.
-
-    Raises:
-        ConfigError: If no supported backend has an argument of this name, or `map_location` is not None, "cpu",
-            "on_device" or a device.
-    """
-    for name, value in arguments.items():
-        if name != "map_location":
-            _check_argument_name("load_state", name)
-        elif value is not None and not _is_map_location(value if isinstance(value, str) else str(value)):
-            raise ConfigError(
-                f"load_state(map_location={value!r}); allowed: None, 'cpu', 'on_device' or a device. With any of them, "
-                "each state goes to the device of its prepared object"
-            )
-
-
-def parse_changed(changed: str | Collection[str] | None) -> Collection[str] | None:
-    """Return the argument `changed` as a collection of names, or None.
-
-    Args:
-        changed: One or several of "data", "schedule" and "groups", or None.
-
-    Raises:
-        ConfigError: If it contains another name.
-    """
-    names = (changed,) if isinstance(changed, str) else changed
-    for name in names or ():
-        if name not in CHANGED:
-            raise ConfigError(f"changed={changed!r}; allowed: {', '.join(map(repr, CHANGED))}, or several of them")
-    return names
-
-
-def _is_map_location(text: str) -> bool:
-    kind, colon, number = text.partition(":")
-    return text in ("cpu", "on_device") or (is_device_type(kind) and (not colon or number.isdigit()))
-
-
-def _check_argument_name(method: str, name: str) -> None:
-    arguments = _ARGUMENTS[method]
-    if name not in arguments.ignored.split():
-        allowed = [*arguments.own.split(), *arguments.ignored.split()]
-        hint = suggest_word(name, allowed)
-        raise ConfigError(f"{method}() has no argument {name!r}{hint or '; allowed: ' + ', '.join(allowed)}")
-    log.info_once(
-        "%s(%s=...) has no effect: it is for an engine that is not in use; %s", method, name, arguments.explanation
-    )
