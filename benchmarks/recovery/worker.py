@@ -94,7 +94,7 @@ class Jobs:
         self._folder = folder
         self._group = dist.new_group(backend="gloo")  # the saving thread's collectives must not mix with the loop's
         self._memory: Any = accelerator._checkpoints._memory
-        self._memory._is_off = True
+        self._memory._is_disabled = True
 
     def get_actions(self, mode: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Return (action before the updates, action after them). Only the first is timed, together with the updates."""
@@ -111,7 +111,7 @@ class Jobs:
 
     def _switch(self, is_off: bool) -> None:
         self._memory.finish_save()
-        self._memory._is_off = is_off
+        self._memory._is_disabled = is_off
 
     def _async_save(self) -> None:
         weights, moments = get_state_dict(self._model, self._optimizer)

@@ -1469,7 +1469,7 @@ class Accelerator(RankAware):
             recompute=partial(
                 extensions.load("feature", "repeat_checkpointing"),
                 plan=self.options.checkpointing,
-                prepared=self._preparation.models,
+                prepared_models=self._preparation.models,
             ),
         )
         found: Forecast = extensions.load("feature", "forecast")(request, setup)

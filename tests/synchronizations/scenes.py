@@ -21,7 +21,7 @@ from headway.core.runtime.readback import Readback
 from headway.core.training.checks import notices
 from headway.core.training.task import BatchTask
 from headway.core.training.windows import UpdateClock
-from headway.extras.replay import transaction
+from headway.extras.replay import padding_check
 from headway.extras.throughput import Throughput
 from headway.trainer.callbacks import TrainerControl
 from headway.trainer.loop import Training
@@ -149,7 +149,7 @@ def without_record_stream(fake: FakeDevice) -> str:
 def padding(fake: FakeDevice) -> list[str]:
     """Check batches with padded labels; return the warnings and the numbers of waits."""
     lines: list[str] = []
-    transaction.log.warning_once = lambda text, *args: lines.append(text)  # type: ignore[method-assign]
+    padding_check.log.warning_once = lambda text, *args: lines.append(text)  # type: ignore[method-assign]
     accelerator = Accelerator(microbatching="auto")
     model = accelerator.prepare(torch.nn.Linear(1, 1).to(DEVICE))
     for _ in range(2):
@@ -171,7 +171,7 @@ def figures(fake: FakeDevice) -> list[str]:
         accelerator._training_step, LoaderEvents(), UpdateClock(), accelerator.runtime, now=lambda: seconds[0]
     )
     for number in range(1, 5):
-        meter._on_backward()
+        meter._handle_backward()
         seconds[0] = float(number)
         meter._end_lap(seconds[0])
         meter.add(tokens=torch.tensor(100 * number).to(DEVICE))
@@ -200,8 +200,8 @@ def two_ranks(fake: FakeDevice) -> list[Any]:
     control = TrainerControl(should_save=True)
     training = object.__new__(Training)
     exchange = SimpleNamespace(num_processes=2, collectives=CollectivesOfTwoRanks(), device=DEVICE)
-    events = SimpleNamespace(has_foreign=True, control=control)
-    training.__dict__.update(_accelerator=exchange, _has_foreign=False, _events=events)
+    events = SimpleNamespace(has_user_callbacks=True, control=control)
+    training.__dict__.update(_accelerator=exchange, _has_user_callbacks=False, _events=events)
     fake.start_over()
     loss = task.loss(CollectivesOfTwoRanks())  # type: ignore[arg-type]
     training._synchronize_control()

@@ -35,7 +35,7 @@ _PLACES: dict[str, dict[str, str]] = {
     # Features that only some runs use, by the Accelerator's argument or method that requests them.
     "feature": {
         "adapted_models": "headway.layouts.adapters:prepare_for_sharding",
-        "average": "headway.extras.moving_average:use_averages",
+        "average": "headway.extras.moving_average:get_swap_function",
         "best_checkpoint": "headway.extras.best_checkpoint",
         "changed_groups": "headway.extras.changed_groups",
         "checkpoint_activations": "headway.extras.activation_checkpointing:checkpoint_activations",

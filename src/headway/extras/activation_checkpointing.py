@@ -25,10 +25,14 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_KEY = "_headway_checkpoint"
-_FLAG = "gradient_checkpointing"  # attribute of transformers' modules that turns checkpointing on
-_FUNCTION = "_gradient_checkpointing_func"
+_BLOCK_FUNCTION = "_headway_checkpoint"
+"""Attribute of a checkpointed block: the function that calls its forward with checkpointing or offloading."""
+_OWN_FLAG = "gradient_checkpointing"
+"""Attribute of transformers' modules: whether checkpointing is on."""
+_OWN_FUNCTION = "_gradient_checkpointing_func"
+"""Attribute of transformers' modules: the function that calls a layer's forward with checkpointing."""
 
+# Names of aten operations whose results the policies "keep_attention" and "keep_matmul" store.
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -60,7 +64,9 @@ class CheckpointedBlock:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle or copy the block as an object of its original class, without checkpointing."""
-        return reduce_to_bare(self, super().__reduce_ex__(protocol), self.__dict__[BARE_CLASS], (_KEY, BARE_CLASS))
+        return reduce_to_bare(
+            self, super().__reduce_ex__(protocol), self.__dict__[BARE_CLASS], (_BLOCK_FUNCTION, BARE_CLASS)
+        )
 
 
 def checkpoint_activations(model: torch.nn.Module, plan: ActivationCheckpointing, device: torch.device) -> int:
@@ -89,19 +95,21 @@ def checkpoint_activations(model: torch.nn.Module, plan: ActivationCheckpointing
     function = _make_block_function(plan, offload)
     if function is None:
         return 0
-    switches = [] if plan.blocks or plan.policy == "keep_all" else list(find_outermost([model], _has_switch))
-    count = sum(_enable_own_checkpointing(part, plan, function) for part in switches)
-    inside = {id(module) for part in switches for module in part.modules()}
-    blocks = [block for block in find_blocks(model, plan.blocks) if id(block) not in inside]
+    # A model's own checkpointing can neither be limited to named blocks nor only offload.
+    uses_own = not plan.blocks and plan.policy != "keep_all"
+    own_models = list(find_outermost([model], _has_own_checkpointing)) if uses_own else []
+    count = sum(_enable_own_checkpointing(own_model, plan, function) for own_model in own_models)
+    done_ids = {id(module) for own_model in own_models for module in own_model.modules()}
+    blocks = [block for block in find_blocks(model, plan.blocks) if id(block) not in done_ids]
     if not blocks and not count:
         raise ConfigError(
             f"no repeated blocks were found in {type(model).__name__}: its ModuleLists, Sequentials and ModuleDicts contain no two "
             "modules of the same class with submodules. Name the blocks: blocks=[BlockClass] or blocks=['layers.0', ...]"
         )
-    chosen = blocks[:: plan.every]
-    for block in chosen:
+    checkpointed = blocks[:: plan.every]
+    for block in checkpointed:
         _attach_function(block, function)
-    return count + len(chosen)
+    return count + len(checkpointed)
 
 
 def keep_activations(model: torch.nn.Module) -> None:
@@ -110,12 +118,12 @@ def keep_activations(model: torch.nn.Module) -> None:
     Raises:
         StateError: If a block was prepared by itself after its activations were checkpointed.
     """
-    for part in find_outermost([model], _has_switch):
-        if any(getattr(module, _FLAG, False) is True for module in part.modules()):
+    for part in find_outermost([model], _has_own_checkpointing):
+        if any(getattr(module, _OWN_FLAG, False) is True for module in part.modules()):
             disable = getattr(part, "activation_checkpointing_disable", None) or part.gradient_checkpointing_disable
             disable()  # type: ignore[operator]
     for module in model.modules():
-        if _KEY not in module.__dict__:
+        if _BLOCK_FUNCTION not in module.__dict__:
             continue
         if type(module).__mro__[1] is not CheckpointedBlock:
             raise StateError(
@@ -123,14 +131,14 @@ def keep_activations(model: torch.nn.Module) -> None:
                 "call accelerator.free_memory() first"
             )
         module.__class__ = module.__dict__.pop(BARE_CLASS)
-        del module.__dict__[_KEY]
+        del module.__dict__[_BLOCK_FUNCTION]
 
 
 def repeat_checkpointing(
     model: torch.nn.Module,
     copy: torch.nn.Module,
     plan: ActivationCheckpointing | None,
-    prepared: Sequence[torch.nn.Module],
+    prepared_models: Sequence[torch.nn.Module],
 ) -> None:
     """Enable activation checkpointing in a copy of a model, because copying removes it.
 
@@ -141,31 +149,32 @@ def repeat_checkpointing(
         model: Model, checkpointed or not.
         copy: Copy of `model`, with the same module structure.
         plan: Settings of activation checkpointing that prepare() applies to models, or None.
-        prepared: Models that have been prepared.
+        prepared_models: Models that have been prepared.
 
     Raises:
         UnsupportedError: If the model's activations are or will be offloaded.
     """
-    is_planned = plan is not None and all(model is not known for known in prepared)
-    functions = [module.__dict__.get(key) for module in model.modules() for key in (_KEY, _FUNCTION)]
-    if (is_planned and plan is not None and plan.offload) or any(map(_has_offload_function, functions)):
+    is_prepared = any(model is each for each in prepared_models)
+    planned = None if is_prepared else plan  # prepare() has already applied the plan to prepared models
+    functions = [module.__dict__.get(key) for module in model.modules() for key in (_BLOCK_FUNCTION, _OWN_FUNCTION)]
+    if (planned is not None and planned.offload) or any(map(_is_offload_function, functions)):
         raise UnsupportedError(
             "activations are offloaded to host memory, which cannot be forecast yet; leave offload out"
         )
-    if is_planned and plan is not None:
-        checkpoint_activations(copy, plan, torch.device("cpu"))
+    if planned is not None:
+        checkpoint_activations(copy, planned, torch.device("cpu"))
         return
-    for module, twin in zip(model.modules(), copy.modules(), strict=True):
-        if _KEY in module.__dict__:
-            _attach_function(twin, module.__dict__[_KEY])
+    for module, copied_module in zip(model.modules(), copy.modules(), strict=True):
+        if _BLOCK_FUNCTION in module.__dict__:
+            _attach_function(copied_module, module.__dict__[_BLOCK_FUNCTION])
 
 
-def _has_offload_function(function: Any) -> bool:
-    return (
-        isinstance(function, partial)
-        and _get_offload_function.cache_info().currsize > 0
-        and function.func is _get_offload_function()
-    )
+def _is_offload_function(function: Any) -> bool:
+    """Whether a block is called through a function of `_make_block_function` that offloads its activations."""
+    if _get_offload_function.cache_info().currsize == 0:
+        # Nothing is offloaded yet. Creating the function for the comparison would import torch's compiler.
+        return False
+    return isinstance(function, partial) and function.func is _get_offload_function()
 
 
 # ---------------------------------------------------------------- functions that call a block
@@ -182,22 +191,31 @@ def _make_block_function(plan: ActivationCheckpointing, offload: bool) -> Callab
     """
     if plan.policy == "keep_all":
         return partial(_get_offload_function(), _call_forward) if offload else None
+    if plan.policy == "keep_matmul":
+        policy: Any = _make_selective_policy(_MATMUL + _ATTENTION)
+    elif plan.policy == "keep_attention":
+        policy = _make_selective_policy(_ATTENTION)
+    else:
+        policy = plan.policy
     options: dict[str, Any] = {"use_reentrant": False}
-    policy = _make_selective_policy(_MATMUL + _ATTENTION) if plan.policy == "keep_matmul" else plan.policy
-    policy = _make_selective_policy(_ATTENTION) if policy == "keep_attention" else policy
     if callable(policy):
-        # torch.compile supports only this form.
+        # torch.compile supports selective checkpointing only if `context_fn` is a partial of this function.
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     function = partial(checkpoint, **options)
     return partial(_get_offload_function(), function) if offload else function
 
 
 def _make_selective_policy(names: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
+    """Return a policy for torch's selective checkpointing that stores only the results of some aten operations.
+
+    Args:
+        names: Names of the operations, without overload. Names that this version of torch does not have are ignored.
+    """
     packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
-    kept = {getattr(packet, overload) for packet in packets for overload in packet.overloads()}
+    saved_operations = {getattr(packet, overload) for packet in packets for overload in packet.overloads()}
 
     def choose_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operation in saved_operations else CheckpointPolicy.PREFER_RECOMPUTE
 
     return choose_policy
 
@@ -270,14 +288,14 @@ def _attach_function(block: torch.nn.Module, function: Callable[..., Any]) -> No
         block.__class__ = _get_checkpointed_class(bare)
     except TypeError as error:
         raise ConfigError(f"the class {bare.__qualname__} cannot be extended: {error}; name other blocks") from error
-    block.__dict__[_KEY] = function
+    block.__dict__[_BLOCK_FUNCTION] = function
     block.__dict__[BARE_CLASS] = bare
 
 
 # ---------------------------------------------------------------- models with their own checkpointing
 
 
-def _has_switch(module: torch.nn.Module) -> bool:
+def _has_own_checkpointing(module: torch.nn.Module) -> bool:
     return bool(getattr(module, "supports_gradient_checkpointing", False)) and hasattr(
         module, "gradient_checkpointing_enable"
     )
@@ -301,10 +319,13 @@ def _enable_own_checkpointing(
     """
     enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-    flagged = [module for module in model.modules() if hasattr(module, _FLAG)]
-    layers = [
-        module for module in flagged if not any(hasattr(part, _FLAG) for part in module.modules() if part is not module)
-    ]
+    flagged = [module for module in model.modules() if hasattr(module, _OWN_FLAG)]
+    # Outer modules, such as the decoder, have the flag too. Only the innermost ones are layers.
+    layers = []
+    for module in flagged:
+        submodules = [each for each in module.modules() if each is not module]
+        if not any(hasattr(each, _OWN_FLAG) for each in submodules):
+            layers.append(module)
     if plan.every > 1 and len(layers) < 2:
         keep_activations(model)
         raise ConfigError(
@@ -312,8 +333,8 @@ def _enable_own_checkpointing(
             "name its blocks with blocks=[LayerClass], or leave every at 1"
         )
     for module in flagged:
-        if hasattr(module, _FUNCTION):
-            setattr(module, _FUNCTION, function)
+        if hasattr(module, _OWN_FUNCTION):
+            setattr(module, _OWN_FUNCTION, function)
     for index, layer in enumerate(layers):
-        setattr(layer, _FLAG, index % plan.every == 0)
+        setattr(layer, _OWN_FLAG, index % plan.every == 0)
     return len(layers[:: plan.every])

@@ -5,10 +5,10 @@ The copies run on a separate stream, while the device computes.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,14 +19,14 @@ from headway.core.runtime.pinned_sizes import split_into_powers_of_two
 MIN_BYTES = 1 << 20
 """Minimum bytes of an offloaded tensor. For smaller tensors, the copy costs more than their memory is worth."""
 
-_MOST = 2
+_TRANSIT_FACTOR = 2
 """Limit on the device memory of copies in transit, as a multiple of the largest activation.
 
 A copy to the host is in transit until it is complete. A copy back to the device is in transit until it has been used.
 The limit holds no matter how far the host runs ahead of the device.
 """
 
-_SAME_VALUES = frozenset(
+_VALUE_PRESERVING_NODES = frozenset(
     (
         *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "AsStrided", "Select", "Slice", "Split"),
         *("Unbind", "Unsqueeze", "Squeeze", "Expand", "Alias", "ToCopy", "Clone"),
@@ -56,6 +56,32 @@ class PinnedCopy:
         return sum(piece.nbytes for piece in self.pieces)
 
 
+class _CopyToHost(NamedTuple):
+    """Copy of a tensor to the host that the compute stream has not waited for yet.
+
+    Attributes:
+        done: Event that marks the completion of the copy.
+        compute_stream: Stream that has computed the tensor.
+        source: Device tensor, which must live until the copy is complete.
+    """
+
+    done: torch.Event
+    compute_stream: torch.Stream
+    source: torch.Tensor
+
+
+class _CopyToDevice(NamedTuple):
+    """Copy back to the device whose memory backward may still use.
+
+    Attributes:
+        earlier_work: Event that marks the completion of the device work from before the copy.
+        num_bytes: Size of the copy.
+    """
+
+    earlier_work: torch.Event
+    num_bytes: int
+
+
 class CopyLane:
     """Copier of saved activations between one device and the host. It uses a separate stream if the device has streams.
 
@@ -64,18 +90,18 @@ class CopyLane:
         has_stream: Whether to use a separate stream. If False, copies run in order with all other work. Default: True.
 
     Attributes:
-        last: Weak reference to the `ActivationCopy` that was fetched last. Its values stay on the device until another
-            one is fetched, because the next backward operation might need them too.
+        last_fetched: Weak reference to the `ActivationCopy` that was fetched last. Its values stay on the device until
+            another one is fetched, because the next backward operation might need them too. None before the first.
     """
 
     def __init__(self, device: torch.device, has_stream: bool = True) -> None:
         self._device = device
         has_stream = has_stream and hasattr(torch.get_device_module(device), "Stream")
         self._stream = torch.Stream(device) if has_stream else None
-        self.last: weakref.ref[ActivationCopy] | None = None
-        self._largest = 0
-        self._leaving: deque[tuple[torch.Event, torch.Stream, torch.Tensor]] = deque()
-        self._returned: deque[tuple[torch.Event, int]] = deque()
+        self.last_fetched: weakref.ref[ActivationCopy] | None = None
+        self._largest_bytes = 0  # of all activations so far
+        self._copies_to_host: deque[_CopyToHost] = deque()
+        self._copies_to_device: deque[_CopyToDevice] = deque()
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor | PinnedCopy, torch.Event | None]:
         """Copy a tensor to host memory.
@@ -95,24 +121,24 @@ class CopyLane:
                 piece.copy_(part, non_blocking=True)
             ready = self._stream.record_event()
         # The device memory can be reused once the compute stream waits for the copy, even if the host is far ahead.
-        self._leaving.append((ready, compute, row))
-        self._largest = max(self._largest, row.nbytes)
-        self._wait_for_copies(_MOST * self._largest)
+        self._copies_to_host.append(_CopyToHost(ready, compute, row))
+        self._largest_bytes = max(self._largest_bytes, row.nbytes)
+        self._wait_for_copies(_TRANSIT_FACTOR * self._largest_bytes)
         return host, ready
 
-    def _wait_for_copies(self, most: int) -> None:
-        """Make the compute stream wait for copies to the host, oldest first, until at most `most` bytes are left.
+    def _wait_for_copies(self, max_bytes: int) -> None:
+        """Make the compute stream wait for copies to the host, oldest first, until at most `max_bytes` are in transit.
 
-        Only the compute stream waits. The host does not wait.
+        Also forget copies that are complete already. Only the compute stream waits. The host does not wait.
 
         Args:
-            most: Largest total size, in bytes, of the copies that the compute stream has not waited for.
+            max_bytes: Largest total size of the copies that the compute stream has not waited for.
         """
-        held = sum(tensor.nbytes for _, _, tensor in self._leaving)
-        while self._leaving and (held > most or self._leaving[0][0].query()):
-            ready, compute, tensor = self._leaving.popleft()
-            compute.wait_event(ready)
-            held -= tensor.nbytes
+        pending_bytes = sum(copy.source.nbytes for copy in self._copies_to_host)
+        while self._copies_to_host and (pending_bytes > max_bytes or self._copies_to_host[0].done.query()):
+            copy = self._copies_to_host.popleft()
+            copy.compute_stream.wait_event(copy.done)
+            pending_bytes -= copy.source.nbytes
 
     def to_device(self, host: torch.Tensor | PinnedCopy, ready: torch.Event | None) -> torch.Tensor:
         """Start to copy a host copy back to the device. Call `await_arrival` before using the result.
@@ -125,11 +151,13 @@ class CopyLane:
             return host.to(self._device)
         assert self._stream is not None
         self._wait_for_copies(0)
-        self._returned.append((torch.accelerator.current_stream(self._device).record_event(), host.nbytes))
+        earlier_work = torch.accelerator.current_stream(self._device).record_event()
+        self._copies_to_device.append(_CopyToDevice(earlier_work, host.nbytes))
         # The copy stream owns this memory, which is free only once the compute stream has used it. So the host waits if
         # it is too far ahead.
-        while sum(num_bytes for _, num_bytes in self._returned) > (_MOST + 1) * max(self._largest, host.nbytes):
-            self._returned.popleft()[0].synchronize()
+        max_bytes = (_TRANSIT_FACTOR + 1) * max(self._largest_bytes, host.nbytes)
+        while sum(copy.num_bytes for copy in self._copies_to_device) > max_bytes:
+            self._copies_to_device.popleft().earlier_work.synchronize()
         with self._stream:
             if ready is not None:
                 self._stream.wait_event(ready)
@@ -171,16 +199,16 @@ class OffloadSettings:
     """Functions and classes that activation offloading uses. A trace on fake tensors replaces them with its own.
 
     Attributes:
-        lane: Function that creates a device's `CopyLane`.
-        kind: Tensor class whose instances are offloaded.
-        names: Source of the numbers that identify the storages of these tensors.
-        from_host: Whether CPU tensors are offloaded too, because they represent device tensors in the trace.
+        make_lane: Function that creates a device's `CopyLane`.
+        tensor_class: Class of the tensors that are offloaded. Instances of its subclasses stay on the device.
+        storage_numbers: Source of the numbers that identify the storages of these tensors.
+        offloads_cpu_tensors: Whether CPU tensors are offloaded too, because they represent device tensors in the trace.
     """
 
-    lane: Callable[[torch.device], CopyLane] = field(default_factory=lambda: CopyLane)
-    kind: type = torch.Tensor
-    names: StorageNumbers = field(default_factory=StorageNumbers)
-    from_host: bool = False
+    make_lane: Callable[[torch.device], CopyLane] = field(default_factory=lambda: CopyLane)
+    tensor_class: type = torch.Tensor
+    storage_numbers: StorageNumbers = field(default_factory=StorageNumbers)
+    offloads_cpu_tensors: bool = False
 
 
 class _CopyLanes(dict[torch.device, CopyLane]):
@@ -196,7 +224,7 @@ class _CopyLanes(dict[torch.device, CopyLane]):
 
     def __missing__(self, device: torch.device) -> CopyLane:
         """Create the device's `CopyLane`."""
-        self[device] = lane = self.settings.lane(device)
+        self[device] = lane = self.settings.make_lane(device)
         return lane
 
 
@@ -224,9 +252,13 @@ class ActivationCopy:
         lanes = scope.get_or_create(_CopyLanes)
         self._lane = lanes[values.device]
         # Holding the storage keeps its address from being reused while this copy can be found by it.
-        self._source = lanes.settings.names.hold_storage(values.untyped_storage())
+        self._source = lanes.settings.storage_numbers.hold_storage(values.untyped_storage())
         self._host, self._ready = self._lane.to_host(values)
         self._fetched: torch.Tensor | None = None
+
+    def list_host_tensors(self) -> Sequence[torch.Tensor]:
+        """Return the tensors in host memory that contain the values."""
+        return self._host.pieces if isinstance(self._host, PinnedCopy) else (self._host,)
 
     def fetch(self) -> torch.Tensor:
         """Copy the values back to the device if they are not there, and return them.
@@ -234,11 +266,11 @@ class ActivationCopy:
         They stay on the device until the next copy is fetched, or this copy is freed.
         """
         if self._fetched is None:
-            before = self._lane.last() if self._lane.last is not None else None
-            if before is not None:
-                before._fetched = None
+            previous = self._lane.last_fetched() if self._lane.last_fetched is not None else None
+            if previous is not None:
+                previous._fetched = None
             self._fetched = self._lane.to_device(self._host, self._ready)
-            self._lane.last = weakref.ref(self)
+            self._lane.last_fetched = weakref.ref(self)
         return self._lane.await_arrival(self._fetched)
 
 
@@ -265,8 +297,8 @@ class OffloadedActivation:
     view: tuple[torch.Size, tuple[int, ...], int] | None
 
 
-class _OwnTensors:
-    """Tensors of a block that are on the device anyway, so that offloading them saves nothing.
+class _ResidentTensors:
+    """Tensors of a block that stay on the device anyway, so that offloading them saves nothing.
 
     These are the block's buffers, and copies of its frozen weights in another dtype. Trainable weights are not
     included: they are recognized by their autograd graph (see `_is_weight`).
@@ -276,19 +308,19 @@ class _OwnTensors:
     """
 
     def __init__(self, block: torch.nn.Module | None) -> None:
-        held = [] if block is None else [buffer for buffer in block.buffers() if buffer.layout is torch.strided]
+        buffers = [] if block is None else [buffer for buffer in block.buffers() if buffer.layout is torch.strided]
         frozen = [] if block is None else [each for each in block.parameters() if not each.requires_grad]
-        self._storages = {tensor.untyped_storage()._cdata for tensor in held}
+        self._buffer_storages = {buffer.untyped_storage()._cdata for buffer in buffers}
         # Autocast's copies of frozen weights have no graph, so they are recognized by shape. A constant that happens to
         # have a weight's shape and another dtype is then not offloaded either.
         self._frozen = {(tensor.shape, tensor.dtype) for tensor in frozen}
 
-    def contains_memory(self, tensor: torch.Tensor) -> bool:
+    def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of the block's buffers, or is probably a frozen weight cast to another dtype.
 
         A cast weight is recognized by its shape.
         """
-        if tensor.untyped_storage()._cdata in self._storages:
+        if tensor.untyped_storage()._cdata in self._buffer_storages:
             return True
         base = tensor if tensor._base is None else tensor._base
         return not tensor.requires_grad and any(
@@ -311,21 +343,21 @@ def offload_saved_tensors(
         block: Module whose forward runs in the context. None: unknown, so buffers and autocast's copies of frozen
             weights are not recognized, and are offloaded too.
     """
-    own = _OwnTensors(block)
+    resident = _ResidentTensors(block)
 
     def pack_tensor(tensor: torch.Tensor) -> torch.Tensor | OffloadedActivation:
-        return (
-            _offload_tensor(tensor) if _is_worth_it(tensor, min_bytes) and not own.contains_memory(tensor) else tensor
-        )
+        if _is_worth_offloading(tensor, min_bytes) and not resident.contains(tensor):
+            return _offload_tensor(tensor)
+        return tensor
 
     return torch.autograd.graph.saved_tensors_hooks(pack_tensor, _fetch_saved)
 
 
-def _is_worth_it(tensor: torch.Tensor, min_bytes: int) -> bool:
+def _is_worth_offloading(tensor: torch.Tensor, min_bytes: int) -> bool:
     lanes = scope.get_or_create(_CopyLanes)
-    if _is_on_host(tensor) and not lanes.settings.from_host:
+    if _is_on_host(tensor) and not lanes.settings.offloads_cpu_tensors:
         return False
-    if tensor.layout is not torch.strided or type(tensor) is not lanes.settings.kind:
+    if tensor.layout is not torch.strided or type(tensor) is not lanes.settings.tensor_class:
         return False
     # An expanded tensor is larger than its storage.
     return min(tensor.nbytes, tensor.untyped_storage().nbytes()) >= min_bytes and not _is_weight(tensor)
@@ -347,7 +379,7 @@ def _is_weight(tensor: torch.Tensor) -> bool:
         name = node.name()
         if name.endswith("AccumulateGrad"):
             return isinstance(node.variable, torch.nn.Parameter)
-        if name.rstrip("0123456789").removesuffix("Backward") not in _SAME_VALUES:
+        if name.rstrip("0123456789").removesuffix("Backward") not in _VALUE_PRESERVING_NODES:
             return False
         node = node.next_functions[0][0]
     return False
@@ -356,26 +388,27 @@ def _is_weight(tensor: torch.Tensor) -> bool:
 def _offload_tensor(tensor: torch.Tensor) -> OffloadedActivation:
     storage = tensor.untyped_storage()
     # If the tensor is a small part of its storage, copy only that part. Lazy conjugation must be materialized.
-    is_whole = 2 * tensor.nbytes > storage.nbytes() and not (tensor.is_conj() or tensor.is_neg())
+    copies_storage = 2 * tensor.nbytes > storage.nbytes() and not (tensor.is_conj() or tensor.is_neg())
     view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-    mark = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
     key = (
-        scope.get_or_create(_CopyLanes).settings.names.get_number(storage),
+        scope.get_or_create(_CopyLanes).settings.storage_numbers.get_number(storage),
         tensor._version,
-        *mark,
-        None if is_whole else view,
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        None if copies_storage else view,
     )
     copies = scope.get_or_create(_ActivationCache)
     copy = copies.get(key)
     if copy is None:
-        copy = copies[key] = ActivationCopy(_flatten_storage(tensor) if is_whole else tensor)
-    return OffloadedActivation(copy, view if is_whole else None)
+        copy = copies[key] = ActivationCopy(_flatten_storage(tensor) if copies_storage else tensor)
+    return OffloadedActivation(copy, view if copies_storage else None)
 
 
 def _flatten_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's entire storage as a 1-d tensor of the tensor's dtype."""
-    num = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.detach().as_strided((num,), (1,), 0)
+    num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((num_elements,), (1,), 0)
 
 
 def _fetch_saved(saved: torch.Tensor | OffloadedActivation) -> torch.Tensor:

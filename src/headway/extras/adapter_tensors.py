@@ -35,7 +35,7 @@ def _saves_only_adapters(model: Any) -> bool:
 
 
 def gather_written_tensors(
-    model: Any, tensors: Mapping[str, Any], everyone: Collectives, given: Mapping[str, Any] | None = None
+    model: Any, tensors: Mapping[str, Any], everyone: Collectives, arguments: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Gather the tensors of a sharded model that its `save_pretrained` writes. Every rank must call this function.
 
@@ -45,7 +45,7 @@ def gather_written_tensors(
         model: Sharded model.
         tensors: Tensors of the model by name, with sharded ones as shards.
         everyone: Collectives over all ranks.
-        given: Arguments of `save_pretrained` by name. Default: None, only the folder is given.
+        arguments: Arguments of `save_pretrained` by name. Default: None, only the folder is given.
 
     Returns:
         State dict for the argument `state_dict` of `save_pretrained`. On rank 0, gathered tensors are on the CPU, and
@@ -60,20 +60,22 @@ def gather_written_tensors(
         for name, each in tensors.items()
         if is_sharded(each)
     }
-    chosen = set(tensors)
+    names_to_write = set(tensors)
     if _saves_only_adapters(model):
-        chosen = run_on_main(
-            lambda: _choose_adapter_tensors(model, {**tensors, **placeholders}, given or {}), everyone, is_shared=True
+        names_to_write = run_on_rank_0(
+            lambda: _choose_adapter_tensors(model, {**tensors, **placeholders}, arguments or {}),
+            everyone,
+            is_shared=True,
         )
-    gathered = gather_state(((name, each) for name, each in tensors.items() if name in chosen), everyone)
-    return {**tensors, **placeholders, **gathered}
+    gathered = gather_state(((name, each) for name, each in tensors.items() if name in names_to_write), everyone)
+    return {**tensors, **placeholders, **gathered}  # PEFT expects a complete state dict
 
 
-def run_on_main(act: Callable[[], Any], everyone: Any, is_shared: bool = False) -> Any:
+def run_on_rank_0(function: Callable[[], Any], everyone: Any, is_shared: bool = False) -> Any:
     """Run a function on rank 0 while the other ranks wait for it. Return its result.
 
     Args:
-        act: Function to run.
+        function: Function to run.
         everyone: Collectives over all ranks.
         is_shared: Whether all ranks return the result. If False, the other ranks return None. Default: False.
 
@@ -84,20 +86,19 @@ def run_on_main(act: Callable[[], Any], everyone: Any, is_shared: bool = False) 
     failure: Exception | None = None
     if everyone.rank == 0:
         try:
-            result = act()
+            result = function()
         except Exception as error:
             failure = error
-    told, shared = everyone.broadcast_object(
-        (None if failure is None else f"{type(failure).__name__}: {failure}", result if is_shared else None)
-    )
+    own_text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    failure_text, shared_result = everyone.broadcast_object((own_text, result if is_shared else None))
     if failure is not None:
         raise failure
-    if told is not None:
-        raise CheckpointError(f"save_pretrained() failed on rank 0: {told}")
-    return shared if is_shared else result
+    if failure_text is not None:
+        raise CheckpointError(f"save_pretrained() failed on rank 0: {failure_text}")
+    return shared_result if is_shared else result
 
 
-def _choose_adapter_tensors(model: Any, state: Mapping[str, torch.Tensor], given: Mapping[str, Any]) -> set[str]:
+def _choose_adapter_tensors(model: Any, state: Mapping[str, torch.Tensor], arguments: Mapping[str, Any]) -> set[str]:
     """Return the names of the tensors that PEFT writes for the adapters, so that the base model is not gathered.
 
     A PeftModel writes all its adapters unless `selected_adapters` is given. A transformers model with adapters writes
@@ -106,28 +107,33 @@ def _choose_adapter_tensors(model: Any, state: Mapping[str, torch.Tensor], given
     Args:
         model: PeftModel, or transformers model with adapters of its own.
         state: State dict of the model, in which sharded tensors have no values.
-        given: Arguments of `save_pretrained` by name.
+        arguments: Arguments of `save_pretrained` by name.
     """
     from peft import get_peft_model_state_dict
 
-    found: set[str] = set()
-    names = {id(tensor): name for name, tensor in state.items()}
-    own = {name: each for name, each in state.items() if name.startswith(f"{PROMPT_ENCODERS}.")}
-    encoders = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in own.items()}
+    names_to_write: set[str] = set()
+    # PEFT renames the tensors, so they are recognized by identity.
+    names_by_id = {id(tensor): name for name, tensor in state.items()}
+    # It also runs the prompt encoders, which therefore need values. Their own tensors are always written.
+    encoder_tensors = {
+        name: torch.zeros(each.shape, dtype=each.dtype)
+        for name, each in state.items()
+        if name.startswith(f"{PROMPT_ENCODERS}.")
+    }
     if is_peft_model(model):
-        adapters = given.get("selected_adapters") or model.peft_config
+        adapters = arguments.get("selected_adapters") or model.peft_config
     else:
         adapters = model.active_adapters()
     for adapter in adapters:
-        with replace_encoders(model, encoders):
-            written = get_peft_model_state_dict(
+        with replace_encoders(model, encoder_tensors):
+            written_tensors = get_peft_model_state_dict(
                 model,
                 state_dict=dict(state),
                 adapter_name=adapter,
-                save_embedding_layers=given.get("save_embedding_layers", "auto"),
+                save_embedding_layers=arguments.get("save_embedding_layers", "auto"),
             )
-        found |= {names[id(tensor)] for tensor in written.values() if id(tensor) in names}
-    return found | encoders.keys()
+        names_to_write |= {names_by_id[id(tensor)] for tensor in written_tensors.values() if id(tensor) in names_by_id}
+    return names_to_write | encoder_tensors.keys()
 
 
 @contextmanager
@@ -144,13 +150,13 @@ def replace_encoders(model: Any, state: Mapping[str, torch.Tensor]) -> Iterator[
     if not isinstance(encoders, torch.nn.ModuleDict):
         yield
         return
-    before = dict(encoders._modules)
+    original_modules = dict(encoders._modules)
     try:
-        for name, module in before.items():
+        for name, module in original_modules.items():
             if module is not None:
                 prefix = f"{PROMPT_ENCODERS}.{name}."
                 values = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
                 encoders._modules[name] = copy_with_tensors(module, values)
         yield
     finally:
-        encoders._modules.update(before)
+        encoders._modules.update(original_modules)

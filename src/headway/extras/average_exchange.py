@@ -26,7 +26,7 @@ class WeightPair(NamedTuple):
     average: torch.Tensor
 
     @property
-    def is_alike(self) -> bool:
+    def has_same_dtype_and_device(self) -> bool:
         """Whether weight and average have the same dtype and device, so that their values can be exchanged."""
         return self.weight.dtype == self.average.dtype and self.weight.device == self.average.device
 
@@ -48,26 +48,27 @@ class WeightExchange:
 
     def __init__(self, groups: Iterable[Sequence[WeightPair]]) -> None:
         self._buckets = [bucket for pairs in groups for bucket in split_pairs(pairs)]
-        self._copies: list[list[torch.Tensor] | None] = []  # of the first buckets; None for values that are exchanged
+        # One entry per bucket that has been exchanged so far: copies of its weights, or None if they are in the averages.
+        self._weight_copies: list[list[torch.Tensor] | None] = []
         try:
             for bucket in self._buckets:
-                self._copies.append(_swap_in(bucket))
+                self._weight_copies.append(_exchange_bucket(bucket))
         except BaseException:
             self.undo()
             raise
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Put the trained weights back."""
-        for bucket, copies in zip(self._buckets, self._copies):
-            if copies is None:
-                _swap_in(bucket)
+        """Put the trained weights back into the model, and the averages into their own tensors."""
+        for bucket, copies in zip(self._buckets, self._weight_copies):
+            if copies is None:  # a second exchange restores both
+                _exchange_bucket(bucket)
             else:
                 foreach_copy_([pair.weight for pair in bucket], copies)
 
 
 @torch.no_grad()
-def _swap_in(bucket: Sequence[WeightPair]) -> list[torch.Tensor] | None:
+def _exchange_bucket(bucket: Sequence[WeightPair]) -> list[torch.Tensor] | None:
     """Exchange weights and averages. If their dtypes or devices differ, only copy the averages into the weights.
 
     Args:
@@ -77,7 +78,7 @@ def _swap_in(bucket: Sequence[WeightPair]) -> list[torch.Tensor] | None:
         Copies of the weights if dtype or device differ, else None.
     """
     weights, averages = [pair.weight for pair in bucket], [pair.average for pair in bucket]
-    if bucket[0].is_alike:
+    if bucket[0].has_same_dtype_and_device:
         if weights[0].device.type == "cpu" and all(each.is_contiguous() for pair in bucket for each in pair):
             _exchange_in_cache(weights, averages)
         else:
@@ -85,24 +86,24 @@ def _swap_in(bucket: Sequence[WeightPair]) -> list[torch.Tensor] | None:
             foreach_copy_(weights, averages)
             foreach_copy_(averages, copies)
         return None
-    stash = [weight.to(averages[0].device, copy=True) for weight in weights]
+    weight_copies = [weight.to(averages[0].device, copy=True) for weight in weights]
     foreach_copy_(weights, averages)
-    return stash
+    return weight_copies
 
 
-def _exchange_in_cache(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+def _exchange_in_cache(weights: Sequence[torch.Tensor], averages: Sequence[torch.Tensor]) -> None:
     """Exchange the values of two lists of contiguous tensors in host memory, pair by pair.
 
     The values pass through a scratch buffer that fits into the CPU's cache. Copies of whole tensors would be written to
     main memory and read again, which takes about twice as long.
     """
-    size = _SCRATCH_BYTES // ones[0].element_size()
-    scratch = torch.empty(size, dtype=ones[0].dtype)
-    for one, other in zip(ones, others):
-        flat, flat_other = one.view(-1), other.view(-1)
-        for start in range(0, len(flat), size):
-            here, there = flat[start : start + size], flat_other[start : start + size]
-            part = scratch[: len(here)]
-            part.copy_(here)
-            here.copy_(there)
-            there.copy_(part)
+    size = _SCRATCH_BYTES // weights[0].element_size()
+    scratch = torch.empty(size, dtype=weights[0].dtype)
+    for weight, average in zip(weights, averages):
+        flat_weight, flat_average = weight.view(-1), average.view(-1)
+        for start in range(0, len(flat_weight), size):
+            weight_slice, average_slice = flat_weight[start : start + size], flat_average[start : start + size]
+            saved = scratch[: len(weight_slice)]
+            saved.copy_(weight_slice)
+            weight_slice.copy_(average_slice)
+            average_slice.copy_(saved)

@@ -9,9 +9,9 @@ from headway.core.strategies.fully_sharded import dtensors
 from headway.core.weights.pieces import ShardPiece, TensorBox, get_local_part, is_dtensor, iterate_boxes, replace_local
 
 
-def slice_box(whole: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """Return the part of a tensor with the given offsets and shape, as a view."""
-    return whole[tuple(slice(start, start + size) for start, size in zip(offsets, shape))]
+def slice_box(tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """Return the part of a full (unsharded) tensor with the given offsets and shape, as a view."""
+    return tensor[tuple(slice(start, start + size) for start, size in zip(offsets, shape))]
 
 
 def _view_like(box: torch.Tensor, local: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -22,6 +22,7 @@ def _view_like(box: torch.Tensor, local: torch.Tensor, values: torch.Tensor) -> 
         local: This rank's shard of a weight.
         values: Averages with the shape and strides of `local`.
     """
+    # `local` can itself be a view of a larger storage, but `values` is not.
     return values.as_strided(box.shape, box.stride(), box.storage_offset() - local.storage_offset())
 
 
@@ -37,7 +38,7 @@ def list_boxes(tensor: torch.Tensor, values: torch.Tensor) -> list[tuple[tuple[i
     """
     if not is_dtensor(tensor):
         return [((0,) * tensor.ndim, values)]
-    return [(offsets, values[where]) for offsets, where in iterate_boxes(tensor)]
+    return [(offsets, values[local_slices]) for offsets, local_slices in iterate_boxes(tensor)]
 
 
 def wrap_like(weight: Any, values: torch.Tensor) -> Any:
@@ -53,19 +54,19 @@ def wrap_like(weight: Any, values: torch.Tensor) -> Any:
         return values
     local = get_local_part(weight)
     boxes = tuple(TensorBox(box.offsets, _view_like(box.values, local, values), box.is_written) for box in weight.boxes)
-    own = None if weight.local is None else values
-    return ShardPiece(tuple(weight.shape), values.dtype, boxes, own, weight.split)
+    local_values = None if weight.local is None else values
+    return ShardPiece(tuple(weight.shape), values.dtype, boxes, local_values, weight.split)
 
 
 def make_empty_piece(weight: Any, dtype: torch.dtype | None) -> Any:
     """Return an empty `ShardPiece` for the average of a weight that only other ranks of a pipeline hold.
 
     Args:
-        weight: Description of the weight.
+        weight: Weight, as the run's strategy exports it. Only its shape, dtype and split are read.
         dtype: Dtype of the average, or None for the dtype of the weight, but at least float32.
     """
-    chosen = torch.promote_types(weight.dtype, torch.float32) if dtype is None else dtype
-    return ShardPiece(tuple(weight.shape), chosen, (), None, getattr(weight, "split", None))
+    average_dtype = torch.promote_types(weight.dtype, torch.float32) if dtype is None else dtype
+    return ShardPiece(tuple(weight.shape), average_dtype, (), None, getattr(weight, "split", None))
 
 
 def copy_saved_average(target: Any, saved: Any) -> None:
@@ -81,8 +82,11 @@ def copy_saved_average(target: Any, saved: Any) -> None:
         else:
             dtensors.put_whole(target, saved)
     elif isinstance(target, ShardPiece):
-        known = {box.offsets: box.values for box in saved.boxes} if isinstance(saved, ShardPiece) else None
+        saved_boxes = {box.offsets: box.values for box in saved.boxes} if isinstance(saved, ShardPiece) else None
         for box in target.boxes:
-            box.values.copy_(slice_box(saved, box.offsets, box.values.shape) if known is None else known[box.offsets])
+            if saved_boxes is None:
+                box.values.copy_(slice_box(saved, box.offsets, box.values.shape))
+            else:
+                box.values.copy_(saved_boxes[box.offsets])
     else:
         target.copy_(saved)

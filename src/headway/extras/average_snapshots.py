@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,11 +24,11 @@ from headway.core.weights.export import save_weights
 from headway.core.weights.files import StoredTensor, open_checkpoint
 from headway.core.weights.shards import TensorOffsets, TensorSpec, find_dtype
 from headway.errors import CheckpointError, ConfigError
+from headway.extras.average_shards import slice_box
 
 DESCRIPTION = "average.json"
 """Name of the file that describes the average in a snapshot."""
-_MAX_DESCRIPTION = 2**20
-_COUNTERS = ("num_updates", "num_averaged", "update_after", "every")
+_MAX_DESCRIPTION_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,26 @@ class _StoredPart:
 
     offsets: tuple[int, ...]
     stored: StoredTensor
+
+
+class _Description(NamedTuple):
+    """Name, width and counters of a power-function average, with the keys of its state dict as attributes.
+
+    Attributes:
+        name: Name of the average.
+        sigma_rel: Relative width.
+        num_updates: Number of updates of the model since the average was created.
+        num_averaged: Number of averaging steps.
+        update_after: Number of updates after which averaging began.
+        every: Number of updates from one averaging step to the next.
+    """
+
+    name: str
+    sigma_rel: float
+    num_updates: int
+    num_averaged: int
+    update_after: int
+    every: int
 
 
 @dataclass(frozen=True)
@@ -84,8 +104,7 @@ class StoredAverage:
         for part in self._parts[name]:
             values = torch.empty(part.stored.shape, dtype=part.stored.dtype)
             part.stored.fill(values, (0,) * values.ndim)
-            where = tuple(slice(start, start + size) for start, size in zip(part.offsets, values.shape))
-            total[where].add_(values, alpha=coefficient)
+            slice_box(total, part.offsets, values.shape).add_(values, alpha=coefficient)
 
 
 def write_snapshot(folder: str | Path, state: Mapping[str, Any], run: Run | None) -> None:
@@ -102,22 +121,23 @@ def write_snapshot(folder: str | Path, state: Mapping[str, Any], run: Run | None
     """
     place = to_path(folder)
 
-    def remove_description() -> None:
+    def remove_old_description() -> None:
+        """Make the folder an incomplete snapshot until the new description is written."""
         if (place / MANIFEST).exists():
             raise ConfigError(f"{place} is a checkpoint; give another folder for the snapshot of an average")
         (place / DESCRIPTION).unlink(missing_ok=True)
 
     def write_description() -> None:
-        described = {key: value for key, value in state.items() if key != "average"}
-        write_text(place / DESCRIPTION, json.dumps(described, indent=2) + "\n")
+        description = {key: value for key, value in state.items() if key != "average"}
+        write_text(place / DESCRIPTION, json.dumps(description, indent=2) + "\n")
 
     if run is None:
-        remove_description()
+        remove_old_description()
         save_weights(state["average"].items(), place, "10GB")
         write_description()
     else:
         everyone = run.strategy.everyone
-        run_on_rank_0(remove_description, everyone)
+        run_on_rank_0(remove_old_description, everyone)
         save_gathered(state["average"].items(), place, "10GB", everyone)
         run_on_rank_0(write_description, everyone)
 
@@ -132,13 +152,13 @@ def list_snapshots(folder: str | Path) -> list[Path]:
     if isinstance(place, ObjectPath):
         raise ConfigError(f"{place} is a URL; copy the snapshots to a folder")
     candidates = [place, *sorted(place.glob("[!.]*/"))]  # a dot marks saves that are not complete
-    found = [each for each in candidates if (each / MANIFEST).is_file() or (each / DESCRIPTION).is_file()]
-    if not found:
+    snapshots = [each for each in candidates if (each / MANIFEST).is_file() or (each / DESCRIPTION).is_file()]
+    if not snapshots:
         raise ConfigError(
             f"{place} contains neither checkpoints nor snapshots of averages; give a folder with those that save_state() or "
             "ExponentialMovingAverage.save_snapshot() wrote"
         )
-    return found
+    return snapshots
 
 
 def find_power_averages(folder: str | Path) -> list[StoredAverage]:
@@ -150,36 +170,37 @@ def find_power_averages(folder: str | Path) -> list[StoredAverage]:
         folder: Folder of a snapshot or a checkpoint.
 
     Raises:
-        ConfigError: If the folder is neither, or contains no power-function average.
+        ConfigError: If the folder is neither, contains no power-function average, or is a URL.
         CheckpointError: If a file is damaged.
     """
     place = to_path(folder)
     if isinstance(place, ObjectPath):
         raise ConfigError(f"{place} is a URL; copy the snapshot to a folder")
     if (place / MANIFEST).is_file():
-        found = list(_iterate_saved(place, read_manifest(place)))
+        averages = list(_open_checkpoint_averages(place, read_manifest(place)))
     elif (place / DESCRIPTION).is_file():
-        found = list(_open_snapshot(place))
+        averages = list(_open_snapshot_averages(place))
     else:
         raise ConfigError(
             f"{place} is neither a checkpoint nor a snapshot of an average; give folders that save_state() or "
             "ExponentialMovingAverage.save_snapshot() wrote"
         )
-    if not found:
+    if not averages:
         raise ConfigError(
             f"{place} contains no average with a power-function decay; train with "
             "ExponentialMovingAverage(model, decay=headway.PowerDecay(0.05))"
         )
-    return found
+    return averages
 
 
-def _open_snapshot(place: Path) -> Iterator[StoredAverage]:
+def _open_snapshot_averages(place: Path) -> Iterator[StoredAverage]:
+    """Yield the average in a snapshot. Yield nothing if it is not a power-function average."""
     try:
-        state = json.loads(read_regular_file(place / DESCRIPTION, _MAX_DESCRIPTION))
+        state = json.loads(read_regular_file(place / DESCRIPTION, _MAX_DESCRIPTION_BYTES))
     except ValueError as error:
         raise CheckpointError(f"{place / DESCRIPTION} is damaged ({error}); copy the snapshot again") from error
-    described = _read_description(state, place)
-    if described is None:
+    description = _read_description(state, place)
+    if description is None:
         return
     specs: dict[str, TensorSpec] = {}
     parts: dict[str, list[_StoredPart]] = {}
@@ -187,10 +208,10 @@ def _open_snapshot(place: Path) -> Iterator[StoredAverage]:
         for name, (spec, start) in read_file_header(file).items():
             specs[name] = spec
             parts[name] = [_make_part((0,) * len(spec.shape), spec, file, start)]
-    yield StoredAverage(place, *described, specs, parts)
+    yield StoredAverage(place, *description, specs, parts)
 
 
-def _iterate_saved(place: Path, manifest: Manifest) -> Iterator[StoredAverage]:
+def _open_checkpoint_averages(place: Path, manifest: Manifest) -> Iterator[StoredAverage]:
     """Yield the power-function averages in a checkpoint, after comparing their files with the manifest's hashes."""
     headers: dict[str, TensorOffsets] = {}
 
@@ -205,17 +226,16 @@ def _iterate_saved(place: Path, manifest: Manifest) -> Iterator[StoredAverage]:
             yield _make_part(tuple(chunk.offsets), TensorSpec(tuple(chunk.shape), dtype), path, start)
 
     for state in manifest.state.get("custom", ()):
-        described = _read_description(state, place)
-        if described is None:
+        description = _read_description(state, place)
+        if description is None:  # another registered object
             continue
         entries = {
             remove_compiled_levels(name): manifest.tensors[manifest.aliases.get(value["name"], value["name"])]
             for name, value in state["average"].items()
         }
         specs = {name: TensorSpec(tuple(entry.shape), find_dtype(entry.dtype)) for name, entry in entries.items()}
-        yield StoredAverage(
-            place, *described, specs, {name: list(open_parts(entry)) for name, entry in entries.items()}
-        )
+        parts = {name: list(open_parts(entry)) for name, entry in entries.items()}
+        yield StoredAverage(place, *description, specs, parts)
 
 
 def _make_part(offsets: tuple[int, ...], spec: TensorSpec, file: Path, start: int) -> _StoredPart:
@@ -232,18 +252,20 @@ def _make_part(offsets: tuple[int, ...], spec: TensorSpec, file: Path, start: in
     return _StoredPart(offsets, StoredTensor(spec.shape, spec.dtype, file, False, None, start))
 
 
-def _read_description(state: Any, place: Path) -> tuple[str, float, int, int, int, int] | None:
+def _read_description(state: Any, place: Path) -> _Description | None:
     """Return the name, width and counters in a power-function average's state, or None for any other state.
 
-    The counters are `num_updates`, `num_averaged`, `update_after` and `every`, in this order.
+    Args:
+        state: State dict of an average, or of any other object that is registered for checkpoints.
+        place: Folder that the state was read from, for messages.
 
     Raises:
         CheckpointError: If the width or a counter has the wrong type, or the number of averaging steps is negative.
     """
-    if not isinstance(state, dict) or "sigma_rel" not in state or not {"name", *_COUNTERS} <= state.keys():
+    if not isinstance(state, dict) or not set(_Description._fields) <= state.keys():
         return None
-    counters = [state[key] for key in _COUNTERS]
-    width = state["sigma_rel"]
-    if not isinstance(width, float) or set(map(type, counters)) != {int} or counters[1] < 0:
+    description = _Description(*(state[key] for key in _Description._fields))
+    width, counters = description.sigma_rel, list(description[2:])
+    if not isinstance(width, float) or {type(each) for each in counters} != {int} or description.num_averaged < 0:
         raise CheckpointError(f"{place}: the description of the average {state['name']!r} is damaged: {counters}")
-    return str(state["name"]), width, *counters
+    return description._replace(name=str(description.name))

@@ -28,7 +28,7 @@ class SavedMetric(NamedTuple):
     run: str
 
 
-def find_kept(place: CheckpointFolder, folder: Path, metric: float | None, run: str | None) -> tuple[Path, ...]:
+def list_best_to_keep(place: CheckpointFolder, folder: Path, metric: float | None, run: str | None) -> tuple[Path, ...]:
     """Return a tuple with the best checkpoint of a run, which rotation must not delete.
 
     The checkpoint that is about to be saved counts too. The tuple is empty if no checkpoint has a metric.
@@ -61,9 +61,10 @@ def list_best_first(place: CheckpointFolder, run: str | None, own_run: str | Non
             "the best checkpoint can be determined only with ProjectConfiguration(folder, automatic_checkpoint_naming=True, "
             "keep_best='min') or keep_best='max', and save_state(metric=...)"
         )
-    there = read_metrics(place.get_parent())
-    wanted = run or (own_run if any(each.run == own_run for each in there) else None)
-    return _sort_best_first(place, {each.folder: each.metric for each in there if wanted in (None, each.run)})
+    saved = read_metrics(place.get_parent())
+    has_own = any(each.run == own_run for each in saved)
+    wanted_run = run or (own_run if has_own else None)
+    return _sort_best_first(place, {each.folder: each.metric for each in saved if wanted_run in (None, each.run)})
 
 
 def find_best(place: CheckpointFolder, reader: CheckpointReader, run: str | None, own_run: str | None) -> Path | None:
@@ -82,12 +83,12 @@ def find_best(place: CheckpointFolder, reader: CheckpointReader, run: str | None
         CheckpointError: If the folder contains checkpoints, but each of them has no metric or is damaged.
         ConfigError: If checkpoints are not named automatically, or `keep_best` is not set.
     """
-    folder, passed_over = reader.find_first_complete(place.get_parent(), list_best_first(place, run, own_run))
-    for line in passed_over:
+    folder, skipped = reader.find_first_complete(place.get_parent(), list_best_first(place, run, own_run))
+    for line in skipped:
         log.warning_once("skipping a checkpoint: %s", line)
-    if folder is None and passed_over:
+    if folder is None and skipped:
         raise CheckpointError(
-            f"all checkpoints with a metric in {place.get_parent()} are damaged:\n  " + "\n  ".join(passed_over)
+            f"all checkpoints with a metric in {place.get_parent()} are damaged:\n  " + "\n  ".join(skipped)
         )
     if folder is None and reader.find_largest(len(list_originals(place.get_parent()))):  # on any machine's disk
         raise CheckpointError(
@@ -102,13 +103,16 @@ def read_metrics(parent: Path) -> list[SavedMetric]:
 
     Copies of checkpoints, and checkpoints with damaged manifests, are left out.
     """
-    found = []
+    saved_metrics = []
     for path in list_committed(parent):
         about = read_about(path)  # empty if the manifest is damaged, so that it never counts as the best one
+        # A copy has been renamed, so its folder has another name than its manifest.
         if about and about.get("name", path.name) == path.name:
             metric = about.get("metric")
-            found.append(SavedMetric(path, metric if isinstance(metric, float) else None, str(about.get("run", ""))))
-    return found
+            saved_metrics.append(
+                SavedMetric(path, metric if isinstance(metric, float) else None, str(about.get("run", "")))
+            )
+    return saved_metrics
 
 
 def _sort_best_first(place: CheckpointFolder, metrics: Mapping[Path, float | None]) -> list[Path]:
@@ -117,5 +121,5 @@ def _sort_best_first(place: CheckpointFolder, metrics: Mapping[Path, float | Non
     Of checkpoints with equal metrics, the earliest comes first.
     """
     sign = -1 if place.project.keep_best == "max" else 1
-    known = {path: value for path, value in metrics.items() if value is not None}
-    return sorted(known, key=lambda path: (sign * known[path], parse_number(path) or 0))
+    known_metrics = {path: value for path, value in metrics.items() if value is not None}
+    return sorted(known_metrics, key=lambda path: (sign * known_metrics[path], parse_number(path) or 0))

@@ -11,6 +11,7 @@ are converted in the same way.
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,84 +28,84 @@ from headway.core.checkpoint.state import (
 from headway.core.training.prepared.prepare import Preparation
 from headway.extras.group_misfits import GroupMatch, join_keys, match_groups
 
-_PER_GROUP = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "lr_lambdas", "base_momentums", "max_momentums")
+_PER_GROUP_KEYS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "lr_lambdas", "base_momentums", "max_momentums")
 """Keys in the state dicts of torch's schedulers whose values are lists with one entry per parameter group."""
 
 
+@dataclass(frozen=True)
+class _OptimizerPair:
+    """Optimizer of this run, and the saved state that it should load.
+
+    Attributes:
+        index: Index of the optimizer in this and in the saved run.
+        optimizer: torch's own optimizer, not the prepared one.
+        entry: Saved state of the optimizer: a dict with its class ("type"), the parameter names of each group ("params"),
+            the options of each group ("groups") and the state of each parameter ("values"). If the state dict is not in
+            torch's format, "whole" contains it instead.
+        match: Groups of the optimizer, paired with the saved groups.
+    """
+
+    index: int
+    optimizer: torch.optim.Optimizer
+    entry: dict[str, Any]
+    match: GroupMatch
+
+
 def convert_groups(
-    parts: StatefulObjects, found: CollectedState, preparation: Preparation, changed: Collection[str] | None
+    objects: StatefulObjects, saved: CollectedState, preparation: Preparation, changed: Collection[str] | None
 ) -> None:
     """Convert the saved states of optimizers and their schedulers to the parameter groups of this run.
 
-    States that cannot be converted stay unchanged, and `explain_misfit` gives the reason. All states stay unchanged if
-    the number of optimizers differs from that of the saved run.
+    States that cannot be converted keep their groups, and `explain_misfit` gives the reason. For it, each saved state
+    gets the entries "previous_optimizers" (see `_find_previous_optimizers`) and "is_convertible". If the number of
+    optimizers differs from that of the saved run, nothing is changed.
 
     Args:
-        parts: Objects that should load the state.
-        found: Saved state, which is changed in place.
+        objects: Objects that should load the state.
+        saved: Saved state, which is changed in place.
         preparation: Prepared objects with the optimizers and schedulers.
         changed: Names of the parts of the run that the user has changed on purpose. Without "groups", groups are
             converted only if nothing but their order differs.
     """
-    names = map_parameter_names(parts.models)
-    entries = found.state["optimizer"]
-    if len(entries) != len(parts.optimizers):
+    names = map_parameter_names(objects.models)
+    entries = saved.state["optimizer"]
+    if len(entries) != len(objects.optimizers):
         return
-    for index, (optimizer, entry) in enumerate(zip(parts.optimizers, entries)):
-        own = list_parameter_keys(optimizer, names)
-        match = match_groups(own, entry["params"])
-        is_alike = [set(each) for each in own] == [set(each) for each in match.saved]
-        entry["elsewhere"] = _find_moved(entries, index, match)
-        entry["is_convertible"] = _is_convertible(optimizer, entry, match, names.values())
-        if is_alike or not entry["is_convertible"]:
-            continue
-        if not match.is_reordered and "groups" not in (changed or ()):
-            continue
-        before = _decode_groups(entry, found)
-        groups = [_convert_group(optimizer, number, before, match) for number in range(len(own))]
-        found.regrouped.extend(_describe_conversion(index, optimizer, groups, match, len(parts.models) > 1))
-        values = {key: entry["values"][key] for keys in own for key in keys if key in entry["values"]}
-        values |= _encode_new_states(parts, optimizer, index, match, found)
-        entry["groups"] = [
-            {key: encode_value(value, f"optimizer/{index}/regrouped/{number}/{key}", found.tensors) for key, value in group.items()}
-            for number, group in enumerate(groups)
-        ]  # fmt: skip
-        entry["params"], entry["values"] = own, values
-        rates = [group.get("lr") for group in groups]
-        for number, made in enumerate(preparation.schedulers):
-            if any(each.optimizer is optimizer for each in made.optimizers):
-                state = decode_value(found.state["scheduler"][number], found.tensors)
-                converted = _convert_schedule(state, made.scheduler.state_dict(), match, rates)
-                found.state["scheduler"][number] = encode_value(
-                    converted, f"scheduler/{number}/regrouped", found.tensors
-                )
+    for index, (optimizer, entry) in enumerate(zip(objects.optimizers, entries)):
+        match = match_groups(list_parameter_keys(optimizer, names), entry["params"])
+        pair = _OptimizerPair(index, optimizer, entry, match)
+        entry["previous_optimizers"] = _find_previous_optimizers(entries, pair)
+        entry["is_convertible"] = _is_convertible(pair, names.values())
+        has_equal_groups = [set(group) for group in match.own_groups] == [set(group) for group in match.saved_groups]
+        is_permitted = match.is_reordered or "groups" in (changed or ())
+        if entry["is_convertible"] and is_permitted and not has_equal_groups:
+            group_options = _convert_optimizer(pair, objects, saved)
+            _convert_schedulers(pair, group_options, saved, preparation)
 
 
-def _find_moved(entries: Sequence[Mapping[str, Any]], index: int, match: GroupMatch) -> dict[str, int]:
-    """Return the parameters that have moved to an optimizer: in the saved run, only other optimizers held them.
+def _find_previous_optimizers(entries: Sequence[Mapping[str, Any]], pair: _OptimizerPair) -> dict[str, int]:
+    """Find the parameters of an optimizer that only other optimizers held in the saved run.
 
     Args:
         entries: Saved states of all optimizers.
-        index: Index of the optimizer.
-        match: Groups of the optimizer, paired with the saved groups.
+        pair: Optimizer, with its saved state.
 
     Returns:
         For each such parameter, the index of the optimizer that held it.
     """
-    others = {
-        key: number
-        for number, entry in enumerate(entries)
-        if number != index
-        for keys in entry["params"]
-        for key in keys
+    holder_by_name = {
+        name: index
+        for index, entry in enumerate(entries)
+        if index != pair.index
+        for group in entry["params"]
+        for name in group
     }
-    held = {key for keys in match.saved for key in keys}
-    return {key: others[key] for keys in match.own for key in keys if key in others and key not in held}
+    saved_names = set(pair.match.saved_names)
+    moved = [name for name in pair.match.own_names if name in holder_by_name and name not in saved_names]
+    return {name: holder_by_name[name] for name in moved}
 
 
-def _is_convertible(
-    optimizer: torch.optim.Optimizer, entry: Mapping[str, Any], match: GroupMatch, names: Collection[str]
-) -> bool:
+def _is_convertible(pair: _OptimizerPair, model_names: Collection[str]) -> bool:
     """Whether a saved optimizer state can be converted to this run's parameter groups.
 
     It cannot be converted in these cases:
@@ -115,24 +116,43 @@ def _is_convertible(
     - In the saved run, another optimizer had one of the parameters.
 
     Args:
-        optimizer: Optimizer of this run.
-        entry: Saved state of the optimizer, with the result of `_find_moved` under "elsewhere".
-        match: Groups of the optimizer, paired with the saved groups.
-        names: Names of the parameters of all models.
+        pair: Optimizer, with its saved state. The state contains the result of `_find_previous_optimizers`.
+        model_names: Names of the parameters of all models.
     """
-    known = set(names)
-    every = {key for keys in (*match.own, *match.saved) for key in keys}
-    is_alike = "whole" not in entry and entry["type"] == type(optimizer).__qualname__
-    return is_alike and every <= known and not entry["elsewhere"]
+    entry, match = pair.entry, pair.match
+    if "whole" in entry or entry["type"] != type(pair.optimizer).__qualname__:
+        return False
+    if entry["previous_optimizers"]:
+        return False
+    return {*match.own_names, *match.saved_names} <= set(model_names)
 
 
-def _decode_groups(entry: Mapping[str, Any], found: CollectedState) -> list[dict[str, Any]]:
-    return [dict(decode_value(group, found.tensors)) for group in entry["groups"]]
+# ---------------------------------------------------------------- optimizers
 
 
-def _convert_group(
-    optimizer: torch.optim.Optimizer, number: int, before: list[dict[str, Any]], match: GroupMatch
-) -> dict[str, Any]:
+def _convert_optimizer(pair: _OptimizerPair, objects: StatefulObjects, saved: CollectedState) -> list[dict[str, Any]]:
+    """Convert an optimizer's saved state to this run's groups, in place. Return the options of each group.
+
+    Args:
+        pair: Optimizer, with its saved state.
+        objects: Objects that should load the state.
+        saved: Saved state of the run, whose tensors and messages are extended.
+    """
+    index, entry, match = pair.index, pair.entry, pair.match
+    saved_options = [dict(decode_value(group, saved.tensors)) for group in entry["groups"]]
+    options = [_convert_group(pair, number, saved_options) for number in range(len(match.own_groups))]
+    saved.regrouped.extend(_describe_conversion(pair, options, has_several_models=len(objects.models) > 1))
+    kept_values = {name: entry["values"][name] for name in match.own_names if name in entry["values"]}
+    entry["values"] = kept_values | _encode_new_states(pair, objects, saved)
+    entry["params"] = match.own_groups
+    entry["groups"] = [
+        {key: encode_value(value, f"optimizer/{index}/regrouped/{number}/{key}", saved.tensors) for key, value in group.items()}
+        for number, group in enumerate(options)
+    ]  # fmt: skip
+    return options
+
+
+def _convert_group(pair: _OptimizerPair, number: int, saved_options: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the options of a parameter group: those of the saved group with the same parameters, or else the script's.
 
     Some of the script's options are adjusted. The learning rate is scaled by the factor by which the schedule had
@@ -140,67 +160,100 @@ def _convert_group(
     schedule-free optimizer. These are taken from the saved group that held most of the parameters.
 
     Args:
-        optimizer: Optimizer of this run.
+        pair: Optimizer, with its saved state.
         number: Index of the group in this run.
-        before: Options of the saved groups.
-        match: Groups of the optimizer, paired with the saved groups.
+        saved_options: Options of the saved groups.
     """
-    twin = match.twins[number]
-    if twin is not None:
-        return before[twin]
-    own = {key: value for key, value in optimizer.param_groups[number].items() if key not in ("params", "param_names")}
-    source = match.find_source(number)
+    optimizer, match = pair.optimizer, pair.match
+    saved_index = match.saved_indices[number]
+    if saved_index is not None:
+        return saved_options[saved_index]
+    group = optimizer.param_groups[number]
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    source = match.find_main_source(number)
     if source is not None:
-        inits = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
-        chosen = {name for init in inits if inspect.isfunction(init) for name in inspect.signature(init).parameters}
-        counters = [key for key in optimizer.defaults if key not in chosen and key in own and key in before[source]]
-        own |= {key: before[source][key] for key in counters}
-    former = before[source or 0] if before else {}
-    start, initial = former.get("initial_lr"), own.get("initial_lr")
-    if start and initial is not None and "lr" in former:
-        own["lr"] = initial * (former["lr"] / start)
-    return own
+        arguments = _list_init_arguments(type(optimizer))
+        for key in optimizer.defaults:
+            # An option that is no argument of the constructor is a counter of the optimizer.
+            if key not in arguments and key in options and key in saved_options[source]:
+                options[key] = saved_options[source][key]
+    reference = saved_options[source or 0] if saved_options else {}
+    saved_initial, initial = reference.get("initial_lr"), options.get("initial_lr")
+    if saved_initial and initial is not None and "lr" in reference:
+        options["lr"] = initial * (reference["lr"] / saved_initial)
+    return options
 
 
-def _encode_new_states(
-    parts: StatefulObjects, optimizer: torch.optim.Optimizer, index: int, match: GroupMatch, found: CollectedState
-) -> dict[str, Any]:
+def _list_init_arguments(optimizer_class: type) -> set[str]:
+    """Return the argument names of the constructors of a class and of its base classes."""
+    constructors = [vars(base)["__init__"] for base in optimizer_class.__mro__ if "__init__" in vars(base)]
+    return {
+        name
+        for constructor in constructors
+        if inspect.isfunction(constructor)  # not the built-in one of `object`
+        for name in inspect.signature(constructor).parameters
+    }
+
+
+def _encode_new_states(pair: _OptimizerPair, objects: StatefulObjects, saved: CollectedState) -> dict[str, Any]:
     """Return the current optimizer states of parameters that the saved optimizer did not hold, encoded for loading.
 
     Parameters without state are left out. Most parameters have none before their first update. The result is empty if
     the optimizer's state dict is not in torch's format.
 
     Args:
-        parts: Objects that should load the state.
-        optimizer: Optimizer of this run.
-        index: Index of the optimizer.
-        match: Groups of the optimizer, paired with the saved groups.
-        found: Saved state, to whose tensors those of the new states are added.
+        pair: Optimizer, with its saved state.
+        objects: Objects that should load the state.
+        saved: Saved state of the run, to whose tensors those of the new states are added.
     """
-    held = {key for keys in match.saved for key in keys}
-    if all(key in held for keys in match.own for key in keys):
+    optimizer, match = pair.optimizer, pair.match
+    saved_names = set(match.saved_names)
+    if saved_names.issuperset(match.own_names):
         return {}
-    with parts.expose_state(optimizer):
+    with objects.expose_state(optimizer):
         state = optimizer.state_dict()
         if not has_torch_format(optimizer, state):
             return {}
+        # torch's state dict identifies parameters by number.
         numbers = {
-            key: number
-            for keys, group in zip(match.own, state["param_groups"])
-            for key, number in zip(keys, group["params"])
-            if key not in held and number in state["state"]
+            name: number
+            for names, group in zip(match.own_groups, state["param_groups"])
+            for name, number in zip(names, group["params"])
+            if name not in saved_names and number in state["state"]
         }
         tensors: dict[str, Any] = {}
         export = get_state_exporter(optimizer)
         values = {
-            key: encode_value(export(state["state"][number]), f"optimizer/{index}/{key}", tensors)
-            for key, number in numbers.items()
+            name: encode_value(export(state["state"][number]), f"optimizer/{pair.index}/{name}", tensors)
+            for name, number in numbers.items()
         }
-    found.tensors.update(
-        {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in tensors.items()}
-    )
-    found.owned.update(tensors)
+    # These are the optimizer's live tensors, but `owned` promises that nothing else uses their memory.
+    copies = {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in tensors.items()}
+    saved.tensors.update(copies)
+    saved.owned.update(copies)
     return values
+
+
+# ---------------------------------------------------------------- schedulers
+
+
+def _convert_schedulers(
+    pair: _OptimizerPair, group_options: Sequence[Mapping[str, Any]], saved: CollectedState, preparation: Preparation
+) -> None:
+    """Convert the saved states of an optimizer's schedulers to this run's groups, in place.
+
+    Args:
+        pair: Optimizer, with its saved state.
+        group_options: Options of this run's groups after the conversion.
+        saved: Saved state of the run.
+        preparation: Prepared objects with the schedulers.
+    """
+    rates = [options.get("lr") for options in group_options]
+    for number, prepared in enumerate(preparation.schedulers):
+        if any(each.optimizer is pair.optimizer for each in prepared.optimizers):
+            state = decode_value(saved.state["scheduler"][number], saved.tensors)
+            converted = _convert_schedule(state, prepared.scheduler.state_dict(), pair.match, rates)
+            saved.state["scheduler"][number] = encode_value(converted, f"scheduler/{number}/regrouped", saved.tensors)
 
 
 def _convert_schedule(saved: Any, own: Any, match: GroupMatch, rates: Sequence[Any]) -> Any:
@@ -218,14 +271,16 @@ def _convert_schedule(saved: Any, own: Any, match: GroupMatch, rates: Sequence[A
         return saved
     converted = dict(saved)
     for key in saved.keys() & own.keys():
-        if key == "_schedulers":
-            converted[key] = [_convert_schedule(one, other, match, rates) for one, other in zip(saved[key], own[key])]
-        elif key in _PER_GROUP and isinstance(saved[key], list | tuple) and isinstance(own[key], list | tuple):
-            current = rates if key == "_last_lr" else own[key]
-            converted[key] = type(saved[key])(
-                saved[key][twin] if twin is not None and twin < len(saved[key]) else value
-                for twin, value in zip(match.twins[: len(own[key])], current)
-            )
+        if key == "_schedulers":  # SequentialLR and ChainedScheduler contain other schedulers
+            pairs = zip(saved[key], own[key])
+            converted[key] = [_convert_schedule(one_saved, one_own, match, rates) for one_saved, one_own in pairs]
+        elif key in _PER_GROUP_KEYS and isinstance(saved[key], list | tuple) and isinstance(own[key], list | tuple):
+            defaults = rates if key == "_last_lr" else own[key]
+            values = []
+            for index, default in zip(match.saved_indices[: len(own[key])], defaults):
+                has_saved_value = index is not None and index < len(saved[key])
+                values.append(saved[key][index] if has_saved_value else default)
+            converted[key] = type(saved[key])(values)
     return converted
 
 
@@ -233,7 +288,7 @@ def _convert_schedule(saved: Any, own: Any, match: GroupMatch, rates: Sequence[A
 
 
 def _describe_conversion(
-    index: int, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], match: GroupMatch, has_several: bool
+    pair: _OptimizerPair, group_options: list[dict[str, Any]], has_several_models: bool
 ) -> list[str]:
     """Describe the conversion of an optimizer's parameter groups, as lines for `Restored.differences`.
 
@@ -241,28 +296,25 @@ def _describe_conversion(
     that are left out.
 
     Args:
-        index: Index of the optimizer.
-        optimizer: Optimizer, whose class is named.
-        groups: Options of this run's groups after the conversion.
-        match: Groups of the optimizer, paired with the saved groups.
-        has_several: Whether the run has several models, whose numbers are then part of the parameters' names.
+        pair: Optimizer, with its saved state.
+        group_options: Options of this run's groups after the conversion.
+        has_several_models: Whether the run has several models, whose numbers are then part of the parameters' names.
     """
-    name = f"optimizer {index} ({type(optimizer).__name__})"
+    match = pair.match
+    title = f"optimizer {pair.index} ({type(pair.optimizer).__name__})"
     if match.is_reordered:
-        return [f"{name}: its groups have another order; their options follow the names of the parameters"]
-    held = {key for keys in match.saved for key in keys}
+        return [f"{title}: its groups have another order; their options follow the names of the parameters"]
     lines = []
-    for number, (keys, group) in enumerate(zip(match.own, groups)):
-        if match.twins[number] is None:
-            rate = f", with a learning rate of {float(group['lr']):g}" if "lr" in group else ""
-            lines.append(
-                f"{name}: group {number} ({join_keys(keys, has_several)}) keeps the options of the script{rate}"
-            )
-    new = [key for keys in match.own for key in keys if key not in held]
-    own = {key for keys in match.own for key in keys}
-    lost = [key for keys in match.saved for key in keys if key not in own]
+    for number, (names, options) in enumerate(zip(match.own_groups, group_options)):
+        if match.saved_indices[number] is None:
+            rate = f", with a learning rate of {float(options['lr']):g}" if "lr" in options else ""
+            members = join_keys(names, has_several_models)
+            lines.append(f"{title}: group {number} ({members}) keeps the options of the script{rate}")
+    own_names, saved_names = set(match.own_names), set(match.saved_names)
+    new = [name for name in match.own_names if name not in saved_names]
+    lost = [name for name in match.saved_names if name not in own_names]
     if new:
-        lines.append(f"{name}: {join_keys(new, has_several)} begin without saved state")
+        lines.append(f"{title}: {join_keys(new, has_several_models)} begin without saved state")
     if lost:
-        lines.append(f"{name}: the state of {join_keys(lost, has_several)} was left out")
+        lines.append(f"{title}: the state of {join_keys(lost, has_several_models)} was left out")
     return lines

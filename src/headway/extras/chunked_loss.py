@@ -12,7 +12,7 @@ from torch import nn
 from headway.core.weights.pieces import is_dtensor
 from headway.errors import PrepareError, UnsupportedError
 
-_CHUNK = 512
+_CHUNK_TOKENS = 512
 """Number of tokens per chunk.
 
 For narrow models, torch's default is only a few tokens, which is an order of magnitude slower.
@@ -25,19 +25,19 @@ class ChunkedHead(nn.Linear):
     Args:
         head: Linear output layer, whose parameters become those of this module.
         options: Options of `torch.nn.functional.linear_cross_entropy`.
-        plain: Original loss function of the model, for calls in which the logits are computed.
+        original_loss: Loss function of the model, for calls in which the logits are computed.
 
     Attributes:
         is_deferred: Whether forward without labels returns the hidden states instead of the logits.
     """
 
-    def __init__(self, head: nn.Linear, options: Any, plain: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, head: nn.Linear, options: Any, original_loss: Callable[..., torch.Tensor]) -> None:
         super().__init__(head.in_features, head.out_features, head.bias is not None, device="meta")
         self.weight, self.bias = head.weight, head.bias
         self.train(head.training)
-        self._options, self._plain = options, plain
+        self._options, self._original_loss = options, original_loss
         self.is_deferred = False
-        self._hidden: torch.Tensor | None = None
+        self._hidden: torch.Tensor | None = None  # result of a deferred forward, until its loss is computed
 
     def forward(
         self, hidden: torch.Tensor, labels: torch.Tensor | None = None, ignore_index: int = -100
@@ -53,7 +53,7 @@ class ChunkedHead(nn.Linear):
             ignore_index: Label of the tokens that do not count. Default: -100.
 
         Raises:
-            UnsupportedError: If the weight is sharded (tensor parallelism).
+            UnsupportedError: If `labels` are passed and the weight is sharded (tensor parallelism).
         """
         if labels is None:
             self._hidden = hidden if self.is_deferred else None
@@ -62,15 +62,13 @@ class ChunkedHead(nn.Linear):
             raise UnsupportedError(
                 "chunk_loss needs the head's whole weight on each rank; leave chunk_loss out under tp"
             )
-        kind = (
-            torch.get_autocast_dtype(hidden.device.type)
-            if torch.is_autocast_enabled(hidden.device.type)
-            else hidden.dtype
-        )
-        weight, bias = self.weight.to(kind), None if self.bias is None else self.bias.to(kind)
+        # autocast does not know linear_cross_entropy, so its inputs are cast here.
+        has_autocast = torch.is_autocast_enabled(hidden.device.type)
+        dtype = torch.get_autocast_dtype(hidden.device.type) if has_autocast else hidden.dtype
+        weight, bias = self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
         # torch returns a sum in the inputs' dtype, which has three digits in half precision.
         losses = nn.functional.linear_cross_entropy(
-            hidden.to(kind).flatten(0, -2), weight, labels.flatten(),
+            hidden.to(dtype).flatten(0, -2), weight, labels.flatten(),
             linear_bias=bias, reduction="none", ignore_index=ignore_index, options=self._options,
         )  # fmt: skip
         return losses.sum(dtype=torch.float32)
@@ -83,7 +81,7 @@ class ChunkedHead(nn.Linear):
         num_items_in_batch: torch.Tensor | int | None = None,
         ignore_index: int = -100,
         shift_labels: torch.Tensor | None = None,
-        **others: Any,
+        **loss_kwargs: Any,
     ) -> torch.Tensor:
         """Return the loss of a batch. This replaces the loss function of a transformers causal language model.
 
@@ -98,14 +96,16 @@ class ChunkedHead(nn.Linear):
                 not `ignore_index`.
             ignore_index: Label of the tokens that do not count. Default: -100.
             shift_labels: Labels that are already shifted. None: `labels` are shifted by one token.
-            others: Additional arguments of the original loss function.
+            loss_kwargs: Additional arguments of the original loss function.
 
         Raises:
             UnsupportedError: If the model has changed the output of `forward` before it computes the loss, or the
                 weight is sharded (tensor parallelism).
         """
         if self._hidden is None:
-            return self._plain(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **others)
+            return self._original_loss(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **loss_kwargs
+            )
         if logits is not self._hidden:
             raise UnsupportedError(
                 "this model changes its logits after the head (a soft cap, a scale, another dtype, tp), which a loss in chunks "
@@ -143,23 +143,25 @@ def chunk_loss(model: nn.Module, options: Any = None) -> nn.Module:
     if not hasattr(nn.functional, "linear_cross_entropy"):
         raise UnsupportedError(f"chunk_loss needs torch 2.13 or newer; this is torch {torch.__version__}")
     head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    plain: Any = model.loss_function if head is not None else None
-    if type(head) is not nn.Linear or getattr(plain, "__name__", "") != "ForCausalLMLoss":
+    original_loss: Any = model.loss_function if head is not None else None
+    if type(head) is not nn.Linear or getattr(original_loss, "__name__", "") != "ForCausalLMLoss":
         raise PrepareError(
             f"chunk_loss got {type(model).__name__}; give a transformers causal language model with a linear head and its own loss, "
             "before prepare()"
         )
     if options is None:
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=_CHUNK, chunking_method=None, acc_policy="accurate")
-    chunked = ChunkedHead(head, options, plain)
+        options = nn.LinearCrossEntropyOptions(
+            batch_chunk_size=_CHUNK_TOKENS, chunking_method=None, acc_policy="accurate"
+        )
+    chunked = ChunkedHead(head, options, original_loss)
     model.set_output_embeddings(chunked)  # type: ignore[operator]
     model.loss_function = chunked.loss  # type: ignore[assignment]
 
-    def begin_forward(module: nn.Module, _: Any, given: dict[str, Any]) -> None:
-        is_asked = given.get("labels") is not None and given.get("return_dict") is not False
-        chunked.is_deferred = is_asked and module.training and torch.is_grad_enabled()
+    def begin_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        computes_loss = kwargs.get("labels") is not None and kwargs.get("return_dict") is not False
+        chunked.is_deferred = computes_loss and module.training and torch.is_grad_enabled()
 
-    def end_forward(_: nn.Module, __: Any, outputs: Any) -> None:
+    def end_forward(module: nn.Module, args: Any, outputs: Any) -> None:
         if chunked.is_deferred and outputs is not None:
             outputs["logits"] = None
         chunked.is_deferred = False

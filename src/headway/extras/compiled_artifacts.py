@@ -26,7 +26,10 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 FILE = "compiled.bin"
-_KEY, _SEAL, _MOST = "compile_cache.key", 32, 4 * 2**30
+"""Name of the file in a checkpoint: the seal (HMAC-SHA256), then the artifacts."""
+_SEAL_BYTES = 32
+_MAX_FILE_BYTES = 4 * 2**30
+_KEY_FILE = "compile_cache.key"
 
 
 def write_artifacts(staging: Path, collectives: Collectives) -> None:
@@ -38,22 +41,25 @@ def write_artifacts(staging: Path, collectives: Collectives) -> None:
         staging: Staging directory of the save. Ranks that have no such directory write nothing.
         collectives: Collectives over all ranks.
     """
-    made = collectives.broadcast_object(_export_artifacts() if collectives.rank == 0 else None)
-    if made is None or not staging.is_dir():
+    content = collectives.broadcast_object(_export_artifacts() if collectives.rank == 0 else None)
+    if content is None or not staging.is_dir():
         return
     path = staging / f".{FILE}-{collectives.rank}"
-    path.write_bytes(made)
+    path.write_bytes(content)
     os.replace(path, staging / FILE)  # ranks that share a disk replace each other's file, but all files are equal
 
 
 def _export_artifacts() -> bytes | None:
-    """Return this rank's compilation artifacts with their seal, or None if there are none or an error occurs.
+    """Return this rank's compilation artifacts after their seal (HMAC-SHA256). Return None if there are none or on an error.
 
     The error is only logged, because the other ranks wait for this one, and the checkpoint is complete without them.
     """
     try:
-        saved = torch.compiler.save_cache_artifacts()
-        return None if saved is None else _sign_artifacts(saved[0]) + saved[0]
+        result = torch.compiler.save_cache_artifacts()
+        if result is None:
+            return None
+        artifacts, _ = result
+        return _compute_seal(artifacts) + artifacts
     except Exception as error:
         log.warning("compiled code is not saved in the checkpoint: %s: %s", type(error).__name__, error)
         return None
@@ -64,15 +70,15 @@ def load_artifacts(folder: Path) -> bool:
 
     Returns:
         Whether any artifacts were loaded. False if the checkpoint contains none. Also False, with a warning, if their
-            file or this user's key cannot be read, or the seal is not valid.
+            file or this user's key cannot be read, or the seal (HMAC-SHA256) is not valid.
     """
     path = folders.find_store(folder).get_content_folder() / FILE
     if not path.exists():
         return False
     try:
-        data = read_regular_file(path, _MOST)
-        seal, artifacts = data[:_SEAL], data[_SEAL:]
-        is_valid = hmac.compare_digest(seal, _sign_artifacts(artifacts))
+        data = read_regular_file(path, _MAX_FILE_BYTES)
+        seal, artifacts = data[:_SEAL_BYTES], data[_SEAL_BYTES:]
+        is_valid = hmac.compare_digest(seal, _compute_seal(artifacts))
     except (CheckpointError, OSError) as error:
         log.warning("compiled code was not loaded from the checkpoint: %s", error)
         return False
@@ -86,25 +92,25 @@ def load_artifacts(folder: Path) -> bool:
     return torch.compiler.load_cache_artifacts(artifacts) is not None
 
 
-def _sign_artifacts(artifacts: bytes) -> bytes:
+def _compute_seal(artifacts: bytes) -> bytes:
     return hmac.digest(read_secret() or _read_own_key(), artifacts, hashlib.sha256)
 
 
 def _read_own_key() -> bytes:
-    """Return the user's key for seals, read from a file in Headway's settings folder. Create the file if missing.
+    """Return the user's key for signing artifacts, read from a file in Headway's settings folder. Create the file if missing.
 
     If several processes create it at the same time, all of them use the first key.
     """
-    path = find_default_file(env.copy_variables()).with_name(_KEY)
+    path = find_default_file(env.copy_variables()).with_name(_KEY_FILE)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        made = path.with_name(f"{_KEY}-{secrets.token_hex(8)}")
-        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        new_file = path.with_name(f"{_KEY_FILE}-{secrets.token_hex(8)}")
+        with open(os.open(new_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(secrets.token_bytes(32))
         try:
-            os.link(made, path)
+            os.link(new_file, path)  # unlike a rename, this never replaces the key of another process
         except FileExistsError:
             pass
         finally:
-            made.unlink()
+            new_file.unlink()
     return read_regular_file(path, 4096)

@@ -42,11 +42,11 @@ def check_toolchain(plugin: TorchDynamoPlugin, device: torch.device) -> None:
     """
     if callable(plugin.to_kwargs()["backend"]):
         return
-    known = torch._dynamo.list_backends(exclude_tags=())
-    if plugin.name not in known:
+    known_backends = torch._dynamo.list_backends(exclude_tags=())
+    if plugin.name not in known_backends:
         raise ConfigError(
-            f"dynamo_backend={plugin.name!r}: torch {torch.__version__} has no such backend here. It has {', '.join(known)}; "
-            "choose one of them, or import the package that registers it first"
+            f"dynamo_backend={plugin.name!r}: torch {torch.__version__} has no such backend here. It has "
+            f"{', '.join(known_backends)}; choose one of them, or import the package that registers it first"
         )
     if plugin.name == "cudagraphs" and device.type != "cuda":
         raise ConfigError(
@@ -85,7 +85,7 @@ def _check_inductor(device: torch.device) -> None:
             )
 
 
-_PER_KIND = 8
+_RECOMPILE_LIMIT = 8
 """Maximum number of compilations per code object, after which torch stops compiling the code.
 
 One code object is compiled separately for training and evaluation, static and dynamic sizes, a batch of one, and so
@@ -109,7 +109,7 @@ def compile_model(
         plugin: Settings of the compilation.
         device: Device that the model computes on.
         is_gathered: Whether parameters will be gathered before each block, which a graph of the full model cannot
-            contain.
+            contain. The model is then compiled block by block.
         accumulates: Whether gradients are accumulated over several backward passes.
 
     Returns:
@@ -166,20 +166,27 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
     if not blocks:
         _compile_modules([module], compile_kwargs)
         return module
-    kinds = len({_get_block_key(block) for block in blocks})
-    if kinds > 1 and "recompile_limit" in inspect.signature(torch.compile).parameters:
+    num_kinds = len({_get_block_key(block) for block in blocks})
+    if num_kinds > 1 and "recompile_limit" in inspect.signature(torch.compile).parameters:
         # Blocks of different shapes share the code of their class, and would exhaust its compilation limit.
-        compile_kwargs.setdefault("recompile_limit", _PER_KIND * kinds)
+        compile_kwargs.setdefault("recompile_limit", _RECOMPILE_LIMIT * num_kinds)
     _compile_modules(blocks, compile_kwargs)
-    log.info("%d blocks of %s will be compiled, %d kinds", len(blocks), type(module).__name__, kinds)
+    log.info("%d blocks of %s will be compiled, %d kinds", len(blocks), type(module).__name__, num_kinds)
     return module
 
 
 def _compile_modules(modules: list[torch.nn.Module], settings: dict[str, Any]) -> None:
-    """Compile each module separately. Modules of one class share the compiled code."""
+    """Compile each module separately, in place. Modules of one class share the compiled code.
+
+    Args:
+        modules: Modules to compile.
+        settings: Keyword arguments of torch.compile.
+    """
+    # torch caches compilations by code object. A new one keeps these modules apart from those of other calls.
     code = _make_caller(modules[0]).__code__.replace()
     for module in modules:
-        if not torch._dynamo.trace_rules.check(module.forward):
+        is_skipped = torch._dynamo.trace_rules.check(module.forward)  # as torch's own code is
+        if not is_skipped:
             module.compile(**settings)
             continue
         call = _make_caller(module)
@@ -188,6 +195,8 @@ def _compile_modules(modules: list[torch.nn.Module], settings: dict[str, Any]) -
 
 
 def _make_caller(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return a function outside of torch that calls a module, so that torch.compile does not skip it."""
+
     def call_uncompiled(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -195,6 +204,7 @@ def _make_caller(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def _get_block_key(block: torch.nn.Module) -> tuple[Any, ...]:
+    """Return a key that is equal for blocks that can share one compilation: their class and parameter shapes."""
     return type(block), tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
 
 

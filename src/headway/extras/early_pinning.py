@@ -15,15 +15,15 @@ class EarlyPinning:
     Args:
         list_objects: Function that returns the objects that the saves will contain.
         num_parts: Number of ranks among which the saving of unsharded tensors is divided.
-        reserve: Function that starts to pin the given number of bytes.
+        start_pinning: Function that starts to pin the given number of bytes of host memory in the background.
     """
 
     def __init__(
-        self, list_objects: Callable[[], StatefulObjects], num_parts: int, reserve: Callable[[int], None]
+        self, list_objects: Callable[[], StatefulObjects], num_parts: int, start_pinning: Callable[[int], None]
     ) -> None:
         self._list_objects = list_objects
         self._num_parts = num_parts
-        self._reserve = reserve
+        self._start_pinning = start_pinning
         self._num_calls = 0
 
     def __call__(self) -> None:
@@ -33,19 +33,20 @@ class EarlyPinning:
         """
         self._num_calls += 1
         if self._num_calls == 2:
-            self._reserve(self.measure_bytes())
+            self._start_pinning(self.measure_bytes())
 
     def measure_bytes(self) -> int:
         """Return the number of bytes that this rank will copy from devices in a save. No user code is run."""
-        whole = sharded = 0
-        for value in self._list_values():
+        unsharded_bytes = sharded_bytes = 0
+        for value in self._iterate_values():
             if is_sharded(value):
-                sharded += sum(box.nbytes for _, box in list_own_boxes(value) if box.device.type != "cpu")
+                sharded_bytes += sum(box.nbytes for _, box in list_own_boxes(value) if box.device.type != "cpu")
             elif isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                whole += value.nbytes
-        return sharded + whole // self._num_parts
+                unsharded_bytes += value.nbytes
+        return sharded_bytes + unsharded_bytes // self._num_parts
 
-    def _list_values(self) -> Iterator[Any]:
+    def _iterate_values(self) -> Iterator[Any]:
+        """Yield the parameters, buffers and optimizer state values of the objects that saves will contain."""
         objects = self._list_objects()
         for model in objects.models:
             yield from model.parameters()

@@ -122,9 +122,11 @@ class EarlyStopping:
             return number
         numbers = [row[0] for row in Collectives(runtime).gather_numbers([number])]
         mean = math.fsum(numbers) / len(numbers) if all(map(math.isfinite, numbers)) else math.nan
-        first = numbers[0]
-        if all(math.isclose(each, first, rel_tol=_TOLERANCE) or str(each) == str(first) for each in numbers):
-            return first
+        first_number = numbers[0]
+        if all(
+            math.isclose(each, first_number, rel_tol=_TOLERANCE) or str(each) == str(first_number) for each in numbers
+        ):
+            return first_number
         if not self._has_warned:
             self._has_warned = True
             log.warning(

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 INSTALL = "torchao>=0.18"
-_MULTIPLE = 16
+_SIZE_MULTIPLE = 16
 """Number that must divide a layer's input and output size, as float8 matrix units require."""
-_NUM_NAMES = 3
-_LEAST = (8, 9)
+_NUM_SHOWN = 3
+"""Number of layer names that a message lists for each reason."""
+_MIN_CAPABILITY = (8, 9)
 """Lowest CUDA compute capability with float8 matrix units: 8.9 (Ada, such as L4 and RTX 40). Hopper has 9.0."""
 
 
@@ -46,27 +47,28 @@ def check_float8(hardware: Hardware, options: EngineOptions) -> None:
         UnsupportedError: If the hardware has no float8 units and emulation was not requested.
         OptionalDependencyMissing: If torchao is not installed.
     """
-    problem = None if (options.float8 or Float8Options()).is_emulated else _explain_lack(hardware)
+    problem = None if (options.float8 or Float8Options()).is_emulated else _explain_missing_support(hardware)
     if problem is not None:
+        capability = ".".join(map(str, _MIN_CAPABILITY))
         raise UnsupportedError(
-            f"mixed_precision='fp8': {problem}. float8 needs CUDA from compute capability {_LEAST[0]}.{_LEAST[1]} on (L4, RTX 40, "
+            f"mixed_precision='fp8': {problem}. float8 needs CUDA from compute capability {capability} on (L4, RTX 40, "
             "H100 and later) or AMD's MI300 and later. Use mixed_precision='bf16'; or, to try slowly what float8 does to a model, "
             "kwargs_handlers=[Float8Options(emulate=True)]"
         )
     require("torchao.float8", "mixed_precision='fp8' needs", INSTALL)
 
 
-def _explain_lack(hardware: Hardware) -> str | None:
+def _explain_missing_support(hardware: Hardware) -> str | None:
     """Return the reason why this hardware cannot compute in float8, or None if it can."""
     if hardware.kind != "cuda":
         return f"this run computes on {hardware.kind}, for which torch has no float8 matrix products that train"
     if torch.version.hip:
         arch = str(getattr(torch.cuda.get_device_properties(), "gcnArchName", ""))
         return None if arch.startswith(("gfx94", "gfx95")) else f"this GPU ({arch}) has no float8 matrix units"
-    found = torch.cuda.get_device_capability()
-    if found >= _LEAST:
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) >= _MIN_CAPABILITY:
         return None
-    return f"{torch.cuda.get_device_name()} (compute capability {found[0]}.{found[1]}) has no float8 matrix units"
+    return f"{torch.cuda.get_device_name()} (compute capability {major}.{minor}) has no float8 matrix units"
 
 
 def convert_model(
@@ -94,24 +96,24 @@ def convert_model(
     """
     torchao = require("torchao.float8", "mixed_precision='fp8' needs", INSTALL)
     linears = [(name, m) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
-    is_done = any(_is_float8(module) for _, module in linears)
-    left = _select_excluded(model, linears, options, splits)
-    chosen = {id(module): name for name, module in linears if name not in left and not _is_float8(module)}
+    was_converted = any(_is_float8(module) for _, module in linears)
+    exclusions = _explain_exclusions(model, linears, options, splits)
+    converted = {id(module): name for name, module in linears if name not in exclusions and not _is_float8(module)}
     if ranks is not None:
-        _agree_on_layers(model, sorted(chosen.values()), ranks)
-    if chosen:
+        _check_equal_layers(model, sorted(converted.values()), ranks)
+    if converted:
         from headway.layouts.tensor.float8 import split_layer
 
         torchao.convert_to_float8_training(
-            model, config=_build_config(options), module_filter_fn=lambda module, name: id(module) in chosen
+            model, config=_build_config(options), module_filter_fn=lambda module, name: id(module) in converted
         )
-        for name in chosen.values():
+        for name in converted.values():
             layer = model.get_submodule(name)
             if name in splits:
                 split_layer(layer, splits[name])  # casts its input itself, after the collectives at its boundary
             else:
                 layer.register_forward_pre_hook(_cast_input, with_kwargs=True)
-    _log_conversion(model, len(chosen), len(linears), left, options, is_done)
+    _log_conversion(model, len(converted), len(linears), exclusions, options, was_converted)
     return model
 
 
@@ -124,14 +126,14 @@ def _build_config(options: Float8Options) -> Any:
 
     If weights are to be all-gathered in float8, they are wrapped later, when the model is sharded.
     """
-    kind = require("torchao.float8", "mixed_precision='fp8' needs", INSTALL).Float8LinearConfig
+    config_class = require("torchao.float8", "mixed_precision='fp8' needs", INSTALL).Float8LinearConfig
     if options.config is not None:
         return replace(options.config, enable_fsdp_float8_all_gather=False)
-    made = kind.from_recipe_name(options.recipe)
-    return replace(made, pad_inner_dim=options.pad_inner_dim, emulate=options.emulate)
+    config = config_class.from_recipe_name(options.recipe)
+    return replace(config, pad_inner_dim=options.pad_inner_dim, emulate=options.emulate)
 
 
-def _select_excluded(
+def _explain_exclusions(
     model: torch.nn.Module,
     linears: Sequence[tuple[str, torch.nn.Linear]],
     options: Float8Options,
@@ -139,35 +141,53 @@ def _select_excluded(
 ) -> dict[str, str]:
     """Return the linear layers that stay in bf16, as a dict from layer names to reasons.
 
+    Layers that are converted already are left out. A layer gets the first reason that applies: the layer cannot be
+    converted, the options exclude it, or its sizes or those of its shards are no multiples of 16.
+
     Args:
         model: Model that contains the layers.
         linears: Names and modules of all linear layers.
         options: Options that select layers.
         splits: How the matrices of layers will be split across ranks, by name.
     """
-    ends = {linears[0][0], linears[-1][0]} if linears and options.keeps_first_and_last else set()
-    held: dict[int, int] = {}
+    first_and_last = {linears[0][0], linears[-1][0]} if linears else set()
+    num_holders: dict[int, int] = {}
     for parent in model.modules():
         for child in parent._modules.values():
-            held[id(child)] = held.get(id(child), 0) + 1
-    left: dict[str, str] = {}
+            num_holders[id(child)] = num_holders.get(id(child), 0) + 1
+    exclusions: dict[str, str] = {}
     for name, linear in linears:
         if _is_float8(linear):
             continue
-        reason = _find_obstacle(model, linear, held.get(id(linear), 0))
-        if reason is None and options.module_filter is not None:
-            reason = None if options.module_filter(linear, name) else "left out by module_filter"
-        elif reason is None and name in ends:
-            reason = "first and last"
-        elif reason is None and _is_kept(model, name, options.keeps):
-            reason = "left out by keeps"
-        if reason is None and (linear.in_features % _MULTIPLE or linear.out_features % _MULTIPLE):
-            reason = f"sizes that are no multiples of {_MULTIPLE}"
+        reason = _find_obstacle(model, linear, num_holders.get(id(linear), 0))
+        if reason is None:
+            reason = _explain_deselection(model, linear, name, options, is_end=name in first_and_last)
+        if reason is None and (linear.in_features % _SIZE_MULTIPLE or linear.out_features % _SIZE_MULTIPLE):
+            reason = f"sizes that are no multiples of {_SIZE_MULTIPLE}"
         if reason is None and name in splits:
-            reason = splits[name].explain_misfit(linear, _MULTIPLE)
+            reason = splits[name].explain_misfit(linear, _SIZE_MULTIPLE)
         if reason is not None:
-            left[name] = reason
-    return left
+            exclusions[name] = reason
+    return exclusions
+
+
+def _explain_deselection(
+    model: torch.nn.Module, linear: torch.nn.Linear, name: str, options: Float8Options, is_end: bool
+) -> str | None:
+    """Return the reason why the options keep a layer in bf16, or None if they do not.
+
+    Args:
+        model: Model that contains the layer.
+        linear: Linear layer.
+        name: Name of the layer in the model.
+        options: Options that select layers. A `module_filter` decides alone.
+        is_end: Whether the layer is the model's first or last linear layer.
+    """
+    if options.module_filter is not None:
+        return None if options.module_filter(linear, name) else "left out by module_filter"
+    if options.keeps_first_and_last and is_end:
+        return "first and last"
+    return "left out by keeps" if _matches_keeps(model, name, options.keeps) else None
 
 
 def _find_obstacle(model: torch.nn.Module, linear: torch.nn.Linear, num_holders: int) -> str | None:
@@ -191,19 +211,24 @@ def _find_obstacle(model: torch.nn.Module, linear: torch.nn.Linear, num_holders:
     return None if linear.weight.is_floating_point() else "without floating-point weights"
 
 
-def _is_kept(model: torch.nn.Module, name: str, keeps: tuple[Any, ...]) -> bool:
-    """Whether a layer stays in bf16, because `keeps` lists the name or class of the layer or of an outer module."""
-    around, module = "", model
-    for part in ("", *name.split(".")):
-        if part:
-            around, module = f"{around}.{part}" if around else part, module.get_submodule(part)
-        kinds = type(module).__mro__
-        if any(one == around or one in kinds or any(one == kind.__name__ for kind in kinds) for one in keeps):
+def _matches_keeps(model: torch.nn.Module, name: str, keeps: tuple[Any, ...]) -> bool:
+    """Whether `keeps` lists the name or the class of a layer or of a module around it.
+
+    Args:
+        model: Model that contains the layer.
+        name: Name of the layer in the model.
+        keeps: Module names, classes, and class names. A base class matches, too.
+    """
+    parts = name.split(".")
+    for path in [".".join(parts[:length]) for length in range(len(parts) + 1)]:  # from the model itself to the layer
+        classes = type(model.get_submodule(path)).__mro__
+        class_names = [each.__name__ for each in classes]
+        if any(keep == path or keep in classes or keep in class_names for keep in keeps):
             return True
     return False
 
 
-def _agree_on_layers(model: torch.nn.Module, names: list[str], ranks: Collectives) -> None:
+def _check_equal_layers(model: torch.nn.Module, names: list[str], ranks: Collectives) -> None:
     """Raise an error unless all ranks convert the same layers.
 
     Args:
@@ -240,7 +265,12 @@ def _cast_to_autocast_dtype(value: Any) -> Any:
 
 
 def _log_conversion(
-    model: torch.nn.Module, num_made: int, num_all: int, left: dict[str, str], options: Float8Options, is_done: bool
+    model: torch.nn.Module,
+    num_converted: int,
+    num_linears: int,
+    exclusions: dict[str, str],
+    options: Float8Options,
+    was_converted: bool,
 ) -> None:
     """Log how many layers were converted to float8, and which layers were not, grouped by reason.
 
@@ -248,33 +278,33 @@ def _log_conversion(
 
     Args:
         model: Model whose layers were converted.
-        num_made: Number of layers that this call has converted to float8.
-        num_all: Number of linear layers.
-        left: Reason for each linear layer that stays in bf16, by name.
+        num_converted: Number of layers that this call has converted to float8.
+        num_linears: Number of linear layers.
+        exclusions: Reason for each linear layer that stays in bf16, by name.
         options: Options of float8.
-        is_done: Whether the model had been converted by an earlier call.
+        was_converted: Whether the model had been converted by an earlier call.
     """
     by_reason: dict[str, list[str]] = {}
-    for name, reason in left.items():
+    for name, reason in exclusions.items():
         by_reason.setdefault(reason, []).append(name)
-    rest = "; ".join(f"{reason} ({_join_layer_names(names)})" for reason, names in by_reason.items())
+    excluded_text = "; ".join(f"{reason} ({_join_layer_names(names)})" for reason, names in by_reason.items())
     kind = type(model).__name__
-    if num_made:
+    if num_converted:
         log.info(
             "%d of %d linear layers of %s compute in float8 (%s)%s",
-            num_made,
-            num_all,
+            num_converted,
+            num_linears,
             kind,
             options.description,
-            f"; kept in bf16: {rest}" if rest else "",
+            f"; kept in bf16: {excluded_text}" if excluded_text else "",
         )
-    elif not is_done:
+    elif not was_converted:
         log.warning_once(
             "mixed_precision='fp8', but no linear layer of %s computes in float8%s. Use mixed_precision='bf16', or see Float8Options",
             kind,
-            f" ({rest})" if rest else ": it has none",
+            f" ({excluded_text})" if excluded_text else ": it has none",
         )
 
 
 def _join_layer_names(names: list[str]) -> str:
-    return join_names([name or "itself" for name in names], _NUM_NAMES)
+    return join_names([name or "itself" for name in names], _NUM_SHOWN)

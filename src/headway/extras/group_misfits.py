@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_SHOWN = 3
+_NUM_SHOWN = 3
 """Number of parameter names that a message lists."""
 
 
@@ -13,68 +13,88 @@ class GroupMatch:
     """Parameter groups of an optimizer, paired with the saved groups.
 
     Attributes:
-        own: Names of the parameters of each group in this run.
-        saved: Names of the parameters of each saved group.
-        twins: For each group in this run, the index of the saved group with the same parameters, or None.
+        own_groups: Names of the parameters of each group in this run.
+        saved_groups: Names of the parameters of each saved group.
+        saved_indices: For each group in this run, the index of the saved group with the same parameters, or None.
     """
 
-    own: list[list[str]]
-    saved: list[list[str]]
-    twins: list[int | None]
+    own_groups: list[list[str]]
+    saved_groups: list[list[str]]
+    saved_indices: list[int | None]
+
+    @property
+    def own_names(self) -> list[str]:
+        """Names of all parameters of the optimizer in this run."""
+        return [name for group in self.own_groups for name in group]
+
+    @property
+    def saved_names(self) -> list[str]:
+        """Names of all parameters of the saved optimizer."""
+        return [name for group in self.saved_groups for name in group]
 
     @property
     def is_reordered(self) -> bool:
         """Whether the groups contain the same parameters as the saved groups, in any order."""
-        return None not in self.twins and len(set(self.twins)) == len(self.twins) == len(self.saved)
+        indices = self.saved_indices
+        return None not in indices and len(set(indices)) == len(indices) == len(self.saved_groups)
 
-    def find_source(self, number: int) -> int | None:
+    def find_main_source(self, number: int) -> int | None:
         """Return the index of the saved group that held most of the parameters of a group, or None if none held any.
 
         Args:
             number: Index of the group in this run.
         """
-        members = set(self.own[number])
-        counts = [len(members.intersection(each)) for each in self.saved]
+        members = set(self.own_groups[number])
+        counts = [len(members.intersection(group)) for group in self.saved_groups]
         return counts.index(max(counts)) if any(counts) else None
 
 
-def match_groups(own: list[list[str]], saved: list[list[str]]) -> GroupMatch:
-    """Pair parameter groups with the saved groups that have the same parameters.
+def match_groups(own_groups: list[list[str]], saved_groups: list[list[str]]) -> GroupMatch:
+    """Pair parameter groups with the saved groups that have the same parameters, in any order.
 
     Args:
-        own: Names of the parameters of each group in this run.
-        saved: Names of the parameters of each saved group.
+        own_groups: Names of the parameters of each group in this run.
+        saved_groups: Names of the parameters of each saved group.
     """
-    known = {frozenset(each): number for number, each in enumerate(saved)}
-    return GroupMatch(own, saved, [known.get(frozenset(each)) for each in own])
+    index_by_members = {frozenset(group): index for index, group in enumerate(saved_groups)}
+    return GroupMatch(own_groups, saved_groups, [index_by_members.get(frozenset(group)) for group in own_groups])
 
 
-def explain_misfit(keys: list[list[str]], entry: Mapping[str, Any], index: int) -> str:
+def explain_misfit(own_groups: list[list[str]], entry: Mapping[str, Any], index: int) -> str:
     """Return the message for an optimizer whose parameter groups differ from the saved ones.
 
     Args:
-        keys: Names of the parameters of each group in this run.
-        entry: Saved state of the optimizer, in which `convert_groups` has noted whether it can be converted.
+        own_groups: Names of the parameters of each group in this run.
+        entry: Saved state of the optimizer, in which `convert_groups` has noted under "is_convertible" whether it can be
+            converted, and under "previous_optimizers" which parameters came from other optimizers.
         index: Index of the optimizer.
     """
-    saved = entry["params"]
-    own = [key for each in keys for key in each]
-    held = [key for each in saved for key in each]
-    several = any(not key.startswith("0/") for key in (*own, *held))
-    lacking, extra = sorted(set(own) - set(held)), sorted(set(held) - set(own))
-    if "whole" in entry and not lacking and not extra:
+    match = match_groups(own_groups, entry["params"])
+    own_names, saved_names = set(match.own_names), set(match.saved_names)
+    has_several = any(not name.startswith("0/") for name in own_names | saved_names)
+    new, lost = sorted(own_names - saved_names), sorted(saved_names - own_names)
+    if "whole" in entry and not new and not lost:
         return (
             f"optimizer {index} lists its parameters in a different order than the saved one. Its state_dict() identifies them by "
             "position, so build the optimizer with its parameters in the saved order"
         )
-    twins = match_groups(keys, saved).twins
-    moved = [key for each, twin in zip(keys, twins) if twin is None for key in each if key not in lacking]
-    facts = [f"their number is {len(keys)} instead of {len(saved)}"] if len(keys) != len(saved) else []
-    facts += [f"only in this run: {join_keys(lacking, several)}"] if lacking else []
-    facts += [f"only in the checkpoint: {join_keys(extra, several)}"] if extra else []
-    facts += [f"grouped differently: {join_keys(moved, several)}"] if moved and not lacking and not extra else []
-    moved_from = entry.get("elsewhere", {})
-    facts += [f"{join_keys([key], several)} was in optimizer {number}" for key, number in list(moved_from.items())[:1]]
+    facts = []
+    if len(match.own_groups) != len(match.saved_groups):
+        facts.append(f"their number is {len(match.own_groups)} instead of {len(match.saved_groups)}")
+    if new:
+        facts.append(f"only in this run: {join_keys(new, has_several)}")
+    if lost:
+        facts.append(f"only in the checkpoint: {join_keys(lost, has_several)}")
+    regrouped = [
+        name
+        for group, saved_index in zip(match.own_groups, match.saved_indices)
+        if saved_index is None
+        for name in group
+    ]
+    if regrouped and not new and not lost:
+        facts.append(f"grouped differently: {join_keys(regrouped, has_several)}")
+    for name, number in list(entry.get("previous_optimizers", {}).items())[:1]:
+        facts.append(f"{join_keys([name], has_several)} was in optimizer {number}")
     advice = "Build the groups as they were (call add_param_group() before the load)"
     if entry.get("is_convertible", True):
         advice += (
@@ -92,5 +112,5 @@ def join_keys(keys: Sequence[str], has_several: bool) -> str:
         has_several: Whether the run has several models. Otherwise the number of the model is left out.
     """
     names = [key if has_several else key.partition("/")[2] for key in keys]
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    num_hidden = len(names) - _NUM_SHOWN
+    return ", ".join(names[:_NUM_SHOWN]) + (f" and {num_hidden} more" if num_hidden > 0 else "")

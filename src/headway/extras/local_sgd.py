@@ -83,11 +83,11 @@ class LocalSGD:
         self.num_steps = 0
         self.local_sgd_steps = local_sgd_steps
         self.model = model
-        self._door = accelerator.collectives
+        self._collectives = accelerator.collectives
         self._strategy = accelerator.strategy
-        self._training = accelerator.local_training
-        self._block: ExitStack | None = None
-        self._begun = 0
+        self._local_training = accelerator.local_training
+        self._block: ExitStack | None = None  # contexts to leave at the end of the block; None outside of it
+        self._first_window = 0
 
     def __enter__(self) -> "LocalSGD":
         if self.enabled:
@@ -98,7 +98,10 @@ class LocalSGD:
                 )
             self._block = ExitStack()
             self._block.enter_context(self._strategy.keep_local(self.model))
-            self.num_steps, self._begun = self._training.begin_block(self), self._training.num_windows
+            self.num_steps, self._first_window = (
+                self._local_training.begin_block(self),
+                self._local_training.num_windows,
+            )
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -106,10 +109,12 @@ class LocalSGD:
             return
         block, self._block = self._block, None
         block.close()
-        self._training.end_block(self)
+        self._local_training.end_block(self)
         if kind is None:
-            is_idle = not self.num_steps and self._training.num_windows == self._begun
-            if not is_idle and (self.num_steps % self.local_sgd_steps or not self.num_steps):
+            has_trained = self.num_steps > 0 or self._local_training.num_windows != self._first_window
+            # A loop that never calls step() has not averaged, either.
+            is_averaged = self.num_steps > 0 and self.num_steps % self.local_sgd_steps == 0
+            if has_trained and not is_averaged:
                 self._average_parameters()
             self._strategy.reduce_gradients()  # buffers follow rank 0, as after any update
 
@@ -130,5 +135,5 @@ class LocalSGD:
     @torch.no_grad()
     def _average_parameters(self) -> None:
         parameters = list(self.model.parameters())
-        for parameter, mean in zip(parameters, iterate_averages(parameters, self._door)):
+        for parameter, mean in zip(parameters, iterate_averages(parameters, self._collectives)):
             parameter.copy_(mean)

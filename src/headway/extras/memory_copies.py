@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,15 +63,21 @@ class NeighborCopies:
 
     def __init__(self, runtime: ProcessRuntime, machines: Sequence[str]) -> None:
         self._rank = runtime.rank
-        order = list(dict.fromkeys(machines))
-        ranks = [[rank for rank, name in enumerate(machines) if name == each] for each in order]
-        here = order.index(machines[self._rank])
-        before, after = ranks[here - 1], ranks[(here + 1) % len(order)]
-        own = ranks[here]
-        self._receiver = after[own.index(self._rank) % len(after)]
-        self._senders = [rank for number, rank in enumerate(before) if own[number % len(own)] == self._rank]
-        self._elsewhere = [rank for rank in range(len(machines)) if rank not in own]
-        self._never_here = [rank for rank in self._elsewhere if rank not in before] if own[0] == self._rank else []
+        names = list(dict.fromkeys(machines))
+        ranks_by_machine = [[rank for rank, name in enumerate(machines) if name == each] for each in names]
+        index = names.index(machines[self._rank])
+        own_ranks = ranks_by_machine[index]
+        previous_ranks = ranks_by_machine[index - 1]
+        next_ranks = ranks_by_machine[(index + 1) % len(names)]
+        # Machines can have different numbers of ranks, so a rank can have several senders, or none.
+        self._receiver = next_ranks[own_ranks.index(self._rank) % len(next_ranks)]
+        self._senders = [
+            rank for number, rank in enumerate(previous_ranks) if own_ranks[number % len(own_ranks)] == self._rank
+        ]
+        self._remote_ranks = [rank for rank in range(len(machines)) if rank not in own_ranks]
+        # One rank per machine also writes the file lists of the ranks whose files this machine does not get.
+        is_first = own_ranks[0] == self._rank
+        self._list_only_ranks = [rank for rank in self._remote_ranks if is_first and rank not in previous_ranks]
         self._group: Any = create_group(range(len(machines)), runtime.timeout + MARGIN)
 
     def announce(self, staging: Path) -> None:
@@ -83,7 +89,7 @@ class NeighborCopies:
         Args:
             staging: Staging directory of the save.
         """
-        for rank in self._elsewhere:
+        for rank in self._remote_ranks:
             (staging / f".writing-{rank}").touch()
 
     def exchange(self, staging: Path) -> None:
@@ -106,11 +112,12 @@ class NeighborCopies:
                 dist.isend(_map_file(staging / name, size), self._receiver, group=self._group)
                 for name, size, *_ in json.loads(file_lists[self._rank])["files"]
             ]
-            received = []  # the memory must live as long as the transfer
+            buffers = []  # the memory must live as long as the transfer
             for rank in self._senders:
                 for name, size, *_ in json.loads(file_lists[rank])["files"]:
-                    received.append(_map_file(staging / name, size))
-                    work.append(dist.irecv(received[-1], rank, group=self._group))
+                    buffer = _map_file(staging / name, size)
+                    buffers.append(buffer)
+                    work.append(dist.irecv(buffer, rank, group=self._group))
             for each in work:
                 if each is not None:
                     each.wait()
@@ -118,10 +125,10 @@ class NeighborCopies:
             for rank in self._senders:  # so that the committing rank does not wait for them
                 (staging / f".writing-{rank}").unlink(missing_ok=True)
             raise
-        for rank in (*self._senders, *self._never_here):
-            working = staging / f".writing-{rank}"
-            working.write_text(file_lists[rank])
-            os.replace(working, staging / f".written-{rank}")
+        for rank in (*self._senders, *self._list_only_ranks):
+            marker = staging / f".writing-{rank}"
+            marker.write_text(file_lists[rank])
+            os.replace(marker, staging / f".written-{rank}")
 
 
 def _map_file(path: Path, size: int) -> torch.Tensor:
@@ -132,14 +139,28 @@ def _map_file(path: Path, size: int) -> torch.Tensor:
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
-_KEPT = 2
+_NUM_KEPT = 2
 """Number of in-memory checkpoints that are kept: the last one, and the one before it.
 
 The earlier one is needed if the last one is incomplete.
 """
-_POLL = 0.0005
-_OWN = ("loaders", "streams")
-"""Kinds of state that differ between ranks, so that each rank saves its own."""
+_POLL_SECONDS = 0.0005
+_RANK_KINDS = ("loaders", "streams")
+"""Keys of the states that differ between ranks: data positions and RNG states. Each rank saves its own."""
+
+
+class _RankState(NamedTuple):
+    """Part of a checkpoint that each rank sends to all others.
+
+    Attributes:
+        states: States of this rank, in the order of `_RANK_KINDS`.
+        tensors: Tensors in these states, by logical name.
+        about: The manifest's `about` section.
+    """
+
+    states: list[Any]
+    tensors: dict[str, torch.Tensor]
+    about: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -148,13 +169,13 @@ class _LocalFiles:
 
     Attributes:
         sha256: Hash of the manifest.
-        files: Names of all files of the checkpoint.
-        held: Names of the files that this machine has.
+        all_names: Names of all files of the checkpoint.
+        local_names: Names of the files that this machine has.
     """
 
     sha256: str
-    files: frozenset[str]
-    held: frozenset[str]
+    all_names: frozenset[str]
+    local_names: frozenset[str]
 
 
 class MemoryTier:
@@ -173,17 +194,18 @@ class MemoryTier:
         self._state = state
         self._collectives = collectives
         self._place = place
+        # Set by the first call of `_can_save`.
         self._share: writer.DiskShare | None = None
         self._folder = Path()
-        self._is_off = False
-        self._number = 0
+        self._next_number = 0
         self._nonce = ""
-        self._last = 0
+        self._neighbors: NeighborCopies | None = None
+        self._is_disabled = False
+        self._last_update = 0
         self._background = writer.BackgroundSave()
         self._copies = HostCopies()
         self._job: writer.SaveJob | None = None
-        self._neighbors: NeighborCopies | None = None
-        self._failure: str | None = None
+        self._failure: str | None = None  # of an earlier save; reported to the other ranks at the next one
         state.progress.before_training_batch.append(self._before_batch)
         step_hooks.before_micro_batch.append(self._before_micro_batch)
         step_hooks.before_update.append(self.finish_save)
@@ -201,69 +223,77 @@ class MemoryTier:
     def _save_if_due(self) -> None:
         """Start an in-memory checkpoint if one is due: at each update whose number is a multiple of `keep_in_memory`.
 
-        Called between two accumulation windows.
+        Do nothing inside an accumulation window, inside a block of local SGD, and while a model contains averaged weights.
         """
         state = self._state
         update = state.run.clock.num_updates
-        if self._is_off or update == self._last or update % self._place.project.keep_in_memory:
+        if self._is_disabled or update == self._last_update or update % self._place.project.keep_in_memory:
             return
         if state.run.windows.is_unfinished or state.local.has_diverged or any(state.local.list_steps()):
             return  # local SGD exchanges state only at the end of its blocks
         if holds_averages(state.run):  # an evaluation: the next batch of the training saves the trained weights
             return
         self.finish_save()
-        self._last = update
+        self._last_update = update
         if not self._can_save():
             return
-        job, own = None, None
+        job, rank_state = None, None
         try:
-            job, own = self._prepare_job()
+            job, rank_state = self._prepare_job()
         except Exception as error:  # all ranks must stop together
             self._failure = f"{type(error).__name__}: {error}"
-        answers = self._collectives.gather_objects((self._failure, own))
-        failed = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(answers) if failure is not None]
-        if failed or job is None:
-            self._stop_saving("; ".join(failed), job)
+        reports = self._collectives.gather_objects((self._failure, rank_state))
+        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(reports) if failure is not None]
+        if failures or job is None:
+            self._stop_saving("; ".join(failures), job)
             return
-        self._start_job(job, [own for _, own in answers])
+        self._start_job(job, [rank_state for _, rank_state in reports])
 
-    def _prepare_job(self) -> tuple[writer.SaveJob, Any]:
+    def _prepare_job(self) -> tuple[writer.SaveJob, _RankState]:
         """Create this rank's save job, and a marker file that shows the ranks of this machine that it will write.
 
         Returns:
-            The save job, and a tuple of this rank's own states, tensors and metadata, which the other ranks need.
+            The save job, and this rank's own states, which the other ranks need. The job does not contain them.
         """
         assert self._share is not None
         collected, about = self._state.collector.collect_own()
-        names = tuple(f"{kind}/{self._collectives.rank}" for kind in _OWN)
+        names = tuple(f"{kind}/{self._collectives.rank}" for kind in _RANK_KINDS)
         tensors = {
             name: collected.tensors.pop(name).clone() for name in list(collected.tensors) if name.startswith(names)
         }
-        states = [collected.state.pop(kind)[0] for kind in _OWN]
-        final = self._folder / f"update_{self._number}"
+        states = [collected.state.pop(kind)[0] for kind in _RANK_KINDS]
+        final = self._folder / f"update_{self._next_number}"
         about |= {"name": final.name, "iteration": self._place.iteration}
-        policy = writer.SavePolicy(_KEPT, owns_parent=True, is_blocking=False, is_published=False)
-        job = writer.SaveJob(final, f"{self._nonce}{self._number:08x}", self._share, collected, about, policy)
+        policy = writer.SavePolicy(_NUM_KEPT, owns_parent=True, is_blocking=False, is_published=False)
+        job = writer.SaveJob(final, f"{self._nonce}{self._next_number:08x}", self._share, collected, about, policy)
         job.staging.mkdir(exist_ok=True)
         if self._neighbors is not None:
             self._neighbors.announce(job.staging)
         writer.mark_as_writing(job)
-        self._number += 1
-        return job, (states, tensors, about)
+        self._next_number += 1
+        return job, _RankState(states, tensors, about)
 
-    def _start_job(self, job: writer.SaveJob, answers: Sequence[Any]) -> None:
+    def _start_job(self, job: writer.SaveJob, rank_states: Sequence[_RankState]) -> None:
+        """Start to copy the tensors of a save job to host memory, and to write them in the background.
+
+        A failure is not raised, but reported when the next checkpoint is due.
+
+        Args:
+            job: Save job of this rank.
+            rank_states: States of every rank, which are added to the checkpoint.
+        """
         content = job.content
         state = self._state
-        for number, kind in enumerate(_OWN):
-            content.state[kind] = [states[number] for states, _, _ in answers]
-        for _, tensors, _ in answers:
-            content.tensors.update(tensors)
+        for number, kind in enumerate(_RANK_KINDS):
+            content.state[kind] = [each.states[number] for each in rank_states]
+        for each in rank_states:
+            content.tensors.update(each.tensors)
         if not self._place.project.save_frozen:
             state.collector.replace_frozen_weights(content)
         constant_names = state.collector.list_step_tensors(content)
         try:
             content = split_dtensors(content)
-            job = replace(job, content=content, about=answers[0][2])
+            job = replace(job, content=content, about=rank_states[0].about)
             snapshot = self._copies.copy_tensors(content.tensors, job.own_names, constant_names)
         except (CheckpointError, RuntimeError) as error:  # reported at the next update
             self._failure = f"{type(error).__name__}: {error}"
@@ -294,25 +324,25 @@ class MemoryTier:
             self._background.raise_error()
             # The committing rank removes the staging directory: it renames it, or deletes it after a failure.
             while not (job.final / MANIFEST).exists() and job.staging.exists():
-                time.sleep(_POLL)
+                time.sleep(_POLL_SECONDS)
         except CheckpointError as error:
             self._failure = str(error)
 
-    def _stop_saving(self, why: str, job: writer.SaveJob | None) -> None:
+    def _stop_saving(self, reason: str, job: writer.SaveJob | None) -> None:
         """Disable in-memory checkpoints on all ranks, and log a warning.
 
         Args:
-            why: Reason, for the warning.
+            reason: Reason, for the warning. Empty: there is no shared memory.
             job: Save job to abandon, or None.
         """
-        self._is_off = True
+        self._is_disabled = True
         if job is not None:
             writer.remove_staging(job)
         if self._share is not None and self._share.is_committer:
             shutil.rmtree(self._folder, ignore_errors=True)
         log.warning(
             "keep_in_memory stops, because an update could not be kept (%s); checkpoints on the disk are not affected",
-            why or "no shared memory",
+            reason or "no shared memory",
         )
 
     # ---------------------------------------------------------------- the folder
@@ -322,33 +352,37 @@ class MemoryTier:
 
         The first call also finds out which ranks are on one machine, so every rank must call it.
         """
-        if self._share is not None or self._is_off:
-            return not self._is_off
-        held = env.get(env.MEMORY)
-        if held:
+        if self._share is not None or self._is_disabled:
+            return not self._is_disabled
+        memory_folder = env.get(env.MEMORY)
+        if memory_folder:
             # Each Accelerator of a process has its own folder.
-            self._folder = Path(held) / hashlib.sha256(str(self._place.get_parent()).encode()).hexdigest()[:16]
+            self._folder = Path(memory_folder) / hashlib.sha256(str(self._place.get_parent()).encode()).hexdigest()[:16]
             self._folder.mkdir(exist_ok=True)
         newest = max((parse_number(path) or 0 for path in self._list_committed()), default=0)
-        answers = self._collectives.gather_objects((held or "", newest, secrets.token_hex(4)))
-        groups = [group for group, _, _ in answers]
-        self._number = 1 + max(number for _, number, _ in answers)
-        self._nonce = answers[0][2]
-        if not all(groups):
-            self._is_off = True
+        answers = self._collectives.gather_objects((memory_folder or "", newest, secrets.token_hex(4)))
+        self._next_number = 1 + max(number for _, number, _ in answers)
+        _, _, self._nonce = answers[0]
+        # Ranks with the same folder of shared memory are on one machine.
+        machines = [folder for folder, _, _ in answers]
+        if not all(machines):
+            self._is_disabled = True
             log.warning(
                 "keep_in_memory has no effect: it needs shared memory (/dev/shm) of the agent that `headway launch` runs for several "
                 "processes, and this process was not started by one"
             )
             return False
-        own = groups[self._collectives.rank]
-        place = groups[: self._collectives.rank].count(own)
-        fewest = min(groups.count(group) for group in groups)
-        self._share = writer.DiskShare(place if place < fewest else None, fewest, place == 0)
-        if len(set(groups)) > 1 and self._state.objects.is_sharded:
-            self._share = writer.DiskShare(self._collectives.rank, len(groups), place == 0)
-            self._neighbors = NeighborCopies(self._state.run.runtime, groups)
-        if place == 0:
+        rank = self._collectives.rank
+        local_rank = machines[:rank].count(machines[rank])
+        is_leader = local_rank == 0
+        if len(set(machines)) > 1 and self._state.objects.is_sharded:
+            self._share = writer.DiskShare(rank, len(machines), is_leader)
+            self._neighbors = NeighborCopies(self._state.run.runtime, machines)
+        else:
+            # Each machine stores everything. All of them must split it in the same way, to commit the same manifest.
+            num_parts = min(machines.count(machine) for machine in machines)
+            self._share = writer.DiskShare(local_rank if local_rank < num_parts else None, num_parts, is_leader)
+        if is_leader:
             folders.find_store(self._folder).remove_leftovers()
         self._collectives.barrier()
         return True
@@ -369,43 +403,44 @@ class MemoryTier:
         answers = self._collectives.gather_objects(
             (env.get(env.MEMORY), self._verify_copies() if self._share.is_committer else None)
         )
-        leaders = {machine: own for machine, own in answers if own is not None}
-        on_rank: list[dict[str, _LocalFiles]] = [leaders[machine] for machine, _ in answers]
-        found = {name: parse_number(Path(name)) or 0 for own in on_rank for name in own}
-        for name in sorted(found, key=lambda each: -found[each]):
-            copies = [own.get(name) for own in on_rank]
+        found_by_machine = {machine: found for machine, found in answers if found is not None}
+        found_by_rank: list[dict[str, _LocalFiles]] = [found_by_machine[machine] for machine, _ in answers]
+        numbers = {name: parse_number(Path(name)) or 0 for found in found_by_rank for name in found}
+        for name in sorted(numbers, key=lambda each: -numbers[each]):
+            copies = [found.get(name) for found in found_by_rank]
             present = [each for each in copies if each is not None]
+            missing = present[0].all_names.difference(*(each.local_names for each in present))
             if len({each.sha256 for each in present}) > 1:
                 log.warning("%s in memory is skipped: machines have kept different states under that name", name)
-            elif missing := present[0].files.difference(*(each.held for each in present)):
+            elif missing:
                 log.warning("%s in memory is skipped: no machine holds %s", name, ", ".join(sorted(missing)[:3]))
             else:
-                if any(each is None or each.held != each.files for each in copies):
+                if any(each is None or each.local_names != each.all_names for each in copies):
                     holders = [each is not None for each in copies]
-                    files = [each.held if each else () for each in copies]
+                    files = [each.local_names if each else () for each in copies]
                     copy_to_machines(self._folder / name, holders, self._share.is_committer, self._collectives, files)
                 return self._folder / name
         return None
 
-    def _verify_copies(self) -> "dict[str, _LocalFiles]":
+    def _verify_copies(self) -> dict[str, _LocalFiles]:
         """Return this machine's in-memory checkpoints by name, after verifying the hashes of all files.
 
         Damaged checkpoints are deleted, with a warning.
         """
-        found = {}
+        copies = {}
         for folder in self._list_committed():
             try:
                 manifest = read_manifest(folder)
-                here = [each for each in manifest.files.values() if (folder / each.name).exists()]
-                read_files(folder, here)
-                found[folder.name] = _LocalFiles(
-                    manifest.sha256, frozenset(manifest.files), frozenset(each.name for each in here)
+                local_files = [each for each in manifest.files.values() if (folder / each.name).exists()]
+                read_files(folder, local_files)
+                copies[folder.name] = _LocalFiles(
+                    manifest.sha256, frozenset(manifest.files), frozenset(each.name for each in local_files)
                 )
             except CheckpointError as error:
                 log.warning("a state in memory is skipped: %s", error, main_process_only=False)
                 with suppress(OSError):
                     folders.find_store(folder).remove()
-        return found
+        return copies
 
     def is_newer(self, in_memory: Path, on_disk: Path | None) -> bool:
         """Whether an in-memory checkpoint is newer than a checkpoint on the disk.

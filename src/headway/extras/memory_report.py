@@ -21,10 +21,11 @@ from headway.core.runtime import process
 from headway.extras.memory_census import CATEGORIES, LiveStorage, TensorCensus, list_causes, list_frames, take_census
 from headway.extras.memory_suggestions import MemorySuggestion, list_suggestions
 
-_NOTE = "_headway_memory_report"
+_REPORT_ATTRIBUTE = "_headway_memory_report"
+"""Attribute of an error that holds the text of its report."""
 _HOST_TEXTS = ("DefaultCPUAllocator", "unable to mmap", "bad_alloc", "alloc_cpu")
-
-_ASKED = (
+"""Texts in errors about host memory."""
+_REQUEST_PATTERNS = (
     re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B)\b"),
     re.compile(r"tried to allocate (\d+) bytes"),
     re.compile(r"unable to mmap (\d+) bytes"),
@@ -60,13 +61,14 @@ class MemoryReport:
         """Return the report as text."""
         use = self.use
         is_host = use.device == "cpu"
-        lines = [f"headway: memory on {use.device}"]
-        if self.asked is not None:
+        if self.asked is None:
+            lines = [f"headway: memory on {use.device}"]
+        else:
             lines = [f"headway: memory ran out on {use.device}: {format_bytes(self.asked)} were asked for"]
-        what = "the process" if is_host else f"tensors on {use.device}"
+        holder = "the process" if is_host else f"tensors on {use.device}"
         reserved = "" if is_host else f", torch's allocator {format_bytes(use.reserved)}"
         occupied = f"all processes {format_bytes(use.occupied)} of {format_bytes(use.total)}"
-        lines.append(f"  {what} held {format_bytes(use.used)}{reserved}; {occupied}")
+        lines.append(f"  {holder} held {format_bytes(use.used)}{reserved}; {occupied}")
         lines += [f"    {format_bytes(size):>10}  {name}" for name, size in self.by_category.items() if size]
         unseen = use.used - sum(self.by_category.values())
         if unseen > 0:
@@ -74,7 +76,9 @@ class MemoryReport:
             lines.append(f"    {format_bytes(unseen):>10}  {program}tensors that only C++ holds")
         if self.largest:
             lines.append("  the largest tensors alive:")
-            lines += [f"    {format_bytes(h.num_bytes):>10}  {_format_shape(h)}  {h.owner}" for h in self.largest]
+            lines += [
+                f"    {format_bytes(each.num_bytes):>10}  {_format_shape(each)}  {each.owner}" for each in self.largest
+            ]
         if self.sites:
             lines += ["  where they were made:", *(f"    {site}" for site in self.sites)]
         if self.levers:
@@ -85,8 +89,8 @@ class MemoryReport:
         return "\n".join(lines)
 
 
-def _format_shape(holding: LiveStorage) -> str:
-    return f"{str(holding.dtype).removeprefix('torch.')}[{', '.join(map(str, holding.shape))}]"
+def _format_shape(storage: LiveStorage) -> str:
+    return f"{str(storage.dtype).removeprefix('torch.')}[{', '.join(map(str, storage.shape))}]"
 
 
 def memory_report(error: BaseException | None = None, num_largest: int = 8) -> MemoryReport:
@@ -101,15 +105,15 @@ def memory_report(error: BaseException | None = None, num_largest: int = 8) -> M
     frames = list_frames(error) if error is not None else _list_caller_frames()
     use = memory_use(device)
     census = take_census(device.type, frames)
-    asked = None if error is None else find_asked_bytes(error)
+    requested_bytes = None if error is None else find_requested_bytes(error)
     return MemoryReport(
-        asked,
-        use,
-        {name: census.sum_bytes(name) for name in CATEGORIES},
-        census.list_largest(num_largest),
-        list_suggestions(census, use, asked, frames),
-        _list_allocation_sites(device, census, num_largest),
-        census.is_complete,
+        asked=requested_bytes,
+        use=use,
+        by_category={name: census.sum_bytes(name) for name in CATEGORIES},
+        largest=census.list_largest(num_largest),
+        levers=list_suggestions(census, use, requested_bytes, frames),
+        sites=_list_allocation_sites(device, census, num_largest),
+        is_complete=census.is_complete,
     )
 
 
@@ -120,38 +124,42 @@ def explain(error: BaseException) -> str:
     """
     if not is_out_of_memory(error):
         return ""
-    made = getattr(error, _NOTE, None)
-    if made is None:
+    text = getattr(error, _REPORT_ATTRIBUTE, None)
+    if text is None:
         try:
-            made = memory_report(error).text()
+            text = memory_report(error).text()
         except MemoryError:
-            made = "headway: memory ran out, and too little was left to report what it was used for"
-        setattr(error, _NOTE, made)
-    return str(made)
+            text = "headway: memory ran out, and too little was left to report what it was used for"
+        setattr(error, _REPORT_ATTRIBUTE, text)
+    return str(text)
 
 
-def find_asked_bytes(error: BaseException) -> int | None:
+def find_requested_bytes(error: BaseException) -> int | None:
     """Return the size in bytes of the failed request, or None if neither the error nor any of its causes states it."""
     for each in islice(list_causes(error), 8):
-        for pattern in _ASKED:
-            if (found := pattern.search(str(each))) is not None:
-                return parse_bytes(int(found[1]) if found[1].isdecimal() else found[1])
+        for pattern in _REQUEST_PATTERNS:
+            match = pattern.search(str(each))
+            if match is not None:
+                return parse_bytes(int(match[1]) if match[1].isdecimal() else match[1])
     return None
 
 
 def _find_device(error: BaseException | None) -> torch.device:
+    """Return the device whose memory ran out. If the error does not name it, return this process's device."""
     text = str(error)
-    here = process.current().device
-    is_host = isinstance(error, MemoryError | OSError) or any(mark in text for mark in _HOST_TEXTS)
-    if is_host or here.type == "cpu":
+    own_device = process.current().device
+    is_host = isinstance(error, MemoryError | OSError) or any(each in text for each in _HOST_TEXTS)
+    if is_host or own_device.type == "cpu":
         return torch.device("cpu")
     index = re.search(r"GPU (\d+)", text)
-    return here if index is None else torch.device(here.type, int(index[1]))
+    return own_device if index is None else torch.device(own_device.type, int(index[1]))
 
 
 def _list_caller_frames() -> list[FrameType]:
     """Return the stack frames of the caller, outermost first."""
-    return list(walk_stack())[:1:-1]
+    innermost_first = list(walk_stack())
+    own_frames = 2  # this function and `memory_report`
+    return innermost_first[own_frames:][::-1]
 
 
 def _list_allocation_sites(device: torch.device, census: TensorCensus, count: int) -> list[str]:
@@ -186,14 +194,11 @@ def _find_user_line(frames: list[dict[str, Any]]) -> str:
         for frame in frames
         if frame["filename"].endswith(".py")
     ]
-    outside = [line for line in lines if "/torch/" not in line]
-    return (outside or lines or ["no Python line was recorded"])[0]
+    outside_torch = [line for line in lines if "/torch/" not in line]
+    return (outside_torch or lines or ["no Python line was recorded"])[0]
 
 
-# ---------------------------------------------------------------- uncaught errors
-
-
-def explain_once(error: BaseException) -> str:
+def explain_unless_noted(error: BaseException) -> str:
     """Return the text of the memory report for an error, or "" if the error's notes already contain the report."""
     text = explain(error)
     return "" if text in getattr(error, "__notes__", ()) else text

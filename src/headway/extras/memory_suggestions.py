@@ -1,5 +1,6 @@
 """Suggestions for saving memory, based on a census of live tensors and on the device's memory use."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -10,9 +11,10 @@ from headway.common.text import format_bytes
 from headway.core.memory.use import MemoryUse
 from headway.extras.memory_census import TensorCensus
 
-_SMALL = 16 << 20
+_MIN_BYTES = 16 << 20
+"""Activations or optimizer state of at most this size get no suggestions."""
 _MANY_LOSSES = 16
-_Levers = Iterator[tuple[int | None, str]]
+"""Number of scalars with an autograd graph above which the losses were probably collected without `detach()`."""
 
 
 @dataclass(frozen=True)
@@ -48,68 +50,78 @@ def list_suggestions(
         asked: Bytes of the failed request, or None if no request failed.
         frames: Stack frames through which the error propagated.
     """
-    found = [
+    suggestions = [
         *_suggest_for_activations(census, asked or 0, frames),
         *_suggest_for_optimizer(census, frames),
         *_suggest_for_device(use, asked),
     ]
     if census.num_graph_scalars > _MANY_LOSSES:
-        kept = f"{census.num_graph_scalars} scalars hold their graphs alive: collect loss.item() or loss.detach()"
-        found.append((None, kept))
-    found.sort(key=lambda lever: -(lever[0] if lever[0] is not None else 1 << 62))
-    return [MemorySuggestion(saves, what) for saves, what in found]
+        advice = f"{census.num_graph_scalars} scalars hold their graphs alive: collect loss.item() or loss.detach()"
+        suggestions.append(MemorySuggestion(None, advice))
+    return sorted(suggestions, key=lambda each: -math.inf if each.saves is None else -each.saves)
 
 
-def _suggest_for_activations(census: TensorCensus, asked: int, frames: list[FrameType]) -> _Levers:
+def _suggest_for_activations(census: TensorCensus, asked: int, frames: list[FrameType]) -> Iterator[MemorySuggestion]:
     # A request that failed in forward or backward is one more activation.
-    saved = (
+    activation_bytes = (
         census.sum_bytes("saved for backward")
         + census.sum_bytes("other tensors")
         + (0 if _is_in_optimizer(frames) else asked)
     )
-    if saved < _SMALL:
+    if activation_bytes < _MIN_BYTES:
         return
     modules = [module for root in census.roots for module in root.modules()]
-    yield saved // 2, "half the micro-batch and twice the accumulation (microbatching='auto' does it by itself)"
-    if census.sum_bytes("saved for backward") and modules and not any(module.training for module in modules):
-        yield None, "the model is in eval mode and keeps activations: evaluate under torch.no_grad()"
-    depth = max(
-        (len(module) for module in modules if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)), default=1
+    yield MemorySuggestion(
+        activation_bytes // 2,
+        "half the micro-batch and twice the accumulation (microbatching='auto' does it by itself)",
     )
+    if census.sum_bytes("saved for backward") and modules and not any(module.training for module in modules):
+        yield MemorySuggestion(None, "the model is in eval mode and keeps activations: evaluate under torch.no_grad()")
+    lists = [module for module in modules if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)]
+    depth = max(map(len, lists), default=1)  # probable number of blocks
     is_checkpointed = any(
         "_headway_checkpoint" in vars(module) or vars(module).get("gradient_checkpointing") is True
         for module in modules
     )
     if depth > 1 and not is_checkpointed:
-        yield saved - saved // depth, "accelerator.checkpoint_activations(model)"
-    floats = sum(
-        h.num_bytes for h in census.holdings.values() if h.category == "saved for backward" and h.dtype == torch.float32
-    )
-    if floats > saved // 2:
-        yield floats // 2, "mixed_precision='bf16'"
+        yield MemorySuggestion(
+            activation_bytes - activation_bytes // depth, "accelerator.checkpoint_activations(model)"
+        )
+    storages = [each for each in census.storages.values() if each.category == "saved for backward"]
+    float32_bytes = sum(each.num_bytes for each in storages if each.dtype == torch.float32)
+    if float32_bytes > activation_bytes // 2:
+        yield MemorySuggestion(float32_bytes // 2, "mixed_precision='bf16'")
 
 
 def _is_in_optimizer(frames: list[FrameType]) -> bool:
     return any("/torch/optim/" in frame.f_code.co_filename.replace("\\", "/") for frame in frames)
 
 
-def _suggest_for_optimizer(census: TensorCensus, frames: list[FrameType]) -> _Levers:
-    state, weights = census.sum_bytes("optimizer state"), census.sum_bytes("parameters")
+def _suggest_for_optimizer(census: TensorCensus, frames: list[FrameType]) -> Iterator[MemorySuggestion]:
+    state_bytes, parameter_bytes = census.sum_bytes("optimizer state"), census.sum_bytes("parameters")
     names = sorted({type(optimizer).__name__ for optimizer in census.optimizers})
-    if state > max(_SMALL, weights):
-        yield state - state // 100, f"torch.optim.Adafactor in place of {', '.join(names)}"
-        yield state // 2, "torch.optim.SGD with momentum, where it trains as well"
+    if state_bytes > max(_MIN_BYTES, parameter_bytes):
+        yield MemorySuggestion(
+            state_bytes - state_bytes // 100, f"torch.optim.Adafactor in place of {', '.join(names)}"
+        )
+        yield MemorySuggestion(state_bytes // 2, "torch.optim.SGD with momentum, where it trains as well")
     groups = (group for optimizer in census.optimizers for group in optimizer.param_groups)
     if _is_in_optimizer(frames) and not all(group.get("fused") for group in groups):
-        yield weights, "fused=True, or foreach=False, for the optimizer: no temporary copies in step()"
+        yield MemorySuggestion(
+            parameter_bytes, "fused=True, or foreach=False, for the optimizer: no temporary copies in step()"
+        )
 
 
-def _suggest_for_device(use: MemoryUse, asked: int | None) -> _Levers:
+def _suggest_for_device(use: MemoryUse, asked: int | None) -> Iterator[MemorySuggestion]:
     if use.device == "cpu":
         return
-    unused = use.reserved - use.used
-    if asked is not None and unused > asked:
-        yield unused, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against holes in the allocator's memory"
-    others = use.occupied - use.reserved
-    if others > max(1 << 30, use.total // 10):
-        yield others, "another process holds memory on this device; see headway.memory_use().processes"
+    unused_bytes = use.reserved - use.used
+    if asked is not None and unused_bytes > asked:
+        yield MemorySuggestion(
+            unused_bytes, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against holes in the allocator's memory"
+        )
+    foreign_bytes = use.occupied - use.reserved  # of other processes, and of this one outside of torch's allocator
+    if foreign_bytes > max(1 << 30, use.total // 10):
+        yield MemorySuggestion(
+            foreign_bytes, "another process holds memory on this device; see headway.memory_use().processes"
+        )

@@ -21,7 +21,6 @@ preemption during an evaluation also saves the trained weights.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,27 +31,22 @@ import torch
 from headway.common import scope
 from headway.core.runtime import process
 from headway.core.runtime.dry_run import is_dry_run
-from headway.core.strategies.fully_sharded import dtensors
+from headway.core.strategies.base import Strategy
 from headway.core.training.prepared.objects import iterate_parameters
 from headway.core.training.prepared.registry import AcceleratorRegistry, PreparationListeners
 from headway.core.training.run import Run
 from headway.core.training.step import TrainingStep
-from headway.core.weights.compiled import rename_bare_items, unwrap_compiled
-from headway.core.weights.pieces import get_local_part
+from headway.core.weights.compiled import unwrap_compiled
 from headway.errors import ConfigError, StateError, UnsupportedError
-from headway.extras._torch import foreach_copy_, foreach_lerp_
-from headway.extras.average_exchange import WeightExchange, WeightPair, split_pairs
-from headway.extras.average_shards import copy_saved_average, list_boxes, make_empty_piece, slice_box, wrap_like
+from headway.extras._torch import foreach_copy_
+from headway.extras.average_exchange import WeightExchange, WeightPair
+from headway.extras.average_shards import copy_saved_average
 from headway.extras.average_snapshots import write_snapshot
+from headway.extras.averaged_tensors import AveragedTensors
 from headway.extras.power_average import PowerDecay
 
 Decay = float | str | Callable[[int], float]
 """Decay of an average: a number, "mean", or a function of the number of the averaging step, which begins at 1."""
-
-_LATE = (
-    "ExponentialMovingAverage was created before prepare(), and its weights have the layout of a whole model; create it after "
-    "prepare(), or pass it to prepare() together with the model"
-)
 
 
 class ModelAverages:
@@ -93,19 +87,6 @@ class SwappedModels:
 
     def __init__(self) -> None:
         self.averages: WeakKeyDictionary[torch.nn.Module, ExponentialMovingAverage] = WeakKeyDictionary()
-
-
-@dataclass(eq=False)
-class _Average:
-    """Average of one parameter or buffer.
-
-    Attributes:
-        read: Function that returns the current parameter or buffer.
-        values: Averages of this rank's shard, or None for a tensor that only other ranks of a pipeline hold.
-    """
-
-    read: Callable[[], torch.Tensor]
-    values: torch.Tensor | None
 
 
 class ExponentialMovingAverage:
@@ -188,25 +169,26 @@ class ExponentialMovingAverage:
         self._update_after = update_after
         self._every = every
         self.dtype = dtype
-        self._device = None if device is None else torch.device(device)
-        self._averages_buffers = buffers == "average"
+        self._tensors = AveragedTensors(
+            self.model, dtype, None if device is None else torch.device(device), buffers == "average"
+        )
         self._num_updates = 0
         self._num_averaged = 0
-        self._step: TrainingStep | None = None
-        self._joined: WeakSet[Run] = WeakSet()  # runs whose hooks call this object
-        self._averages: dict[str, _Average] = {}
-        self._ids: set[int] = set()
-        self._owners: dict[int, tuple[int, bool]] = {}
-        self._stepped: set[int] = set()
-        self._window = -1
-        self._is_due = False
         self._exchange: WeightExchange | None = None  # while the model contains the averages
+        # The run that trains the model
+        self._step: TrainingStep | None = None
+        self._hooked_runs: WeakSet[Run] = WeakSet()  # runs whose hooks call this object
+        self._trains_model_cache: dict[int, tuple[int, bool]] = {}  # by `id` of the optimizer, see `_trains_model`
+        # The update for which some of the model's optimizers have stepped
+        self._stepped_ids: set[int] = set()  # `id` of each optimizer that has stepped in the window
+        self._window = -1  # number of the accumulation window; -1: none
+        self._is_update_pending = False
         scope.get_or_create(ModelAverages).add(self)
         step = self._find_step()
         if step is not None:
             self.attach(step)
         elif not any(parameter.is_meta for parameter in self.model.parameters()):
-            self._add_averages()
+            self._adapt_averages()
 
     def __repr__(self) -> str:
         return (
@@ -217,7 +199,9 @@ class ExponentialMovingAverage:
     # ---------------------------------------------------------------- the run
 
     def attach(self, step: TrainingStep) -> None:
-        """Join the run that has prepared the model. Called by `prepare`.
+        """Follow the updates of the run that has prepared the model, and join its checkpoints. Called by `prepare`.
+
+        Before the first update, the averages get the prepared model's weights. Do nothing if the run is followed already.
 
         Args:
             step: Training step of the Accelerator.
@@ -238,19 +222,19 @@ class ExponentialMovingAverage:
         if any(each.name == self.name for each in find_averages(run.custom, self.model) if each is not self):
             raise ConfigError(f"the model has an average called {self.name!r} already; give this one another name=")
         self._step = step
-        self._add_averages()
+        self._adapt_averages()
         if not self._num_updates:
             # prepare() gives all ranks the weights of rank 0 or of a checkpoint, and an average begins with the weights.
-            self._update_averages(0.0)
-        self._owners.clear()
+            self._tensors.move_toward_weights(0.0)
+        self._trains_model_cache.clear()
         self._forget_window()
-        if run not in self._joined:
-            self._joined.add(run)
+        if run not in self._hooked_runs:
+            self._hooked_runs.add(run)
             hooks = run.hooks
             hooks.updated.append(partial(self._note_update, step))
-            hooks.before_learning.append(partial(self._begin_learning, step))
-            hooks.before_update.append(partial(self._refuse_update, step))
-            run.around_save = partial(_restore_all, run.custom)
+            hooks.before_learning.append(partial(self._prepare_micro_batch, step))
+            hooks.before_update.append(partial(self._check_before_update, step))
+            run.around_save = partial(_restore_trained_weights, run.custom)
         if not any(each is self for each in run.custom):
             run.custom.append(self)
 
@@ -267,12 +251,13 @@ class ExponentialMovingAverage:
         The result is cached until the optimizer's number of parameters changes.
         """
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._owners.get(id(optimizer))
-        if known is None or known[0] != count:
-            self._add_averages()  # adapters and unfrozen layers are usually added as parameter groups
-            mine = any(id(parameter) in self._ids for parameter in iterate_parameters(optimizer))
-            known = self._owners[id(optimizer)] = count, mine
-        return known[1]
+        cached_count, trains_model = self._trains_model_cache.get(id(optimizer), (-1, False))
+        if cached_count != count:
+            self._adapt_averages()  # adapters and unfrozen layers are usually added as parameter groups
+            ids = self._tensors.parameter_ids
+            trains_model = any(id(parameter) in ids for parameter in iterate_parameters(optimizer))
+            self._trains_model_cache[id(optimizer)] = count, trains_model
+        return trains_model
 
     def _list_optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the prepared optimizers that train the model."""
@@ -291,26 +276,28 @@ class ExponentialMovingAverage:
         """
         if step is not self._step or not self._trains_model(optimizer):
             return
-        if window != self._window or id(optimizer) in self._stepped:
-            self._finish_update()
+        if window != self._window or id(optimizer) in self._stepped_ids:
+            self._finish_update()  # the previous one, which not all optimizers have taken part in
             self._window = window
-            self._stepped.clear()
-            self._is_due = True
-        self._stepped.add(id(optimizer))
-        if all(id(each) in self._stepped for each in self._list_optimizers()):
+            self._stepped_ids.clear()
+            self._is_update_pending = True
+        self._stepped_ids.add(id(optimizer))
+        if all(id(each) in self._stepped_ids for each in self._list_optimizers()):
             self._finish_update()
 
-    def _begin_learning(self, step: TrainingStep) -> None:
+    def _prepare_micro_batch(self, step: TrainingStep) -> None:
         """Before a micro-batch begins, update the averages if they do not include the last update of the weights.
+
+        Do nothing if `step` belongs to another run.
 
         Raises:
             StateError: If the model holds averaged weights.
         """
         if step is self._step:
-            self._refuse_swapped("train the model")
+            self._ensure_trained_weights("train the model")
             self._finish_update()
 
-    def _refuse_update(self, step: TrainingStep) -> None:
+    def _check_before_update(self, step: TrainingStep) -> None:
         """Before an optimizer makes its step, raise an error if the model contains averaged weights.
 
         Do nothing if `step` belongs to another run.
@@ -319,19 +306,19 @@ class ExponentialMovingAverage:
             StateError: If the model contains averaged weights.
         """
         if step is self._step:
-            self._refuse_swapped("step an optimizer")
+            self._ensure_trained_weights("step an optimizer")
 
     def _finish_update(self) -> None:
         """Count the update that optimizers have reported, unless it has been counted already."""
-        if self._is_due:
-            self._is_due = False
+        if self._is_update_pending:
+            self._is_update_pending = False
             self._count_update()
 
     def _forget_window(self) -> None:
         """Forget which optimizers have stepped, because the run or its state has been replaced."""
-        self._is_due = False
+        self._is_update_pending = False
         self._window = -1
-        self._stepped.clear()
+        self._stepped_ids.clear()
 
     # ---------------------------------------------------------------- averaging
 
@@ -343,7 +330,7 @@ class ExponentialMovingAverage:
 
     def list_tensors(self) -> list[torch.Tensor]:
         """Return the averages of this rank's shards, without their names."""
-        return [each.values for each in self._averages.values() if each.values is not None]
+        return self._tensors.list_values()
 
     @property
     def num_averaged(self) -> int:
@@ -360,14 +347,14 @@ class ExponentialMovingAverage:
         Raises:
             StateError: If the model holds averaged weights.
         """
-        self._refuse_swapped("call update()")
-        self._join_run()
+        self._ensure_trained_weights("call update()")
+        self._attach_to_run()
         if self._list_optimizers():
             self._finish_update()
         else:
             self._count_update()
 
-    def _join_run(self) -> None:
+    def _attach_to_run(self) -> None:
         """Attach to the newest run that has prepared the model, if there is one."""
         step = self._find_step()
         if step is not None:
@@ -376,12 +363,12 @@ class ExponentialMovingAverage:
     def _count_update(self) -> None:
         """Count one update, and take an averaging step if one is due."""
         self._num_updates += 1
-        past = self._num_updates - self._update_after
-        if past == 0:
-            self._update_averages(0.0)
-        elif past > 0 and past % self._every == 0:
+        num_since_start = self._num_updates - self._update_after
+        if num_since_start == 0:
+            self._tensors.move_toward_weights(0.0)  # averaging begins with the current weights
+        elif num_since_start > 0 and num_since_start % self._every == 0:
             self._num_averaged += 1
-            self._update_averages(self._get_decay(self._num_averaged))
+            self._tensors.move_toward_weights(self._get_decay(self._num_averaged))
 
     def _get_decay(self, number: int) -> float:
         """Return the decay of an averaging step.
@@ -402,87 +389,10 @@ class ExponentialMovingAverage:
         decay = float(self._decay)
         return min(decay, (1 + number) / (10 + number)) if self._has_warmup else decay
 
-    @torch.no_grad()
-    def _update_averages(self, decay: float) -> None:
-        """Move all averages toward the current weights. A decay of 0 copies the weights.
-
-        Args:
-            decay: Weight of the old averages.
-        """
-        for pairs in self._iterate_pairs():
-            weights, averages = [pair.weight for pair in pairs], [pair.average for pair in pairs]
-            own = averages[0]
-            if not decay or not (own.is_floating_point() or own.is_complex()):
-                foreach_copy_(averages, weights)
-            elif pairs[0].is_alike:
-                foreach_lerp_(averages, weights, 1.0 - decay)
-            else:
-                for bucket in split_pairs(pairs):
-                    converted = [pair.weight.to(own.device, own.dtype) for pair in bucket]
-                    foreach_lerp_([pair.average for pair in bucket], converted, 1.0 - decay)
-
-    def _iterate_pairs(self) -> Iterator[list[WeightPair]]:
-        """Yield lists of pairs of this rank's weights and averages, grouped by their dtypes and devices."""
-        alike: dict[tuple[Any, ...], list[WeightPair]] = {}
-        for each in self._averages.values():
-            if each.values is not None:
-                weight, average = _read_local(each.read()), each.values
-                key = weight.dtype, weight.device, average.dtype, average.device
-                alike.setdefault(key, []).append(WeightPair(weight, average))
-        yield from alike.values()
-
-    def _add_averages(self) -> None:
+    def _adapt_averages(self) -> None:
         """Create missing averages with the current weights as values, and adapt existing ones to the current layout."""
-        if self._step is not None:
-            self._step.strategy.free_gathered(self.model)
-        self._ids = set()
-        for name, parameter in rename_bare_items(self.model.named_parameters()):
-            if parameter.requires_grad or name in self._averages:
-                self._ids.add(id(parameter))
-                self._add_average(name, partial(_return_same, parameter))
-        for name, holder, key in _iterate_buffers(self.model) if self._averages_buffers else ():
-            self._add_average(name, partial(holder.__getitem__, key))
-
-    @torch.no_grad()
-    def _add_average(self, name: str, read: Callable[[], torch.Tensor]) -> None:
-        """Create the average of a tensor, or adapt the one that exists to the tensor's current layout.
-
-        Args:
-            name: Name of the tensor in the model.
-            read: Function that returns the tensor.
-
-        Raises:
-            StateError: If the existing average has neither the shape of this rank's shard nor that of the whole tensor.
-        """
-        tensor = read()
-        known = self._averages.get(name)
-        if tensor.is_meta:  # only another rank of the pipeline has the values
-            self._averages[name] = _Average(read, None)
-            return
-        weight = _read_local(tensor)
-        if known is not None and known.values is not None and known.values.shape == weight.shape:
-            known.read = read
-            if self._device is None and known.values.device != weight.device:
-                known.values = known.values.to(weight.device)
-            return
-        values = torch.empty_like(weight, dtype=self._choose_dtype(weight), device=self._device or weight.device)
-        values.requires_grad_(False)
-        if known is None or known.values is None:
-            values.copy_(weight)
-        elif known.values.shape == tensor.shape:
-            for offsets, box in list_boxes(tensor, values):
-                box.copy_(slice_box(known.values, offsets, box.shape))
-        else:
-            raise StateError(f"{_LATE} ({name} had the shape {tuple(known.values.shape)}, now {tuple(tensor.shape)})")
-        self._averages[name] = _Average(read, values)
-
-    def _choose_dtype(self, weight: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which a weight is averaged."""
-        if not (weight.is_floating_point() or weight.is_complex()):
-            return weight.dtype
-        if self.dtype is not None and not weight.is_complex():
-            return self.dtype
-        return torch.promote_types(weight.dtype, torch.float32)
+        self._free_gathered()  # gathered parameters are not this rank's shards
+        self._tensors.adapt_to_model()
 
     # ---------------------------------------------------------------- evaluation
 
@@ -535,10 +445,12 @@ class ExponentialMovingAverage:
     def copy_to_model(self) -> None:
         """Replace the model's weights with the averages permanently, for example at the end of the training.
 
+        Before `update_after` updates, the averages equal the weights, so nothing changes. Call it on every rank.
+
         Raises:
             StateError: If the model holds averaged weights in a `swap_weights` block.
         """
-        self._refuse_swapped("call copy_to_model()")
+        self._ensure_trained_weights("call copy_to_model()")
         self._prepare_swap()
         with torch.no_grad():
             for pairs in self._iterate_started_pairs():
@@ -547,14 +459,14 @@ class ExponentialMovingAverage:
 
     def _swap_weights_in(self) -> None:
         """Exchange weights and averages, so that the model contains the averages."""
-        self._refuse_swapped("enter swap_weights() again")
+        self._ensure_trained_weights("enter swap_weights() again")
         self._prepare_swap()
         self._exchange = WeightExchange(self._iterate_started_pairs())
         scope.get_or_create(SwappedModels).averages[self.model] = self
         self._finish_swap()
 
     def _swap_weights_out(self) -> None:
-        """Put the trained weights back into the model."""
+        """Put the trained weights back into the model. Do nothing if it does not contain these averages."""
         if self._exchange is not None:
             self._free_gathered()
             self._exchange.undo()
@@ -565,16 +477,16 @@ class ExponentialMovingAverage:
     def _iterate_started_pairs(self) -> Iterator[list[WeightPair]]:
         """Yield the pairs of weights and averages, or nothing while the averages still equal the weights."""
         if self._num_updates >= self._update_after:
-            yield from self._iterate_pairs()
+            yield from self._tensors.iterate_pairs()
 
     def _prepare_swap(self) -> None:
         """Bring the averages up to date, and wait for background saves that still read the weights."""
-        self._join_run()
+        self._attach_to_run()
         self._finish_update()
-        self._add_averages()
+        self._adapt_averages()
         if self._step is not None:
-            for wait in self._step.hooks.before_swap:
-                wait()
+            for wait_until_saved in self._step.hooks.before_swap:
+                wait_until_saved()
 
     def _finish_swap(self) -> None:
         """Discard everything that was computed from the previous weights: gathered copies, casts and float8 scales."""
@@ -591,8 +503,8 @@ class ExponentialMovingAverage:
         if self._step is not None:
             self._step.strategy.free_gathered(self.model)
 
-    def _refuse_swapped(self, action: str) -> None:
-        """Raise an error if the model contains averaged weights.
+    def _ensure_trained_weights(self, action: str) -> None:
+        """Raise an error if the model contains averaged weights, of this or of another average.
 
         Args:
             action: Action that the error message describes as impossible.
@@ -600,10 +512,10 @@ class ExponentialMovingAverage:
         Raises:
             StateError: If the model contains averaged weights.
         """
-        holder = scope.get_or_create(SwappedModels).averages.get(self.model)
-        if holder is not None:
+        average = scope.get_or_create(SwappedModels).averages.get(self.model)
+        if average is not None:
             raise StateError(
-                f"cannot {action}: {type(self.model).__name__} holds the averaged weights of {holder.name!r}. Leave the "
+                f"cannot {action}: {type(self.model).__name__} holds the averaged weights of {average.name!r}. Leave the "
                 "swap_weights() block first"
             )
 
@@ -618,19 +530,23 @@ class ExponentialMovingAverage:
         Raises:
             StateError: If the model holds averaged weights.
         """
-        self._refuse_swapped("read the state of an average")
-        self._join_run()
+        self._ensure_trained_weights("read the state of an average")
+        self._attach_to_run()
         self._finish_update()
-        self._add_averages()
+        self._adapt_averages()
         if self._num_updates < self._update_after:
-            self._update_averages(0.0)
+            self._tensors.move_toward_weights(0.0)
         return {
             "name": self.name,
             "num_updates": self._num_updates,
             "num_averaged": self._num_averaged,
             **self._describe_profile(),
-            "average": dict(self._export_averages()),
+            "average": dict(self._tensors.export(self._get_strategy())),
         }
+
+    def _get_strategy(self) -> Strategy | None:
+        """Return the strategy that has prepared the model, or None."""
+        return None if self._step is None else self._step.strategy
 
     def save_snapshot(self, folder: str | Path) -> None:
         """Write the averages and their description into a folder, for `headway.reconstruct_average`.
@@ -661,17 +577,6 @@ class ExponentialMovingAverage:
         width = float(self._decay.sigma_rel)
         return {"sigma_rel": width, "update_after": self._update_after, "every": self._every}
 
-    def _export_averages(self) -> Iterator[tuple[str, Any]]:
-        """Yield pairs of (name, average). Averages are sharded like the weights that the run's strategy exports."""
-        if self._step is None:
-            exported: Iterable[tuple[str, Any]] = ((name, each.read()) for name, each in self._averages.items())
-        else:
-            exported = rename_bare_items(self._step.strategy.export_state(self.model))
-        for name, weight in exported:
-            if name in self._averages:
-                values = self._averages[name].values
-                yield name, wrap_like(weight, values) if values is not None else make_empty_piece(weight, self.dtype)
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `state_dict` returned under any layout.
 
@@ -682,25 +587,24 @@ class ExponentialMovingAverage:
             StateError: If the model contains averaged weights, if the state's name, tensors or shapes do not match, or
                 if an average with a `PowerDecay` was saved with other settings. The averages then stay unchanged.
         """
-        self._refuse_swapped("load the state of an average")
-        self._join_run()
+        self._ensure_trained_weights("load the state of an average")
+        self._attach_to_run()
         saved = state["average"]
         if state["name"] != self.name:
             raise StateError(
                 f"the saved average is called {state['name']!r}, this one {self.name!r}; create several averages in the order in "
                 "which they were created for the saved run"
             )
-        known = {key: state.get(key) for key in self._describe_profile()}
-        if state["num_averaged"] and known != self._describe_profile():
+        profile = self._describe_profile()
+        saved_profile = {key: state.get(key) for key in profile}
+        if state["num_averaged"] and saved_profile != profile:
             raise StateError(
-                f"the average {self.name!r} was saved with {known}, and now has {self._describe_profile()}: the result would be no "
+                f"the average {self.name!r} was saved with {saved_profile}, and now has {profile}: the result would be no "
                 "power-function average. Create it with the settings of the saved run"
             )
-        self._check_names(saved)
-        parameters = dict(rename_bare_items(self.model.named_parameters()))
-        for name in saved.keys() - self._averages.keys():  # averaged in the saved run, but frozen in this one
-            self._add_average(name, partial(_return_same, parameters[name]))
-        targets = dict(self._export_averages())
+        self._tensors.check_saved(saved)
+        self._tensors.add_parameters(self._tensors.list_frozen(saved))
+        targets = dict(self._tensors.export(self._get_strategy()))
         with torch.no_grad():
             for name, values in saved.items():
                 if name in targets:
@@ -708,30 +612,6 @@ class ExponentialMovingAverage:
         self._forget_window()
         self._num_updates = int(state["num_updates"])
         self._num_averaged = int(state["num_averaged"])
-
-    def _check_names(self, saved: Mapping[str, Any]) -> None:
-        """Raise an error unless saved averages have the names and shapes of this model's tensors.
-
-        Args:
-            saved: Saved averages by name.
-
-        Raises:
-            StateError: If a name is missing or unknown, or if a shape differs.
-        """
-        known = {name for name, _ in rename_bare_items(self.model.named_parameters())} | self._averages.keys()
-        missing, unknown = sorted(self._averages.keys() - saved.keys()), sorted(saved.keys() - known)
-        if missing or unknown:
-            lines = [f"not saved: {', '.join(missing[:3])}"] if missing else []
-            lines += [f"only saved: {', '.join(unknown[:3])}"] if unknown else []
-            raise StateError(
-                f"the saved average is of other tensors than those of {type(self.model).__name__} ({'; '.join(lines)}). Give the "
-                "average the model and the buffers= that it was saved with"
-            )
-        for name, values in saved.items():
-            own = self._averages.get(name)
-            shape = None if own is None else tuple(own.read().shape)
-            if shape is not None and shape != tuple(values.shape):
-                raise StateError(f"the average of {name} has the shape {shape}, the saved one {tuple(values.shape)}")
 
 
 def holds_averages(run: Run) -> bool:
@@ -745,7 +625,7 @@ def find_averages(objects: Iterable[Any], model: torch.nn.Module) -> list[Expone
     return [each for each in objects if isinstance(each, ExponentialMovingAverage) and each.model is model]
 
 
-def use_averages(
+def get_swap_function(
     objects: Iterable[Any], model: torch.nn.Module, name: str
 ) -> Callable[[], AbstractContextManager[torch.nn.Module]]:
     """Return a function that returns a context in which a model contains the averages with the given name.
@@ -758,19 +638,19 @@ def use_averages(
     Raises:
         ConfigError: If the model has no average of this name.
     """
-    found = find_averages(objects, model)
-    for each in found:
-        if each.name == name:
-            return each.swap_weights
-    known = ", ".join(repr(each.name) for each in found)
+    averages = find_averages(objects, model)
+    for average in averages:
+        if average.name == name:
+            return average.swap_weights
+    names = ", ".join(repr(average.name) for average in averages)
     raise ConfigError(
-        f"weights={name!r}: {type(model).__name__} has {f'the averages {known}' if known else 'no average'}; create "
+        f"weights={name!r}: {type(model).__name__} has {f'the averages {names}' if names else 'no average'}; create "
         f"headway.ExponentialMovingAverage(model, name={name!r}) before the training"
     )
 
 
 @contextmanager
-def _restore_all(objects: Iterable[Any]) -> Iterator[None]:
+def _restore_trained_weights(objects: Iterable[Any]) -> Iterator[None]:
     """Return a context in which all models contain their trained weights, so that a checkpoint can be saved.
 
     Args:
@@ -797,12 +677,9 @@ def _check_decay(decay: Any, has_warmup: bool) -> None:
         raise ConfigError("warmup=True needs a number as decay; let your function return the decay of each step itself")
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r}; give a number of updates, {least} or more")
-
-
-# -------------------------------------------------------------------- tensors
+def _check_count(name: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{name}={value!r}; give a number of updates, {minimum} or more")
 
 
 def _unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
@@ -810,24 +687,3 @@ def _unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
     return unwrap_compiled(model)
-
-
-def _return_same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _iterate_buffers(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield triples of (name, dict with the buffer, key in the dict) for a model's persistent buffers, each once."""
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                name = f"{path}.{key}".lstrip(".")
-                yield next(iter(rename_bare_items([(name, buffer)])))[0], module._buffers, key
-
-
-def _read_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a tensor as a plain tensor that shares its memory."""
-    local = dtensors.get_local_shard(tensor)
-    return get_local_part(tensor) if hasattr(local, "fsdp_pre_all_gather") else local

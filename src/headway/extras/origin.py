@@ -16,7 +16,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -36,16 +36,33 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_MOST_ROWS = 8
+_MAX_ROWS = 8
+"""Maximum number of batch rows that an origin lists."""
+# Parts of the names of operations with which scripts write an inf on purpose, for example to mask attention scores.
 _ON_PURPOSE = ("fill", "full", "where", "scatter", "index_put", "masked", "triu", "tril", "scalar_tensor", "lift")
 # These operations only write to their first argument, so its old values do not matter.
 _OVERWRITTEN = ("copy_", "fill_", "zero_", "normal_", "uniform_", "set_")
-_TORCH = torch.__file__.removesuffix("__init__.py")
+_TORCH_FOLDER = torch.__file__.removesuffix("__init__.py")
 """Directory of the torch package, whose source lines are never reported as the user's.
 
 It can be outside of the directory of this Python environment.
 """
-_NOTED = re.compile(r'\s*File "(.*)", line (\d+), in (\S+)')
+_TRACEBACK_LINE = re.compile(r'\s*File "(.*)", line (\d+), in (\S+)')
+"""Line of a stack that anomaly mode has recorded for an autograd node."""
+
+
+class _ModuleCall(NamedTuple):
+    """Call of a module, as the range of the sequence numbers of the autograd nodes that it created.
+
+    Attributes:
+        name: Name of the module.
+        start: First sequence number.
+        end: Sequence number after the last one. 0 while the call is in progress.
+    """
+
+    name: str
+    start: int
+    end: int = 0
 
 
 class OperationTracer(TorchDispatchMode):
@@ -57,28 +74,29 @@ class OperationTracer(TorchDispatchMode):
 
     Attributes:
         num_rows: Number of rows in the current batch, set by the caller. 0: unknown.
-        of_loss: Origin of a loss that was not finite, or None.
-        first_backward: Origin of the first non-finite value in a backward pass, or None.
+        loss_origin: Origin of a loss that was not finite, or None.
+        backward_origin: Origin of the first non-finite value in a backward pass, or None.
     """
 
     def __init__(self, prepared: PreparedObjects, rank: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rank, self.num_rows = rank, 0
-        several = len(prepared.models) > 1
-        self._names: dict[int, str] = {}
-        self._weights: dict[int, str] = {}
+        has_several = len(prepared.models) > 1
+        self._module_names: dict[int, str] = {}  # by `id` of the module
+        # The keys of the following dicts identify storages: see `_get_storage_key`.
+        self._weight_names: dict[int, str] = {}
+        self._input_modules: dict[int, str] = {}  # name of the outermost module that got the tensor as an argument
+        self._labels: dict[int, tuple[StorageWeakRef, NanOrigin]] = {}  # the reference keeps the key from being reused
         for number, model in enumerate(prepared.reshard_models()):
-            label = f"model {number} ({type(model).__name__})" if several else f"the model ({type(model).__name__})"
+            label = f"model {number} ({type(model).__name__})" if has_several else f"the model ({type(model).__name__})"
             for name, each in model.named_modules():
-                self._names.setdefault(id(each), name or label)
+                self._module_names.setdefault(id(each), name or label)
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                self._weights[get_local_shard(tensor).untyped_storage()._cdata] = name
-        self._labels: dict[int, tuple[StorageWeakRef, NanOrigin]] = {}
-        self._calls: list[tuple[int, str]] = []
-        self._spans: list[tuple[int, int, str]] = []
-        self._given: dict[int, str] = {}
-        self.of_loss: NanOrigin | None = None
-        self.first_backward: NanOrigin | None = None
+                self._weight_names[_get_storage_key(tensor)] = name
+        self._calls: list[_ModuleCall] = []  # in progress, outermost first
+        self._ended_calls: list[_ModuleCall] = []
+        self.loss_origin: NanOrigin | None = None
+        self.backward_origin: NanOrigin | None = None
         self._block = ExitStack()
 
     def __enter__(self) -> Any:
@@ -97,70 +115,88 @@ class OperationTracer(TorchDispatchMode):
     # ---------------------------------------------------------------- modules
 
     def _enter_module(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        name = self._names.get(id(module), type(module).__name__)
+        name = self._module_names.get(id(module), type(module).__name__)
         if not self._calls:
             for tensor in filter(_has_values, list_tensors(args)):
-                self._given.setdefault(get_local_shard(tensor).untyped_storage()._cdata, name)
-        self._calls.append((get_sequence_number(), name))
-        for own, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                self._input_modules.setdefault(_get_storage_key(tensor), name)
+        self._calls.append(_ModuleCall(name, get_sequence_number()))
+        for own_name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if _has_values(tensor) and not _is_finite(tensor):
-                whole = own if " " in name else f"{name}.{own}"
-                self._label_tensor(tensor, NanOrigin("weight", whole, "", "", (), self._rank))
+                is_root = " " in name  # "the model (Net)", which is no prefix of its parameters' names
+                full_name = own_name if is_root else f"{name}.{own_name}"
+                self._label_tensor(tensor, NanOrigin("weight", full_name, "", "", (), self._rank))
 
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._calls:
-            start, name = self._calls.pop()
-            self._spans.append((start, get_sequence_number(), name))
+            self._ended_calls.append(self._calls.pop()._replace(end=get_sequence_number()))
 
     def _find_module(self, node: Any) -> str:
-        if self._calls or node is None:
-            return self._calls[-1][1] if self._calls else ""
+        """Return the name of the innermost module that is running, or "" if there is none.
+
+        Args:
+            node: Autograd node whose backward is running, or None in forward. If no module is running, the result is
+                the module whose forward created the node.
+        """
+        if self._calls:
+            return self._calls[-1].name
+        if node is None:
+            return ""
         number = node._sequence_nr()
-        inside = [(end - start, name) for start, end, name in self._spans if start <= number < end]
-        return (
-            min(inside, key=lambda span: span[0])[1] if inside else ""
-        )  # of equal spans the innermost, which ended first
+        around = [call for call in self._ended_calls if call.start <= number < call.end]
+        # The innermost call is the shortest. Of calls with equal length, it ended first, and `min` returns the first.
+        return min(around, key=lambda call: call.end - call.start).name if around else ""
 
     # ---------------------------------------------------------------- operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and check its inputs and results for non-finite values.
+        """Run the operation, and label its non-finite results with their origin.
 
         Operations that are not torch's own (aten, prims), or that create uninitialized tensors, are not checked.
         """
         kwargs = kwargs or {}
         name = func._schema.name.rpartition("::")[2]
-        is_plain = func.namespace in ("aten", "prims") and not name.startswith(("empty", "new_empty"))
-        given = [each for each in list_tensors([args, kwargs]) if _has_values(each)] if is_plain else []
+        if func.namespace not in ("aten", "prims") or name.startswith(("empty", "new_empty")):
+            return func(*args, **kwargs)
+        inputs = [each for each in list_tensors([args, kwargs]) if _has_values(each)]
         if name in _OVERWRITTEN:
-            given = given[1:]
-        bad = [each for each in given if not _is_finite(each)]
-        origins = [self._find_origin(each) for each in bad]
-        has_nan = any(bool(get_local_shard(each).isnan().any()) for each in bad)
+            inputs = inputs[1:]
+        # An operation can change its inputs, so they are checked first.
+        bad_inputs = [each for each in inputs if not _is_finite(each)]
+        input_origins = [self._find_origin(each) for each in bad_inputs]
+        has_nan_input = any(_has_nan(each) for each in bad_inputs)
         result = func(*args, **kwargs)
-        if not is_plain:
-            return result
-        before = {get_local_shard(each).untyped_storage()._cdata for each in given}
-        for each in filter(_has_values, list_tensors(result)):
-            key = get_local_shard(each).untyped_storage()._cdata
-            if key in before and not func._schema.is_mutable:
+        input_keys = {_get_storage_key(each) for each in inputs}
+        for output in filter(_has_values, list_tensors(result)):
+            key = _get_storage_key(output)
+            if key in input_keys and not func._schema.is_mutable:
                 continue  # a view
-            if _is_finite(each):
+            if _is_finite(output):
                 self._labels.pop(key, None)
                 continue
-            known = next((o for o in origins if not _is_on_purpose(o) or has_nan), None)
-            if known is None and (not origins or bool(get_local_shard(each).isnan().any())):
-                known = self._describe_origin(func, name, each, given)
-            self._label_tensor(each, known or origins[0])
-            if self.first_backward is None and current_autograd_node() is not None:
-                self.first_backward = known or origins[0]
+            # An inf that was written on purpose is an origin only if it has already become NaN.
+            origin = next((each for each in input_origins if has_nan_input or not _is_on_purpose(each)), None)
+            if origin is None and (not input_origins or _has_nan(output)):
+                origin = self._describe_origin(func, name, output, inputs)
+            elif origin is None:
+                origin = input_origins[0]  # still an inf that was written on purpose
+            self._label_tensor(output, origin)
+            if self.backward_origin is None and current_autograd_node() is not None:
+                self.backward_origin = origin
         return result
 
-    def _describe_origin(self, func: Any, name: str, result: torch.Tensor, given: Sequence[torch.Tensor]) -> NanOrigin:
+    def _describe_origin(self, func: Any, name: str, output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> NanOrigin:
+        """Return the origin of a non-finite result that an operation has created from good inputs.
+
+        Args:
+            func: Operation.
+            name: Name of the operation, without namespace and overload.
+            output: Result of the operation.
+            inputs: Inputs of the operation. If no bad rows are found in the result, they are looked for in the inputs.
+        """
         node = current_autograd_node()
         phase = "forward" if node is None else "backward"
         operation = f"{func.namespace}.{name}" + (f" in {node.name()}" if node is not None else "")
-        rows = next((found for each in (result, *given) if (found := self._find_bad_rows(each))), ())
+        rows = next(filter(None, map(self._find_bad_rows, (output, *inputs))), ())
         return NanOrigin(phase, operation, self._find_module(node), _find_user_line(node), rows, self._rank)
 
     def _find_origin(self, tensor: torch.Tensor) -> NanOrigin:
@@ -169,21 +205,19 @@ class OperationTracer(TorchDispatchMode):
         If the tensor has no label, it gets one: "weight" for a parameter or buffer, "input" for an argument of an
         outermost module call, such as the batch, and "elsewhere" for any other tensor.
         """
-        key = get_local_shard(tensor).untyped_storage()._cdata
-        known = self._labels.get(key)
-        if known is not None:
-            return known[1]
-        node = current_autograd_node()
-        if key in self._weights:
-            found = NanOrigin("weight", self._weights[key], "", "", (), self._rank)
-        elif key in self._given:
-            found = NanOrigin("input", self._given[key], "", "", self._find_bad_rows(tensor), self._rank)
+        key = _get_storage_key(tensor)
+        if key in self._labels:
+            _, origin = self._labels[key]
+            return origin
+        node, rows = current_autograd_node(), self._find_bad_rows(tensor)
+        if key in self._weight_names:
+            origin = NanOrigin("weight", self._weight_names[key], "", "", (), self._rank)
+        elif key in self._input_modules:
+            origin = NanOrigin("input", self._input_modules[key], "", "", rows, self._rank)
         else:
-            found = NanOrigin(
-                "elsewhere", "", self._find_module(node), _find_user_line(node), self._find_bad_rows(tensor), self._rank
-            )
-        self._label_tensor(tensor, found)
-        return found
+            origin = NanOrigin("elsewhere", "", self._find_module(node), _find_user_line(node), rows, self._rank)
+        self._label_tensor(tensor, origin)
+        return origin
 
     def _label_tensor(self, tensor: torch.Tensor, origin: NanOrigin) -> None:
         storage = get_local_shard(tensor).untyped_storage()
@@ -194,11 +228,12 @@ class OperationTracer(TorchDispatchMode):
 
         Return no indices if the number of rows is unknown, or the tensor's first dimension is not a multiple of it.
         """
-        plain, num_rows = get_local_shard(tensor), self.num_rows
-        if not num_rows or not plain.ndim or plain.shape[0] % num_rows or _is_finite(tensor):
+        local, num_rows = get_local_shard(tensor), self.num_rows
+        if not num_rows or not local.ndim or local.shape[0] % num_rows or _is_finite(tensor):
             return ()
-        spoilt = ~torch.isfinite(plain.detach()).reshape(num_rows, -1).all(1)
-        return tuple(spoilt.nonzero().flatten().tolist()[:_MOST_ROWS])
+        # The first dimension can also be rows times tokens.
+        is_bad = ~torch.isfinite(local.detach()).reshape(num_rows, -1).all(1)
+        return tuple(is_bad.nonzero().flatten().tolist()[:_MAX_ROWS])
 
     def find_gradient_origin(self, parameters: Sequence[torch.Tensor]) -> NanOrigin | None:
         """Return the origin of a non-finite gradient of these parameters, or None if there is none.
@@ -206,26 +241,37 @@ class OperationTracer(TorchDispatchMode):
         An origin other than "elsewhere" takes precedence. The origin of the first non-finite value in backward comes
         next, then "elsewhere".
         """
-        grads = [get_local_shard(each.grad).untyped_storage()._cdata for each in parameters if each.grad is not None]
-        known = [self._labels[key][1] for key in grads if key in self._labels]
-        return next(
-            (each for each in known if each.phase != "elsewhere"), self.first_backward or next(iter(known), None)
-        )
+        keys = [_get_storage_key(each.grad) for each in parameters if each.grad is not None]
+        origins = [self._labels[key][1] for key in keys if key in self._labels]
+        for origin in origins:
+            if origin.phase != "elsewhere":
+                return origin
+        return self.backward_origin or next(iter(origins), None)
 
     def check_loss(self, loss: torch.Tensor) -> None:
         """Record the origin of a loss that is not finite. Called before the backward of the loss.
 
-        Only the first such loss is recorded, in `of_loss`.
+        Only the first such loss is recorded, in `loss_origin`.
         """
         with disable_current_modes():
-            if self.of_loss is None and not _is_finite(loss):
-                self.of_loss = self._find_origin(loss)
+            if self.loss_origin is None and not _is_finite(loss):
+                self.loss_origin = self._find_origin(loss)
+
+
+def _get_storage_key(tensor: torch.Tensor) -> int:
+    """Return the number that identifies the storage of this rank's shard of a tensor while the storage exists."""
+    return int(get_local_shard(tensor).untyped_storage()._cdata)
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    plain = get_local_shard(tensor)
-    is_real = plain.is_floating_point() or plain.is_complex()
-    return is_real and plain.layout is torch.strided and not plain.is_meta and plain.numel() > 0
+    """Whether a tensor has values on this rank that can be non-finite."""
+    local = get_local_shard(tensor)
+    has_fractions = local.is_floating_point() or local.is_complex()
+    return has_fractions and local.layout is torch.strided and not local.is_meta and local.numel() > 0
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return bool(get_local_shard(tensor).isnan().any())
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -233,6 +279,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _is_on_purpose(origin: NanOrigin) -> bool:
+    """Whether a non-finite value was probably written on purpose, such as the -inf of an attention mask."""
     return origin.phase == "forward" and any(word in origin.operation for word in _ON_PURPOSE)
 
 
@@ -245,13 +292,13 @@ def _find_user_line(node: Any) -> str:
     if node is None:
         places = (Frame.from_frame(frame) for frame in walk_stack())
     else:
-        matches = filter(None, map(_NOTED.match, reversed(node.metadata.get("traceback_", ()))))
-        places = (Frame(found[1], int(found[2]), found[3]) for found in matches)
-    own = (place for place in places if is_user_file(place.file) and not place.file.startswith(_TORCH))
-    return str(next(own, ""))
+        matches = filter(None, map(_TRACEBACK_LINE.match, reversed(node.metadata.get("traceback_", ()))))
+        places = (Frame(match[1], int(match[2]), match[3]) for match in matches)
+    user_places = (each for each in places if is_user_file(each.file) and not each.file.startswith(_TORCH_FOLDER))
+    return str(next(user_places, ""))
 
 
-_MOST_BATCHES = 256
+_MAX_BATCHES = 256
 """Largest number of batches of an accumulation window that are kept in memory until its update is judged."""
 _TOO_LONG = (
     "this update cannot be run again to find the origin of its non-finite values, because it has more than %d batches: fewer, larger "
@@ -277,17 +324,23 @@ class WindowReplay(OriginSearch):
 
     def __init__(self, run: Run) -> None:
         self._prepared, self._windows, self._rank = run.prepared, run.windows, run.runtime.rank
-        self._kept: deque[tuple[PreparedLoader, Any, Any]] = deque(maxlen=_MOST_BATCHES)
+        # Triples of (loader, batch, share of the batch) of the current window, and the number of batches per loader.
+        self._recorded: deque[tuple[PreparedLoader, Any, Any]] = deque(maxlen=_MAX_BATCHES)
         self._num_fetched: Counter[PreparedLoader] = Counter()
         self._snapshot = BatchSnapshot(run.prepared, (), run.runtime.hardware, has_counts=False)
-        self._loader: PreparedLoader | None = None
+        self._loader: PreparedLoader | None = None  # loader and models of the window that is run again
         self._models: tuple[torch.nn.Module, ...] = ()
         self.is_armed = self.is_repeating = self.is_spent = False
         self.tracer: OperationTracer | None = None
         run.events.repeats.append(self._repeat_batches)
 
     def _repeat_batches(self, loader: PreparedLoader, deliveries: Iterator[Any]) -> Iterator[Any]:
-        """Yield a loader's batches, and record them. After a window was armed, yield its batches again."""
+        """Yield a loader's batches, and record them. After `arm_replay`, yield the batches of its window again.
+
+        Args:
+            loader: Loader.
+            deliveries: Pairs of (batch, this rank's share of the global batch) that the loader yields.
+        """
         try:
             for batch, share in deliveries:
                 if not self.is_spent:
@@ -296,38 +349,43 @@ class WindowReplay(OriginSearch):
                 if self.is_armed and self._loader is loader:
                     self.is_armed, self.is_repeating = False, True
                     yield from self._replay_batches()
-                    self._end_replay()
+                    self._disarm()
         finally:  # also if the loop is left early
             if self._loader is loader:
-                self._end_replay()
+                self._disarm()
 
     def _record_batch(self, loader: PreparedLoader, batch: Any, share: Any) -> None:
         """Record a batch. If no window is unfinished, it begins a new one: save the state, and drop earlier batches."""
         windows = self._windows
         if windows.are_closed and not windows.is_unfinished and not windows.num_unused_reads:
-            self._kept.clear()
+            self._recorded.clear()
             self._num_fetched.clear()
             self._snapshot.save_state()
             self._snapshot.restore_gradients()  # `save_state` has moved them into the snapshot
-        self._kept.append((loader, batch, share))
+        self._recorded.append((loader, batch, share))
         self._num_fetched[loader] += 1
 
     def _list_batches(self, loader: PreparedLoader) -> list[tuple[Any, Any]]:
-        return [(batch, share) for whose, batch, share in self._kept if whose is loader]
+        return [(batch, share) for source, batch, share in self._recorded if source is loader]
 
     def _replay_batches(self) -> Iterator[Any]:
+        """Restore the state from the beginning of the window, and yield its batches while operations are traced.
+
+        The batches count no samples, because their samples were counted before.
+        """
         assert self._loader is not None
-        again = self._list_batches(self._loader)
-        self._kept.clear()
+        batches = self._list_batches(self._loader)
+        self._recorded.clear()
         self._snapshot.restore()
         self.tracer = OperationTracer(self._prepared, self._rank)
         self.tracer.__enter__()
-        for batch, share in again:
+        for batch, share in batches:
             if self.tracer is not None:
                 self.tracer.num_rows = share.num_rows or find_batch_size(batch) or 0
                 yield batch, share._replace(num_samples=0)
 
-    def _end_replay(self) -> None:
+    def _disarm(self) -> None:
+        """End the replay, if it has not ended yet, and let the loader continue."""
         self.end_replay()
         self.is_armed, self.is_repeating, self._loader = False, False, None
 
@@ -343,17 +401,18 @@ class WindowReplay(OriginSearch):
         """
         if self.is_armed:
             return True
+        was_spent, self.is_spent = self.is_spent, True
         loader = self._windows.loader
-        is_spent, self.is_spent = self.is_spent, True
-        if is_spent or loader is None or not (kept := self._list_batches(loader)):
+        batches = [] if loader is None else self._list_batches(loader)
+        if was_spent or loader is None or not batches:
             return False
-        if len(kept) < self._num_fetched[loader]:
-            log.warning(_TOO_LONG, _MOST_BATCHES)
+        if len(batches) < self._num_fetched[loader]:
+            log.warning(_TOO_LONG, _MAX_BATCHES)
             return False
         self._loader, self._models, self.is_armed = loader, window.models, True
         return True
 
-    def is_of(self, window: AccumulationWindow) -> bool:
+    def is_tracing(self, window: AccumulationWindow) -> bool:
         """Whether `window` is the one that is being run again and traced."""
         return self.tracer is not None and window.models == self._models
 
@@ -361,13 +420,13 @@ class WindowReplay(OriginSearch):
         """Stop checking operations, and restore the state from the beginning of the accumulation window.
 
         Returns:
-            The origin of the non-finite value that was found on this rank, or None. Also None, with no effect, if no
-                window is being run again.
+            The origin of the non-finite value that was found on this rank, or None. The origin of a bad loss takes
+                precedence over that of a bad gradient. Also None, with no effect, if no window is being run again.
         """
         tracer, self.tracer = self.tracer, None
         if tracer is None:
             return None
         tracer.__exit__(None, None, None)
-        found = tracer.of_loss or tracer.find_gradient_origin(self._prepared.list_parameters())
+        origin = tracer.loss_origin or tracer.find_gradient_origin(self._prepared.list_parameters())
         self._snapshot.restore()
-        return found
+        return origin

@@ -113,22 +113,22 @@ def solve_coefficients(profiles: Sequence[Profile], target: Profile) -> tuple[li
         Pair of (coefficient of each average, L2 norm of the difference times sqrt(t)).
     """
     products = _multiply_profiles(profiles, profiles)
-    wanted = _multiply_profiles(profiles, [target])[:, 0]
+    target_products = _multiply_profiles(profiles, [target])[:, 0]
     # Profiles of early snapshots have much larger norms. Without the scale, the system would be ill-conditioned.
     scale = products.diagonal().rsqrt()
     count = len(profiles)
     system = torch.zeros(count + 1, count + 1, dtype=torch.float64)
     system[:count, :count] = products * scale[:, None] * scale
     system[count, :count] = system[:count, count] = scale / scale.max()  # Lagrange multiplier: the sum must be 1
-    right = torch.cat([wanted * scale, (1 / scale.max())[None]])
+    right = torch.cat([target_products * scale, (1 / scale.max())[None]])
     coefficients = torch.linalg.solve(system, right)[:count] * scale
     norm = _multiply_profiles([target], [target])[0, 0]
-    squared = norm - 2 * (coefficients @ wanted) + coefficients @ products @ coefficients
+    squared = norm - 2 * (coefficients @ target_products) + coefficients @ products @ coefficients
     return coefficients.tolist(), math.sqrt(max(0.0, float(squared)) * target.num_averaged)
 
 
-def _multiply_profiles(ones: Sequence[Profile], others: Sequence[Profile]) -> torch.Tensor:
-    """Return the inner products of profiles as a float64 matrix, with rows for `ones` and columns for `others`.
+def _multiply_profiles(row_profiles: Sequence[Profile], column_profiles: Sequence[Profile]) -> torch.Tensor:
+    """Return the inner products of profiles as a float64 matrix, one row and one column per profile.
 
     For t averaging steps and exponent g, the profile is (g + 1) / t * (tau / t) ** g for tau from 0 to t.
     """
@@ -138,9 +138,11 @@ def _multiply_profiles(ones: Sequence[Profile], others: Sequence[Profile]) -> to
         exponents = torch.tensor([compute_exponent(each.sigma_rel) for each in profiles], dtype=torch.float64)
         return steps, exponents
 
-    steps, exponents = (each[:, None] for each in list_values(ones))
-    other_steps, other_exponents = (each[None, :] for each in list_values(others))
-    longest = torch.maximum(steps, other_steps)
-    exponent = torch.where(steps < other_steps, other_exponents, exponents)
-    ratio = (torch.minimum(steps, other_steps) / longest) ** exponent
-    return (exponents + 1) * (other_exponents + 1) * ratio / ((exponents + other_exponents + 1) * longest)
+    # For steps t <= T and exponents g and G, the integral is (g + 1) * (G + 1) * (t / T) ** G / ((g + G + 1) * T).
+    row_steps, row_exponents = (each[:, None] for each in list_values(row_profiles))
+    column_steps, column_exponents = (each[None, :] for each in list_values(column_profiles))
+    longer_steps = torch.maximum(row_steps, column_steps)
+    longer_exponents = torch.where(row_steps < column_steps, column_exponents, row_exponents)
+    ratio = (torch.minimum(row_steps, column_steps) / longer_steps) ** longer_exponents
+    factors = (row_exponents + 1) * (column_exponents + 1)
+    return factors * ratio / ((row_exponents + column_exponents + 1) * longer_steps)

@@ -31,12 +31,12 @@ def profile_block(options: ProfileKwargs, rank: int) -> Iterator[torch.profiler.
     Raises:
         ConfigError: If an activity is unknown.
     """
-    known = _list_activities()
-    unknown = set(options.activities or ()) - set(known)
+    known_activities = _list_activities()
+    unknown = set(options.activities or ()) - set(known_activities)
     if unknown:
-        raise ConfigError(f"unknown profiler activities {sorted(unknown)}; allowed: {', '.join(known)}")
+        raise ConfigError(f"unknown profiler activities {sorted(unknown)}; allowed: {', '.join(known_activities)}")
     profiler = torch.profiler.profile(
-        activities=[known[name] for name in options.activities] if options.activities else None,
+        activities=[known_activities[name] for name in options.activities] if options.activities else None,
         schedule=torch.profiler.schedule(**options.schedule_option) if options.schedule_option else None,
         on_trace_ready=options.on_trace_ready,
         record_shapes=options.record_shapes,
@@ -61,8 +61,8 @@ def _list_activities() -> dict[str, torch.profiler.ProfilerActivity]:
     The activity of another vendor's device has the name under which the vendor's package registered the device.
     """
     activities = torch.profiler.ProfilerActivity
-    known = {name.lower(): activity for name, activity in activities.__members__.items()}
-    return {**known, get_privateuse1_backend_name(): activities.PrivateUse1}
+    by_name = {name.lower(): activity for name, activity in activities.__members__.items()}
+    return {**by_name, get_privateuse1_backend_name(): activities.PrivateUse1}
 
 
 def _export_trace(profiler: torch.profiler.profile, path: Path) -> None:

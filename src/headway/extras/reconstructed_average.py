@@ -52,9 +52,10 @@ class _CombinedTensor:
 
     def assemble(self) -> torch.Tensor:
         """Return the full tensor, combined from the snapshots."""
-        is_float = self._stored_dtype.is_floating_point
-        work = torch.promote_types(self._stored_dtype, torch.float32) if is_float else self._stored_dtype
-        total = torch.zeros(self.shape, dtype=work)
+        dtype = self._stored_dtype
+        if dtype.is_floating_point:
+            dtype = torch.promote_types(dtype, torch.float32)
+        total = torch.zeros(self.shape, dtype=dtype)
         for average, coefficient in self._averages:
             average.add_to(total, self._name, coefficient)
         return total.to(self.dtype)
@@ -103,42 +104,43 @@ def reconstruct_average(
     places = list_snapshots(snapshots) if isinstance(snapshots, str | Path) else [Path(each) for each in snapshots]
     if Path(folder).resolve() in {each.resolve() for each in places}:
         raise ConfigError(f"{folder} is one of the snapshots; give another folder for the result")
-    found = [average for place in places for average in find_power_averages(place)]
-    used, target = _choose_averages(found, sigma_rel, num_averaged)
-    coefficients, error = solve_coefficients(list(used), target)
-    averages = list(zip(used.values(), coefficients))
+    stored = [average for place in places for average in find_power_averages(place)]
+    chosen, target = _choose_averages(stored, sigma_rel, num_averaged)
+    coefficients, error = solve_coefficients(list(chosen), target)
+    averages = list(zip(chosen.values(), coefficients))
     tensors = [(name, _CombinedTensor(name, averages, dtype)) for name in averages[-1][0].specs]
     return Reconstruction(save_weights(tensors, folder, max_shard_size), error, len(averages))
 
 
 def _choose_averages(
-    found: Sequence[StoredAverage], sigma_rel: float, num_averaged: int | None
+    stored: Sequence[StoredAverage], sigma_rel: float, num_averaged: int | None
 ) -> tuple[dict[Profile, StoredAverage], Profile]:
     """Return the averages to combine, as a dict by profile, and the target profile.
 
     The dict is in ascending order of averaging steps.
 
     Args:
-        found: Averages in all snapshots.
+        stored: Averages in all snapshots.
         sigma_rel: Relative width of the target profile.
         num_averaged: Number of averaging steps of the target profile; later averages are not used. None: that of the
             latest average.
 
     Raises:
-        ConfigError: If no average can be used, or if the averages do not belong together.
+        ConfigError: If no average can be used, `num_averaged` is not from 1 to that of the latest average, or the averages
+            do not belong together.
     """
-    begun = [each for each in found if each.num_averaged]
-    if not begun:
+    started = [each for each in stored if each.num_averaged]
+    if not started:
         raise ConfigError("the snapshots contain no averaging step; give snapshots from after update_after")
-    latest = max(each.num_averaged for each in begun)
+    latest = max(each.num_averaged for each in started)
     if num_averaged is not None and (type(num_averaged) is not int or not 1 <= num_averaged <= latest):
         raise ConfigError(f"num_averaged={num_averaged!r}; the snapshots allow 1 to {latest}, or None for the latest")
     target = Profile(sigma_rel, latest if num_averaged is None else num_averaged)
     chosen = sorted(
-        (each for each in begun if each.num_averaged <= target.num_averaged), key=lambda each: each.num_averaged
+        (each for each in started if each.num_averaged <= target.num_averaged), key=lambda each: each.num_averaged
     )
     if not chosen:
-        first = min(each.num_averaged for each in begun)
+        first = min(each.num_averaged for each in started)
         raise ConfigError(f"num_averaged={num_averaged}; the first snapshot is that of averaging step {first}")
     _check_match(chosen)
     return {Profile(each.sigma_rel, each.num_averaged): each for each in chosen}, target
@@ -153,11 +155,11 @@ def _check_match(averages: Sequence[StoredAverage]) -> None:
     first = averages[0]
     for each in averages[1:]:
         for key in ("update_after", "every"):
-            own, other = getattr(first, key), getattr(each, key)
-            if own != other:
+            first_value, other_value = getattr(first, key), getattr(each, key)
+            if first_value != other_value:
                 raise ConfigError(
-                    f"the average {first.name!r} in {first.source} has {key}={own}, and {each.name!r} in {each.source} {other}; "
-                    "combine averages of the same updates"
+                    f"the average {first.name!r} in {first.source} has {key}={first_value}, and {each.name!r} in "
+                    f"{each.source} {other_value}; combine averages of the same updates"
                 )
         differing = sorted(
             name

@@ -27,33 +27,33 @@ from headway.extras.adapter_tensors import (
     gather_written_tensors,
     is_peft_model,
     replace_encoders,
-    run_on_main,
+    run_on_rank_0,
 )
 
-_ADD = (
+_ADD_REFUSAL = (
     "{call}: {name} is prepared, and the layout {layout} has sharded the adapters that it had then. A new one would get no gradients "
     "of the other ranks. Add all adapters before prepare(), and choose one with model.set_adapter(name). load_adapter(folder, name) "
     "loads values into an adapter that exists"
 )
-_MERGE = (
+_MERGE_REFUSAL = (
     "{call}: {name} is prepared, and each rank of the layout {layout} has a part of its matrices. For merged weights, use "
     "accelerator.stream_weights(model, merge_adapters=True). Or save the adapter with model.save_pretrained(folder), and merge it "
     "in one process: PeftModel.from_pretrained(base, folder).merge_and_unload()"
 )
-_REFUSED = {
-    "add_adapter": _ADD,
-    "add_weighted_adapter": _ADD,
+_REFUSALS = {
+    "add_adapter": _ADD_REFUSAL,
+    "add_weighted_adapter": _ADD_REFUSAL,
     "delete_adapter": "{call}: {name} is prepared, and the layout {layout} has sharded its adapters. Choose another one with "
     "model.set_adapter(name), or save only some: model.save_pretrained(folder, selected_adapters=[name])",
-    "merge_adapter": _MERGE,
-    "merge_and_unload": _MERGE,
-    "unmerge_adapter": _MERGE,
-    "unload": _MERGE,
+    "merge_adapter": _MERGE_REFUSAL,
+    "merge_and_unload": _MERGE_REFUSAL,
+    "unmerge_adapter": _MERGE_REFUSAL,
+    "unload": _MERGE_REFUSAL,
 }
 """Error messages of the PeftModel methods that cannot be called on a sharded model, by method name."""
 
 
-class LateAdapters:
+class LateAdapterCheck:
     """Hook that raises an error if PEFT adds adapters to a sharded model. There is one per process runtime."""
 
     def __init__(self) -> None:
@@ -101,15 +101,23 @@ def adapt_methods(model: torch.nn.Module, strategy: Strategy, runtime: ProcessRu
         strategy: Strategy that has sharded the model.
         runtime: Runtime of this process.
     """
-    runtime.scope.get_or_create(LateAdapters).register_hook()
-    made: dict[str, Any] = {"save_pretrained": _wrap_save(type(model).save_pretrained, strategy, runtime)}  # type: ignore[attr-defined]
+    runtime.scope.get_or_create(LateAdapterCheck).register_hook()
+    replacements: dict[str, Any] = {"save_pretrained": _wrap_save(type(model).save_pretrained, strategy, runtime)}  # type: ignore[attr-defined]
     if is_peft_model(model):
-        made |= {method: _make_refusal(method, text, strategy.name) for method, text in _REFUSED.items()}
-        made["load_adapter"] = _wrap_load(type(model).load_adapter, strategy.name)  # type: ignore[attr-defined]
-    return made
+        replacements |= {method: _make_refusal(method, text, strategy.name) for method, text in _REFUSALS.items()}
+        replacements["load_adapter"] = _wrap_load(type(model).load_adapter, strategy.name)  # type: ignore[attr-defined]
+    return replacements
 
 
 def _make_refusal(method: str, text: str, layout: str) -> Callable[..., Any]:
+    """Return a method that only raises UnsupportedError.
+
+    Args:
+        method: Name of the method.
+        text: Error message with the placeholders `call`, `name` (of the model's class) and `layout`.
+        layout: Name of the layout.
+    """
+
     def raise_refusal(model: Any, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(text.format(call=f"{method}()", name=type(model).__name__, layout=layout))
 
@@ -136,7 +144,7 @@ def _wrap_load(load: Callable[..., Any], layout: str) -> Callable[..., Any]:
         adapter = signature.bind(model, *args, **kwargs).arguments["adapter_name"]
         if adapter not in model.peft_config:
             call = f"load_adapter(..., {adapter!r})"
-            raise UnsupportedError(_ADD.format(call=call, name=type(model).__name__, layout=layout))
+            raise UnsupportedError(_ADD_REFUSAL.format(call=call, name=type(model).__name__, layout=layout))
         with _load_encoders(model):
             return load(model, *args, **kwargs)
 
@@ -152,16 +160,16 @@ def _load_encoders(model: Any) -> Iterator[None]:
     Args:
         model: Sharded PeftModel.
     """
-    own = {name: each for name, each in model.named_parameters() if name.startswith(f"{PROMPT_ENCODERS}.")}
-    empty = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in own.items()}
-    with replace_encoders(model, empty):
-        twins = dict(getattr(model, PROMPT_ENCODERS).named_parameters(prefix=PROMPT_ENCODERS)) if own else {}
-        before = {name: twin._version for name, twin in twins.items()}
+    shards = {name: each for name, each in model.named_parameters() if name.startswith(f"{PROMPT_ENCODERS}.")}
+    zeros = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in shards.items()}
+    with replace_encoders(model, zeros):
+        full_tensors = dict(getattr(model, PROMPT_ENCODERS).named_parameters(prefix=PROMPT_ENCODERS)) if shards else {}
+        versions = {name: tensor._version for name, tensor in full_tensors.items()}
         yield
     with torch.no_grad():
-        for name, twin in twins.items():
-            if twin._version != before[name]:  # values were copied into it
-                put_whole(own[name].detach(), twin.detach())
+        for name, tensor in full_tensors.items():
+            if tensor._version != versions[name]:  # values were copied into it
+                put_whole(shards[name].detach(), tensor.detach())
 
 
 # ---------------------------------------------------------------- saving
@@ -185,8 +193,8 @@ def _wrap_save(save: Callable[..., Any], strategy: Strategy, runtime: ProcessRun
     @functools.wraps(save)
     def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind_partial(model, *args, **kwargs)
-        given = {**kwargs, **bound.arguments}
-        state = given.get("state_dict")
+        arguments = {**kwargs, **bound.arguments}
+        state = arguments.get("state_dict")
         if isinstance(state, Mapping):
             return _save_gathered(save, model, state, args, kwargs) if state else None
         if "state_dict" not in signature.parameters and not is_peft_model(model):
@@ -198,7 +206,7 @@ def _wrap_save(save: Callable[..., Any], strategy: Strategy, runtime: ProcessRun
             bound.arguments["state_dict"] = state
             return _save_gathered(save, model, state, bound.args[1:], bound.kwargs)
 
-        return _gather_and_save(model, given, weights, strategy, write_files)
+        return _gather_and_save(model, arguments, weights, strategy, write_files)
 
     return save_pretrained
 
@@ -212,7 +220,7 @@ def _save_gathered(
 
 def _gather_and_save(
     model: Any,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     weights: WholeWeights,
     strategy: Strategy,
     write: Callable[[Mapping[str, torch.Tensor]], Any],
@@ -221,7 +229,7 @@ def _gather_and_save(
 
     Args:
         model: Sharded model.
-        given: Arguments of the call by name.
+        arguments: Arguments of the call by name.
         weights: Access to the model's full tensors.
         strategy: Strategy that has sharded the model.
         write: Function that writes a state dict.
@@ -233,5 +241,5 @@ def _gather_and_save(
         CheckpointError: On the other ranks, if rank 0 fails.
     """
     tensors = weights.export(model, "save_pretrained", is_safe=False)
-    state = gather_written_tensors(model, tensors, strategy.everyone, given)
-    return run_on_main(lambda: write(state), strategy.everyone)
+    state = gather_written_tensors(model, tensors, strategy.everyone, arguments)
+    return run_on_rank_0(lambda: write(state), strategy.everyone)

@@ -45,7 +45,10 @@ log = get_logger(__name__)
 
 NOTE = "spikes"
 """Key in the notes of a checkpoint's manifest, under which the spike guard saves recent losses and gradient norms."""
-_LEAST_WIDTH = 0.1
+_MIN_WIDTH = 0.1
+"""Smallest distance between the quartiles that is used for the fence, on the log scale."""
+_MAX_LOG_DISTANCE = 600.0
+"""Largest distance between the fence and the third quartile, on the log scale. `exp` of a larger one could overflow."""
 
 
 class RecentValues:
@@ -93,16 +96,18 @@ class RecentValues:
             del self._sorted[bisect_left(self._sorted, self._values.popleft())]
 
     def _compute_limit(self) -> None:
+        """Set the limit to the upper fence: the third quartile plus a multiple of the interquartile range."""
         ordered, count = self._sorted, len(self._sorted)
         if count < self._policy.warm_up:
             self.limit = math.inf
             return
-        low, high = ordered[count // 4], ordered[3 * count // 4]
-        if ordered[0] > 0:
-            width = max(math.log(high / low), _LEAST_WIDTH)
-            self.limit = high * math.exp(min(self._fence * width, 600.0))
+        first_quartile, third_quartile = ordered[count // 4], ordered[3 * count // 4]
+        if ordered[0] > 0:  # all values are positive: use their logarithms
+            width = max(math.log(third_quartile / first_quartile), _MIN_WIDTH)
+            self.limit = third_quartile * math.exp(min(self._fence * width, _MAX_LOG_DISTANCE))
         else:
-            self.limit = high + self._fence * max(high - low, _LEAST_WIDTH * abs(high))
+            width = max(third_quartile - first_quartile, _MIN_WIDTH * abs(third_quartile))
+            self.limit = third_quartile + self._fence * width
 
 
 class RegisteredState(Protocol):
@@ -125,12 +130,14 @@ class SpikeGuard(FiniteGuard):
     Non-finite values are spikes, too, unless `on_non_finite` is set.
 
     Args:
-        chosen: Policy for spikes, or only its action.
+        on_spike: Policy for spikes, or only its action.
         on_non_finite: Policy for `FiniteGuard`. None: a non-finite value is a spike.
         run: Run of the Accelerator.
-        state: Function that returns the run's registered state, called only when it is needed.
+        get_state: Function that returns the run's registered state, called only when it is needed.
 
     Attributes:
+        spike_policy: Policy for spikes.
+        has_own_policy: Whether `on_non_finite` was given, so that a non-finite value is no spike.
         num_spikes: Number of updates that were refused as spikes.
 
     Raises:
@@ -140,12 +147,12 @@ class SpikeGuard(FiniteGuard):
 
     def __init__(
         self,
-        chosen: str | SpikePolicy,
+        on_spike: str | SpikePolicy,
         on_non_finite: str | NonFinitePolicy | None,
         run: Run,
-        state: Callable[[], RegisteredState],
+        get_state: Callable[[], RegisteredState],
     ) -> None:
-        policy = chosen if isinstance(chosen, SpikePolicy) else SpikePolicy(chosen)
+        policy = on_spike if isinstance(on_spike, SpikePolicy) else SpikePolicy(on_spike)
         if has_scaler(run):
             raise UnsupportedError(
                 "on_spike reads gradients before the update, where they still have fp16's loss scale and may overflow; use "
@@ -155,12 +162,14 @@ class SpikeGuard(FiniteGuard):
         self.spike_policy, self.has_own_policy = policy, on_non_finite is not None
         self.spike_guard, self.non_finite_guard = self, self if self.has_own_policy else None
         self.num_spikes = 0
-        self._state = state
+        self._get_state = get_state
         self._norms, self._losses = RecentValues(policy, (), policy.norm_fence), RecentValues(policy)
+        # The current accumulation window: the gradient norm over all ranks, and this rank's losses
         self._norm = math.nan
         self._new_losses: list[float] = []
-        self._spikes_in_row = self._num_since = 0
-        self._added = -1
+        self._added_window = -1  # number of the last window whose values were added
+        self._num_spikes_in_row = 0
+        self._num_updates_since_spike = 0
         self._rewind = self._make_rewind() if policy.action == "go_back" else None
         subscribe(self._restore_on_resume)
 
@@ -168,7 +177,7 @@ class SpikeGuard(FiniteGuard):
         """Create the `RewindCopies` that undoes updates of the run. It also restores this guard's recent losses and norms."""
         run, strategy = self._run, self._strategy
         strategy.capabilities.require("rollback", strategy.name, "use on_spike='skip'")
-        rewind = RewindCopies(self.spike_policy.updates, run, (strategy, self), lambda: self._state().custom)
+        rewind = RewindCopies(self.spike_policy.updates, run, (strategy, self), lambda: self._get_state().custom)
         run.events.before_fetch.append(rewind.before_fetch)
         run.hooks.before_learning.append(rewind.before_learning)
         return rewind
@@ -179,7 +188,7 @@ class SpikeGuard(FiniteGuard):
         Recent losses and norms are kept until the values of a checkpoint replace them.
         """
         super().reset_state()
-        self._new_losses, self._added, self._spikes_in_row, self._num_since = [], -1, 0, 0
+        self._new_losses, self._added_window, self._num_spikes_in_row, self._num_updates_since_spike = [], -1, 0, 0
         if self._rewind is not None:
             self._rewind.drop_copies()
 
@@ -195,18 +204,19 @@ class SpikeGuard(FiniteGuard):
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
         """Check a loss, and return it. If the loss is above the limit, the result's backward produces NaN gradients."""
-        plain, limit = loss.detach(), self._losses.limit
-        if self._search is not None and self._search.is_repeating:
+        detached, limit = loss.detach(), self._losses.limit
+        if self._search is not None and self._search.is_repeating:  # the batch is only run again to find a NaN
             return super().watch(loss)
-        if plain.device.type != "cpu":
+        if detached.device.type != "cpu":
             watched = super().watch(loss)
-            return watched if limit == math.inf else watched * torch.where(plain <= limit, 1.0, math.nan)
-        value = plain.item()
+            # Compare on the device, so that the host does not wait. `_read_norm` reads the loss later.
+            return watched if limit == math.inf else watched * torch.where(detached <= limit, 1.0, math.nan)
+        value = detached.item()
         if value <= limit or not math.isfinite(value):
             self._new_losses.append(value)
             return super().watch(loss)
         super().watch(loss)
-        self._record.losses.append((self._windows.current.num_done, plain))
+        self._record.losses.append((self._windows.current.num_done, detached))
         return loss * math.nan
 
     def _is_good_loss(self, loss: float) -> bool:
@@ -219,10 +229,10 @@ class SpikeGuard(FiniteGuard):
 
         If gradients are sharded, also record this rank's squared norm.
         """
-        total = super().before_clip(window, parameters, norm_type)
+        norm = super().before_clip(window, parameters, norm_type)
         if not self._has_full_gradients:
             self._record.shards.squares.append(self._compute_own_square(parameters))
-        return total
+        return norm
 
     # ---------------------------------------------------------------- the decision
 
@@ -241,17 +251,21 @@ class SpikeGuard(FiniteGuard):
         for _, loss in self._record.losses:
             if not loss.is_cpu:
                 by_device.setdefault(loss.device, []).append(loss)
-        squares = 0.0
+        squared_norm = 0.0
         for device in totals | by_device:
             norms, losses = totals.get(device, []), by_device.get(device, [])
-            every = [*norms, *losses]
-            read = torch.stack([each.double() for each in every]).tolist() if len(every) > 1 else [every[0].item()]
-            squares += sum(norm * norm for norm in read[: len(norms)])
-            self._new_losses += read[len(norms) :]
-        self._norm = math.sqrt(squares)
+            tensors = [*norms, *losses]
+            if len(tensors) > 1:
+                values = torch.stack([each.double() for each in tensors]).tolist()  # one transfer for all
+            else:
+                values = [tensors[0].item()]
+            squared_norm += sum(norm * norm for norm in values[: len(norms)])
+            self._new_losses += values[len(norms) :]
+        self._norm = math.sqrt(squared_norm)
         return self._norm
 
     def _compute_own_square(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return this rank's squared norm of the gradients of these parameters, in float64."""
         grads = [grad.detach() for grad in self._strategy.get_local_gradients(parameters) if grad.numel()]
         norms = foreach_norm(grads, 2.0) if grads else (torch.zeros(()),)
         return torch.stack([norm.double() for norm in norms]).square().sum()
@@ -267,11 +281,12 @@ class SpikeGuard(FiniteGuard):
             parameters: Parameters whose gradients are checked.
         """
         record = self._record
+        # Squares that `before_clip` recorded are outdated if another backward has run since then.
         is_recorded = record.shards.squares and record.has_valid_norms
-        own = record.shards.squares if is_recorded else [self._compute_own_square(parameters)]
+        own_squares = record.shards.squares if is_recorded else [self._compute_own_square(parameters)]
         self._new_losses += [float(loss) for _, loss in record.losses if not loss.is_cpu]
-        num_bad, square = self._group.reduce_numbers([float(is_bad), float(sum(own))])
-        self._norm = math.sqrt(square) if square >= 0 else math.nan
+        num_bad, squared_norm = self._group.reduce_numbers([float(is_bad), float(sum(own_squares))])
+        self._norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan  # NaN is not >= 0
         return num_bad == 0
 
     def after_step(self, window: AccumulationWindow, did_step: bool) -> None:
@@ -285,16 +300,16 @@ class SpikeGuard(FiniteGuard):
             did_step: Whether the update was made. If not, nothing is added.
         """
         super().after_step(window, did_step)
-        if did_step and self._added != window.number:
-            self._added = window.number
+        if did_step and self._added_window != window.number:
+            self._added_window = window.number
             self._norms.add(self._norm)
             for loss in self._new_losses:
                 self._losses.add(loss)
             self._new_losses = []
-            self._num_since += 1
-            if self._rewind is None or self._num_since >= self.spike_policy.updates:
-                self._spikes_in_row = 0
-            self._state().notes[NOTE] = self.snapshot()
+            self._num_updates_since_spike += 1
+            if self._rewind is None or self._num_updates_since_spike >= self.spike_policy.updates:
+                self._num_spikes_in_row = 0
+            self._get_state().notes[NOTE] = self.snapshot()
 
     def snapshot(self) -> dict[str, list[float]]:
         """Return the recent losses and gradient norms, to be stored in a checkpoint or passed to `restore`."""
@@ -305,13 +320,23 @@ class SpikeGuard(FiniteGuard):
         policy = self.spike_policy
         self._norms = RecentValues(policy, snapshot.get("norms", ())[-policy.window :], policy.norm_fence)
         self._losses = RecentValues(policy, snapshot.get("losses", ())[-policy.window :])
-        self._state().notes[NOTE] = self.snapshot()
+        self._get_state().notes[NOTE] = self.snapshot()
 
     # ---------------------------------------------------------------- after a refusal
 
     def _refuse_update(
         self, window: AccumulationWindow, bad_losses: dict[int, BadLosses], parameters: Sequence[torch.Tensor]
     ) -> None:
+        """Count and report a spike, and skip the update or go back to an earlier state. All ranks do the same.
+
+        Args:
+            window: Accumulation window of the refused update.
+            bad_losses: Losses above the limit, by rank. Empty: the gradient norm was too large.
+            parameters: Parameters of the update.
+
+        Raises:
+            SpikeError: If more than `max_in_row` updates in a row had spikes.
+        """
         self._new_losses = []
         if bad_losses:
             is_finite = all(math.isfinite(bad.loss) for bad in bad_losses.values())
@@ -320,38 +345,56 @@ class SpikeGuard(FiniteGuard):
         if self.has_own_policy and not is_finite:
             super()._refuse_update(window, bad_losses, parameters)
             return
-        update = self._clock.num_updates + 1
-        if not self._record.is_counted:
+        if not self._record.is_counted:  # several optimizers can ask about one window
             self._record.is_counted = True
             self.num_skipped += 1
             self.num_spikes += 1
-            self._spikes_in_row, self._num_since = self._spikes_in_row + 1, 0
-        is_hopeless = self._spikes_in_row > self.spike_policy.max_in_row
-        reason = self._describe_spike(bad_losses)
-        left = self._rewind.undo_updates() if self._rewind is not None and not is_hopeless else None
-        action = "raise" if is_hopeless else "skip" if left is None else "go_back"
+            self._num_spikes_in_row += 1
+            self._num_updates_since_spike = 0
+        update = self._clock.num_updates + 1
+        max_in_row = self.spike_policy.max_in_row
         everywhere = " on all ranks" if self._group.world_size > 1 else ""
-        done = {
-            "skip": f"the update is skipped{everywhere}",
-            "go_back": f"back to the state after {left} updates{everywhere}; the batches since then are left out",
-            "raise": f"{self._spikes_in_row} spikes in a row are more than max_in_row={self.spike_policy.max_in_row}, and not just "
-            "bad batches: lower the learning rate, or resume from an earlier checkpoint",
-        }[action]
-        self.report = f"update {update}: {reason}: {done} ({self.num_spikes} in all)"
-        losses = {str(rank): f"{bad.loss} in micro-batch {bad.micro_batch}" for rank, bad in bad_losses.items()}
-        norm = None if bad_losses else f"{self._norm:.4g}"
+        reason = self._describe_spike(bad_losses)  # before an earlier state replaces the recent values
+        restored_updates: int | None = None
+        if self._num_spikes_in_row > max_in_row:
+            action = "raise"
+            consequence = (
+                f"{self._num_spikes_in_row} spikes in a row are more than max_in_row={max_in_row}, and not just bad batches: "
+                "lower the learning rate, or resume from an earlier checkpoint"
+            )
+        else:
+            restored_updates = None if self._rewind is None else self._rewind.undo_updates()
+            if restored_updates is None:
+                action = "skip"
+                consequence = f"the update is skipped{everywhere}"
+            else:
+                action = "go_back"
+                consequence = f"back to the state after {restored_updates} updates{everywhere}; the batches since then are left out"
+        self.report = f"update {update}: {reason}: {consequence} ({self.num_spikes} in all)"
         notify_listeners(
-            "spike", source=self._clock, update=update, action=action, losses=losses, norm=norm, num_updates=left
+            "spike",
+            source=self._clock,
+            update=update,
+            action=action,
+            losses={str(rank): f"{bad.loss} in micro-batch {bad.micro_batch}" for rank, bad in bad_losses.items()},
+            norm=None if bad_losses else f"{self._norm:.4g}",
+            num_updates=restored_updates,
         )
-        if is_hopeless:
+        if action == "raise":
             raise SpikeError(self.report)
         log.warning("%s", self.report)
 
     def _describe_spike(self, bad_losses: dict[int, BadLosses]) -> str:
-        reasons = [
-            f"the loss of micro-batch {bad.micro_batch} was {bad.loss:.4g} on rank {rank}"
-            for rank, bad in bad_losses.items()
-        ]
-        band = self._losses if reasons else self._norms
-        seen = f"the median of the last {len(band.values)} is {band.median:.4g}, the fence is at {band.limit:.4g}"
-        return f"{'; '.join(reasons) or f'the gradient norm was {self._norm:.4g}'} ({seen})"
+        """Return the bad losses, or else the gradient norm, together with the limit that they exceed."""
+        if bad_losses:
+            losses = [
+                f"the loss of micro-batch {bad.micro_batch} was {bad.loss:.4g} on rank {rank}"
+                for rank, bad in bad_losses.items()
+            ]
+            description, recent = "; ".join(losses), self._losses
+        else:
+            description, recent = f"the gradient norm was {self._norm:.4g}", self._norms
+        return (
+            f"{description} (the median of the last {len(recent.values)} is {recent.median:.4g}, "
+            f"the fence is at {recent.limit:.4g})"
+        )

@@ -21,8 +21,8 @@ def allow_stalls(loader: PreparedLoader, events: LoaderEvents) -> None:
         loader: Prepared loader.
         events: Callbacks and registry of the run's loaders.
     """
-    watches = [told for told in events.before_fetch if isinstance(getattr(told, "__self__", None), StallWatch)]
-    if loader.stall_limit and not watches:
+    is_registered = any(isinstance(getattr(callback, "__self__", None), StallWatch) for callback in events.before_fetch)
+    if loader.stall_limit and not is_registered:
         watch = StallWatch()
         events.before_fetch.append(watch.begin_wait)
         events.after_fetch.append(watch.end_wait)
@@ -36,7 +36,7 @@ class StallWatch:
     """
 
     def __init__(self) -> None:
-        self._limit = 0.0
+        self._limit = 0.0  # largest `stall_limit` of all loaders, in seconds
 
     def begin_wait(self, loader: PreparedLoader) -> None:
         """Report in this rank's heartbeat that the rank waits for a batch, and extend the timeouts of collectives.

@@ -17,8 +17,11 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 _PACE = struct.Struct("<qdd")
-_NUM_FORWARDS = 64  # forwards whose median is reported
-_WAITS_MORE = 0.1
+"""Format of a pace on the control plane: number of updates, forward time in seconds, fraction of time waiting for data."""
+_NUM_FORWARDS = 64
+"""Number of forwards whose median is reported."""
+_MAX_EXCESS_WAIT = 0.1
+"""Difference to the median fraction of time waiting for data above which a rank is slow."""
 
 
 class RankPaces:
@@ -31,18 +34,20 @@ class RankPaces:
         num_updates: Number of updates made so far. The first report is due a fixed number of updates later.
 
     Attributes:
-        known: Values of all ranks as of the latest report, on the main process. Empty on other processes.
+        latest: Paces of all ranks as of the latest report, on the main process. Empty on other processes.
     """
 
     def __init__(self, runtime: ProcessRuntime, num_updates: int) -> None:
         self._runtime = runtime
         self._forwards: list[Any] = []
+        # As of this rank's last report
         self._reported_at = num_updates
         self._reported_seconds = self._reported_wait = 0.0
-        self._suspects: set[int] = set()
-        self._accused: set[int] = set()
+        # Ranks that were slow in the last report, and ranks for which a warning was logged
+        self._slow_ranks: set[int] = set()
+        self._warned_ranks: set[int] = set()
         self._is_broken = False
-        self.known: list[RankPace] = []
+        self.latest: list[RankPace] = []
 
     def add_forward(self, forward: Any) -> None:
         """Record the time of a forward for the next report.
@@ -76,7 +81,7 @@ class RankPaces:
         Args:
             num_updates: Number of updates made so far.
             seconds: Seconds measured so far.
-            waited: Seconds spent waiting for data so far.
+            waited: Seconds of these in which this rank waited for data.
             factor: Multiple of the median forward time above which a rank is a straggler.
         """
         seconds_since = seconds - self._reported_seconds
@@ -87,33 +92,33 @@ class RankPaces:
         wait = (waited - self._reported_wait) / seconds_since
         self._reported_seconds, self._reported_wait = seconds, waited
         try:
-            word = _PACE.pack(self._reported_at, median_low(forwards), wait)
-            control.current().set(f"pace/{self._runtime.rank}", word)
-            self.known = self.list_latest() if self._runtime.is_main_process else []
-            slow = find_stragglers(self.known, factor) if self.known else {}
+            pace = _PACE.pack(self._reported_at, median_low(forwards), wait)
+            control.current().set(f"pace/{self._runtime.rank}", pace)
+            self.latest = self.list_latest() if self._runtime.is_main_process else []
+            descriptions = find_stragglers(self.latest, factor) if self.latest else {}
         except (DistError, ControlPlaneError, LaunchError) as error:
             # Measuring must not end a run.
             log.warning_once("the speeds of ranks are no longer compared: %s", error)
             self._is_broken = True
             return
-        for rank in sorted((self._suspects & set(slow)) - self._accused):
-            log.warning("%s (update %d)", slow[rank], self._reported_at)
-            notify_listeners("straggler", update=self._reported_at, rank=rank, reason=slow[rank])
-            self._accused.add(rank)
-        self._suspects = set(slow)
+        for rank in sorted((self._slow_ranks & set(descriptions)) - self._warned_ranks):
+            log.warning("%s (update %d)", descriptions[rank], self._reported_at)
+            notify_listeners("straggler", update=self._reported_at, rank=rank, reason=descriptions[rank])
+            self._warned_ranks.add(rank)
+        self._slow_ranks = set(descriptions)
 
     def list_latest(self) -> list[RankPace]:
         """Return the latest pace of each rank that has published one.
 
         A pace contains the median forward time in seconds, and the fraction of time spent waiting for data.
         """
-        found = []
-        plane = control.current()
+        paces = []
+        control_plane = control.current()
         for rank in range(self._runtime.world_size):
-            if plane.has_key(f"pace/{rank}"):
-                number, forward, wait = _PACE.unpack(plane.get(f"pace/{rank}", timedelta(seconds=10)))
-                found.append(RankPace(rank, number, forward, wait))
-        return found
+            if control_plane.has_key(f"pace/{rank}"):
+                num_updates, forward, wait = _PACE.unpack(control_plane.get(f"pace/{rank}", timedelta(seconds=10)))
+                paces.append(RankPace(rank, num_updates, forward, wait))
+        return paces
 
 
 def _read_seconds(forward: Any) -> float | None:
@@ -138,16 +143,17 @@ def find_stragglers(paces: list[RankPace], factor: float) -> dict[int, str]:
     if len(paces) < 2:
         return {}
     # The lower median: of two ranks, the faster one is the reference.
-    usual = median_low(pace.forward for pace in paces)
-    waited = median_low(pace.data_wait for pace in paces)
-    found = {}
+    median_forward = median_low(pace.forward for pace in paces)
+    median_wait = median_low(pace.data_wait for pace in paces)
+    stragglers = {}
     for pace in paces:
         reasons = []
-        if pace.forward > factor * usual > 0:
-            taken = f"{1000 * pace.forward:,.0f}" if pace.forward >= 0.1 else f"{1000 * pace.forward:.3g}"
-            reasons.append(f"takes {taken} ms for a forward, {pace.forward / usual:.1f} times the median")
-        if pace.data_wait > waited + _WAITS_MORE:
-            reasons.append(f"waits for data {pace.data_wait:.0%} of its time, the median is {waited:.0%}")
+        if pace.forward > factor * median_forward > 0:
+            milliseconds = f"{1000 * pace.forward:,.0f}" if pace.forward >= 0.1 else f"{1000 * pace.forward:.3g}"
+            ratio = pace.forward / median_forward
+            reasons.append(f"takes {milliseconds} ms for a forward, {ratio:.1f} times the median")
+        if pace.data_wait > median_wait + _MAX_EXCESS_WAIT:
+            reasons.append(f"waits for data {pace.data_wait:.0%} of its time, the median is {median_wait:.0%}")
         if reasons:
-            found[pace.rank] = f"rank {pace.rank} holds up the others: it {' and '.join(reasons)}"
-    return found
+            stragglers[pace.rank] = f"rank {pace.rank} holds up the others: it {' and '.join(reasons)}"
+    return stragglers

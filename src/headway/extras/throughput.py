@@ -39,8 +39,11 @@ from headway.extras.stragglers import RankPaces, find_stragglers
 from headway.forecasting.device.data_sheets import DATA_SHEETS
 from headway.log import get_logger
 
+log = get_logger(__name__)
+
+# Columns of `DATA_SHEETS` by dtype. float32 products can run in TF32, which has its own column.
 _COLUMNS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 3}
-_TF32 = 2
+_TF32_COLUMN = 2
 
 
 def look_up_peak(name: str, dtype: torch.dtype, uses_tf32: bool = False) -> PeakRate | None:
@@ -54,12 +57,15 @@ def look_up_peak(name: str, dtype: torch.dtype, uses_tf32: bool = False) -> Peak
         uses_tf32: Whether float32 products run in TF32. Default: False.
     """
     words = f" {name} ".replace("-", " ")
-    for known, figures in DATA_SHEETS.items():
+    for device_name, teraflops in DATA_SHEETS.items():
         # Whole words: an "L4" is no "L40", and an "A30" no "A300".
-        if f" {known.replace('-', ' ')} " in words:
-            column = _TF32 if dtype == torch.float32 and uses_tf32 and figures[_TF32] else _COLUMNS.get(dtype)
-            found = None if column is None else figures[column]
-            return None if found is None else PeakRate(found * 1e12, f"stated for {known}")
+        if f" {device_name.replace('-', ' ')} " not in words:
+            continue
+        column = _COLUMNS.get(dtype)
+        if dtype == torch.float32 and uses_tf32 and teraflops[_TF32_COLUMN]:
+            column = _TF32_COLUMN
+        peak = None if column is None else teraflops[column]
+        return None if peak is None else PeakRate(peak * 1e12, f"stated for {device_name}")
     return None
 
 
@@ -74,16 +80,16 @@ def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3)
     synchronize = HARDWARE[device.type].synchronize
     size = 1024 if device.type == "cpu" else 4096
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best, begun = float("inf"), time.perf_counter()
-    num_done = 0
-    while num_done < 3 or time.perf_counter() - begun < seconds:
+    shortest, begin_time = float("inf"), time.perf_counter()
+    num_products = 0
+    while num_products < 3 or time.perf_counter() - begin_time < seconds:
         synchronize()
-        start = time.perf_counter()
+        product_time = time.perf_counter()
         left @ right
         synchronize()
-        best = min(best, time.perf_counter() - start)
-        num_done += 1
-    return PeakRate(2.0 * size**3 / best, "measured")
+        shortest = min(shortest, time.perf_counter() - product_time)
+        num_products += 1
+    return PeakRate(2.0 * size**3 / shortest, "measured")
 
 
 def get_peak(device: torch.device, dtype: torch.dtype) -> PeakRate:
@@ -91,16 +97,13 @@ def get_peak(device: torch.device, dtype: torch.dtype) -> PeakRate:
 
     The result is the manufacturer's value if known, otherwise a measured value.
     """
-    tell = None if device.type == "cpu" else HARDWARE[device.type].find_function("get_device_name")
-    if tell is not None:
+    get_name = None if device.type == "cpu" else HARDWARE[device.type].find_function("get_device_name")
+    if get_name is not None:
         uses_tf32 = torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32
-        found = look_up_peak(tell(device), dtype, uses_tf32)
-        if found is not None:
-            return found
+        stated_peak = look_up_peak(get_name(device), dtype, uses_tf32)
+        if stated_peak is not None:
+            return stated_peak
     return measure_peak(device, dtype)
-
-
-log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -166,82 +169,85 @@ class Throughput(ThroughputMeter):
         self._runtime = runtime
         self._now = now
         self._peak: PeakRate | None = None
-        # the lap
-        self._reader: PreparedLoader | None = None
-        self._asked = self._came = self._began = 0.0
-        self._is_open = self._is_there = False
-        # the counters
+        # The current lap: the time from one request for a batch to the next. Times are in seconds.
+        self._reader: PreparedLoader | None = None  # loader of the last requested batch
+        self._request_time = self._arrival_time = self._lap_start = 0.0
+        self._arrival_event: Any = None  # on a device with events
+        self._has_backward = False  # only then the lap counts
+        self._has_batch = False  # whether the requested batch has arrived
+        # Counters since the creation
         self._seconds = self._waited = self._samples = 0.0
         self._tokens: float | torch.Tensor = 0.0
         self._has_tokens = False
-        self._last = self._shown = _CounterValues()
-        self._asked_for: tuple[_CounterValues, Readback] | None = None
-        self._late = _CounterValues()
-        # FLOPs
-        self._is_armed = False
-        self._is_spoilt = False
-        self._counter: Any = None
-        self._event: Any = None
+        # Earlier values of the counters: at the last call of `values`, in the last progress bar, and for `_read_late`
+        self._last_values = self._last_shown = self._last_late = _CounterValues()
+        self._pending_tokens: tuple[_CounterValues, Readback] | None = None  # values without tokens, and their tokens
+        # FLOP counting
+        self._should_count_flops = False  # in the next batch
+        self._is_count_invalid = False
+        self._flop_counter: Any = None
         self._paces = RankPaces(runtime, clock.num_updates)
-        events.before_fetch.append(self._on_fetch)
-        events.after_fetch.append(self._on_batch)
-        events.after_pass.append(self._on_pass_end)
-        step.hooks.before_backward.append(self._on_backward)
+        events.before_fetch.append(self._handle_request)
+        events.after_fetch.append(self._handle_arrival)
+        events.after_pass.append(self._handle_pass_end)
+        step.hooks.before_backward.append(self._handle_backward)
 
-    # ---------------------------------------------------------------- moments
+    # ---------------------------------------------------------------- hooks
 
-    def _on_fetch(self, loader: PreparedLoader) -> None:
+    def _handle_request(self, loader: PreparedLoader) -> None:
         """Handle a request for a batch, which ends the previous lap (the time from one request to the next)."""
         now = self._now()
         self._end_lap(now)
-        self._reader, self._asked, self._is_there = loader, now, False
+        self._reader, self._request_time, self._has_batch = loader, now, False
         if self._paces.is_due(self._clock.num_updates, self.every):
             self._paces.publish_pace(self._clock.num_updates, self.seconds, self._waited, self.factor)
-            self._asked = self._now()
+            self._request_time = self._now()
 
-    def _on_batch(self, loader: PreparedLoader) -> None:
+    def _handle_arrival(self, loader: PreparedLoader) -> None:
         """Handle the arrival of the requested batch: record its time."""
-        self._came, self._is_there = self._now(), True
-        if self._is_armed:
+        self._arrival_time, self._has_batch = self._now(), True
+        if self._should_count_flops:
             from torch.utils.flop_counter import FlopCounterMode
 
-            self._is_armed = False
-            self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()
+            self._should_count_flops = False
+            self._flop_counter = FlopCounterMode(display=False)
+            self._flop_counter.__enter__()
         if self._runtime.device.type != "cpu":
-            self._event = self._record_event()
+            self._arrival_event = self._record_event()
 
-    def _on_pass_end(self) -> None:
+    def _handle_pass_end(self) -> None:
         """Handle the end or interruption of a pass over the loader, which ends the current lap.
 
         A lap is the time from one request for a batch to the next.
         """
         self._end_lap(self._now())
-        self._is_there = False
+        self._has_batch = False
 
-    def _on_backward(self) -> None:
+    def _handle_backward(self) -> None:
         """Handle a backward. At the first one of a batch, count the time since the batch was requested."""
-        if self._is_open and self._is_there:
+        if self._has_backward and self._has_batch:
             return
         now, active = self._now(), self._active
-        if self._is_open:
+        if self._has_backward:
             self._end_lap(now)
-        self._is_open = True
-        if not self._is_there or not active or active[-1] is not self._reader:
-            self._began = now  # the batch is not from a prepared loader: its lap lasts until the next backward
+        self._has_backward = True
+        if not self._has_batch or not active or active[-1] is not self._reader:
+            self._lap_start = now  # the batch is not from a prepared loader: its lap lasts until the next backward
             return
-        self._began = self._asked
-        self._waited += self._came - self._asked
+        self._lap_start = self._request_time
+        self._waited += self._arrival_time - self._request_time
         self._samples += self._reader.num_consumed - self._reader.num_consumed_before
         if not self._paces.is_full:
-            self._paces.add_forward(now - self._came if self._event is None else (self._event, self._record_event()))
+            is_on_device = self._arrival_event is not None
+            events = self._arrival_event, self._record_event() if is_on_device else None
+            self._paces.add_forward(events if is_on_device else now - self._arrival_time)
 
     def _end_lap(self, now: float) -> None:
-        if self._counter is not None:
+        if self._flop_counter is not None:
             self._finish_counting()
-        if self._is_open:
-            self._seconds += now - self._began
-            self._is_open = False
+        if self._has_backward:
+            self._seconds += now - self._lap_start
+            self._has_backward = False
 
     def _record_event(self) -> Any:
         event = torch.Event(device=self._runtime.device, enable_timing=True)
@@ -254,15 +260,16 @@ class Throughput(ThroughputMeter):
 
         It is also needed around an evaluation that does not use a prepared loader.
         """
-        was_open, begun = self._is_open, self._now()
-        self._end_lap(begun)
+        was_open, begin_time = self._has_backward, self._now()
+        self._end_lap(begin_time)
         try:
             yield
         finally:
             now = self._now()
-            self._asked += now - begun  # shift the start of a lap that is not counted yet by the length of the pause
-            self._came += now - begun
-            self._began, self._is_open = now, was_open
+            # Shift the start of a lap that is not counted yet by the length of the pause.
+            self._request_time += now - begin_time
+            self._arrival_time += now - begin_time
+            self._lap_start, self._has_backward = now, was_open
 
     def add(self, tokens: float | torch.Tensor) -> None:
         """Count tokens that this rank has processed.
@@ -286,11 +293,11 @@ class Throughput(ThroughputMeter):
         peak FLOP/s. The dict is empty if no step with a backward was completed.
         """
         reading = self._read_counters()
-        found = self._compute_figures(self._last, reading)
-        if found:
-            self._last = reading
-            found |= {f"data_wait/rank_{pace.rank}": pace.data_wait for pace in self._paces.known}
-        return found
+        figures = self._compute_figures(self._last_values, reading)
+        if figures:
+            self._last_values = reading
+            figures |= {f"data_wait/rank_{pace.rank}": pace.data_wait for pace in self._paces.latest}
+        return figures
 
     def total(self) -> dict[str, float]:
         """Return the throughput since the meter was created, under the keys of `values()` except `data_wait/rank_<n>`.
@@ -305,7 +312,7 @@ class Throughput(ThroughputMeter):
 
         A lap is the time between two requests for a batch. It counts only if a backward ran in it.
         """
-        return self._seconds + (self._now() - self._began if self._is_open else 0.0)
+        return self._seconds + (self._now() - self._lap_start if self._has_backward else 0.0)
 
     def _read_counters(self) -> _CounterValues:
         return _CounterValues(
@@ -323,30 +330,33 @@ class Throughput(ThroughputMeter):
         if not isinstance(self._tokens, torch.Tensor) or self._tokens.device.type == "cpu":
             return self._read_counters(), True
         now = _CounterValues(self.seconds, self._waited, self._samples)
-        asked = self._asked_for
-        if asked is not None and asked[1].is_ready:
-            self._late = replace(asked[0], tokens=float(asked[1].read()))
-            asked = None
-        if asked is None:
-            self._asked_for = now, Readback(self._tokens)
-        return (self._late, True) if self._late.seconds else (now, False)
+        is_pending = False
+        if self._pending_tokens is not None:
+            earlier_values, tokens = self._pending_tokens
+            is_pending = not tokens.is_ready
+            if not is_pending:
+                self._last_late = replace(earlier_values, tokens=float(tokens.read()))
+        if not is_pending:
+            self._pending_tokens = now, Readback(self._tokens)
+        return (self._last_late, True) if self._last_late.seconds else (now, False)
 
     def _compute_figures(self, before: _CounterValues, after: _CounterValues) -> dict[str, float]:
+        """Return the throughput between two moments, under the keys of `values()` except `data_wait/rank_<n>`."""
         seconds = after.seconds - before.seconds
         if seconds <= 0:
             return {}
-        found = {}
+        figures = {}
         samples, tokens = after.samples - before.samples, after.tokens - before.tokens
         if samples:
-            found["samples_per_second"] = samples / seconds
+            figures["samples_per_second"] = samples / seconds
         if tokens:
-            found["tokens_per_second"] = tokens * self._step.strategy.data_shard.count / seconds
+            figures["tokens_per_second"] = tokens * self._step.strategy.data_shard.count / seconds
         if self.flops_per_token is not None and tokens:
-            found["mfu"] = self.flops_per_token * found["tokens_per_second"] / self._sum_peaks()
+            figures["mfu"] = self.flops_per_token * figures["tokens_per_second"] / self._sum_peaks()
         elif self.flops_per_sample is not None and samples:
-            found["mfu"] = self.flops_per_sample * found["samples_per_second"] / self._sum_peaks()
-        found["data_wait"] = (after.waited - before.waited) / seconds
-        return found
+            figures["mfu"] = self.flops_per_sample * figures["samples_per_second"] / self._sum_peaks()
+        figures["data_wait"] = (after.waited - before.waited) / seconds
+        return figures
 
     def show_in_bars(self) -> None:
         """Show the recent throughput in all progress bars of `headway.track` in this process."""
@@ -363,17 +373,17 @@ class Throughput(ThroughputMeter):
 
         The values are averages over at least the last five seconds.
         """
-        reading, is_whole = self._read_late()
-        found = self._compute_figures(self._shown, reading)
-        if is_whole and reading.seconds - self._shown.seconds > 5:
-            self._shown = reading
+        reading, is_complete = self._read_late()
+        figures = self._compute_figures(self._last_shown, reading)
+        if is_complete and reading.seconds - self._last_shown.seconds > 5:
+            self._last_shown = reading
         parts = [
-            f"{found[f'{name}_per_second']:,.0f} {name}/s"
+            f"{figures[f'{name}_per_second']:,.0f} {name}/s"
             for name in ("samples", "tokens")
-            if f"{name}_per_second" in found
+            if f"{name}_per_second" in figures
         ]
-        parts += [f"{found['mfu']:.0%} mfu"] if "mfu" in found else []
-        parts += [f"{found['data_wait']:.0%} waiting for data"] if found else []
+        parts += [f"{figures['mfu']:.0%} mfu"] if "mfu" in figures else []
+        parts += [f"{figures['data_wait']:.0%} waiting for data"] if figures else []
         return ", ".join(parts) or "no batch yet"
 
     # ---------------------------------------------------------------- FLOPs
@@ -385,21 +395,23 @@ class Throughput(ThroughputMeter):
         including those that activation checkpointing repeats. Set `flops_per_sample` instead if repeated operations
         must not count. The counted batch runs more slowly.
         """
-        self._is_armed = True
+        self._should_count_flops = True
 
     def _finish_counting(self) -> None:
-        counter = self._counter
+        """Stop counting FLOPs at the end of a lap, and compute `flops_per_sample`. Count again if that is impossible."""
+        counter = self._flop_counter
         assert counter is not None
         if get_current_dispatch_mode() is not counter.mode:
-            self._is_spoilt = (
-                True  # the caller's own dispatch mode has to end first, and other batches are counted until then
-            )
+            # The caller's own dispatch mode must end first. Until then, other batches are counted, too.
+            self._is_count_invalid = True
             return
-        self._counter = None
+        self._flop_counter = None
         counter.__exit__(None, None, None)
         rows = None if self._reader is None else self._reader.num_rows
-        if self._is_spoilt or not self._is_open or not rows:  # such as an evaluation batch: try the next one
-            self._is_armed, self._is_spoilt = True, False
+        if (
+            self._is_count_invalid or not self._has_backward or not rows
+        ):  # such as an evaluation batch: try the next one
+            self._should_count_flops, self._is_count_invalid = True, False
         elif counter.get_total_flops():
             self.flops_per_sample = counter.get_total_flops() / rows
             log.info("%.4g FLOPs a sample, counted on a batch of %d", self.flops_per_sample, rows)
@@ -420,17 +432,18 @@ class Throughput(ThroughputMeter):
 
     @peak.setter
     def peak(self, flops_per_second: "float | PeakRate") -> None:
-        given = (
-            flops_per_second if isinstance(flops_per_second, PeakRate) else PeakRate(float(flops_per_second), "given")
-        )
-        if not given.flops_per_second > 0:
-            raise ConfigError(f"peak={given.flops_per_second!r} must be a number of FLOP/s above 0")
-        self._peak = given
+        if isinstance(flops_per_second, PeakRate):
+            peak = flops_per_second
+        else:
+            peak = PeakRate(float(flops_per_second), "given")
+        if not peak.flops_per_second > 0:
+            raise ConfigError(f"peak={peak.flops_per_second!r} must be a number of FLOP/s above 0")
+        self._peak = peak
 
     def _find_dtype(self) -> torch.dtype:
-        found = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._step.precision.name)
-        if found is not None:
-            return found
+        autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._step.precision.name)
+        if autocast_dtype is not None:
+            return autocast_dtype
         parameters = self._step.prepared.list_parameters()
         return next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
 

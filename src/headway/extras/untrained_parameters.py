@@ -21,7 +21,7 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_SHOWN = 3
+_NUM_SHOWN = 3
 
 
 def watch_second_update(step: TrainingStep, accelerators: AcceleratorRegistry) -> None:
@@ -36,27 +36,29 @@ def watch_second_update(step: TrainingStep, accelerators: AcceleratorRegistry) -
     if any(map(is_fake, step.prepared.list_parameters())):  # a forecast changes no weights
         return
     checksums = {key: _sum_values(parameter) for key, parameter in _find_untrained(step).items()}
-    first = step.windows.current.number
+    first_window = step.windows.current.number
     is_done = False
 
     def check_parameters() -> None:
         nonlocal is_done
-        if is_done or step.windows.current.number == first:
+        if is_done or step.windows.current.number == first_window:
             return
         is_done = True  # removing the check would disturb the loop over the hooks
-        left = {key: p for key, p in _find_untrained(step).items() if checksums.get(key) == _sum_values(p)}
-        if left:
-            left = {key: p for key, p in left.items() if key not in _list_held_ids(accelerators)}
-        names = [name for name, p in step.prepared.iterate_named("named_parameters") if id(p) in left] if left else []
+        unchanged = {key for key, p in _find_untrained(step).items() if checksums.get(key) == _sum_values(p)}
+        if not unchanged:
+            return
+        # An optimizer that was not prepared can hold them. The search for such optimizers is slow, so it comes last.
+        untrained = unchanged - _list_optimized_ids(accelerators)
+        names = [name for name, p in step.prepared.iterate_named("named_parameters") if id(p) in untrained]
         if names:
-            rest = len(names) - _SHOWN
+            num_hidden = len(names) - _NUM_SHOWN
             log.warning_once(
                 "%d trainable parameters get gradients, but no optimizer updates them (%s%s). They do not change, and their "
                 "gradients add up from update to update. Add them to an optimizer, or freeze them with requires_grad_(False) "
                 "before prepare()",
                 len(names),
-                ", ".join(names[:_SHOWN]),
-                f" and {rest} more" if rest > 0 else "",
+                ", ".join(names[:_NUM_SHOWN]),
+                f" and {num_hidden} more" if num_hidden > 0 else "",
                 # Under pipeline parallelism, parameters of other stages are meta tensors without gradients.
                 main_process_only=not any(p.is_meta for p in step.prepared.list_parameters()),
             )
@@ -71,13 +73,13 @@ def _find_untrained(step: TrainingStep) -> dict[int, torch.nn.Parameter]:
     that nothing needs.
     """
     prepared = step.prepared
-    held = {id(p) for each in prepared.optimizers for p in iterate_parameters(each.optimizer)}
+    optimized_ids = {id(p) for each in prepared.optimizers for p in iterate_parameters(each.optimizer)}
     modules = (module for model in prepared.reshard_models() for module in model.modules() if module.training)
     return {
         id(p): p
         for module in modules
         for p in module.parameters(recurse=False)
-        if p.requires_grad and p.grad is not None and id(p) not in held
+        if p.requires_grad and p.grad is not None and id(p) not in optimized_ids
     }
 
 
@@ -88,16 +90,18 @@ def _sum_values(parameter: torch.Tensor) -> float:
     """
     values = get_local_shard(parameter.detach())
     values = torch.view_as_real(values) if values.is_complex() else values
-    return float(
-        values.sum(dtype=torch.float32 if values.device.type == "mps" else torch.float64)
-    )  # MPS has no float64
+    dtype = torch.float32 if values.device.type == "mps" else torch.float64  # MPS has no float64
+    return float(values.sum(dtype=dtype))
 
 
-def _list_held_ids(accelerators: AcceleratorRegistry) -> set[int]:
-    """Return the IDs of the parameters that any optimizer in this process holds.
+def _list_optimized_ids(accelerators: AcceleratorRegistry) -> set[int]:
+    """Return the `id` of each parameter that any optimizer in this process holds.
+
+    If `prepare` has replaced a parameter that an optimizer holds, the `id` of the new one is included, too.
 
     All Python objects are searched for optimizers. This is called at most once per Accelerator, before a warning.
     """
     optimizers = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.optim.Optimizer)]
-    held = [p for optimizer in optimizers for p in iterate_parameters(optimizer)]
-    return {id(p) for p in held}.union(*(find_replaced_ids(step, held) for step in accelerators.list_newest_first()))
+    parameters = [p for optimizer in optimizers for p in iterate_parameters(optimizer)]
+    replaced_ids = [find_replaced_ids(step, parameters) for step in accelerators.list_newest_first()]
+    return {id(p) for p in parameters}.union(*replaced_ids)

@@ -31,7 +31,7 @@ class WeightStream(WeightBuckets):
 
     Every rank must iterate over it exactly once. A bucket is emptied when the next one is requested.
 
-    If a rank leaves the loop early, because of an error or a `break`, the loop raises CollectiveError on the other
+    If a rank is_leaving the loop early, because of an error or a `break`, the loop raises CollectiveError on the other
     ranks.
 
     Args:
@@ -56,60 +56,62 @@ class WeightStream(WeightBuckets):
         everyone: Collectives,
         adapted: torch.nn.Module | None = None,
     ) -> None:
-        kept, tied = split_ties(tensors)
-        self._whole: Mapping[str, Any] = wrap_sharded(kept, everyone)
+        first_of_ties, tied_names = split_ties(tensors)
+        # Sharded tensors, and those that are built on demand, are `GatheredTensor` objects.
+        self._tensors: Mapping[str, Any] = wrap_sharded(first_of_ties, everyone)
         if adapted is not None:
-            self._whole = merge_adapters(adapted, self._whole, tied)
-        self._most = parse_bytes(bucket_size)
+            self._tensors = merge_adapters(adapted, self._tensors, tied_names)
+        self._max_bytes = parse_bytes(bucket_size)
         self._everyone = everyone
-        self.metadata = [(name, get_dtype_name(each.dtype), list(each.shape)) for name, each in self._whole.items()]
+        self.metadata = [(name, get_dtype_name(each.dtype), list(each.shape)) for name, each in self._tensors.items()]
 
     def __iter__(self) -> Iterator[Bucket]:
-        others_left, is_within = False, False
-        specs = {name: TensorSpec(tuple(each.shape), each.dtype) for name, each in self._whole.items()}
+        has_other_left = False
+        is_in_caller = False  # whether an exception now is_leaving the other ranks waiting for this one
+        specs = {name: TensorSpec(tuple(each.shape), each.dtype) for name, each in self._tensors.items()}
         sizes = ((name, spec.num_bytes) for name, spec in specs.items())
         try:
-            for names in [*iterate_buckets(sizes, self._most), []]:
-                is_within, others_left = False, self._exchange_leaving()
-                if others_left or not names:
+            for names in [*iterate_buckets(sizes, self._max_bytes), []]:  # all ranks also report after the last bucket
+                is_in_caller, has_other_left = False, self._report_leaving()
+                if has_other_left or not names:
                     break
-                is_within = True
+                is_in_caller = True
                 bucket = self._gather_bucket(names)  # if this raises, the other ranks must learn of it
                 yield bucket
                 bucket.clear()  # otherwise the receiver's variable keeps this bucket alive while the next one is gathered
         finally:
-            if is_within:
-                self._exchange_leaving(leaves=True)
-        if others_left:
+            if is_in_caller:
+                self._report_leaving(is_leaving=True)
+        if has_other_left:
             raise CollectiveError(
                 "another rank left accelerator.stream_weights() early, by a break or by an error, which its output shows. All "
                 "ranks have stopped, and the receiver has only a part of the weights"
             )
 
-    def _exchange_leaving(self, leaves: bool = False) -> bool:
-        """Tell all ranks whether this rank leaves the loop. Return whether any other rank leaves it.
+    def _report_leaving(self, is_leaving: bool = False) -> bool:
+        """Tell all ranks whether this rank is_leaving the loop. Return whether any other rank is_leaving it.
 
         This is a collective.
 
         Args:
-            leaves: Whether this rank leaves the loop.
+            is_leaving: Whether this rank is_leaving the loop.
         """
-        rows = self._everyone.gather_numbers([float(leaves)], "stream_weights")
+        rows = self._everyone.gather_numbers([float(is_leaving)], "stream_weights")
         return any(row[0] for rank, row in enumerate(rows) if rank != self._everyone.rank)
 
     def _gather_bucket(self, names: list[str]) -> Bucket:
-        found = [(name, self._whole[name]) for name in names]
+        tensors = [(name, self._tensors[name]) for name in names]
         try:
             if self._everyone.rank == 0:
-                return [(name, each.assemble() if isinstance(each, GatheredTensor) else each) for name, each in found]
+                return [(name, each.assemble() if isinstance(each, GatheredTensor) else each) for name, each in tensors]
         finally:  # on other ranks, and on rank 0 if it ran out of memory: the others still send
-            pass_by_all(each for _, each in found)
-        return [(name, torch.empty(each.shape, dtype=each.dtype, device="meta")) for name, each in found]
+            pass_by_all(each for _, each in tensors)
+        return [(name, torch.empty(each.shape, dtype=each.dtype, device="meta")) for name, each in tensors]
 
 
 # ---------------------------------------------------------------- adapters
 
-_BASE = "base_model.model."
+_BASE_PREFIX = "base_model.model."
 """Prefix under which a PeftModel keeps the model that it adapts."""
 
 
@@ -120,7 +122,7 @@ class MergedLayer:
 
     Args:
         layer: Layer of the model, whose own tensors can be shards.
-        parts: Tensors of the layer by relative name, full or as `GatheredTensor`.
+        tensors: Tensors of the layer by relative name, full or as `GatheredTensor`.
 
     Attributes:
         specs: Tensors of the merged layer by name, on the meta device.
@@ -129,12 +131,14 @@ class MergedLayer:
         UnsupportedError: If PEFT cannot merge the layer without values, for example on a quantized base.
     """
 
-    def __init__(self, layer: torch.nn.Module, parts: Mapping[str, Any]) -> None:
-        self._layer, self._parts = layer, parts
-        self._made: dict[str, torch.Tensor] | None = None
-        empty = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in parts.items()}
+    def __init__(self, layer: torch.nn.Module, tensors: Mapping[str, Any]) -> None:
+        self._layer, self._tensors = layer, tensors
+        self._merged: dict[str, torch.Tensor] | None = None
+        meta_tensors = {
+            name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()
+        }
         try:
-            self.specs = self._merge_values(empty)
+            self.specs = self._merge_values(meta_tensors)
         except Exception as error:
             raise UnsupportedError(
                 f"merge_adapters=True: a {type(layer).__name__} cannot be merged ({type(error).__name__}: {error}); on quantized "
@@ -142,6 +146,11 @@ class MergedLayer:
             ) from error
 
     def _merge_values(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors of the layer after PEFT has merged its adapters, by name.
+
+        Args:
+            values: Full tensors of the layer before the merge, by relative name. On the meta device, so is the result.
+        """
         twin: Any = copy_with_tensors(self._layer, values)
         for part in twin.modules():
             if hasattr(part, "parameter_name"):  # experts: under "ep" the layer counts only this rank's
@@ -157,19 +166,19 @@ class MergedLayer:
 
     def join_transfer(self) -> None:
         """Take part in the transfer of the layer's tensors to rank 0."""
-        pass_by_all(self._parts.values())
+        pass_by_all(self._tensors.values())
 
     def take_tensor(self, name: str) -> torch.Tensor:
         """Return a merged tensor, and release the layer's reference to it.
 
         Only rank 0 may call this method. The other ranks call `join_transfer`.
         """
-        if self._made is None:
-            self._made = self._merge_values({
+        if self._merged is None:
+            self._merged = self._merge_values({
                 key: each.assemble() if isinstance(each, GatheredTensor) else each.detach().clone()
-                for key, each in self._parts.items()
+                for key, each in self._tensors.items()
             })  # fmt: skip
-        return self._made.pop(name)
+        return self._merged.pop(name)
 
 
 class MergedTensor(GatheredTensor):
@@ -196,16 +205,17 @@ class MergedTensor(GatheredTensor):
         self._layer.join_transfer()
 
 
-def merge_adapters(model: torch.nn.Module, whole: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, Any]:
+def merge_adapters(model: torch.nn.Module, tensors: Mapping[str, Any], tied_names: Mapping[str, str]) -> dict[str, Any]:
     """Return a model's tensors with its adapters merged, under the names that `merge_and_unload` would give them.
 
     Args:
         model: Model with PEFT adapters.
-        whole: Tensors of the model by name, with sharded ones as `GatheredTensor`.
-        tied: Names of tied tensors that `whole` leaves out, mapped to the name under which `whole` contains the tensor.
+        tensors: Tensors of the model by name, with sharded ones as `GatheredTensor`.
+        tied_names: Names of tied tensors that `tensors` leaves out, mapped to the name under which `tensors` contains
+            the tensor.
 
     Raises:
-        UnsupportedError: If there are no adapters, or they cannot be merged.
+        UnsupportedError: If there are no adapters, they cannot be merged, or several adapted layers share a tensor.
     """
     paths = {id(module): name for name, module in model.named_modules()}
     layers = {
@@ -216,50 +226,55 @@ def merge_adapters(model: torch.nn.Module, whole: Mapping[str, Any], tied: Mappi
         raise UnsupportedError(
             f"merge_adapters=True: {type(model).__name__} has no adapters that PEFT could merge; leave it out"
         )
-    taken: dict[str, Any] = {}
-    replaced: set[str] = set()
+    merged_tensors: dict[str, Any] = {}
+    replaced_names: set[str] = set()
     for path, layer in layers.items():
-        own = {name: tied.get(name, name) for name in (*whole, *tied) if name.startswith(f"{path}.")}
-        made = MergedLayer(layer, {name.removeprefix(f"{path}."): whole[key] for name, key in own.items()})
-        replaced.update(own)
-        for name in made.specs:
-            kept = tied.get(
-                f"{path}.base_layer.{name}", f"{path}.{name}"
-            )  # PEFT changes a tied tensor for all its holders
-            if kept in taken:
+        # Name of each tensor of the layer, mapped to the name under which `tensors` contains it.
+        layer_names = {
+            name: tied_names.get(name, name) for name in (*tensors, *tied_names) if name.startswith(f"{path}.")
+        }
+        layer_tensors = {name.removeprefix(f"{path}."): tensors[key] for name, key in layer_names.items()}
+        merged_layer = MergedLayer(layer, layer_tensors)
+        replaced_names.update(layer_names)
+        for name in merged_layer.specs:
+            # PEFT changes a tied tensor for all its holders, so it keeps the name under which it is sent.
+            sent_name = tied_names.get(f"{path}.base_layer.{name}", f"{path}.{name}")
+            if sent_name in merged_tensors:
                 raise UnsupportedError(
-                    f"merge_adapters=True: {kept} is shared by several adapted layers; leave it out, "
+                    f"merge_adapters=True: {sent_name} is shared by several adapted layers; leave it out, "
                     "so that adapters are sent separately"
                 )
-            taken[kept] = MergedTensor(made, name)
-    rest = {name: each for name, each in whole.items() if name not in replaced}
-    return {name.removeprefix(_BASE): each for name, each in _order_tensors(rest, taken, replaced, whole)}
+            merged_tensors[sent_name] = MergedTensor(merged_layer, name)
+    unchanged = {name: each for name, each in tensors.items() if name not in replaced_names}
+    ordered = _order_tensors(list(tensors), unchanged, merged_tensors)
+    return {name.removeprefix(_BASE_PREFIX): each for name, each in ordered}
 
 
 def _order_tensors(
-    rest: Mapping[str, Any], taken: Mapping[str, Any], replaced: set[str], whole: Mapping[str, Any]
+    names: Iterable[str], unchanged: Mapping[str, Any], merged: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """Yield pairs of (name, tensor) in the model's order.
 
     All tensors of a merged layer are yielded at the position of the original layer's first tensor.
 
     Args:
-        rest: Tensors of `whole` that are not replaced by merged ones, by name.
-        taken: Merged tensors, by name.
-        replaced: Names of the tensors of layers that have been merged.
-        whole: All tensors of the model with adapters, in its order.
+        names: Names of all tensors of the model with adapters, in its order.
+        unchanged: Tensors that belong to no merged layer, by name.
+        merged: Tensors of merged layers, by name. A tied one can replace an unchanged tensor of the same name.
     """
-    waiting = dict(taken)
-    for name in whole:
-        if name in rest:
-            yield name, waiting.pop(name, rest[name])
+    pending = dict(merged)
+    for name in names:
+        if name in unchanged:
+            yield name, pending.pop(name, unchanged[name])
             continue
-        for found in [key for key in waiting if name.startswith(f"{key.rpartition('.')[0]}.")]:
-            yield found, waiting.pop(found)
-    yield from waiting.items()
+        layer_names = [key for key in pending if name.startswith(f"{key.rpartition('.')[0]}.")]
+        for merged_name in layer_names:
+            yield merged_name, pending.pop(merged_name)
+    yield from pending.items()
 
 
 def _is_adapted(module: torch.nn.Module) -> bool:
+    """Whether a module is a layer with PEFT adapters that can be merged."""
     return hasattr(module, "unload_and_optionally_merge_module") or (
         hasattr(module, "base_layer") and hasattr(module, "merge")
     )

@@ -96,7 +96,7 @@ def trace_offloading() -> AbstractContextManager[None]:
 
     Only the activation that is being copied counts.
     """
-    return replace_settings(OffloadSettings(TracedLane, FakeTensor, TracedNumbers(), from_host=True))
+    return replace_settings(OffloadSettings(TracedLane, FakeTensor, TracedNumbers(), offloads_cpu_tensors=True))
 
 
 class ShardedEngine(StepEngine):

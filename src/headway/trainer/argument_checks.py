@@ -12,9 +12,9 @@ import numpy
 
 from headway.errors import ConfigError
 
-# Arguments whose own checks have more specific messages.
-_SEEN_TO_ELSEWHERE = frozenset({"per_device_train_batch_size"})
-_WORDS = {
+_CHECKED_ELSEWHERE = frozenset({"per_device_train_batch_size"})
+"""Arguments with a check of their own, whose messages are more specific."""
+_TYPE_DESCRIPTIONS = {
     bool: "True or False",
     int: "a whole number",
     float: "a number",
@@ -24,6 +24,7 @@ _WORDS = {
     list: "a list of texts",
     type(None): "None",
 }
+"""Descriptions of types for error messages, in the order in which a value is compared with the types."""
 _NOT_NEGATIVE = """
     num_train_epochs learning_rate weight_decay adam_epsilon max_grad_norm eval_delay warmup_steps dataloader_num_workers
 """
@@ -37,26 +38,28 @@ class AllowedRange(NamedTuple):
     """Range of allowed values of a numeric argument.
 
     Attributes:
-        low: Smallest allowed value.
-        below: Upper bound, which is not allowed itself.
-        also: Additional allowed value outside of the range, or None.
+        minimum: Smallest allowed value.
+        upper_bound: Upper bound, which is not allowed itself.
+        extra_value: Additional allowed value outside of the range, or None.
         meaning: Description of the allowed values, for error messages.
     """
 
-    low: float
-    below: float = math.inf
-    also: float | None = None
+    minimum: float
+    upper_bound: float = math.inf
+    extra_value: float | None = None
     meaning: str = ""
 
     def is_allowed(self, value: float) -> bool:
         """Whether a value is in the range, or equals the additional allowed value."""
-        return self.low <= value < self.below or value == self.also
+        return self.minimum <= value < self.upper_bound or value == self.extra_value
 
     def __str__(self) -> str:
-        text = f"{self.low:g} or more" + ("" if math.isinf(self.below) else f" and below {self.below:g}")
-        if self.also is not None:
-            text += f", or {self.also:g}"
-        return text + (f" ({self.meaning})" if self.meaning else "")
+        text = f"{self.minimum:g} or more"
+        if not math.isinf(self.upper_bound):
+            text += f" and below {self.upper_bound:g}"
+        if self.extra_value is not None:
+            text += f", or {self.extra_value:g}"
+        return f"{text} ({self.meaning})" if self.meaning else text
 
 
 RANGES = {
@@ -64,12 +67,12 @@ RANGES = {
     **dict.fromkeys(_POSITIVE.split(), AllowedRange(1)),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "ema_decay", "label_smoothing_factor"), AllowedRange(0, 1)),
     **dict.fromkeys(("seed", "data_seed"), AllowedRange(0, 2**32)),
-    "max_steps": AllowedRange(0, also=-1, meaning="-1 and 0: as many as num_train_epochs requires"),
+    "max_steps": AllowedRange(0, extra_value=-1, meaning="-1 and 0: as many as num_train_epochs requires"),
     "warmup_ratio": AllowedRange(0, 1, meaning="a share of all updates"),
 }
 
 
-def check_values(arguments: Any, kind: type) -> dict[str, Any]:
+def check_values(arguments: Any, arguments_class: type) -> dict[str, Any]:
     """Check types and ranges of training arguments, and return their values by name.
 
     NumPy scalars become Python numbers, 0 and 1 become bools where a bool is expected, and floats without a fraction
@@ -77,38 +80,48 @@ def check_values(arguments: Any, kind: type) -> dict[str, Any]:
     `resume_from_checkpoint` may be a bool, too.
 
     Args:
-        arguments: Instance of `kind` or of a subclass.
-        kind: `TrainingArguments`, whose fields are checked. Fields that only the subclass has are not checked.
+        arguments: Instance of `arguments_class` or of a subclass.
+        arguments_class: `TrainingArguments`, whose fields are checked. Fields that only the subclass has are not checked.
 
     Raises:
         ConfigError: If a value has the wrong type or is out of range. The message names the first such field.
     """
     # Types are read from the annotations, because HfArgumentParser overwrites those in the fields.
-    hints = get_type_hints(kind)
-    kinds = {
-        field.name: _list_types(hints[field.name]) for field in fields(kind) if field.name not in _SEEN_TO_ELSEWHERE
-    }
-    kinds["resume_from_checkpoint"] += (bool,)
-    return {name: _check_value(name, getattr(arguments, name), allowed) for name, allowed in kinds.items()}
+    hints = get_type_hints(arguments_class)
+    names = [field.name for field in fields(arguments_class) if field.name not in _CHECKED_ELSEWHERE]
+    types_by_name = {name: _list_types(hints[name]) for name in names}
+    types_by_name["resume_from_checkpoint"] += (bool,)  # HfArgumentParser does not support it in the annotation
+    return {name: _check_value(name, getattr(arguments, name), types) for name, types in types_by_name.items()}
 
 
 def _list_types(annotation: Any) -> tuple[type, ...]:
+    """Return the types of a union, without their type arguments, or the only type of another annotation."""
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     return tuple(getattr(part, "__origin__", part) for part in parts)
 
 
-def _check_value(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
-    limits = RANGES.get(name)
-    for kind in sorted(kinds, key=list(_WORDS).index):
-        fits, found = _convert_value(value, kind)
-        if fits and (limits is None or isinstance(found, bool | str | None) or limits.is_allowed(found)):
-            return found
-    words = [_WORDS[kind] for kind in kinds if kind is not type(None)]
-    allowed = " or ".join(words) + (f", {limits}" if limits else "") + (", or None" if type(None) in kinds else "")
-    raise ConfigError(f"{name}={value!r}; give {allowed}")
+def _check_value(name: str, value: Any, types: tuple[type, ...]) -> Any:
+    """Return an argument's value, converted to the first type that it fits.
+
+    Raises:
+        ConfigError: If it fits none of the types, or is out of range.
+    """
+    allowed_range = RANGES.get(name)
+    # For example, 1 must become an int and not a float if both are allowed.
+    for expected in sorted(types, key=list(_TYPE_DESCRIPTIONS).index):
+        fits, converted = _convert_value(value, expected)
+        is_number = not isinstance(converted, bool | str | None)
+        if fits and (allowed_range is None or not is_number or allowed_range.is_allowed(converted)):
+            return converted
+    text = " or ".join(_TYPE_DESCRIPTIONS[each] for each in types if each is not type(None))
+    if allowed_range is not None:
+        text += f", {allowed_range}"
+    if type(None) in types:
+        text += ", or None"
+    raise ConfigError(f"{name}={value!r}; give {text}")
 
 
-def _convert_value(value: Any, kind: type) -> tuple[bool, Any]:
+def _convert_value(value: Any, expected: type) -> tuple[bool, Any]:
     """Check whether a value fits an expected type, and convert it.
 
     NumPy scalars become Python numbers. For a bool, 0 and 1 become bools. For an int, floats without a fraction become
@@ -120,19 +133,19 @@ def _convert_value(value: Any, kind: type) -> tuple[bool, Any]:
     """
     if isinstance(value, numpy.generic):
         value = value.item()
-    is_truth = isinstance(value, bool)
-    if kind is type(None):
+    is_bool = isinstance(value, bool)
+    if expected is type(None):
         return value is None, None
-    if kind is bool:
-        return is_truth or (isinstance(value, int) and value in (0, 1)), bool(value)
-    if kind is int:
+    if expected is bool:
+        return is_bool or (isinstance(value, int) and value in (0, 1)), bool(value)
+    if expected is int:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        return isinstance(value, int) and not is_truth, value
-    if kind is float:
-        return isinstance(value, int | float) and not is_truth and math.isfinite(value), value
-    if kind is Path:
+        return isinstance(value, int) and not is_bool, value
+    if expected is float:
+        return isinstance(value, int | float) and not is_bool and math.isfinite(value), value
+    if expected is Path:
         return isinstance(value, os.PathLike), value
-    if kind is list:
+    if expected is list:
         return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value), value
-    return isinstance(value, Mapping if kind is dict else kind), value
+    return isinstance(value, Mapping if expected is dict else expected), value

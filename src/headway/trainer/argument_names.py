@@ -9,7 +9,7 @@ from headway.core.config.values import suggest_word
 from headway.errors import AttributeNotServed, ConfigError
 
 Class = TypeVar("Class", bound=type)
-ACCEPTED = {
+ALTERNATIVE_NAMES = {
     "evaluation_strategy": "eval_strategy",
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
@@ -19,9 +19,14 @@ ACCEPTED = {
     "eval_rehearsal": "eval_sanity_check",  # until the next release
 }
 """Mapping from alternative argument names to Headway's names. It includes option names of the `headway` command."""
-_PRECISIONS = {None: {}, "no": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
+_PRECISION_ARGUMENTS: dict[str | None, dict[str, bool]] = {
+    None: {},
+    "no": {},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+}
 """Training arguments (`bf16` and `fp16`) for each value of the launcher's `mixed_precision`."""
-_INSTEAD = {
+_ADVICE = {
     "epochs": "use num_train_epochs",
     "adafactor": "use optim='adafactor'",
     "fsdp": "start the script with `headway launch --strategy fsdp`",
@@ -34,7 +39,7 @@ _INSTEAD = {
     "torch_compile": "call model.compile() before the Trainer gets the model",
 }
 """Advice by argument name, for unsupported arguments to which no supported name is similar."""
-NOT_TAKEN = frozenset(
+UNSUPPORTED_NAMES = frozenset(
     """
     adafactor average_tokens_across_devices bf16_full_eval dataloader_in_order dataloader_multiprocessing_context
     ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug
@@ -49,8 +54,8 @@ NOT_TAKEN = frozenset(
     """.split()  # noqa: SIM905
 )
 """Arguments of transformers' Trainer that Headway's Trainer does not support."""
-_OFF: tuple[Any, ...] = (None, False, "", [], {})
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_OFF_VALUES: tuple[Any, ...] = (None, False, "", [], {})
+_IGNORED_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("average_tokens_across_devices", "dataloader_in_order", "eval_do_concat_batches"), (True,)),
     **dict.fromkeys(("save_safetensors",), (True,)),
     **dict.fromkeys(("log_on_each_node", "logging_nan_inf_filter"), (True, False)),
@@ -66,60 +71,62 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Values of unsupported arguments that have no effect, by argument name. They are accepted and ignored.
 
-For arguments that are not listed, these are the values in `_OFF`.
+For arguments that are not listed, these are the values in `_OFF_VALUES`.
 """
-OTHERWISE = (
+GENERAL_ADVICE = (
     "help(headway.Trainer) and help(headway.TrainingArguments) list the supported names; transformers' own Trainer, with all "
     "of its features, runs under `headway launch --as accelerate`"
 )
 
 
 def _has_no_effect(name: str, value: Any) -> bool:
-    value = getattr(value, "value", value)  # the value of an enumeration
-    allowed = _NEUTRAL.get(name, _OFF)
-    return name in NOT_TAKEN and any(
-        value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed
-    )
+    """Whether an argument is unsupported, but has a value with which it has no effect."""
+    if name not in UNSUPPORTED_NAMES:
+        return False
+    plain = getattr(value, "value", value)  # the value of an enumeration
+    ignored_values = _IGNORED_VALUES.get(name, _OFF_VALUES)
+    # 0 and 1 equal False and True, but have other meanings.
+    return any(plain == each and isinstance(plain, bool) == isinstance(each, bool) for each in ignored_values)
 
 
-def _explain_unknown(name: str, known: Collection[str]) -> str:
-    if name in _INSTEAD:
-        return f"{name} is not an argument: {_INSTEAD[name]}"
-    hint = "" if name in NOT_TAKEN else suggest_word(name, [*known, *ACCEPTED])
-    return f"{name} is not an argument of TrainingArguments{hint or '; ' + OTHERWISE}"
+def _explain_unknown(name: str, known_names: Collection[str]) -> str:
+    if name in _ADVICE:
+        return f"{name} is not an argument: {_ADVICE[name]}"
+    hint = "" if name in UNSUPPORTED_NAMES else suggest_word(name, [*known_names, *ALTERNATIVE_NAMES])
+    return f"{name} is not an argument of TrainingArguments{hint or '; ' + GENERAL_ADVICE}"
 
 
-def translate_arguments(given: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+def translate_arguments(arguments: dict[str, Any], known_names: Collection[str]) -> dict[str, Any]:
     """Return the keyword arguments of a call under Headway's names.
 
     Unsupported arguments of transformers are removed if their values have no effect.
 
     Args:
-        given: Keyword arguments of the call by name, which may be an alternative name.
-        known: Names of Headway's arguments.
+        arguments: Keyword arguments of the call by name, which may be an alternative name.
+        known_names: Names of Headway's arguments.
 
     Raises:
         ConfigError: If a name is unknown, one argument is given under two names, or `mixed_precision` is not allowed.
     """
-    found: dict[str, Any] = {}
-    given = {name: value for name, value in given.items() if not _has_no_effect(name, value)}
-    if "mixed_precision" in given:
-        word = given.pop("mixed_precision")
-        if word not in _PRECISIONS or not {"bf16", "fp16"}.isdisjoint(given):
+    used = {name: value for name, value in arguments.items() if not _has_no_effect(name, value)}
+    if "mixed_precision" in used:
+        precision = used.pop("mixed_precision")
+        if precision not in _PRECISION_ARGUMENTS or not {"bf16", "fp16"}.isdisjoint(used):
             raise ConfigError(
-                f"mixed_precision={word!r}; give no, bf16 or fp16, or one of the arguments bf16 and fp16 alone"
-                f"{explain_precision(word, [str(name) for name in _PRECISIONS])}"
+                f"mixed_precision={precision!r}; give no, bf16 or fp16, or one of the arguments bf16 and fp16 alone"
+                f"{explain_precision(precision, [str(name) for name in _PRECISION_ARGUMENTS])}"
             )
-        given |= _PRECISIONS[word]
-    unknown = [name for name in given if name not in known and name not in ACCEPTED]
+        used |= _PRECISION_ARGUMENTS[precision]
+    unknown = [name for name in used if name not in known_names and name not in ALTERNATIVE_NAMES]
     if unknown:
-        raise ConfigError(". ".join(_explain_unknown(name, known) for name in unknown))
-    for name, value in given.items():
-        own = ACCEPTED.get(name, name)
-        if own in found:
-            raise ConfigError(f"{own} is given by two names of one argument; give {own} alone")
-        found[own] = value
-    return found
+        raise ConfigError(". ".join(_explain_unknown(name, known_names) for name in unknown))
+    translated: dict[str, Any] = {}
+    for name, value in used.items():
+        own_name = ALTERNATIVE_NAMES.get(name, name)
+        if own_name in translated:
+            raise ConfigError(f"{own_name} is given by two names of one argument; give {own_name} alone")
+        translated[own_name] = value
+    return translated
 
 
 def accept_other_names(kind: Class) -> Class:
@@ -142,4 +149,4 @@ class UnknownMembers:
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this only if the object does not have the attribute.
-        raise AttributeNotServed(f"{type(self).__name__}.{name} is not served: {OTHERWISE}")
+        raise AttributeNotServed(f"{type(self).__name__}.{name} is not served: {GENERAL_ADVICE}")

@@ -1,6 +1,7 @@
 """Arguments of a training run, in one typed dataclass that is checked when it is created."""
 
 import json
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,7 +49,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 class TrainingArguments(UnknownMembers):
     """Arguments of a `Trainer`.
 
-    Some other names are accepted, too, such as `lr` and `batch_size` (`headway.trainer.argument_names.ACCEPTED`). Any
+    Some other names are accepted, too, such as `lr` and `batch_size` (`headway.trainer.argument_names.ALTERNATIVE_NAMES`). Any
     other unknown name raises an error with advice, such as a similar name.
 
     Attributes:
@@ -237,9 +238,9 @@ class TrainingArguments(UnknownMembers):
             value = getattr(self, name)
             # Enumerations of other libraries have the word as their value.
             setattr(self, name, str(getattr(value, "value", value)).lower())
-        asked = str(self.resume_from_checkpoint).lower()
-        if asked in ("true", "false"):  # a command line passes it as text or as a path
-            object.__setattr__(self, "resume_from_checkpoint", asked == "true")
+        resume_text = str(self.resume_from_checkpoint).lower()
+        if resume_text in ("true", "false"):  # a command line passes it as text or as a path
+            object.__setattr__(self, "resume_from_checkpoint", resume_text == "true")
         self.gradient_checkpointing = False if self.gradient_checkpointing is None else self.gradient_checkpointing
         self.accelerator_config = read_accelerator_config(self.accelerator_config)
         self.gradient_accumulation_steps = pop_accumulation_steps(
@@ -247,20 +248,19 @@ class TrainingArguments(UnknownMembers):
         )
         for name, value in check_values(self, TrainingArguments).items():
             setattr(self, name, value)
-        self._take_old_forms()
+        self._convert_old_arguments()
         self._check_choices()
         self._check_numbers()
         self._check_contradictions()
-        if self.metric_for_best_model is None and (
-            self.load_best_model_at_end
-            or self.save_strategy == "best"
-            or self.lr_scheduler_type == "reduce_lr_on_plateau"
-        ):
+        is_plateau = self.lr_scheduler_type == "reduce_lr_on_plateau"
+        needs_metric = self.load_best_model_at_end or self.save_strategy == "best" or is_plateau
+        if self.metric_for_best_model is None and needs_metric:
             self.metric_for_best_model = "loss"
         if self.metric_for_best_model is not None and self.greater_is_better is None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
 
-    def _take_old_forms(self) -> None:
+    def _convert_old_arguments(self) -> None:
+        """Convert arguments in older forms, `group_by_length` and `warmup_ratio`, to the present ones."""
         if self.group_by_length:
             if self.train_sampling_strategy not in ("random", "group_by_length"):
                 raise ConfigError(
@@ -274,9 +274,9 @@ class TrainingArguments(UnknownMembers):
             self.warmup_ratio = None
 
     def _check_choices(self) -> None:
-        for name, words in CHOICES.items():
-            if getattr(self, name) not in words:
-                raise ConfigError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(map(str, words))}")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(map(str, allowed))}")
 
     def _check_numbers(self) -> None:
         size = self.per_device_train_batch_size
@@ -286,7 +286,11 @@ class TrainingArguments(UnknownMembers):
             )
         for name in ("logging_steps", "eval_steps", "save_steps"):
             value = getattr(self, name)
-            if value is not None and (not value > 0 or (value >= 1 and value != int(value))):
+            if value is None:
+                continue
+            is_fraction_of_all = 0 < value < 1
+            is_whole = value >= 1 and value == int(value)
+            if not is_fraction_of_all and not is_whole:
                 raise ConfigError(f"{name}={value!r}; give whole updates, 1 or more, or a share of all, below 1")
 
     def _check_contradictions(self) -> None:
@@ -333,6 +337,7 @@ class TrainingArguments(UnknownMembers):
             )
 
     def _check_best(self) -> None:
+        """Raise ConfigError unless evaluations can find the best model, and checkpoints contain it."""
         if self.eval_strategy == "no":
             raise ConfigError(
                 "the best model is found by evaluations, and eval_strategy is 'no'; set it to 'steps' or 'epoch'"
@@ -344,12 +349,14 @@ class TrainingArguments(UnknownMembers):
                 f"load_best_model_at_end needs a checkpoint of each evaluation, but eval_strategy={self.eval_strategy!r} and "
                 f"save_strategy={self.save_strategy!r}; make them equal, or use save_strategy='best'"
             )
-        every = self.logging_steps if self.eval_steps is None else self.eval_steps
-        ratio = self.save_steps / every
-        if self.eval_strategy == "steps" and (abs(ratio - round(ratio)) > 1e-9 or ratio < 1 - 1e-9):
+        eval_steps = self.logging_steps if self.eval_steps is None else self.eval_steps
+        ratio = self.save_steps / eval_steps
+        # Both can be fractions of all updates, so the ratio can have a rounding error.
+        is_multiple = abs(ratio - round(ratio)) <= 1e-9 and ratio >= 1 - 1e-9
+        if self.eval_strategy == "steps" and not is_multiple:
             raise ConfigError(
                 f"load_best_model_at_end needs an evaluation at each checkpoint, but save_steps={self.save_steps:g} is not a "
-                f"multiple of eval_steps={every:g}; make it one, or use save_strategy='best'"
+                f"multiple of eval_steps={eval_steps:g}; make it one, or use save_strategy='best'"
             )
 
     # ---------------------------------------------------------------- derived values
@@ -366,13 +373,15 @@ class TrainingArguments(UnknownMembers):
     @property
     def mixed_precision(self) -> str | None:
         """Mixed precision for the Accelerator: "bf16", "fp16", or None for the launcher's setting."""
-        return "bf16" if self.bf16 else "fp16" if self.fp16 else None
+        if self.bf16:
+            return "bf16"
+        return "fp16" if self.fp16 else None
 
     @property
     def trackers(self) -> list[str]:
         """Names of the trackers in `report_to`. Empty for "none" and None."""
-        given = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
-        return [] if given == ["none"] else given
+        names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
+        return [] if names == ["none"] else names
 
     def get_checkpointing_plan(self) -> ActivationCheckpointing:
         """Return `gradient_checkpointing_kwargs` as an `ActivationCheckpointing`.
@@ -383,16 +392,16 @@ class TrainingArguments(UnknownMembers):
             ConfigError: If `gradient_checkpointing_kwargs` contains an unknown name or a value that is not allowed.
         """
         # Headway's checkpointing is never reentrant, so the argument is not needed.
-        given = {k: v for k, v in (self.gradient_checkpointing_kwargs or {}).items() if k != "use_reentrant"}
-        if "every_n_layers" in given:
-            given["every"] = given.pop("every_n_layers")
+        options = {k: v for k, v in (self.gradient_checkpointing_kwargs or {}).items() if k != "use_reentrant"}
+        if "every_n_layers" in options:
+            options["every"] = options.pop("every_n_layers")
         allowed = ("every", "policy", "offload", "blocks")
-        unknown = sorted(set(given) - set(allowed))
+        unknown = sorted(set(options) - set(allowed))
         if unknown:
             raise ConfigError(
                 f"gradient_checkpointing_kwargs holds {', '.join(unknown)}; allowed: {', '.join(allowed)}"
             )
-        return ActivationCheckpointing(**given)
+        return ActivationCheckpointing(**options)
 
     def get_interval(self, name: str, num_updates: int) -> int:
         """Return an interval as a number of updates.
@@ -417,9 +426,9 @@ class TrainingArguments(UnknownMembers):
 
         Paths and the values in `accelerator_config` become text.
         """
-        found = asdict(self) if self.accelerator_config is None else asdict(_replace_objects_by_text(self))
-        found["hub_token"] = found["hub_token"] and "<HUB_TOKEN>"  # this dict is written to logs and files
-        return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
+        values = asdict(self) if self.accelerator_config is None else asdict(_replace_objects_by_text(self))
+        values["hub_token"] = values["hub_token"] and "<HUB_TOKEN>"  # this dict is written to logs and files
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
     def to_sanitized_dict(self) -> dict[str, bool | int | float | str]:
         """Return all arguments as numbers, booleans and strings, for trackers."""
@@ -497,7 +506,7 @@ class TrainingArguments(UnknownMembers):
 
     def get_process_log_level(self) -> int:
         """Return the level for `logging`: INFO on rank 0, WARNING on other ranks."""
-        return 20 if env.get_rank() == 0 else 30
+        return logging.INFO if env.get_rank() == 0 else logging.WARNING
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
@@ -518,8 +527,8 @@ def _replace_objects_by_text(arguments: TrainingArguments) -> TrainingArguments:
 
     Objects among these values, such as those in `kwargs_handlers`, may contain callables that cannot be copied.
     """
-    made = object.__new__(type(arguments))
-    made.__dict__.update(vars(arguments))
+    copied = object.__new__(type(arguments))  # the constructor would check the text as settings
+    copied.__dict__.update(vars(arguments))
     config = read_accelerator_config(arguments.accelerator_config) or {}
-    made.accelerator_config = {name: repr(value) for name, value in config.items()}
-    return made
+    copied.accelerator_config = {name: repr(value) for name, value in config.items()}
+    return copied

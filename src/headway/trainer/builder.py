@@ -17,20 +17,6 @@ from headway.trainer.checkpoints import find_next_number
 
 log = get_logger(__name__)
 
-_NUM_TRIAL_UPDATES = 2
-_NUM_MEASURED_ROWS = 512
-_FIRST_SIZE = 8
-"""Number of rows in the first batch that the search for the largest batch tries if memory cannot be forecast.
-
-It is also the largest number of rows in the batch from which memory is forecast.
-"""
-_TOLERANCE = 0.05
-"""Fraction by which the batch size found by a search may be smaller than the largest batch size that fits.
-
-Searching for the last 5 % would take half of all trials.
-"""
-
-
 # ---------------------------------------------------------------- arguments
 
 
@@ -46,16 +32,16 @@ def check_arguments(model: Any, args: Any, optimizer: Any) -> TrainingArguments:
             "Trainer(model, args): the arguments were passed in place of the model; give Trainer(model, args, ...)"
         )
     if args is not None and not isinstance(args, TrainingArguments):
-        what = f"{type(args).__module__.partition('.')[0]}'s {type(args).__name__}"
-        hint = "; make it headway.TrainingArguments(...) with the same arguments" if "Argument" in what else ""
-        raise ConfigError(f"the Trainer got {what} as args, which are headway.TrainingArguments{hint}")
-    chosen = TrainingArguments() if args is None else args
-    if optimizer is not None and chosen.per_device_train_batch_size == "largest":
+        kind = f"{type(args).__module__.partition('.')[0]}'s {type(args).__name__}"
+        hint = "; make it headway.TrainingArguments(...) with the same arguments" if "Argument" in kind else ""
+        raise ConfigError(f"the Trainer got {kind} as args, which are headway.TrainingArguments{hint}")
+    checked = TrainingArguments() if args is None else args
+    if optimizer is not None and checked.per_device_train_batch_size == "largest":
         raise ConfigError(
             "per_device_train_batch_size='largest' tries updates, which would change the optimizer that you give; let the "
             "Trainer make it (optim, optimizer_cls_and_kwargs), or give a number"
         )
-    return chosen
+    return checked
 
 
 def check_not_both(**pairs: tuple[Any, str, Any]) -> None:
@@ -65,12 +51,14 @@ def check_not_both(**pairs: tuple[Any, str, Any]) -> None:
         pairs: For each argument, by its first name: a tuple of (value under the first name, second name, value under
             the second name).
     """
-    for name, (value, other, its_value) in pairs.items():
-        if value is not None and its_value is not None:
-            raise ConfigError(f"{name} and {other} are two names of one argument; give one")
+    for name, (value, other_name, other_value) in pairs.items():
+        if value is not None and other_value is not None:
+            raise ConfigError(f"{name} and {other_name} are two names of one argument; give one")
 
 
-def choose_model(model: torch.nn.Module | None, model_init: Callable[[], torch.nn.Module] | None) -> torch.nn.Module:
+def get_or_create_model(
+    model: torch.nn.Module | None, model_init: Callable[[], torch.nn.Module] | None
+) -> torch.nn.Module:
     """Return the given model, or create it with `model_init`.
 
     Raises:
@@ -82,32 +70,41 @@ def choose_model(model: torch.nn.Module | None, model_init: Callable[[], torch.n
             if model is None
             else "the Trainer got `model` and `model_init`, which are two models; give one"
         )
-    made = model_init() if model_init is not None else model
-    if not isinstance(made, torch.nn.Module):
-        raise ConfigError(f"the Trainer got a {type(made).__name__} as its model; give a torch.nn.Module")
-    return made
+    result = model_init() if model_init is not None else model
+    if not isinstance(result, torch.nn.Module):
+        raise ConfigError(f"the Trainer got a {type(result).__name__} as its model; give a torch.nn.Module")
+    return result
 
 
-def set_cache(model: torch.nn.Module, uses_cache: bool) -> None:
-    """Set `use_cache` in the model's config, as transformers' Trainer does.
+def set_use_cache(model: torch.nn.Module, use_cache: bool) -> None:
+    """Set `config.use_cache` of a model: whether its forward returns a KV cache.
 
-    With the cache of keys and values disabled, transformers' models use positions to separate packed documents.
+    transformers' Trainer does so, too. Without a KV cache, transformers' models use position_ids to separate packed
+    documents.
 
     Args:
-        model: Model with a config. Other models are left unchanged.
-        uses_cache: Value to set.
+        model: Model. It is left unchanged if it has no config, or its config has no `use_cache`.
+        use_cache: Value to set.
     """
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "use_cache"):
-        config.use_cache = uses_cache
+        config.use_cache = use_cache
 
 
 # ---------------------------------------------------------------- the Accelerator
 
 
 def create_accelerator(args: TrainingArguments) -> Accelerator:
-    """Create the Accelerator of one training run."""
-    keep = None if args.wanted_metric is None else "max" if args.greater_is_better else "min"
+    """Create the Accelerator of one training run.
+
+    Settings in `accelerator_config` take precedence over those that the Trainer derives from its other arguments.
+
+    Raises:
+        ConfigError: If the launcher's number of gradient accumulation steps contradicts the arguments.
+    """
+    keep_best = None
+    if args.wanted_metric is not None:
+        keep_best = "max" if args.greater_is_better else "min"
     folder = args.folder.absolute()
     project = ProjectConfiguration(
         # The default folder of the run's log is the parent of its checkpoints.
@@ -116,16 +113,16 @@ def create_accelerator(args: TrainingArguments) -> Accelerator:
         automatic_checkpoint_naming=args.save_strategy != "no",
         total_limit=args.save_total_limit,
         iteration=find_next_number(folder),
-        keep_best=keep,
+        keep_best=keep_best,
     )
-    given = read_accelerator_config(args.accelerator_config) or {}
+    config = read_accelerator_config(args.accelerator_config) or {}
     loading: dict[str, Any] = {
         # Do not fill up an incomplete last batch: no row is seen twice, and any number of processes gives equal results.
         "even_batches": False,
         "data_seed": args.seed if args.data_seed is None else args.data_seed,
         "non_blocking": None if args.dataloader_pin_memory else False,
     }
-    loading |= {name: given.pop(name) for name in LOADER_NAMES & given.keys()}
+    loading |= {name: config.pop(name) for name in LOADER_NAMES & config.keys()}
     settings: dict[str, Any] = {
         "cpu": args.use_cpu or None,
         "mixed_precision": args.mixed_precision,
@@ -136,24 +133,25 @@ def create_accelerator(args: TrainingArguments) -> Accelerator:
         "microbatching": "auto" if args.auto_find_batch_size else None,
         "log_with": args.trackers or None,
     }
-    options = given.pop(ACCUMULATION, None)
-    if options and "gradient_accumulation_steps" not in given:
+    accumulation_options = config.pop(ACCUMULATION, None)
+    if accumulation_options and "gradient_accumulation_steps" not in config:
         steps = settings.pop("gradient_accumulation_steps")
-        settings["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=steps, **options)
+        settings["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=steps, **accumulation_options)
     # Settings without an argument, such as preemption or the guard against non-finite losses, are passed this way.
-    if isinstance(given.get("dataloader_config"), DataLoaderConfiguration):
+    if isinstance(config.get("dataloader_config"), DataLoaderConfiguration):
         # Its default is True, with which evaluations would count repeated rows twice.
-        given["dataloader_config"] = replace(given["dataloader_config"], even_batches=False)
-    if isinstance(given.get("project_config"), dict):
-        given["project_config"] = replace(project, **given["project_config"])
-    made = Accelerator(**{**settings, **given})
-    if options and made.gradient_accumulation_steps != args.gradient_accumulation_steps:
+        config["dataloader_config"] = replace(config["dataloader_config"], even_batches=False)
+    if isinstance(config.get("project_config"), dict):
+        config["project_config"] = replace(project, **config["project_config"])
+    accelerator = Accelerator(**{**settings, **config})
+    num_steps = accelerator.gradient_accumulation_steps
+    if accumulation_options and num_steps != args.gradient_accumulation_steps:
         # With 1, the plugin leaves the number to the launcher.
         raise ConfigError(
-            f"the launcher sets gradient_accumulation_steps to {made.gradient_accumulation_steps}, but the TrainingArguments to "
+            f"the launcher sets gradient_accumulation_steps to {num_steps}, but the TrainingArguments to "
             f"{args.gradient_accumulation_steps}; set it in one place"
         )
-    return made
+    return accelerator
 
 
 def checkpoint_activations(args: TrainingArguments, accelerator: Accelerator, model: torch.nn.Module) -> None:

@@ -49,19 +49,22 @@ class TrainerState:
     is_local_process_zero: bool = True
     owes_epoch_end: bool = False
 
-    _OF_THE_RUN = (
+    _SAVED_FIELDS = (
         *("epoch", "global_step", "log_history"),
         *("best_metric", "best_global_step", "best_model_checkpoint", "owes_epoch_end"),
     )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values that a checkpoint stores and that a resumed run continues from."""
-        kept = asdict(self)
-        return {name: kept[name] for name in self._OF_THE_RUN}
+        """Return the values that a checkpoint stores and that a resumed run continues from.
+
+        The lengths and intervals of the run are left out, because a resumed run computes them from its arguments.
+        """
+        values = asdict(self)
+        return {name: values[name] for name in self._SAVED_FIELDS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the values saved by `state_dict`."""
-        for name in self._OF_THE_RUN:
+        for name in self._SAVED_FIELDS:
             setattr(self, name, state[name])
 
 
@@ -96,7 +99,7 @@ class TrainerControl:
             setattr(self, each.name, flag)
 
 
-Answer = TrainerControl | None
+ControlOrNone = TrainerControl | None
 """Return type of a callback's methods: a control that replaces the Trainer's, or None to keep the current one."""
 
 
@@ -126,7 +129,9 @@ class TrainerCallback:
         on_save                 A checkpoint has been taken and is being written in the background.
     """
 
-    def _ignore(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Answer:
+    def _ignore(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> ControlOrNone:
         """Do nothing. This is the default implementation of every event."""
 
     on_init_end = on_train_begin = on_train_end = on_epoch_begin = on_epoch_end = _ignore
@@ -142,8 +147,8 @@ class Events:
 
     Args:
         args: Arguments of the Trainer.
-        own: The Trainer's own callbacks, as objects.
-        given: The user's callbacks, as objects or classes.
+        first_callbacks: Callbacks that are called first, as objects.
+        callbacks: Other callbacks, as objects or classes.
         trainer: Trainer whose model, optimizer and other objects every event receives as keyword arguments.
         state: Initial state of the training run.
 
@@ -153,26 +158,26 @@ class Events:
         control: Flags that determine the next actions of the training loop. A callback may replace this object.
 
     Raises:
-        ConfigError: If one of the user's callbacks implements no event.
+        ConfigError: If one of `callbacks` implements no event.
     """
 
     def __init__(
         self,
         args: TrainingArguments,
-        own: Sequence[Any],
-        given: Sequence[Any],
+        first_callbacks: Sequence[Any],
+        callbacks: Sequence[Any],
         trainer: object,
         state: TrainerState,
     ) -> None:
-        self.all: list[Any] = list(own)
+        self.all: list[Any] = list(first_callbacks)
         self._args = args
         self._trainer = trainer
-        self._listening: dict[str, list[Callable[..., Any]]] = {}
-        self.start(state)
-        for callback in given:
+        self._methods_by_event: dict[str, list[Callable[..., Any]]] = {}
+        self.start_run(state)
+        for callback in callbacks:
             self.add(callback)
 
-    def start(self, state: TrainerState) -> None:
+    def start_run(self, state: TrainerState) -> None:
         """Start a new training run with the given state, and with all control flags off."""
         self.state = state
         self.control = TrainerControl()
@@ -183,11 +188,11 @@ class Events:
         Raises:
             ConfigError: If the callback implements no event.
         """
-        made = callback() if isinstance(callback, type) else callback
-        if not any(callable(getattr(made, event, None)) for event in EVENTS):
-            raise ConfigError(f"{made!r} is not a callback: it has none of {', '.join(EVENTS[:4])}, ...")
-        self.all.append(made)
-        self._listening.clear()
+        instance = callback() if isinstance(callback, type) else callback
+        if not any(callable(getattr(instance, event, None)) for event in EVENTS):
+            raise ConfigError(f"{instance!r} is not a callback: it has none of {', '.join(EVENTS[:4])}, ...")
+        self.all.append(instance)
+        self._methods_by_event.clear()
 
     @property
     def callbacks(self) -> list[Any]:
@@ -201,41 +206,45 @@ class Events:
             callback: Callback object, or a class, whose first instance is removed. Instances of its subclasses do not
                 count.
         """
-        for known in self.all:
-            if known is callback or (isinstance(callback, type) and type(known) is callback):
-                self.all.remove(known)
-                self._listening.clear()
-                return known
+        for each in self.all:
+            is_instance = isinstance(callback, type) and type(each) is callback
+            if each is callback or is_instance:
+                self.all.remove(each)
+                self._methods_by_event.clear()
+                return each
         return None
 
     @property
-    def has_foreign(self) -> bool:
+    def has_user_callbacks(self) -> bool:
         """Whether there are callbacks of classes that are not Headway's own.
 
         Their requests may differ between ranks, so the flags in `control` must be combined over all ranks.
         """
         return any(not type(callback).__module__.startswith("headway.") for callback in self.all)
 
-    def call_event(self, event: str, **more: object) -> None:
+    def call_event(self, event: str, **event_arguments: object) -> None:
         """Call an event's method on every callback that implements it.
 
         A callback may change the flags of `control`, or return another `TrainerControl`, which replaces it.
 
         Args:
             event: Name of the event, such as "on_step_end".
-            more: Keyword arguments of this event, in addition to those that every event receives.
+            event_arguments: Keyword arguments of this event, in addition to those that every event receives.
         """
         for method in self._find_methods(event):
             objects = {name: getattr(self._trainer, name) for name in _EVENT_OBJECTS}
-            self.control = method(self._args, self.state, self.control, **objects, **more) or self.control
+            new_control = method(self._args, self.state, self.control, **objects, **event_arguments)
+            self.control = new_control or self.control
 
     def _find_methods(self, event: str) -> list[Callable[..., Any]]:
         """Return the callbacks' implementations of an event, without those inherited from `TrainerCallback`."""
-        if event not in self._listening:
+        if event not in self._methods_by_event:
             methods = [getattr(callback, event, None) for callback in self.all]
-            ignored = TrainerCallback._ignore
-            self._listening[event] = [m for m in methods if callable(m) and getattr(m, "__func__", None) is not ignored]
-        return self._listening[event]
+            default = TrainerCallback._ignore
+            self._methods_by_event[event] = [
+                method for method in methods if callable(method) and getattr(method, "__func__", None) is not default
+            ]
+        return self._methods_by_event[event]
 
     def state_dict(self) -> list[tuple[str, Any]]:
         """Return the states of all callbacks that have one, each with the name of its class."""
@@ -247,13 +256,13 @@ class Events:
         States and callbacks are matched by class name, and by order if several callbacks have the same class. A state
         without such a callback is ignored.
         """
-        waiting = [each for each in self.all if _has_state(each)]
+        remaining = [each for each in self.all if _has_state(each)]
         for name, state in states:
-            for callback in waiting:
-                if type(callback).__name__ == name:
-                    callback.load_state_dict(state)
-                    waiting.remove(callback)
-                    break
+            callback = next((each for each in remaining if type(each).__name__ == name), None)
+            if callback is not None:
+                callback.load_state_dict(state)
+                # Not `remove`, which would compare the callbacks with `==`.
+                remaining = [each for each in remaining if each is not callback]
 
 
 def _has_state(callback: Any) -> bool:

@@ -30,12 +30,13 @@ from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState
 from headway.trainer.loss_book import LossBook
-from headway.trainer.metrics import check_wanted
+from headway.trainer.metrics import check_best_metric
 from headway.trainer.results import Metrics
 
 log = get_logger(__name__)
 
 FOLDER = "checkpoints"
+"""Subfolder of `output_dir` that contains the checkpoints."""
 _IRRELEVANT_FOR_LEARNING = frozenset(
     """
     output_dir logging_dir run_name report_to log_level disable_tqdm use_cpu do_train do_eval do_predict
@@ -46,8 +47,10 @@ _IRRELEVANT_FOR_LEARNING = frozenset(
     """.split()  # noqa: SIM905
 )
 """Arguments that may change when a run is resumed, because they do not affect what is learned."""
-_MODEL = "model/0/"
-FILE = "preempted.json"
+_MODEL_PREFIX = "model/0/"
+"""Prefix of the names of the model's tensors in a checkpoint."""
+MARKER_FILE = "preempted.json"
+"""Name of the marker file of a preempted run, in `output_dir`."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class TrainerRecord:
             "losses": self.losses.state_dict(),
             "callbacks": events.state_dict(),
             # A flag is set if, for example, the run was preempted during an evaluation. The resumed run must repeat it.
+            # The first two flags end training or an epoch, and are not saved.
             "owed": events.control.flags()[2:],
             "settings": self.settings,
         }
@@ -99,14 +103,15 @@ def list_settings(args: TrainingArguments, model: torch.nn.Module) -> dict[str, 
         args: Training arguments.
         model: The model before it is prepared.
     """
-    found = {
+    settings = {
         name: _describe_value(value) for name, value in args.to_dict().items() if name not in _IRRELEVANT_FOR_LEARNING
     }
-    count = sum(parameter.numel() for parameter in model.parameters())
-    return {"model": f"{type(model).__name__} ({count:,} parameters)", **found}
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"model": f"{type(model).__name__} ({num_parameters:,} parameters)", **settings}
 
 
 def _describe_value(value: Any) -> str:
+    """Return an argument's value as JSON text, in which other objects have no memory address, so that runs compare equal."""
     return re.sub(r" at 0x[0-9a-f]+", "", json.dumps(value, default=repr, sort_keys=True))
 
 
@@ -119,7 +124,8 @@ def list_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[
         before: Settings of the earlier run, by name.
         now: Settings of the later run, by name.
     """
-    return [f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    return [f"{name} {before[name]} -> {now[name]}" for name in changed]
 
 
 def find_next_number(output_dir: str | Path) -> int:
@@ -150,9 +156,13 @@ def record_if_best(state: TrainerState, args: TrainingArguments, metrics: Metric
     name = args.wanted_metric
     if name is None:
         return False
-    check_wanted(name, args.metric_for_best_model or name, metrics)
+    check_best_metric(name, args.metric_for_best_model or name, metrics)
     value, best = float(metrics[name]), state.best_metric
-    if math.isnan(value) or (best is not None and not (value > best if args.greater_is_better else value < best)):
+    if best is None:
+        is_better = not math.isnan(value)
+    else:
+        is_better = value > best if args.greater_is_better else value < best  # False for NaN
+    if not is_better:
         return False
     state.best_metric = value
     state.best_global_step = state.global_step
@@ -175,16 +185,18 @@ def load_weights(folder: str | Path, model: torch.nn.Module, is_average: bool = 
     """
     place = to_path(folder)
     manifest = verify_checkpoint(place)
-    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    own = dict(rename_bare_items(own.items()))
-    prefixes = [_MODEL]
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    targets = dict(rename_bare_items(named.items()))
+    prefixes = [_MODEL_PREFIX]
     if is_average:
-        objects = enumerate(manifest.state.get("custom", ()))
-        prefixes += [f"custom/{i}.average." for i, each in objects if isinstance(each, dict) and "average" in each][:1]
+        # Averages come after the model's own weights and replace them. They do not include frozen weights.
+        registered = enumerate(manifest.state.get("custom", ()))
+        averages = [index for index, state in registered if isinstance(state, dict) and "average" in state]
+        prefixes += [f"custom/{index}.average." for index in averages[:1]]
     with torch.no_grad():
         for prefix in prefixes:
             for name, tensor in open_tensors(place, manifest, prefix):
-                target = own[remove_compiled_levels(name.removeprefix(prefix))].detach()
+                target = targets[remove_compiled_levels(name.removeprefix(prefix))].detach()
                 for part, values in iterate_pairs(target, tensor):
                     copy_saved_values(part, values)
 
@@ -211,30 +223,33 @@ class PreemptionMarker:
     asked: str | None
     update: int
 
-    def is_meant(self, training: int, asked: str | Path | bool | None) -> bool:
+    def is_for_start(self, training: int, requested: str | Path | bool | None) -> bool:
         """Whether a starting training run should continue the preempted run that wrote this marker.
+
+        This is the case if the positions are equal, and `resume_from_checkpoint` is None, True, or the folder from which
+        the preempted run itself was resumed.
 
         Args:
             training: Position of the starting run among those that its process started with this output folder. The
                 first one is 1.
-            asked: `resume_from_checkpoint` of the starting run.
+            requested: `resume_from_checkpoint` of the starting run.
         """
-        if asked is False or training != self.training:
+        if requested is False or training != self.training:
             return False
-        return asked in (None, True) or str(asked) == self.asked
+        return requested in (None, True) or str(requested) == self.asked
 
 
 def count_training(output_dir: str | Path) -> int:
     """Count a new training run of this process with an output folder, and return the number of such runs so far."""
     place = str(to_path(output_dir).resolve())
-    begun = scope.get_or_create(TrainingCounts)
-    begun[place] += 1
-    return begun[place]
+    counts = scope.get_or_create(TrainingCounts)
+    counts[place] += 1
+    return counts[place]
 
 
 def read_marker(output_dir: str | Path) -> PreemptionMarker | None:
     """Return the preemption marker in an output folder, or None if there is no marker or it cannot be read."""
-    path = to_path(output_dir) / FILE
+    path = to_path(output_dir) / MARKER_FILE
     try:
         return PreemptionMarker(**parse_json(path.read_text()))
     except FileNotFoundError:
@@ -251,7 +266,7 @@ class ResumeDecision:
 
     Args:
         output_dir: Folder of the run.
-        asked: `resume_from_checkpoint` of the call or of the arguments.
+        requested: `resume_from_checkpoint` of the call or of the arguments.
         changed: Differences from the checkpoint that are intended, such as "data"; see `Accelerator.resume`.
 
     Attributes:
@@ -260,11 +275,11 @@ class ResumeDecision:
     """
 
     def __init__(
-        self, output_dir: str | Path, asked: str | Path | bool | None, changed: str | tuple[str, ...] = ()
+        self, output_dir: str | Path, requested: str | Path | bool | None, changed: str | tuple[str, ...] = ()
     ) -> None:
         self.training = count_training(output_dir)
         self._folder = output_dir
-        self._asked = asked
+        self._requested = requested
         self._changed = changed
 
     def resume(self, accelerator: Accelerator) -> None:
@@ -276,14 +291,15 @@ class ResumeDecision:
         Raises:
             CheckpointError: If the checkpoint is damaged or does not fit this run.
         """
-        asked = self._asked
-        mark = next(filter(None, accelerator.collectives.gather_objects(read_marker(self._folder))), None)
-        if mark is not None and mark.is_meant(self.training, asked):
-            self._resume_from_marker(accelerator, mark)
+        requested = self._requested
+        markers = accelerator.collectives.gather_objects(read_marker(self._folder))
+        marker = next(filter(None, markers), None)  # machines can have disks of their own
+        if marker is not None and marker.is_for_start(self.training, requested):
+            self._resume_from_marker(accelerator, marker)
             return
         self.remove_marker(accelerator)
-        if asked:
-            accelerator.resume("latest" if asked is True else asked, changed=self._changed)
+        if requested:
+            accelerator.resume("latest" if requested is True else requested, changed=self._changed)
         elif accelerator.save_iteration:
             log.info(
                 "%s contains checkpoints of earlier runs, which are kept. The checkpoints of this run are numbered from %d on. "
@@ -292,15 +308,15 @@ class ResumeDecision:
                 accelerator.save_iteration,
             )
 
-    def _resume_from_marker(self, accelerator: Accelerator, mark: PreemptionMarker) -> None:
+    def _resume_from_marker(self, accelerator: Accelerator, marker: PreemptionMarker) -> None:
         log.warning(
             "the run in %s was preempted after update %d and resumes from its newest checkpoint; resume_from_checkpoint=False "
             "starts from the beginning",
             self._folder,
-            mark.update,
+            marker.update,
         )
         try:
-            accelerator.resume("latest", run=mark.run, changed=self._changed)
+            accelerator.resume("latest", run=marker.run, changed=self._changed)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}\nThe same command was preempted and has to resume; resume_from_checkpoint=False starts from the beginning"
@@ -317,14 +333,15 @@ class ResumeDecision:
             checkpoint: Checkpoint that was just committed.
             update: Number of completed updates.
         """
-        if self._asked is False:
+        if self._requested is False:
             log.warning("the next start is from the beginning, because of resume_from_checkpoint=False; True resumes")
         elif accelerator.is_local_main_process and (run := read_run_id(to_path(checkpoint))) is not None:
             # `read_run_id` returns None if this machine's disk does not have the checkpoint.
-            asked = None if self._asked is None or isinstance(self._asked, bool) else str(self._asked)
-            mark, path = PreemptionMarker(run, self.training, asked, update), to_path(self._folder) / FILE
+            is_folder = self._requested is not None and not isinstance(self._requested, bool)
+            marker = PreemptionMarker(run, self.training, str(self._requested) if is_folder else None, update)
+            path = to_path(self._folder) / MARKER_FILE
             try:
-                atomic.write_text(path, json.dumps(asdict(mark)) + "\n", has_other_writers=True)
+                atomic.write_text(path, json.dumps(asdict(marker)) + "\n", has_other_writers=True)
             except (OSError, ObjectStoreError) as error:
                 log.warning(
                     "%s cannot be written (%s): give resume_from_checkpoint=%r to resume", path, error, str(checkpoint)
@@ -337,50 +354,49 @@ class ResumeDecision:
         each machine removes the file. Markers of other training runs of the command are kept.
         """
         if accelerator.is_local_main_process:
-            mark = read_marker(self._folder)
-            if mark is not None and mark.training == self.training:
-                (to_path(self._folder) / FILE).unlink(missing_ok=True)
+            marker = read_marker(self._folder)
+            if marker is not None and marker.training == self.training:
+                (to_path(self._folder) / MARKER_FILE).unlink(missing_ok=True)
 
 
-def check_folder(accelerator: Accelerator, asked: str | Path | bool | None, output_dir: str | Path) -> None:
+def check_folder(accelerator: Accelerator, requested: str | Path | bool | None, output_dir: str | Path) -> None:
     """Raise an error if no machine has the folder to resume from. Every rank must call this.
 
     Args:
         accelerator: Accelerator whose ranks take part.
-        asked: Value of `resume_from_checkpoint`. Only a folder is checked.
+        requested: Value of `resume_from_checkpoint`. Only a folder is checked.
         output_dir: Folder of the run, whose checkpoints the message lists.
 
     Raises:
         CheckpointError: If no machine has the folder.
     """
-    if asked is not None and not isinstance(asked, bool):
-        answers = accelerator.collectives.gather_objects(explain_missing_checkpoint(asked, output_dir))
-        if all(answers):
-            raise CheckpointError(str(answers[0]))
+    if requested is not None and not isinstance(requested, bool):
+        problems = accelerator.collectives.gather_objects(explain_missing_checkpoint(requested, output_dir))
+        if all(problem is not None for problem in problems):
+            raise CheckpointError(str(problems[0]))
 
 
-def explain_missing_checkpoint(asked: str | Path, output_dir: str | Path) -> str | None:
+def explain_missing_checkpoint(requested: str | Path, output_dir: str | Path) -> str | None:
     """Return the reason why a folder cannot be resumed from, or None if it looks like a checkpoint.
 
     Args:
-        asked: Folder given as `resume_from_checkpoint`.
+        requested: Folder given as `resume_from_checkpoint`.
         output_dir: Folder of the run, whose checkpoints the message lists.
     """
-    folder = to_path(asked)
+    folder = to_path(requested)
     if folder.is_dir() and not list_committed(folder / FOLDER) and not (folder / "trainer_state.json").is_file():
         return None
     saved = list_committed(folder / FOLDER) or list_committed(to_path(output_dir) / FOLDER)
-    known = (
-        f"{saved[0].parent} holds {', '.join(path.name for path in saved[:5])}"
-        if saved
-        else "this run has no checkpoint"
-    )
-    if not folder.exists() and not folder.is_dir():
-        what = "does not exist"
-    elif list_committed(folder / FOLDER):
-        what = "is a run's folder, not a checkpoint"
-    elif folder.is_dir():
-        what = "is a checkpoint of transformers, which cannot be resumed; take its weights with from_pretrained"
+    if saved:
+        existing = f"{saved[0].parent} holds {', '.join(path.name for path in saved[:5])}"
     else:
-        what = "is a file; a checkpoint is a folder"
-    return f"resume_from_checkpoint={str(asked)!r} {what}; {known}; True resumes from the newest"
+        existing = "this run has no checkpoint"
+    if not folder.exists() and not folder.is_dir():
+        problem = "does not exist"
+    elif list_committed(folder / FOLDER):
+        problem = "is a run's folder, not a checkpoint"
+    elif folder.is_dir():
+        problem = "is a checkpoint of transformers, which cannot be resumed; take its weights with from_pretrained"
+    else:
+        problem = "is a file; a checkpoint is a folder"
+    return f"resume_from_checkpoint={str(requested)!r} {problem}; {existing}; True resumes from the newest"

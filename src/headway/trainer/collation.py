@@ -32,7 +32,7 @@ Counts = numpy.ndarray[Any, Any]
 Collate = Callable[[list[Any]], Batch]
 """Function that makes a batch from a list of rows."""
 IGNORED = -100
-_PADDING = {
+_PADDING_VALUES = {
     "special_tokens_mask": 1,
     **dict.fromkeys(LABEL_NAMES, IGNORED),
     **dict.fromkeys(
@@ -68,31 +68,42 @@ class Collator:
         if not isinstance(rows[0], Mapping):
             return default_collate(rows)
         columns = _list_columns(rows)
-        for name in LABEL_NAMES[:2]:
+        for name in LABEL_NAMES[:2]:  # "label" and "label_ids"
             if name in columns and "labels" not in columns:
                 columns["labels"] = columns.pop(name)
-        texts = [name for name, values in columns.items() if isinstance(values[0], str | bytes)]
-        for name in texts:
+        text_columns = [name for name, values in columns.items() if isinstance(values[0], str | bytes)]
+        for name in text_columns:
             del columns[name]
-        lengths = {name: {len(v) for v in values} for name, values in columns.items() if _is_sequence(values[0])}
-        ragged = [name for name, found in lengths.items() if len(found) > 1]
+        ragged = [
+            name
+            for name, values in columns.items()
+            if _is_sequence(values[0]) and len({len(value) for value in values}) > 1
+        ]
         if ragged and self.processing_class is not None:
             return self._pad_by_class(columns, ragged)
+        all_columns = {**self._make_mask(columns, ragged), **columns}
         return {
             name: self._pad_column(name, values) if name in ragged else _stack_rows(name, values)
-            for name, values in {**self._make_mask(columns, ragged), **columns}.items()
+            for name, values in all_columns.items()
         }
 
     def _pad_by_class(self, columns: dict[str, list[Any]], ragged: list[str]) -> dict[str, Any]:
-        apart = [name for name in columns if name in ("labels", "label") and name in ragged]
+        """Pad rows with the processing class. Labels, which it cannot pad, are padded separately to the same length.
+
+        Args:
+            columns: Values of all rows by column.
+            ragged: Names of the columns whose rows have different lengths.
+        """
+        label_columns = [name for name in columns if name in ("labels", "label") and name in ragged]
+        num_rows = len(next(iter(columns.values())))
         rows = [
-            {name: values[i] for name, values in columns.items() if name not in apart}
-            for i in range(len(next(iter(columns.values()))))
+            {name: values[index] for name, values in columns.items() if name not in label_columns}
+            for index in range(num_rows)
         ]
         batch = dict(self.processing_class.pad(rows, return_tensors="pt"))
-        length = batch["input_ids"].shape[1] if "input_ids" in batch else None
-        for name in apart:
-            batch[name] = self._pad_column(name, columns[name], max([length or 0, *map(len, columns[name])]))
+        input_length = batch["input_ids"].shape[1] if "input_ids" in batch else 0
+        for name in label_columns:
+            batch[name] = self._pad_column(name, columns[name], max([input_length, *map(len, columns[name])]))
         return batch
 
     def _make_mask(self, columns: dict[str, list[Any]], ragged: list[str]) -> dict[str, list[Any]]:
@@ -108,23 +119,33 @@ class Collator:
         return {}
 
     def _pad_column(self, name: str, values: list[Any], length: int | None = None) -> torch.Tensor:
-        filler = self.pad_token_id if name == "input_ids" else _PADDING.get(name)
+        """Return the values of a column as one tensor, with rows padded at the end.
+
+        Args:
+            name: Name of the column, which determines the padding value.
+            values: Values of all rows.
+            length: Length of the padded rows. None: that of the longest row.
+
+        Raises:
+            DataError: If no padding is defined for the column.
+        """
+        filler = self.pad_token_id if name == "input_ids" else _PADDING_VALUES.get(name)
         if filler is None:
             raise DataError(
                 f"the rows' {name!r} have different lengths, and no padding is defined for them; give the Trainer a processing_class "
                 "(a tokenizer) or a data_collator, or rows of one length"
             )
         rows = [torch.as_tensor(value) for value in values]
-        filled = [row for row in rows if row.numel()] or rows  # torch takes an empty list for floats
-        dtype = reduce(torch.promote_types, [row.dtype for row in filled])
+        nonempty = [row for row in rows if row.numel()] or rows  # an empty list becomes a float tensor
+        dtype = reduce(torch.promote_types, [row.dtype for row in nonempty])
         if filler < 0 and not dtype.is_signed:
             dtype = torch.int64
-        shape = (len(rows), length or max(map(len, rows)), *filled[0].shape[1:])
-        made = filled[0].new_full(shape, filler, dtype=dtype)
-        for row, value in zip(made, rows):
+        shape = (len(rows), length or max(map(len, rows)), *nonempty[0].shape[1:])
+        padded = nonempty[0].new_full(shape, filler, dtype=dtype)
+        for row, value in zip(padded, rows):
             if len(value):
                 row[: len(value)] = value
-        return made
+        return padded
 
 
 def _list_columns(rows: list[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -174,18 +195,18 @@ class LoaderCollator:
 
     Attributes:
         collate: The user's collate function, or a `Collator`.
-        kept: Columns to keep. None: all.
-        count: Function from a batch to the number of labels in each row that are not ignored. None: the loss is a mean
-            over samples.
-        labels: Names of the label columns.
+        kept_columns: Columns to keep. None: all.
+        count_labels: Function from a batch to the number of labels in each row that are not ignored. None: the loss is a
+            mean over samples.
+        label_names: Names of the label columns.
         collate_sources: Function that returns the source dataset of each row or token. The batch contains its result
             under the key `SOURCES`. None: the batch contains no sources.
     """
 
     collate: Collate
-    kept: set[str] | None
-    count: Callable[[Batch], Counts | None] | None
-    labels: Collection[str] = LABEL_NAMES
+    kept_columns: set[str] | None
+    count_labels: Callable[[Batch], Counts | None] | None
+    label_names: Collection[str] = LABEL_NAMES
     collate_sources: Callable[[list[Any]], torch.Tensor | None] | None = None
 
     def __call__(self, rows: list[Any]) -> Batch:
@@ -197,26 +218,27 @@ class LoaderCollator:
         Raises:
             DataError: If only label columns would be kept.
         """
-        kept = self.kept
+        kept_columns = self.kept_columns
         sources = None if self.collate_sources is None else self.collate_sources(rows)
-        if sources is not None and (kept is None or "source" not in kept):
+        if sources is not None and (kept_columns is None or "source" not in kept_columns):
             rows = [{name: value for name, value in row.items() if name != "source"} for row in rows]
-        if kept is not None and isinstance(rows[0], Mapping):
-            unused = [name for name in rows[0] if name not in kept]
+        if kept_columns is not None and isinstance(rows[0], Mapping):
+            unused = [name for name in rows[0] if name not in kept_columns]
             if unused:
-                check_remaining_columns(list(rows[0]), kept, self.labels)
+                check_remaining_columns(list(rows[0]), kept_columns, self.label_names)
                 if get_worker_info() is None:  # otherwise each worker would warn in each epoch
                     warn_of_dropped_columns(unused)
-                rows = [{name: value for name, value in row.items() if name in kept} for row in rows]
+                rows = [{name: value for name, value in row.items() if name in kept_columns} for row in rows]
         batch = self.collate(rows)
-        if self.count is not None and isinstance(batch, MutableMapping):
-            counts = self.count(batch)
+        if self.count_labels is not None and isinstance(batch, MutableMapping):
+            counts = self.count_labels(batch)
             if counts is not None:
                 batch[NUM_ITEMS] = counts
         if sources is not None and isinstance(batch, MutableMapping):
-            # "varlen" packs all sequences into one row.
-            joined = isinstance(batch.get("input_ids"), torch.Tensor) and len(batch["input_ids"]) != len(sources)
-            batch[SOURCES] = sources.reshape(1, -1) if joined else sources
+            # Packing for variable-length attention puts all sequences into one row.
+            input_ids = batch.get("input_ids")
+            is_one_row = isinstance(input_ids, torch.Tensor) and len(input_ids) != len(sources)
+            batch[SOURCES] = sources.reshape(1, -1) if is_one_row else sources
         return batch
 
 
@@ -236,9 +258,11 @@ class LabelCount:
 
         If the batch contains `shift_labels`, these are counted instead of `labels`, from the first one on.
         """
-        labels = batch.get("shift_labels") if isinstance(batch, Mapping) else None
+        if not isinstance(batch, Mapping):
+            return None
+        labels = batch.get("shift_labels")
         if labels is None:
-            labels = batch.get("labels") if isinstance(batch, Mapping) else None
+            labels = batch.get("labels")
             if self.is_shifted and isinstance(labels, torch.Tensor) and labels.ndim > 1:
                 labels = labels[..., 1:]
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:

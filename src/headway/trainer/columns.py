@@ -12,14 +12,18 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 LABEL_NAMES = ("label", "label_ids", "labels")
+"""Names of label columns that are kept for every model. The collator renames the first two to "labels"."""
 
 
 def list_forward_parameters(model: torch.nn.Module) -> list[str] | None:
-    """Return the parameter names of the model's forward, or None if it accepts only arbitrary keyword arguments."""
+    """Return the parameter names of the model's forward, or None if it accepts only arbitrary keyword arguments.
+
+    `*args`, `**kwargs` and positional-only parameters are left out.
+    """
     parameters = inspect.signature(model.forward).parameters.values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return None if takes_any and not named else named
+    has_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return None if has_kwargs and not named else named
 
 
 def find_label_names(model: torch.nn.Module) -> list[str]:
@@ -28,10 +32,10 @@ def find_label_names(model: torch.nn.Module) -> list[str]:
     Their names contain "label". The pair `start_positions` and `end_positions` counts too.
     """
     names = list_forward_parameters(model) or []
-    found = [name for name in names if "label" in name]
+    label_names = [name for name in names if "label" in name]
     if "start_positions" in names and "end_positions" in names:
-        found += ["start_positions", "end_positions"]
-    return found or ["labels"]
+        label_names += ["start_positions", "end_positions"]
+    return label_names or ["labels"]
 
 
 def select_columns(model: torch.nn.Module, label_names: Sequence[str]) -> set[str] | None:
@@ -48,7 +52,7 @@ def select_columns(model: torch.nn.Module, label_names: Sequence[str]) -> set[st
     return None if names is None else {*names, *label_names, *LABEL_NAMES}
 
 
-def drop_columns(dataset: Any, kept: set[str] | None, labels: Collection[str] = LABEL_NAMES) -> Any:
+def drop_columns(dataset: Any, kept_columns: set[str] | None, label_names: Collection[str] = LABEL_NAMES) -> Any:
     """Remove columns that the model does not use from a dataset of the `datasets` library. Warn once about them.
 
     A list of dicts is checked, but returned unchanged, because the collate function drops its columns. Other datasets
@@ -56,19 +60,19 @@ def drop_columns(dataset: Any, kept: set[str] | None, labels: Collection[str] = 
 
     Args:
         dataset: Dataset of the Trainer.
-        kept: Columns to keep. None: all, so nothing is checked.
-        labels: Names of columns that are labels, not inputs of the model. Default: `LABEL_NAMES`.
+        kept_columns: Columns to keep. None: all, so nothing is checked.
+        label_names: Names of columns that are labels, not inputs of the model. Default: `LABEL_NAMES`.
 
     Raises:
         DataError: If only labels would remain.
     """
     is_list = isinstance(dataset, list) and bool(dataset) and isinstance(dataset[0], Mapping)
     columns = list(dataset[0]) if is_list else getattr(dataset, "column_names", None)
-    if kept is None or not isinstance(columns, list) or not (is_list or hasattr(dataset, "remove_columns")):
+    if kept_columns is None or not isinstance(columns, list) or not (is_list or hasattr(dataset, "remove_columns")):
         return dataset
-    unused = [name for name in columns if name not in kept]
+    unused = [name for name in columns if name not in kept_columns]
     if unused or not is_list:
-        check_remaining_columns(columns, kept, labels)
+        check_remaining_columns(columns, kept_columns, label_names)
     if unused:
         warn_of_dropped_columns(unused)
     # The collator drops the unused columns of a list of rows.
@@ -83,21 +87,21 @@ def warn_of_dropped_columns(unused: Sequence[str]) -> None:
     )
 
 
-def check_remaining_columns(columns: Sequence[str], kept: set[str], labels: Collection[str]) -> None:
+def check_remaining_columns(columns: Sequence[str], kept_columns: set[str], label_names: Collection[str]) -> None:
     """Raise an error if only labels remain after columns were dropped, so that the model has no inputs.
 
     Args:
         columns: Names of the dataset's columns.
-        kept: Names of the columns to keep.
-        labels: Names of columns that are labels, not inputs of the model.
+        kept_columns: Names of the columns to keep.
+        label_names: Names of columns that are labels, not inputs of the model.
 
     Raises:
         DataError: If only labels remain.
     """
-    if any(name in kept and name not in labels for name in columns):
+    if any(name in kept_columns and name not in label_names for name in columns):
         return
-    wanted = ", ".join(sorted(kept - {*labels, *LABEL_NAMES})) or "nothing but labels"
+    accepted = ", ".join(sorted(kept_columns - {*label_names, *LABEL_NAMES})) or "nothing but labels"
     raise DataError(
-        f"of the dataset's columns ({', '.join(columns)}) the model's forward takes only labels; it takes {wanted}. Provide "
+        f"of the dataset's columns ({', '.join(columns)}) the model's forward takes only labels; it takes {accepted}. Provide "
         "those (tokenize texts, for example), rename the columns, or pass remove_unused_columns=False and a data_collator"
     )

@@ -14,11 +14,10 @@ from torch.utils.data import (
 
 from headway.core.runtime.collectives.tree import Tree
 from headway.errors import DataError
-from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
 
-_BATCHES_AT_ONCE = 50
-log = get_logger(__name__)
+_UPDATES_PER_CHUNK = 50
+"""Number of updates whose rows `LengthGroupedSampler` sorts together."""
 
 Batch = Tree
 """A tensor, or a dict, tuple or list of tensors."""
@@ -53,20 +52,22 @@ class LengthGroupedSampler(Sampler[int]):
 
     def __init__(self, lengths: Sequence[int], batch_size: int) -> None:
         self.lengths = list(lengths)
-        self.piece = batch_size * _BATCHES_AT_ONCE
+        self.chunk_size = batch_size * _UPDATES_PER_CHUNK
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __iter__(self) -> Iterator[int]:
         order = torch.randperm(len(self.lengths)).tolist()
-        pieces = [order[start : start + self.piece] for start in range(0, len(order), self.piece)]
-        pieces = [sorted(piece, key=lambda index: -self.lengths[index]) for piece in pieces]
-        if pieces:
-            tallest = max(range(len(pieces)), key=lambda number: self.lengths[pieces[number][0]])
-            first, other = pieces[0], pieces[tallest]
-            first[0], other[0] = other[0], first[0]
-        return iter([index for piece in pieces for index in piece])
+        chunks = []
+        for start in range(0, len(order), self.chunk_size):
+            chunk = order[start : start + self.chunk_size]
+            chunks.append(sorted(chunk, key=lambda index: -self.lengths[index]))
+        if chunks:
+            # Each chunk begins with its longest row. Exchange the first rows so that the longest of all comes first.
+            first, longest = chunks[0], max(chunks, key=lambda chunk: self.lengths[chunk[0]])
+            first[0], longest[0] = longest[0], first[0]
+        return iter([index for chunk in chunks for index in chunk])
 
 
 def find_lengths(dataset: Any, column: str) -> list[int]:
@@ -80,19 +81,19 @@ def find_lengths(dataset: Any, column: str) -> list[int]:
         if column in columns:
             return [int(length) for length in dataset[column]]
         dataset = dataset.select_columns(["input_ids"]) if "input_ids" in columns else dataset
-    found: list[int] = []
+    lengths: list[int] = []
     for index in range(len(dataset)):
         row = dataset[index]
-        is_named = isinstance(row, dict) or hasattr(row, "keys")
-        if is_named and column in row:
-            found.append(int(row[column]))
-        elif is_named and "input_ids" in row:
-            found.append(len(row["input_ids"]))
+        has_columns = isinstance(row, dict) or hasattr(row, "keys")
+        if has_columns and column in row:
+            lengths.append(int(row[column]))
+        elif has_columns and "input_ids" in row:
+            lengths.append(len(row["input_ids"]))
         else:
             raise DataError(
                 f"row {index} has no length: neither {column!r} (length_column_name) nor 'input_ids' is in it"
             )
-    return found
+    return lengths
 
 
 def make_train_sampler(dataset: Data, args: TrainingArguments, batch_size: int) -> Sampler[int] | None:
@@ -119,8 +120,10 @@ def make_train_sampler(dataset: Data, args: TrainingArguments, batch_size: int) 
         return LengthGroupedSampler(find_lengths(dataset, args.length_column_name), batch_size)
     assert isinstance(dataset, Sized)  # `check_dataset` ensures it
     # A dataset with its own order, such as a Mixture, has already shuffled its sources.
-    is_ordered = args.train_sampling_strategy == "sequential" or getattr(dataset, "orders_samples", False)
-    return (SequentialSampler if is_ordered else RandomSampler)(dataset)
+    has_own_order = getattr(dataset, "orders_samples", False)
+    if args.train_sampling_strategy == "sequential" or has_own_order:
+        return SequentialSampler(dataset)
+    return RandomSampler(dataset)
 
 
 def get_length(data: object) -> int | None:

@@ -14,8 +14,16 @@ from headway.core.tracking.progress_outputs import NotebookTable, in_notebook
 from headway.trainer.callbacks import TrainerCallback, TrainerControl, TrainerState
 from headway.trainer.data import get_length
 
-_OF_THE_END = ("train_runtime", "train_loss", "train_samples_per_second", "train_steps_per_second", "train_memory_peak")
-_OF_SPEED = ("_runtime", "_per_second", "train_loss")
+_SUMMARY_NAMES = (
+    "train_runtime",
+    "train_loss",
+    "train_samples_per_second",
+    "train_steps_per_second",
+    "train_memory_peak",
+)
+"""Names of the values of the last log entry that the summary shows."""
+_PERFORMANCE_SUFFIXES = ("_runtime", "_per_second", "train_loss")
+"""Suffixes of the names of values that progress bars do not show."""
 
 
 def format_value(name: str, value: Any) -> str:
@@ -49,9 +57,10 @@ class ProgressCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
+        # Progress bars advance when their iterators do.
         self._bar: track[int] | None = None
         self._steps: Iterator[int] | None = None
-        self._evaluation: Iterator[int] | None = None
+        self._evaluation_steps: Iterator[int] | None = None
         self._table: NotebookTable | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -74,22 +83,26 @@ class ProgressCallback(TrainerCallback):
         if self._table is not None:
             self._table.show(_collect_history(state))
         if self._bar is not None:
-            shown = {name: value for name, value in kwargs["logs"].items() if not _is_performance_name(name)}
-            self._bar.show(**{name: value for name, value in shown.items() if isinstance(value, int | float | str)})
+            values = {
+                name: value
+                for name, value in kwargs["logs"].items()
+                if not _is_performance_name(name) and isinstance(value, int | float | str)
+            }
+            self._bar.show(**values)
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Advance the evaluation's progress bar, which is created at the first batch."""
         if state.is_world_process_zero:
-            if self._evaluation is None:
+            if self._evaluation_steps is None:
                 num_batches = get_length(kwargs["eval_dataloader"])
                 steps = count() if num_batches is None else range(num_batches)  # an iterable dataset may have no length
-                self._evaluation = iter(track(steps, description="evaluation"))
-                next(self._evaluation, None)
-            next(self._evaluation, None)
+                self._evaluation_steps = iter(track(steps, description="evaluation"))
+                next(self._evaluation_steps, None)
+            next(self._evaluation_steps, None)
 
     def _end_evaluation(self) -> None:
-        _close_bar(self._evaluation)
-        self._evaluation = None
+        _close_bar(self._evaluation_steps)
+        self._evaluation_steps = None
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Remove the evaluation's progress bar."""
@@ -116,7 +129,7 @@ class ProgressCallback(TrainerCallback):
 
 def _is_performance_name(name: str) -> bool:
     """Whether a logged name refers to a time, a speed or a memory size, such as "train_runtime"."""
-    return name.endswith(_OF_SPEED) or "_memory_peak" in name
+    return name.endswith(_PERFORMANCE_SUFFIXES) or "_memory_peak" in name
 
 
 def _collect_history(state: TrainerState) -> list[dict[str, str]]:
@@ -124,14 +137,14 @@ def _collect_history(state: TrainerState) -> list[dict[str, str]]:
     rows: dict[int, dict[str, str]] = {}
     for entry in state.log_history:
         step = int(entry["step"])
-        kept = {
+        shown = {
             name: value
             for name, value in entry.items()
             if name == "loss" or (name.startswith("eval_") and not _is_performance_name(name))
         }
-        if kept:
+        if shown:
             row = rows.setdefault(step, {"update": str(step)})
-            row |= {name: format_value(name, value) for name, value in kept.items()}
+            row |= {name: format_value(name, value) for name, value in shown.items()}
     return list(rows.values())
 
 
@@ -149,14 +162,15 @@ def show_summary(state: TrainerState) -> None:
     table.add_column(justify="right")
     table.add_row("updates", f"{state.global_step:,}")
     table.add_row("epochs", f"{state.epoch:.4g}")
-    for name in _OF_THE_END:
+    for name in _SUMMARY_NAMES:
         if name in last:
-            words = "mean loss" if name == "train_loss" else name.removeprefix("train_").replace("_", " ")
-            table.add_row(words, format_value(name, last[name]))
+            title = "mean loss" if name == "train_loss" else name.removeprefix("train_").replace("_", " ")
+            table.add_row(title, format_value(name, last[name]))
     losses = [entry for entry in state.log_history if "loss" in entry]
     if losses:
-        where = "" if losses[-1]["step"] == state.global_step else f" at update {losses[-1]['step']}"
-        table.add_row("last loss", format_value("loss", losses[-1]["loss"]) + where)
+        step = losses[-1]["step"]
+        suffix = "" if step == state.global_step else f" at update {step}"
+        table.add_row("last loss", format_value("loss", losses[-1]["loss"]) + suffix)
     evaluations = [entry for entry in state.log_history if any(name.startswith("eval_") for name in entry)]
     if evaluations:
         for name, value in evaluations[-1].items():

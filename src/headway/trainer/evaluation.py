@@ -12,6 +12,7 @@ is otherwise left out of the check. Side effects of the user's own code (dataset
 `TrainingArguments(eval_sanity_check=False)` skips the check.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,7 +31,7 @@ from headway.trainer.callbacks import Events
 from headway.trainer.collation import IGNORED
 from headway.trainer.data import Batch, get_length
 from headway.trainer.logs import Log
-from headway.trainer.loss import split_label_count
+from headway.trainer.loss import split_label_count, unpack_single
 from headway.trainer.metrics import (
     AccumulatedMetric,
     MetricSettings,
@@ -46,7 +47,8 @@ StepOutput = tuple[torch.Tensor | None, Tree, Tree]
 
 Step = Callable[[Batch], StepOutput]
 log = get_logger(__name__)
-_SPEED = ("runtime", "samples_per_second", "steps_per_second")
+SPEED_NAMES = ("runtime", "samples_per_second", "steps_per_second")
+"""Names, without prefix, of the speeds that an evaluation adds to its metrics."""
 
 
 class PredictionMethods(Protocol):
@@ -72,7 +74,7 @@ class Evaluation:
         accelerator: Accelerator whose ranks process the data together.
         loader: Prepared loader.
         step: Function that returns the loss, the predictions and the labels of a batch.
-        measure: Settings that select the predictions to keep.
+        metric_settings: Settings that select the predictions to keep.
 
     Attributes:
         num_samples: Number of rows of all ranks so far, without padding. A batch whose rows cannot be counted counts as
@@ -80,15 +82,17 @@ class Evaluation:
         num_batches: Number of batches of this rank so far.
     """
 
-    def __init__(self, accelerator: Accelerator, loader: PreparedLoader, step: Step, measure: MetricSettings) -> None:
+    def __init__(
+        self, accelerator: Accelerator, loader: PreparedLoader, step: Step, metric_settings: MetricSettings
+    ) -> None:
         self.num_samples = 0
         self.num_batches = 0
         self._accelerator = accelerator
         self._loader = loader
         self._step = step
-        self._measure = measure
-        self._loss: torch.Tensor | None = None
-        self._weight = 0.0
+        self._metric_settings = metric_settings
+        self._weighted_loss: torch.Tensor | None = None  # sum over this rank's batches, on the device
+        self._total_weight = 0.0
 
     @torch.no_grad()  # as a decorator, it does not affect the caller between two batches
     def iterate_batches(self) -> Iterator[tuple[Tree, Tree]]:
@@ -101,11 +105,17 @@ class Evaluation:
             loss, predictions, labels = self._step(batch)
             self._add_loss(loss, num_items)
             yield (
-                self._gather_values(self._measure.select_predictions(predictions, labels)),
+                self._gather_values(self._metric_settings.select_predictions(predictions, labels)),
                 self._gather_values(labels),
             )
 
     def _add_loss(self, loss: torch.Tensor | None, num_items: int | None) -> None:
+        """Count the loader's current batch, and add its loss.
+
+        Args:
+            loss: Mean loss of the batch, or None.
+            num_items: Number of labels that are not ignored. None: the loss is a mean over samples.
+        """
         counts = self._loader.valid_counts
         num_valid = 1 if self._loader.num_valid is None else self._loader.num_valid
         self.num_batches += 1
@@ -113,11 +123,12 @@ class Evaluation:
         # A batch that consists of padding rows alone has no weight, although its labels were counted.
         weight = num_valid if num_items is None or not num_valid else num_items
         if loss is not None and weight:
-            share = loss.detach().float().reshape(()) * weight
-            self._loss = share if self._loss is None else self._loss + share
-            self._weight += weight
+            weighted = loss.detach().float().reshape(()) * weight
+            self._weighted_loss = weighted if self._weighted_loss is None else self._weighted_loss + weighted
+            self._total_weight += weight
 
     def _gather_values(self, values: Tree) -> Tree:
+        """Return the values of all ranks for the current batch, without padding rows. Return None for None."""
         if values is None:
             return None
         if self._accelerator.num_processes > 1:
@@ -127,13 +138,15 @@ class Evaluation:
 
     def _check_widths(self, values: Tree) -> None:
         """Raise `MetricError` on all ranks if values whose dtype has no -100 differ in width between ranks."""
-        found = [tensor for tensor in list_tensors(values) if tensor.ndim > 1 and not tensor.dtype.is_signed]
-        if not found:
+        unsigned = [tensor for tensor in list_tensors(values) if tensor.ndim > 1 and not tensor.dtype.is_signed]
+        if not unsigned:
             return
-        widths = [tensor.shape[1] for tensor in found]
+        widths = [tensor.shape[1] for tensor in unsigned]
+        # The minimum is the negative maximum of the negative widths, so one collective is enough.
         bounds = self._accelerator.collectives.reduce_numbers([*widths, *(-width for width in widths)], "max")
-        for tensor, most, least in zip(found, bounds, bounds[len(found) :]):
-            if most != -least:
+        max_widths, min_widths = bounds[: len(unsigned)], [-bound for bound in bounds[len(unsigned) :]]
+        for tensor, max_width, min_width in zip(unsigned, max_widths, min_widths):
+            if max_width != min_width:
                 check_padding(tensor.dtype)
 
     def compute_mean_loss(self) -> float | None:
@@ -141,9 +154,9 @@ class Evaluation:
 
         Every rank must call it. Return None if no batch had a loss.
         """
-        total = 0.0 if self._loss is None else self._loss.item()
-        mean = self._accelerator.reduce_mean(total, self._weight).item()
-        has_loss = self._loss is not None and bool(self._weight)
+        total = 0.0 if self._weighted_loss is None else self._weighted_loss.item()
+        mean = self._accelerator.reduce_mean(total, self._total_weight).item()
+        has_loss = self._weighted_loss is not None and bool(self._total_weight)
         # A rank can have no sample of its own. All ranks must return the same, also if the mean is NaN.
         return mean if self._accelerator.collectives.reduce_numbers([has_loss], "max")[0] else None
 
@@ -153,12 +166,12 @@ class EvaluationSession:
 
     Attributes:
         model: Model in evaluation mode.
-        num_rows: Function that returns the number of rows of the current batch, or None if unknown.
+        get_num_rows: Function that returns the number of rows of the current batch, or None if unknown.
     """
 
-    def __init__(self, model: torch.nn.Module, num_rows: Callable[[], int | None] = lambda: None) -> None:
+    def __init__(self, model: torch.nn.Module, get_num_rows: Callable[[], int | None] = lambda: None) -> None:
         self.model = model
-        self.num_rows = num_rows
+        self.get_num_rows = get_num_rows
 
 
 class Evaluator:
@@ -168,7 +181,7 @@ class Evaluator:
         accelerator: Accelerator whose ranks process the data together.
         events: Dispatcher that calls the callbacks for each batch.
         log: Log that measures peak memory.
-        steps: Trainer, whose methods a subclass may override.
+        methods: Trainer, whose methods a subclass may override.
         is_in_training: Whether a training run is in progress. The model is then already prepared, and the Trainer's own
             loaders are prepared once and kept.
 
@@ -177,16 +190,16 @@ class Evaluator:
     """
 
     def __init__(
-        self, accelerator: Accelerator, events: Events, log: Log, steps: PredictionMethods, is_in_training: bool
+        self, accelerator: Accelerator, events: Events, log: Log, methods: PredictionMethods, is_in_training: bool
     ) -> None:
         self._accelerator = accelerator
         self._events = events
         self._log = log
-        self._steps = steps
+        self._methods = methods
         self._is_in_training = is_in_training
         self.average: ExponentialMovingAverage | None = None
         self._own_loaders: dict[str, PreparedLoader] = {}
-        self._sessions: list[EvaluationSession] = []
+        self._sessions: list[EvaluationSession] = []  # in progress, the innermost one last
 
     # ---------------------------------------------------------------- the model and its data
 
@@ -224,8 +237,8 @@ class Evaluator:
                 self._accelerator.free_memory()
 
     @contextmanager
-    def set_num_rows(self, model: torch.nn.Module, num_rows: int) -> Iterator[None]:
-        """Return a context manager in which `self.num_rows()` returns the given number of rows.
+    def use_num_rows(self, model: torch.nn.Module, num_rows: int) -> Iterator[None]:
+        """Return a context manager in which `get_num_rows()` returns the given number of rows.
 
         It is used for a batch that does not come from a loader.
 
@@ -244,48 +257,48 @@ class Evaluator:
         finally:
             self._sessions.remove(session)  # a session inside a generator can end after one that began later
 
-    def num_rows(self) -> int | None:
-        """Return the number of rows of the current batch, or None if unknown."""
-        return self._sessions[-1].num_rows() if self._sessions else None
+    def get_num_rows(self) -> int | None:
+        """Return the number of rows of the innermost session's current batch, or None if unknown."""
+        return self._sessions[-1].get_num_rows() if self._sessions else None
 
     def prepare_loader(self, loader: DataLoader[Any]) -> PreparedLoader:
         """Return a loader in its prepared form. A loader that is already prepared is returned unchanged.
 
-        In a session, `num_rows()` then returns the number of rows in this loader's current batch.
+        In a session, `get_num_rows()` then returns the number of rows in this loader's current batch.
         """
-        made = self._accelerator.prepare_data_loader(loader)
-        self._use_row_count(made)
-        return made
+        prepared = self._accelerator.prepare_data_loader(loader)
+        self._use_row_count(prepared)
+        return prepared
 
-    def get_own_loader(self, name: str, make: Callable[[], DataLoader[Any]]) -> PreparedLoader:
+    def get_own_loader(self, name: str, create_loader: Callable[[], DataLoader[Any]]) -> PreparedLoader:
         """Return the prepared loader of one of the Trainer's own datasets.
 
         During training, each loader is created and prepared only once.
 
         Args:
             name: Key under which the loader is kept during training.
-            make: Function that creates the loader.
+            create_loader: Function that creates the loader.
         """
         if not self._is_in_training:
-            return self.prepare_loader(make())
+            return self.prepare_loader(create_loader())
         if name not in self._own_loaders:
-            self._own_loaders[name] = self._accelerator.prepare_data_loader(make())
+            self._own_loaders[name] = self._accelerator.prepare_data_loader(create_loader())
         self._use_row_count(self._own_loaders[name])
         return self._own_loaders[name]
 
     def _use_row_count(self, loader: PreparedLoader) -> None:
         if self._sessions:
-            self._sessions[-1].num_rows = lambda: loader.num_rows
+            self._sessions[-1].get_num_rows = lambda: loader.num_rows
 
     # ---------------------------------------------------------------- passes
 
-    def run(
+    def run_pass(
         self,
         session: EvaluationSession,
         loader: PreparedLoader,
         metric: StreamingMetric | None,
-        measure: MetricSettings,
-        ignored: list[str] | None,
+        metric_settings: MetricSettings,
+        ignore_keys: list[str] | None,
         prefix: str,
     ) -> tuple[Metrics, int]:
         """Run one pass over the loader. Return the metrics and the number of rows of all ranks.
@@ -296,31 +309,35 @@ class Evaluator:
             session: Session with the model.
             loader: Prepared loader of the data.
             metric: Metric that receives the predictions. None: only the loss is computed.
-            measure: Settings that select the predictions to keep.
-            ignored: Names of model outputs that are not predictions. None: those that the model's config names.
+            metric_settings: Settings that select the predictions to keep.
+            ignore_keys: Names of model outputs that are not predictions. None: those that the model's config names.
             prefix: Prefix of the metrics' names, such as "eval".
         """
-        began = time.monotonic()
-        evaluation = Evaluation(self._accelerator, loader, self._make_step(session, metric is None, ignored), measure)
+        start_time = time.monotonic()
+        evaluation = Evaluation(
+            self._accelerator, loader, self._make_step(session, metric is None, ignore_keys), metric_settings
+        )
         for predictions, labels in evaluation.iterate_batches():
             if metric is not None:
                 metric.update(predictions, labels)
             self._events.call_event("on_prediction_step", eval_dataloader=loader)
-        found: Metrics = {}
+        metrics: Metrics = {}
         loss = evaluation.compute_mean_loss()
         if loss is not None:
-            found[f"{prefix}_loss"] = loss
+            metrics[f"{prefix}_loss"] = loss
         if metric is not None:
-            found.update(make_named_metrics(metric.compute(), prefix))
-        found.update(compute_speed(prefix, time.monotonic() - began, evaluation.num_samples, evaluation.num_batches))
-        return found, evaluation.num_samples
+            metrics.update(make_named_metrics(metric.compute(), prefix))
+        metrics.update(
+            compute_speed(prefix, time.monotonic() - start_time, evaluation.num_samples, evaluation.num_batches)
+        )
+        return metrics, evaluation.num_samples
 
-    def collect(
+    def run_and_collect(
         self,
         session: EvaluationSession,
         loader: PreparedLoader,
-        measure: MetricSettings,
-        ignored: list[str] | None,
+        metric_settings: MetricSettings,
+        ignore_keys: list[str] | None,
         prefix: str,
     ) -> EvalLoopOutput:
         """Run one pass, and return all predictions in host memory and the metrics computed from them at the end.
@@ -331,23 +348,27 @@ class Evaluator:
         Args:
             session: Session with the model.
             loader: Prepared loader of the data.
-            measure: Metric, and settings that select the predictions to keep.
-            ignored: Names of model outputs that are not predictions. None: those that the model's config names.
+            metric_settings: Metric, and settings that select the predictions to keep.
+            ignore_keys: Names of model outputs that are not predictions. None: those that the model's config names.
             prefix: Prefix of the metrics' names, such as "eval".
         """
-        everything = None if measure.is_loss_only else AccumulatedMetric(None, count_rows(loader))
-        found, num_samples = self.run(session, loader, everything, measure, ignored, prefix)
-        if everything is None:
-            return EvalLoopOutput(None, None, found, num_samples)
-        predictions, labels = everything.join_all()
-        metric = measure.make_metric(None)
+        collector = None if metric_settings.is_loss_only else AccumulatedMetric(None, count_rows(loader))
+        metrics, num_samples = self.run_pass(session, loader, collector, metric_settings, ignore_keys, prefix)
+        if collector is None:
+            return EvalLoopOutput(None, None, metrics, num_samples)
+        predictions, labels = collector.join_all()
+        metric = metric_settings.make_metric(None)
         if labels is not None and metric is not None:
             metric.update(_convert_to_tensors(predictions), _convert_to_tensors(labels))
-            found.update(make_named_metrics(metric.compute(), prefix))
-        return EvalLoopOutput(predictions, labels, found, num_samples)
+            metrics.update(make_named_metrics(metric.compute(), prefix))
+        return EvalLoopOutput(predictions, labels, metrics, num_samples)
 
     def iterate_predictions(
-        self, session: EvaluationSession, loader: PreparedLoader, measure: MetricSettings, ignored: list[str] | None
+        self,
+        session: EvaluationSession,
+        loader: PreparedLoader,
+        metric_settings: MetricSettings,
+        ignore_keys: list[str] | None,
     ) -> Iterator[tuple[Tree, Tree]]:
         """Return an iterator over pairs of (predictions, labels), one pair per batch.
 
@@ -356,15 +377,15 @@ class Evaluator:
         Args:
             session: Session with the model.
             loader: Prepared loader of the data.
-            measure: Settings that select the predictions to keep.
-            ignored: Names of model outputs that are not predictions. None: those that the model's config names.
+            metric_settings: Settings that select the predictions to keep.
+            ignore_keys: Names of model outputs that are not predictions. None: those that the model's config names.
         """
         return Evaluation(
-            self._accelerator, loader, self._make_step(session, False, ignored), measure
+            self._accelerator, loader, self._make_step(session, False, ignore_keys), metric_settings
         ).iterate_batches()
 
-    def _make_step(self, session: EvaluationSession, is_loss_only: bool, ignored: list[str] | None) -> Step:
-        return lambda batch: self._steps.prediction_step(session.model, batch, is_loss_only, ignored)
+    def _make_step(self, session: EvaluationSession, is_loss_only: bool, ignore_keys: list[str] | None) -> Step:
+        return lambda batch: self._methods.prediction_step(session.model, batch, is_loss_only, ignore_keys)
 
 
 def count_rows(loader: PreparedLoader) -> int | None:
@@ -387,8 +408,8 @@ def select_per_sample(values: Tree, num_rows: int | None) -> Tree:
     if isinstance(values, torch.Tensor):
         return values.detach() if values.ndim and (num_rows is None or len(values) == num_rows) else None
     if isinstance(values, tuple | list):
-        kept = tuple(found for found in (select_per_sample(value, num_rows) for value in values) if found is not None)
-        return None if not kept else kept[0] if len(kept) == 1 else kept
+        selected = (select_per_sample(value, num_rows) for value in values)
+        return unpack_single(tuple(value for value in selected if value is not None))
     return None
 
 
@@ -411,10 +432,10 @@ def spread_rows(num_rows: int, batch_size: int, num_batches: int) -> list[list[i
         batch_size: Number of rows per batch.
         num_batches: Maximum number of batches.
     """
-    wanted = min(num_rows, batch_size * num_batches)
-    count = max(1, -(-wanted // batch_size))
-    rows = [index * num_rows // wanted for index in range(wanted)]
-    return [rows[first::count] for first in range(count)]
+    num_used = min(num_rows, batch_size * num_batches)
+    num_used_batches = max(1, math.ceil(num_used / batch_size))
+    rows = [index * num_rows // num_used for index in range(num_used)]
+    return [rows[offset::num_used_batches] for offset in range(num_used_batches)]
 
 
 def read_rows(loader: PreparedLoader, num_batches: int) -> Iterator[tuple[Batch, int]] | None:

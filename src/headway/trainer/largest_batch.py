@@ -1,5 +1,6 @@
 """Search for the largest batch size that fits into memory, before training starts."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +15,7 @@ from headway.core.memory.use import read_free_address_space
 from headway.errors import ConfigError, HeadwayError
 from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
-from headway.trainer.builder import (
-    _FIRST_SIZE,
-    _NUM_MEASURED_ROWS,
-    _NUM_TRIAL_UPDATES,
-    _TOLERANCE,
-    checkpoint_activations,
-    release_model,
-)
+from headway.trainer.builder import checkpoint_activations, release_model
 from headway.trainer.columns import drop_columns
 from headway.trainer.data import get_length
 from headway.trainer.loss import split_label_count
@@ -29,6 +23,21 @@ from headway.trainer.optimizer import set_optimizer_mode
 from headway.trainer.signature import ForwardSignature
 
 log = get_logger(__name__)
+
+_NUM_TRIAL_UPDATES = 2
+"""Number of updates per trial. The first one creates optimizer state, so only the second one needs all memory."""
+_NUM_MEASURED_ROWS = 512
+"""Approximate number of rows of the training data whose sizes are compared, to find the longest ones."""
+_FIRST_SIZE = 8
+"""Number of rows in the first batch that the search tries if memory cannot be forecast.
+
+It is also the largest number of rows in the batch from which memory is forecast.
+"""
+_TOLERANCE = 0.05
+"""Fraction by which the batch size found by the search may be smaller than the largest batch size that fits.
+
+Searching for the last 5 % would take half of all trials.
+"""
 
 
 @dataclass(frozen=True)
@@ -68,13 +77,13 @@ class LargestBatch:
             ConfigError: If the dataset is an iterable dataset.
         """
         rows = self._list_long_rows(dataset)
-        kept = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
-        most = max(1, -(-(get_length(dataset) or 1) // num_shards))
+        state = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
+        max_size = max(1, math.ceil((get_length(dataset) or 1) / num_shards))
 
         @find_executable_batch_size(
-            starting_batch_size=self._choose_first_size(rows, most),
+            starting_batch_size=self._choose_first_size(rows, max_size),
             search="largest",
-            max_batch_size=most,
+            max_batch_size=max_size,
             tolerance=_TOLERANCE,
         )
         def try_size(batch_size: int) -> int:
@@ -84,27 +93,28 @@ class LargestBatch:
         try:
             return int(try_size())
         finally:
-            self.model.load_state_dict(kept)
+            self.model.load_state_dict(state)
 
-    def _choose_first_size(self, rows: Sequence[Any], most: int) -> int:
+    def _choose_first_size(self, rows: Sequence[Any], max_size: int) -> int:
         """Return the batch size of the first trial, equal on all ranks.
 
-        It is the smallest forecast of all ranks, where a rank without a forecast counts as 8. It is from 1 to `most`.
+        It is the smallest forecast of all ranks, where a rank without a forecast counts as 8. It is from 1 to `max_size`.
 
         Args:
             rows: Long rows of the training data, from `_list_long_rows`.
-            most: Largest batch size to try.
+            max_size: Largest batch size to try.
         """
         accelerator = self.create_accelerator()
         accelerator.stop_watching()
         try:
             if accelerator.device.type == "cpu" and read_free_address_space() is None:
-                found = None  # the memory has no limit from which a batch size could be forecast
+                forecast_size = None  # the memory has no limit from which a batch size could be forecast
             else:
                 checkpoint_activations(self.args, accelerator, self.model)
-                found = self._forecast_size(accelerator, rows[: min(_FIRST_SIZE, most)])
-            answers = accelerator.strategy.everyone.gather_numbers([float(_FIRST_SIZE if found is None else found)])
-            return min(max(1, int(min(row[0] for row in answers))), most)
+                forecast_size = self._forecast_size(accelerator, rows[: min(_FIRST_SIZE, max_size)])
+            own_size = _FIRST_SIZE if forecast_size is None else forecast_size
+            sizes = [row[0] for row in accelerator.strategy.everyone.gather_numbers([float(own_size)])]
+            return min(max(1, int(min(sizes))), max_size)
         finally:
             release_model(self.args, accelerator, self.model)
 
@@ -119,17 +129,19 @@ class LargestBatch:
         """
         try:
             inputs, num_items = split_label_count(next(iter(self.create_loader(rows, len(rows)))))
-            found = accelerator.forecast(
+            forecast = accelerator.forecast(
                 self.model,
                 inputs,
                 optimizer=self.create_optimizer(),
-                forward=lambda model, batch: self.signature.loss_of(model, batch, num_items)[0],
+                forward=lambda model, batch: self.signature.batch_loss(model, batch, num_items)[0],
             )
         except (HeadwayError, MemoryError) as error:
             log.info("the largest batch cannot be forecast, so the search begins with %d: %s", _FIRST_SIZE, error)
             return None
-        log.info("forecast: batches of %s fit, found in %.1f s; trials follow", found.largest_batch, found.seconds)
-        return found.largest_batch
+        log.info(
+            "forecast: batches of %s fit, found in %.1f s; trials follow", forecast.largest_batch, forecast.seconds
+        )
+        return forecast.largest_batch
 
     def _list_long_rows(self, dataset: Any) -> list[Any]:
         """Return rows taken at regular intervals from the training data, longest first.
@@ -141,20 +153,20 @@ class LargestBatch:
             raise ConfigError(
                 "per_device_train_batch_size='largest' tries rows of the training data, and a stream has none to try; give a number"
             )
-        found = drop_columns(dataset, self.signature.kept)
-        step = max(1, len(found) // _NUM_MEASURED_ROWS)
-        rows = [found[index] for index in range(0, len(found), step)]
+        used = drop_columns(dataset, self.signature.kept_columns)
+        interval = max(1, len(used) // _NUM_MEASURED_ROWS)
+        rows = [used[index] for index in range(0, len(used), interval)]
         return sorted(rows, key=_count_values, reverse=True)
 
     def _try_updates(self, rows: Sequence[Any], batch_size: int) -> None:
+        """Make a few updates with batches of the longest rows. Out-of-memory errors are raised to the caller."""
         accelerator = self.create_accelerator()
         accelerator.stop_watching()  # a trial has nothing to save
         try:
             checkpoint_activations(self.args, accelerator, self.model)
-            chosen = [rows[index % len(rows)] for index in range(batch_size * _NUM_TRIAL_UPDATES)]
-            given = self.create_loader(chosen * accelerator.strategy.data_shard.count, batch_size)
-            loader = accelerator.prepare_data_loader(given)
-            self._run_updates(accelerator, loader)
+            trial_rows = [rows[index % len(rows)] for index in range(batch_size * _NUM_TRIAL_UPDATES)]
+            loader = self.create_loader(trial_rows * accelerator.strategy.data_shard.count, batch_size)
+            self._run_updates(accelerator, accelerator.prepare_data_loader(loader))
         finally:
             release_model(self.args, accelerator, self.model)
 
@@ -166,17 +178,27 @@ class LargestBatch:
             for piece in accelerator.microbatches(inputs):
                 with accelerator.accumulate(model):
                     with accelerator.autocast():
-                        loss, _ = self.signature.loss_of(model, piece, num_items)
+                        loss, _ = self.signature.batch_loss(model, piece, num_items)
                     accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()
 
 
 def _count_values(row: Any) -> int:
-    values = row.values() if hasattr(row, "values") else row if isinstance(row, tuple | list) else [row]
-    return sum(value.numel() if isinstance(value, torch.Tensor) else _count_items(value) for value in values)
+    """Return the number of values in a row, by which rows are compared: a dict, tuple or list of values, or one value."""
+    if hasattr(row, "values"):
+        values = list(row.values())
+    elif isinstance(row, tuple | list):
+        values = list(row)
+    else:
+        values = [row]
+    return sum(map(_count_elements, values))
 
 
-def _count_items(value: Any) -> int:
-    size = getattr(value, "size", None)
-    return size if isinstance(size, int) else len(value) if isinstance(value, list | tuple) else 1
+def _count_elements(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    size = getattr(value, "size", None)  # of a NumPy array
+    if isinstance(size, int):
+        return size
+    return len(value) if isinstance(value, list | tuple) else 1

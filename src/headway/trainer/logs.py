@@ -46,12 +46,12 @@ class FileMethods:
     processing_class: Any
     state: TrainerState
 
-    def _get_output_folder(self, given: str | Path | None = None) -> Path:
-        """Return the given folder; if None, the `output_dir` of the arguments.
+    def _get_output_folder(self, output_dir: str | Path | None = None) -> Path:
+        """Return a folder as a path; if None, the `output_dir` of the arguments.
 
         The main process creates the folder if it is missing.
         """
-        folder = to_path(given) if given else self.args.folder
+        folder = to_path(output_dir) if output_dir else self.args.folder
         if self.accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -104,7 +104,8 @@ class FileMethods:
         _write_json(folder / f"{split}_results.json", metrics)
         if combined:
             path = folder / "all_results.json"
-            _write_json(path, {**(json.loads(path.read_text()) if path.exists() else {}), **metrics})
+            earlier = json.loads(path.read_text()) if path.exists() else {}
+            _write_json(path, {**earlier, **metrics})
 
     def create_model_card(self, **about: object) -> None:
         """Write `README.md` with a description of the training run and the results of the last evaluation.
@@ -150,9 +151,12 @@ class Log:
         """Start the run's log and its trackers. If the run has already been logged, continue them."""
         args = self.args
         folder = args.folder.absolute()
+        # Without `logging_dir`, the log is in the folder of the run, whose name it must have.
         name = folder.name if args.logging_dir is None else args.run_name or folder.name
-        named = {} if args.run_name is None else {t: {word: args.run_name} for t, word in _NAME_ARGUMENTS.items()}
-        self.accelerator.init_trackers(name, config=args.to_dict(), init_kwargs=named)
+        init_kwargs: dict[str, dict[str, Any]] = {}
+        if args.run_name is not None:
+            init_kwargs = {tracker: {argument: args.run_name} for tracker, argument in _NAME_ARGUMENTS.items()}
+        self.accelerator.init_trackers(name, config=args.to_dict(), init_kwargs=init_kwargs)
 
     def write_values(self, values: Metrics) -> None:
         """Write values and the epoch to the history, the callbacks, the run's log and its trackers.
@@ -203,12 +207,11 @@ class TrainingLog(Log):
         the given dict.
         """
         self._add_to_history(values)
-        peaks = self.list_peaks("memory_peak", "memory/")
-        used = {"memory": memory_use(self.accelerator.device).used, **peaks}
-        found = {name: float(value) for name, value in used.items()}
+        memory = {"memory": memory_use(self.accelerator.device).used, **self.list_peaks("memory_peak", "memory/")}
+        measured = {name: float(num_bytes) for name, num_bytes in memory.items()}
         if "loss" in values:
-            found |= self.accelerator.throughput.values()
-        self.accelerator.log({**values, **found}, step=self.events.state.global_step)
+            measured |= self.accelerator.throughput.values()
+        self.accelerator.log({**values, **measured}, step=self.events.state.global_step)
 
     def list_peaks(self, name: str, prefix: str) -> dict[str, int]:
         """Return the peak memory of training and of its phases in bytes, by name.

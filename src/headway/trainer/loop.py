@@ -83,7 +83,7 @@ class PreparedTraining:
         return get_length(self.loader)
 
     @property
-    def is_by_metric(self) -> bool:
+    def has_metric_schedule(self) -> bool:
         """Whether the learning-rate schedule depends on a metric and not on the number of updates.
 
         This is the case for ReduceLROnPlateau.
@@ -107,21 +107,21 @@ def count_updates(state: TrainerState, args: TrainingArguments, num_batches: int
     """
     if not num_batches:
         if args.max_steps <= 0:
-            what = "has no length" if num_batches is None else "has no batch"
-            raise ConfigError(f"the training data {what}, so epochs cannot be counted; set max_steps, or give data")
+            problem = "has no length" if num_batches is None else "has no batch"
+            raise ConfigError(f"the training data {problem}, so epochs cannot be counted; set max_steps, or give data")
         state.max_steps = args.max_steps
         state.num_train_epochs = 1
     else:
-        per_epoch = -(-num_batches // num_steps)
+        updates_per_epoch = math.ceil(num_batches / num_steps)
         if args.max_steps > 0:
             state.max_steps = args.max_steps
-            state.num_train_epochs = -(-args.max_steps // per_epoch)
+            state.num_train_epochs = math.ceil(args.max_steps / updates_per_epoch)
         else:
-            state.max_steps = math.ceil(args.num_train_epochs * per_epoch)
+            state.max_steps = math.ceil(args.num_train_epochs * updates_per_epoch)
             state.num_train_epochs = math.ceil(args.num_train_epochs)
-    state.logging_steps, state.eval_steps, state.save_steps = (
-        args.get_interval(name, state.max_steps) for name in ("logging_steps", "eval_steps", "save_steps")
-    )
+    state.logging_steps = args.get_interval("logging_steps", state.max_steps)
+    state.eval_steps = args.get_interval("eval_steps", state.max_steps)
+    state.save_steps = args.get_interval("save_steps", state.max_steps)
 
 
 class Training:
@@ -133,11 +133,11 @@ class Training:
         events: Dispatcher of the events, with state and control.
         log: Log of the run.
         losses: Recorder of the training losses.
-        steps: Trainer, whose methods a subclass may override.
-        ignored: Names of model outputs that are not predictions. None: those that the model's config names.
+        methods: Trainer, whose methods a subclass may override.
+        ignore_keys: Names of model outputs that are not predictions. None: those that the model's config names.
 
     Attributes:
-        newest: Path of the newest checkpoint of this training run; "" before the first checkpoint.
+        newest_checkpoint: Path of the newest checkpoint of this training run; "" before the first checkpoint.
     """
 
     def __init__(
@@ -147,10 +147,10 @@ class Training:
         events: Events,
         log: TrainingLog,
         losses: LossBook,
-        steps: TrainingMethods,
-        ignored: list[str] | None,
+        methods: TrainingMethods,
+        ignore_keys: list[str] | None,
     ) -> None:
-        self.newest = ""
+        self.newest_checkpoint = ""
         self._args = args
         self._prepared = prepared
         self._accelerator = prepared.accelerator
@@ -159,16 +159,17 @@ class Training:
         self._events = events
         self._log = log
         self._losses = losses
-        self._steps = steps
-        self._ignored = ignored
+        self._methods = methods
+        self._ignore_keys = ignore_keys
         self._meter = prepared.accelerator.throughput
-        self._began_at = time.monotonic()
+        self._start_time = time.monotonic()
+        self._num_samples = 0
+        # Numbers of updates; -1: none
         self._first_update = events.state.global_step
         self._last_saved = -1
-        self._caught_up_at = -1
-        self._num_samples = 0
-        self._has_foreign = False
-        self._has_modes = has_modes(prepared.optimizer)
+        self._pending_evaluation = -1  # whose evaluation was pending when the run was resumed, and has been made
+        self._has_user_callbacks = False  # on any rank
+        self._has_modes = has_modes(prepared.optimizer)  # only a schedule-free optimizer has them
 
     def run(self) -> TrainOutput:
         """Run all epochs and return the results. The Trainer's docstring shows the order of the events."""
@@ -176,14 +177,14 @@ class Training:
         self._model.train()
         events.call_event("on_train_begin")
         if self._accelerator.num_processes > 1:  # a script may add a callback on its main process only
-            has_foreign = self._accelerator.collectives.reduce_numbers([events.has_foreign], "max")[0]
-            self._has_foreign = bool(has_foreign)
+            has_user_callbacks = self._accelerator.collectives.reduce_numbers([events.has_user_callbacks], "max")[0]
+            self._has_user_callbacks = bool(has_user_callbacks)
         self._synchronize_control()
         if args.eval_on_start and not events.state.global_step:
             events.control.should_evaluate = True
-        owes = events.control.should_evaluate
+        has_evaluation = events.control.should_evaluate
         self._log_evaluate_and_save()  # includes an evaluation that was interrupted before the run was resumed
-        self._caught_up_at = events.state.global_step if owes else -1
+        self._pending_evaluation = events.state.global_step if has_evaluation else -1
         # With `max_steps`, only the number of updates ends the run.
         num_epochs = sys.maxsize if args.max_steps > 0 else events.state.num_train_epochs
         if not events.control.should_training_stop:
@@ -216,9 +217,9 @@ class Training:
         loader, accelerator, events = self._loader, self._accelerator, self._events
         state, num_batches = events.state, self._prepared.num_batches
         num_consumed = loader.num_consumed if loader.is_unfinished else 0  # else, it is that of an epoch that was left
-        first = num_consumed // loader.total_batch_size if loader.total_batch_size else 0
-        index, is_resumed = first, num_consumed > 0
-        for index, batch in enumerate(loader, first + 1):
+        num_done = num_consumed // loader.total_batch_size if loader.total_batch_size else 0
+        index, is_resumed = num_done, num_consumed > 0
+        for index, batch in enumerate(loader, num_done + 1):
             if accelerator.sync_gradients:
                 events.call_event("on_step_begin")
             self._train_on_batch(batch)
@@ -240,7 +241,7 @@ class Training:
         else:
             if not loader.is_stopped:
                 state.epoch = epoch + 1.0
-        if index == first and not is_resumed and not loader.is_stopped:
+        if index == num_done and not is_resumed and not loader.is_stopped:
             raise DataError("an epoch of the training data had no batch; give data, or fewer max_steps")
 
     def _train_on_batch(self, batch: Batch) -> None:
@@ -251,20 +252,24 @@ class Training:
         num_rows = loader.num_rows or 1
         if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
             self._meter.add(tokens=batch["input_ids"].numel())
-        by_source = self._losses.by_source
-        if by_source is not None:
+        source_book = self._losses.source_book
+        if source_book is not None:
             batch = mask_padding(batch, loader.num_valid)
         for piece in accelerator.microbatches(batch):
             with accelerator.accumulate(self._model):
                 rows = num_rows if piece is batch else find_batch_size(piece) or num_rows
                 inputs, weight = split_label_count(piece)
-                if by_source is not None:
+                if source_book is not None:
                     inputs, sources = split_sources(inputs)
-                    by_source.begin_piece(sources)
-                loss = self._steps.training_step(self._model, inputs, weight)
+                    source_book.begin_piece(sources)
+                loss = self._methods.training_step(self._model, inputs, weight)
+                # Rows that only pad the batch do not count. A batch of such rows alone has no weight.
                 num_valid = num_rows if loader.num_valid is None else loader.num_valid
-                weighed = num_valid * rows / num_rows if weight is None or not num_valid else weight
-                self._losses.add_loss(loss, float(weighed), rows)
+                if weight is None or num_valid == 0:
+                    loss_weight = num_valid * rows / num_rows
+                else:
+                    loss_weight = float(weight)
+                self._losses.add_loss(loss, loss_weight, rows)
                 if accelerator.sync_gradients:
                     self._run_update()
         self._losses.end_batch(num_rows)
@@ -272,6 +277,7 @@ class Training:
             self._losses.end_window()
 
     def _run_update(self) -> None:
+        """Clip gradients, step the optimizer and the schedule, and clear gradients, with the events in between."""
         optimizer, limit, values = self._prepared.optimizer, self._args.max_grad_norm, self._losses.update_values
         if limit:
             values["grad_norm"] = self._accelerator.clip_grad_norm_(self._model.parameters(), limit)
@@ -281,7 +287,7 @@ class Training:
             optimizer.train()  # a callback may have evaluated
         optimizer.step()
         self._events.call_event("on_optimizer_step")
-        if not self._prepared.is_by_metric:
+        if not self._prepared.has_metric_schedule:
             self._prepared.scheduler.step()
         optimizer.zero_grad()
 
@@ -295,7 +301,7 @@ class Training:
         ranks.
         """
         accelerator, events = self._accelerator, self._events
-        if accelerator.num_processes > 1 and (self._has_foreign or events.has_foreign):
+        if accelerator.num_processes > 1 and (self._has_user_callbacks or events.has_user_callbacks):
             # Reduce on the host, so that the host does not wait for the device.
             flags = accelerator.collectives.reduce_numbers([float(flag) for flag in events.control.flags()], "max")
             events.control.set_flags([flag > 0 for flag in flags])
@@ -312,26 +318,35 @@ class Training:
             self._synchronize_control()
         events.control.should_log = False
         metrics: Metrics = {}
-        if events.control.should_evaluate and state.global_step != self._caught_up_at:
+        if events.control.should_evaluate and state.global_step != self._pending_evaluation:
             metrics = self._run_evaluation()
         events.control.should_evaluate = False
-        is_due, events.control.should_save = events.control.should_save and state.global_step != self._last_saved, False
-        if is_due:
+        is_save_due = events.control.should_save and state.global_step != self._last_saved
+        events.control.should_save = False
+        if is_save_due:
             self._save_checkpoint(metrics)
             self._synchronize_control()
 
     def _run_evaluation(self) -> Metrics:
+        """Evaluate, record the result if it is the best one, and step a schedule that depends on the metric."""
         # Pass `ignore_keys` only if it is set, because a subclass's `evaluate` might not accept it.
-        metrics = self._steps.evaluate() if self._ignored is None else self._steps.evaluate(ignore_keys=self._ignored)
+        metrics = (
+            self._methods.evaluate()
+            if self._ignore_keys is None
+            else self._methods.evaluate(ignore_keys=self._ignore_keys)
+        )
         self._synchronize_control()
         args, control, state = self._args, self._events.control, self._events.state
         is_saved = state.global_step == self._last_saved
         # Weights that are to be loaded at the end must have been saved.
-        counts = not args.load_best_model_at_end or args.save_strategy == "best" or control.should_save or is_saved
-        is_best = counts and record_if_best(state, args, metrics)
+        will_be_saved = args.save_strategy == "best" or control.should_save
+        can_be_best = not args.load_best_model_at_end or is_saved or will_be_saved
+        is_best = can_be_best and record_if_best(state, args, metrics)
         if is_best and is_saved:
-            state.best_model_checkpoint = self.newest
-        if self._prepared.is_by_metric and state.global_step:  # as in transformers, `eval_on_start` does not count
+            state.best_model_checkpoint = self.newest_checkpoint
+        if (
+            self._prepared.has_metric_schedule and state.global_step
+        ):  # as in transformers, `eval_on_start` does not count
             self._prepared.scheduler.step(metrics[args.wanted_metric or "eval_loss"])
         if args.save_strategy == "best":
             control.should_save |= is_best
@@ -340,13 +355,13 @@ class Training:
     def _log_training(self) -> None:
         loss = self._losses.pop_mean()
         logs: Metrics = {} if loss is None else {"loss": loss}
-        if self._losses.by_source is not None:
-            logs |= self._losses.by_source.pop_means()
+        if self._losses.source_book is not None:
+            logs |= self._losses.source_book.pop_means()
         logs |= {name: float(value) for name, value in self._losses.update_values.items()}
         if num_skipped := self._accelerator.clock.num_skipped:
             logs["skipped_updates"] = num_skipped
         self._losses.last_logged = self._events.state.global_step
-        self._steps.log(logs)
+        self._methods.log(logs)
 
     def _save_checkpoint(self, metrics: Metrics) -> None:
         """Start saving a checkpoint. It is written in the background.
@@ -357,16 +372,16 @@ class Training:
         """
         state, args, accelerator = self._events.state, self._args, self._accelerator
         value = metrics.get(args.wanted_metric or "")
+        metric = None if value is None or math.isnan(value) else float(value)
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(
                 make_checkpoint_path(accelerator.project_dir or ".", accelerator.save_iteration)
             )
-        metric = None if value is None or math.isnan(value) else float(value)
         set_optimizer_mode(self._prepared.optimizer, is_training=False)
         # The next training step changes the weights of a schedule-free optimizer before its forward, so a copy that is
         # taken during that forward would be too late.
         is_blocking = self._has_modes and accelerator.project_configuration.overlap_saves
-        self.newest = str(accelerator.save_state(blocking=is_blocking, metric=metric))
+        self.newest_checkpoint = str(accelerator.save_state(blocking=is_blocking, metric=metric))
         self._last_saved = state.global_step
         self._events.call_event("on_save")
 
@@ -374,7 +389,7 @@ class Training:
 
     def _finish_training(self) -> TrainOutput:
         accelerator, state, args = self._accelerator, self._events.state, self._args
-        seconds = time.monotonic() - self._began_at
+        seconds = time.monotonic() - self._start_time
         accelerator.wait_for_save()
         set_optimizer_mode(self._prepared.optimizer, is_training=False)  # before other weights are loaded
         if args.load_best_model_at_end and state.best_model_checkpoint and state.best_global_step != state.global_step:
@@ -387,7 +402,7 @@ class Training:
         metrics["train_loss"] = self._losses.compute_mean()
         metrics["epoch"] = state.epoch
         metrics |= self._log.list_peaks("train_memory_peak", "train_memory_peak_")
-        self._steps.log(dict(metrics))
+        self._methods.log(dict(metrics))
         self._events.call_event("on_train_end")
         accelerator.end_trackers()
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)

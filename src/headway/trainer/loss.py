@@ -17,14 +17,8 @@ from headway.trainer.source_losses import SourceBook
 
 LossFunction = Callable[..., torch.Tensor]
 
-_MOST_WAITING = 512
-"""Largest number of accumulation windows whose losses stay on the device until they are read.
 
-Reading losses makes the host wait for the device.
-"""
-
-
-class LossOf:
+class BatchLoss:
     """Callable that computes the loss of a batch for one model.
 
     A batch that is a dict is passed to the model as keyword arguments, a tuple or list as positional arguments. With
@@ -41,7 +35,7 @@ class LossOf:
         label_names: Keys of the batch that are labels.
 
     Attributes:
-        by_source: Recorder of the loss of each dataset in a mixture. None: no training run on a mixture is in progress.
+        source_book: Recorder of the loss of each dataset in a mixture. None: no training run on a mixture is in progress.
 
     Raises:
         ConfigError: If there are both a loss function and label smoothing.
@@ -57,11 +51,11 @@ class LossOf:
         self.function = function
         self.smoothing = smoothing
         self.label_names = label_names
-        self.count = LabelCount(is_shifted(model))
-        self._takes_count = function is not None and "num_items_in_batch" in _list_parameters(function)
+        self.count_labels = LabelCount(is_shifted(model))
+        self._accepts_num_items = function is not None and "num_items_in_batch" in _list_parameters(function)
         self._forward_names = list_forward_parameters(model)
-        self._is_called = False
-        self.by_source: SourceBook | None = None
+        self._is_checked = False  # whether `check_call` has accepted a batch
+        self.source_book: SourceBook | None = None
 
     def __call__(
         self, model: torch.nn.Module, inputs: Batch, num_items: int | None = None
@@ -79,20 +73,21 @@ class LossOf:
                 batch. With smoothing, if there are no `logits` or no labels.
         """
         if self.function is None and not self.smoothing:
-            if not self._is_called:
+            if not self._is_checked:
                 check_call(model, inputs)
-                self._is_called = True
+                self._is_checked = True
             outputs = call_model(model, inputs)
-            if self.by_source is not None:
-                self.by_source.add_outputs(self.split_labels(inputs)[1], outputs, inputs)
+            if self.source_book is not None:
+                self.source_book.add_outputs(self.split_labels(inputs)[1], outputs, inputs)
             return find_loss(outputs, model), outputs
         inputs, labels = self.split_labels(inputs)
         if self.smoothing:
             return self._compute_smoothed_loss(model, inputs, labels)
         outputs = call_model(model, inputs)
-        more = {"num_items_in_batch": num_items} if self._takes_count else {}
         assert self.function is not None
-        return self.function(outputs, labels, **more), outputs
+        if self._accepts_num_items:
+            return self.function(outputs, labels, num_items_in_batch=num_items), outputs
+        return self.function(outputs, labels), outputs
 
     def split_labels(self, inputs: Batch) -> tuple[Batch, Tree]:
         """Split a batch into the inputs of the model and the labels. The labels are None if the batch has none.
@@ -102,28 +97,31 @@ class LossOf:
         forward accepts `labels`.
         """
         if isinstance(inputs, Mapping):
-            names = [name for name in self.label_names if name in inputs] or [
-                n for n in ("labels", "label") if n in inputs
-            ]
-            found = [inputs[name] for name in names]
-            labels = None if not found else found[0] if len(found) == 1 else tuple(found)
+            names = [name for name in self.label_names if name in inputs]
+            if not names:
+                names = [name for name in ("labels", "label") if name in inputs]
+            labels = unpack_single(tuple(inputs[name] for name in names))
             # With smoothing the model may need the labels to create its decoder's inputs.
-            keeps = self.smoothing and "labels" in (self._forward_names or ())
-            return (inputs if keeps else {k: v for k, v in inputs.items() if k not in names}), labels
+            keeps_labels = self.smoothing and "labels" in (self._forward_names or ())
+            if keeps_labels:
+                return inputs, labels
+            return {name: value for name, value in inputs.items() if name not in names}, labels
         if isinstance(inputs, tuple | list) and len(inputs) > 1:
-            return (inputs[0] if len(inputs) == 2 else tuple(inputs[:-1])), inputs[-1]
+            *model_inputs, labels = inputs
+            return unpack_single(tuple(model_inputs)), labels
         return inputs, None
 
     def _compute_smoothed_loss(self, model: torch.nn.Module, inputs: Batch, labels: Tree) -> tuple[torch.Tensor, Tree]:
+        """Return the mean cross entropy of the logits with label smoothing, and the outputs of the model."""
         outputs = call_model(model, inputs)
-        if self.by_source is not None:
-            self.by_source.add_outputs(labels, outputs, inputs)
+        if self.source_book is not None:
+            self.source_book.add_outputs(labels, outputs, inputs)
         logits = outputs["logits"] if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
         if not isinstance(logits, torch.Tensor) or not isinstance(labels, torch.Tensor):
             raise LossError(
                 "label_smoothing_factor needs outputs with `logits` and a batch with `labels`; give a loss function that smooths"
             )
-        if self.count.is_shifted:
+        if self.count_labels.is_shifted:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         loss = F.cross_entropy(
             logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, label_smoothing=self.smoothing
@@ -139,9 +137,9 @@ def split_label_count(batch: Batch) -> tuple[Batch, int | None]:
     error.
     """
     if isinstance(batch, Mapping) and NUM_ITEMS in batch:
-        rest = copy(batch)
-        counts = rest.pop(NUM_ITEMS)  # type: ignore[attr-defined]
-        return rest, int(counts.sum())
+        remaining = copy(batch)
+        counts = remaining.pop(NUM_ITEMS)  # type: ignore[attr-defined]
+        return remaining, int(counts.sum())
     return batch, None
 
 
@@ -175,9 +173,9 @@ def check_call(model: torch.nn.Module, inputs: Batch) -> None:
     except ValueError:  # the forward has no signature to check
         return
     except TypeError as error:
-        what = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else f"{len(inputs)} values"
+        values = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else f"{len(inputs)} values"
         raise LossError(
-            f"{type(model).__name__}.forward{signature} cannot be called with a batch of {what} ({error}). Without a loss function "
+            f"{type(model).__name__}.forward{signature} cannot be called with a batch of {values} ({error}). Without a loss function "
             "the model gets the whole batch and must return its loss; give the Trainer a loss_function(outputs, labels), or let "
             "forward take the labels"
         ) from None
@@ -222,7 +220,7 @@ def find_loss(outputs: Tree, model: torch.nn.Module) -> torch.Tensor:
     return loss
 
 
-def drop_loss(outputs: Tree, has_loss: bool, ignored: list[str]) -> Tree:
+def drop_loss(outputs: Tree, has_loss: bool, ignore_keys: list[str]) -> Tree:
     """Return the model's outputs without the loss, as predictions.
 
     Several outputs are returned as a tuple, and a single output without a tuple. Return None if there is only the loss.
@@ -231,15 +229,24 @@ def drop_loss(outputs: Tree, has_loss: bool, ignored: list[str]) -> Tree:
         outputs: Outputs of the model.
         has_loss: Whether the loss is among the outputs: a tuple's first item, or outputs that are a single object. For
             a dict, the entry "loss" is always omitted.
-        ignored: Names of outputs to omit from a dict.
+        ignore_keys: Names of outputs to omit from a dict.
     """
     if isinstance(outputs, Mapping):
-        values = tuple(value for name, value in outputs.items() if name not in (*ignored, "loss") and value is not None)
+        values = tuple(
+            value for name, value in outputs.items() if name not in (*ignore_keys, "loss") and value is not None
+        )
     elif isinstance(outputs, tuple | list):
         values = tuple(outputs[1:] if has_loss else outputs)
     else:
         values = () if has_loss else (outputs,)
-    return None if not values else values[0] if len(values) == 1 else values
+    return unpack_single(values)
+
+
+def unpack_single(values: tuple[Tree, ...]) -> Tree:
+    """Return the only value of a tuple, a tuple of several values unchanged, and None for an empty tuple."""
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else values
 
 
 def _list_parameters(function: Callable[..., Any]) -> list[str]:

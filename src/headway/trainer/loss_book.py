@@ -1,12 +1,31 @@
 """`LossBook`: recorder of a training run's losses and of the other values of its log entries."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from headway.accelerator import Accelerator
-from headway.trainer.loss import _MOST_WAITING
 from headway.trainer.source_losses import SourceBook
+
+_MAX_UNREAD_WINDOWS = 512
+"""Largest number of accumulation windows whose losses stay on the device until they are read.
+
+Reading losses makes the host wait for the device.
+"""
+
+
+class _WeightedLoss(NamedTuple):
+    """Mean loss of a micro-batch.
+
+    Attributes:
+        loss: Mean loss, a 0-d tensor on the device.
+        weight: Number of samples or labels over which the mean is computed.
+        num_rows: Number of rows in the micro-batch.
+    """
+
+    loss: torch.Tensor
+    weight: float
+    num_rows: int
 
 
 class LossBook:
@@ -19,20 +38,22 @@ class LossBook:
         accelerator: Accelerator whose ranks compute the losses.
 
     Attributes:
-        by_source: Recorder of the loss of each dataset in a mixture. None: the training data is not a mixture.
+        source_book: Recorder of the loss of each dataset in a mixture. None: the training data is not a mixture.
         update_values: Values of the newest update that are logged with the loss, by name, such as the learning rate.
         last_logged: Number of updates at the last log entry with a training loss; 0 before the first entry.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._pieces: list[tuple[torch.Tensor, float, int]] = []
-        self._window: list[tuple[torch.Tensor, float]] = []
-        self._windows: list[list[tuple[torch.Tensor, float]]] = []
+        # Losses that are still on the device: of the current batch and window, and of windows that have ended
+        self._pieces: list[_WeightedLoss] = []
+        self._window: list[_WeightedLoss] = []
+        self._unread_windows: list[list[_WeightedLoss]] = []
+        # Mean losses over all ranks: of the windows since the last log entry, and their sum and number in the run
         self._recent: list[float] = []
         self._total = 0.0
         self._num_windows = 0
-        self.by_source: SourceBook | None = None
+        self.source_book: SourceBook | None = None
         self.update_values: dict[str, torch.Tensor | float] = {}
         self.last_logged = 0
 
@@ -44,9 +65,9 @@ class LossBook:
             weight: Number of samples, or of labels that are not ignored, over which the mean is computed.
             num_rows: Number of rows in the batch or part.
         """
-        self._pieces.append((loss.detach(), weight, num_rows))
-        if self.by_source is not None:
-            self.by_source.end_piece(num_rows)
+        self._pieces.append(_WeightedLoss(loss.detach(), weight, num_rows))
+        if self.source_book is not None:
+            self.source_book.end_piece(num_rows)
 
     def end_batch(self, num_rows: int) -> None:
         """Record that a batch is complete.
@@ -57,16 +78,16 @@ class LossBook:
         Args:
             num_rows: Number of rows in the batch.
         """
-        kept, rows = [], 0
+        last_pieces, num_counted = [], 0
         for piece in reversed(self._pieces):
-            kept.append(piece[:2])
-            rows += piece[2]
-            if rows >= num_rows:
+            last_pieces.append(piece)
+            num_counted += piece.num_rows
+            if num_counted >= num_rows:
                 break
-        self._window += reversed(kept)
+        self._window += reversed(last_pieces)
         self._pieces.clear()
-        if self.by_source is not None:
-            self.by_source.end_batch(num_rows)
+        if self.source_book is not None:
+            self.source_book.end_batch(num_rows)
 
     def end_window(self) -> None:
         """Record that the accumulation window is complete. Every rank must call it.
@@ -74,9 +95,9 @@ class LossBook:
         If the losses of 512 windows have not been read yet, read them from the device, which is a collective.
         """
         if self._window:
-            self._windows.append(self._window)
+            self._unread_windows.append(self._window)
             self._window = []
-        if len(self._windows) >= _MOST_WAITING:
+        if len(self._unread_windows) >= _MAX_UNREAD_WINDOWS:
             self._read_losses()
 
     def _read_losses(self) -> None:
@@ -85,21 +106,23 @@ class LossBook:
         It does nothing if no accumulation window has ended since the last call. Otherwise it is a collective, so all
         ranks must call it after the same number of windows.
         """
-        if not self._windows:
+        if not self._unread_windows:
             return
-        pieces = [(loss, weight, number) for number, window in enumerate(self._windows) for loss, weight in window]
+        num_windows = len(self._unread_windows)
+        pieces = [piece for window in self._unread_windows for piece in window]
+        window_numbers = torch.tensor([number for number, window in enumerate(self._unread_windows) for _ in window])
         # The only wait for the device; everything after it happens on the host.
-        losses = torch.stack([loss.float() for loss, _, _ in pieces]).cpu()
-        weights = torch.tensor([float(weight) for _, weight, _ in pieces])
-        places = torch.tensor([number for _, _, number in pieces])
+        losses = torch.stack([piece.loss.float() for piece in pieces]).cpu()
+        weights = torch.tensor([float(piece.weight) for piece in pieces])
         # A mean over no items is NaN, which must not enter the sum.
-        shares = torch.stack([torch.where(weights > 0, losses * weights, 0.0), weights])
-        both = shares.new_zeros(2, len(self._windows)).index_add_(1, places, shares)
-        self._windows.clear()
-        sums = both.flatten().tolist()
+        weighted_losses = torch.where(weights > 0, losses * weights, 0.0)
+        loss_sums = losses.new_zeros(num_windows).index_add_(0, window_numbers, weighted_losses).tolist()
+        weight_sums = losses.new_zeros(num_windows).index_add_(0, window_numbers, weights).tolist()
+        self._unread_windows.clear()
         if self._accelerator.num_processes > 1:
-            sums = self._accelerator.collectives.reduce_numbers(sums)
-        means = [total / weight for total, weight in zip(sums[: len(sums) // 2], sums[len(sums) // 2 :]) if weight]
+            sums = self._accelerator.collectives.reduce_numbers([*loss_sums, *weight_sums])
+            loss_sums, weight_sums = sums[:num_windows], sums[num_windows:]
+        means = [loss_sum / weight_sum for loss_sum, weight_sum in zip(loss_sums, weight_sums) if weight_sum]
         self._recent += means
         self._total += sum(means)
         self._num_windows += len(means)
@@ -110,9 +133,9 @@ class LossBook:
         Every rank must call it.
         """
         self._read_losses()
-        found = sum(self._recent) / len(self._recent) if self._recent else None
+        mean = sum(self._recent) / len(self._recent) if self._recent else None
         self._recent = []
-        return found
+        return mean
 
     def compute_mean(self) -> float:
         """Return the mean loss over all accumulation windows of the run; NaN if there were none.
@@ -125,7 +148,7 @@ class LossBook:
     def state_dict(self) -> dict[str, Any]:
         """Return the sum and number of all windows' mean losses, and what the next log entry needs.
 
-        With a mixture, the state of `by_source` is included. Every rank must call it.
+        With a mixture, the state of `source_book` is included. Every rank must call it.
         """
         self._read_losses()
         state = {
@@ -136,7 +159,7 @@ class LossBook:
             "update_values": {name: float(value) for name, value in self.update_values.items()},
             "last_logged": self.last_logged,
         }
-        return state if self.by_source is None else {**state, "by_source": self.by_source.state_dict()}
+        return state if self.source_book is None else {**state, "by_source": self.source_book.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the sum and number of all mean losses, and what the next log entry needs."""
@@ -145,5 +168,5 @@ class LossBook:
         self._num_windows = state["num_windows"]
         self.update_values = dict(state.get("update_values", {}))  # earlier checkpoints do not have it
         self.last_logged = state.get("last_logged", 0)
-        if self.by_source is not None and "by_source" in state:
-            self.by_source.load_state_dict(state["by_source"])
+        if self.source_book is not None and "by_source" in state:
+            self.source_book.load_state_dict(state["by_source"])

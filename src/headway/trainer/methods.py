@@ -17,10 +17,10 @@ from headway.core.runtime.dry_run import is_dry_run
 from headway.core.weights.export import copy_files
 from headway.errors import ConfigError, DataError
 from headway.trainer import results
-from headway.trainer.argument_names import OTHERWISE, UnknownMembers
+from headway.trainer.argument_names import GENERAL_ADVICE, UnknownMembers
 from headway.trainer.callbacks import Events
 from headway.trainer.collation import Collate, LoaderCollator
-from headway.trainer.columns import drop_columns
+from headway.trainer.columns import LABEL_NAMES, drop_columns
 from headway.trainer.data import Batch, Data, EvalData, check_dataset, get_length
 from headway.trainer.evaluation import Evaluator, StepOutput, count_rows, select_per_sample
 from headway.trainer.logs import FileMethods, Log
@@ -48,31 +48,31 @@ An override of such a method would silently have no effect.
 """
 
 
-def list_overridden(kind: type, names: Iterable[str]) -> list[str]:
+def list_overridden(trainer_class: type, names: Iterable[str]) -> list[str]:
     """Return a sorted list of the given names whose methods a subclass of the Trainer overrides.
 
     Args:
-        kind: Subclass of the Trainer.
+        trainer_class: Subclass of the Trainer.
         names: Names of methods.
     """
-    theirs = [each for each in kind.__mro__ if not each.__module__.startswith("headway.")]
-    return sorted(name for name in names if any(name in vars(each) for each in theirs))
+    user_classes = [each for each in trainer_class.__mro__ if not each.__module__.startswith("headway.")]
+    return sorted(name for name in names if any(name in vars(each) for each in user_classes))
 
 
-def check_overrides(kind: type) -> None:
+def check_overrides(trainer_class: type) -> None:
     """Raise an error if a subclass overrides methods that Headway never calls.
 
     Args:
-        kind: Subclass of the Trainer.
+        trainer_class: Subclass of the Trainer.
 
     Raises:
         ConfigError: If there are such overrides. The message names them.
     """
-    found = list_overridden(kind, _NEVER_CALLED)
-    if found:
+    overridden = list_overridden(trainer_class, _NEVER_CALLED)
+    if overridden:
         raise ConfigError(
-            f"{kind.__name__} overrides methods that Headway never calls: {', '.join(found)}; use callbacks, or one of the methods "
-            f"that may be overridden. {OTHERWISE}"
+            f"{trainer_class.__name__} overrides methods that Headway never calls: {', '.join(overridden)}; use callbacks, "
+            f"or one of the methods that may be overridden. {GENERAL_ADVICE}"
         )
 
 
@@ -82,17 +82,17 @@ class _PublishedFiles:
     It has the method `save_pretrained`, so that it can be published like a model.
 
     Args:
-        home: Folder that contains the model card.
+        folder: Folder that contains the model card.
         arguments: Training arguments as JSON text.
     """
 
-    def __init__(self, home: Path, arguments: str) -> None:
-        self._home = home
+    def __init__(self, folder: Path, arguments: str) -> None:
+        self._folder = folder
         self._arguments = arguments
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the model card and the training arguments to `folder`. The weights are not written here."""
-        copy_files(self._home, folder, ["README.md"])
+        copy_files(self._folder, folder, ["README.md"])
         (folder / "training_args.json").write_text(self._arguments + "\n")
 
 
@@ -200,12 +200,12 @@ class LegacyMembers(FileMethods, UnknownMembers):
         args = self.args
         set_optimizer_mode(self.optimizer, is_training=False)
         self.create_model_card(**kwargs)
-        home = args.folder
+        folder = args.folder
         return self.accelerator.push_to_hub(
             self.model,
-            args.hub_model_id or home.absolute().name,
+            args.hub_model_id or folder.absolute().name,
             self.processing_class,
-            _PublishedFiles(home, args.to_json_string()),
+            _PublishedFiles(folder, args.to_json_string()),
             private=args.hub_private_repo,
             token=token or args.hub_token,
             revision=revision or args.hub_revision,
@@ -263,7 +263,7 @@ class EvaluationMethods(LegacyMembers):
         Raises:
             LossError: If the model returns no loss, or its forward does not accept the batch.
         """
-        loss, outputs = self._signature.loss_of(model, inputs, num_items_in_batch)
+        loss, outputs = self._signature.batch_loss(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def _prepare_inputs(self, inputs: Batch) -> Batch:
@@ -283,7 +283,7 @@ class EvaluationMethods(LegacyMembers):
         batch_size: int,
         sampler: Sampler[int] | None = None,
         drop_last: bool = False,
-        packed: Collate | None = None,
+        packed_collator: Collate | None = None,
         is_training: bool = False,
     ) -> DataLoader[Any]:
         """Create a loader of batches that the model accepts. It is not prepared yet.
@@ -293,27 +293,28 @@ class EvaluationMethods(LegacyMembers):
             batch_size: Rows per batch.
             sampler: Sampler of the rows. None: the order of the dataset.
             drop_last: Whether to omit a last batch with fewer rows.
-            packed: Collate function of packed sequences. None: the packer's if the dataset is a `PackedDataset`, else
+            packed_collator: Collate function of packed sequences. None: the packer's if the dataset is a `PackedDataset`, else
                 the Trainer's.
             is_training: Whether the loader is for training. If its data is a mixture whose losses can be logged by
                 source, batches contain the source of each row.
         """
         args, signature = self.args, self._signature
-        packed = packed or self._packer.choose_collator(dataset, self.model)
-        kept = signature.kept
-        if packed is not None and kept is not None:
-            kept = {*kept, "position_ids"}  # a forward may accept it among its keyword arguments
-        labels = {*signature.label_names, "labels", "label", "label_ids"}
+        collator = packed_collator or self._packer.choose_collator(dataset, self.model)
+        kept_columns = signature.kept_columns
+        if collator is not None and kept_columns is not None:
+            kept_columns = {*kept_columns, "position_ids"}  # a forward may accept it among its keyword arguments
+        label_names = {*signature.label_names, *LABEL_NAMES}
+        has_sources = is_training and self._can_divide_loss(dataset)
         return DataLoader(
-            drop_columns(dataset, signature.kept, labels),
+            drop_columns(dataset, signature.kept_columns, label_names),
             batch_size=batch_size,
             sampler=sampler,
             collate_fn=LoaderCollator(
-                packed or self.data_collator,
-                kept,
-                signature.loss_of.count,
-                labels,
-                collate_sources if is_training and self._can_divide_loss(dataset) else None,
+                collator or self.data_collator,
+                kept_columns,
+                signature.batch_loss.count_labels,
+                label_names,
+                collate_sources if has_sources else None,
             ),
             drop_last=drop_last,
             num_workers=args.dataloader_num_workers,
@@ -323,7 +324,7 @@ class EvaluationMethods(LegacyMembers):
 
     def _can_divide_loss(self, dataset: Data) -> bool:
         """Whether the loss can be logged by source: the data is a mixture, and the loss is the model's own."""
-        return self._signature.loss_of.function is None and find_mixture(dataset) is not None
+        return self._signature.batch_loss.function is None and find_mixture(dataset) is not None
 
     def _pack_dataset(self, dataset: Any, is_training: bool) -> Any:
         """Return the dataset with its samples packed into sequences, or unchanged if packing was not requested.
@@ -332,7 +333,7 @@ class EvaluationMethods(LegacyMembers):
             dataset: Dataset to pack.
             is_training: Whether it is training data, which is packed in a random order if the arguments request it.
         """
-        return self._packer.pack(dataset, self.model, self._signature.kept, is_training=is_training)
+        return self._packer.pack(dataset, self.model, self._signature.kept_columns, is_training=is_training)
 
     def _get_eval_sampler(self, eval_dataset: Data) -> Sampler[int] | None:
         """Return the sampler of evaluation data, or None for the order of the dataset. A subclass may override it."""
@@ -401,32 +402,41 @@ class EvaluationMethods(LegacyMembers):
             ConfigError: If `compute_metrics` is neither a function nor a streaming metric.
             MetricError: If `compute_metrics` returns neither a dict nor a number.
         """
-        several = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(several, dict):
-            found: results.Metrics = {}
-            for name, dataset in several.items():
-                chosen = name if eval_dataset is None else dataset
-                found.update(self._evaluate_one(chosen, ignore_keys, f"{metric_key_prefix}_{name}"))
+        datasets = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(datasets, dict):
+            metrics: results.Metrics = {}
+            for name, dataset in datasets.items():
+                # The Trainer's own datasets are identified by name, so that their loaders are prepared only once.
+                name_or_dataset = name if eval_dataset is None else dataset
+                metrics.update(self._evaluate_one(name_or_dataset, ignore_keys, f"{metric_key_prefix}_{name}"))
         else:
-            found = self._evaluate_one(None if eval_dataset is None else several, ignore_keys, metric_key_prefix)
-        self._events.call_event("on_evaluate", metrics=found)
-        return found
+            own_or_given = None if eval_dataset is None else datasets
+            metrics = self._evaluate_one(own_or_given, ignore_keys, metric_key_prefix)
+        self._events.call_event("on_evaluate", metrics=metrics)
+        return metrics
 
     @torch.no_grad()
-    def _evaluate_one(self, dataset: Data | str | None, ignored: list[str] | None, prefix: str) -> results.Metrics:
+    def _evaluate_one(self, dataset: Data | str | None, ignore_keys: list[str] | None, prefix: str) -> results.Metrics:
+        """Evaluate one dataset, log the metrics, and return them.
+
+        Args:
+            dataset: Dataset, or the name of one of the Trainer's evaluation datasets. None: the Trainer's own.
+            ignore_keys: Names of model outputs that are not predictions. None: those that the model's config names.
+            prefix: Prefix of the metrics' names.
+        """
         with self._evaluator.open_session(self.model, self.optimizer) as session:
             loader = self._get_eval_loader(dataset)
             self._packer.check_model(self.accelerator, session.model, loader.dataset)
             if list_overridden(type(self), ["evaluation_loop"]):
-                found = dict(self.evaluation_loop(loader, "Evaluation", None, ignored, prefix).metrics)
+                metrics = dict(self.evaluation_loop(loader, "Evaluation", None, ignore_keys, prefix).metrics)
             else:
-                measure = self._make_measure()
-                metric = measure.make_metric(count_rows(loader))
-                found, _ = self._evaluator.run(session, loader, metric, measure, ignored, prefix)
-        self.log(found)
-        return found
+                metric_settings = self._make_metric_settings()
+                metric = metric_settings.make_metric(count_rows(loader))
+                metrics, _ = self._evaluator.run_pass(session, loader, metric, metric_settings, ignore_keys, prefix)
+        self.log(metrics)
+        return metrics
 
-    def _make_measure(self, is_loss_only: bool | None = None) -> MetricSettings:
+    def _make_metric_settings(self, is_loss_only: bool | None = None) -> MetricSettings:
         args = self.args
         return MetricSettings(
             self.compute_metrics,
@@ -478,7 +488,7 @@ class EvaluationMethods(LegacyMembers):
         if not list_overridden(type(self), ["evaluate", "evaluation_loop"]):
             shared = (self, self.train_dataset, self.eval_dataset, self.processing_class)
             EvaluationSanityCheck(
-                args, self.accelerator, self.model, self._evaluator, self, self._make_measure(), shared
+                args, self.accelerator, self.model, self._evaluator, self, self._make_metric_settings(), shared
             ).run(self._get_own_eval_loaders())
 
     @torch.no_grad()
@@ -504,8 +514,8 @@ class EvaluationMethods(LegacyMembers):
         """
         with self._evaluator.open_session(self.model, self.optimizer) as session:
             loader = self._evaluator.prepare_loader(dataloader)
-            measure = self._make_measure(prediction_loss_only)
-            return self._evaluator.collect(session, loader, measure, ignore_keys, metric_key_prefix)
+            metric_settings = self._make_metric_settings(prediction_loss_only)
+            return self._evaluator.run_and_collect(session, loader, metric_settings, ignore_keys, metric_key_prefix)
 
     def prediction_loop(self, *args: Any, **kwargs: Any) -> results.EvalLoopOutput:
         """Call `evaluation_loop`. Older name for compatibility."""
@@ -534,20 +544,20 @@ class EvaluationMethods(LegacyMembers):
             ignore_keys: Names of model outputs that are not predictions. None: those that the model's config names.
         """
         inputs = self._prepare_inputs(inputs)
-        bare, labels = self._signature.loss_of.split_labels(inputs)
+        model_inputs, labels = self._signature.batch_loss.split_labels(inputs)
         with self.accelerator.autocast():
             if labels is not None:
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
             else:
-                outputs = call_model(model, bare)
-                loss = find_named_loss(outputs) if self._signature.loss_of.function is None else None
+                outputs = call_model(model, model_inputs)
+                loss = find_named_loss(outputs) if self._signature.batch_loss.function is None else None
         if prediction_loss_only:
             return loss, None, None
         if ignore_keys is None:
             config = getattr(self.model, "config", None)
             ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", None) or ())
-        has_loss = loss is not None and self._signature.loss_of.function is None
-        num_rows = self._evaluator.num_rows()
+        has_loss = loss is not None and self._signature.batch_loss.function is None
+        num_rows = self._evaluator.get_num_rows()
         predictions = select_per_sample(drop_loss(outputs, has_loss, ignore_keys), num_rows)
         return loss, predictions, select_per_sample(labels, num_rows)
 
@@ -568,11 +578,10 @@ class EvaluationMethods(LegacyMembers):
         """
         with self._evaluator.open_session(self.model, self.optimizer):
             loader = self._evaluator.prepare_loader(self.get_test_dataloader(test_dataset))
-            predictions, labels, found, _ = self.evaluation_loop(
-                loader, "Prediction", False, ignore_keys, metric_key_prefix
-            )
-        self._events.call_event("on_predict", metrics=found)
-        return results.PredictionOutput(predictions, labels, found)
+            output = self.evaluation_loop(loader, "Prediction", False, ignore_keys, metric_key_prefix)
+            predictions, labels, metrics, _ = output  # an override may return a plain tuple
+        self._events.call_event("on_predict", metrics=metrics)
+        return results.PredictionOutput(predictions, labels, metrics)
 
     def iterate_predictions(
         self, test_dataset: Data, ignore_keys: list[str] | None = None
@@ -588,4 +597,4 @@ class EvaluationMethods(LegacyMembers):
         """
         with self._evaluator.open_session(self.model, self.optimizer) as session:
             loader = self._evaluator.prepare_loader(self.get_test_dataloader(test_dataset))
-            yield from self._evaluator.iterate_predictions(session, loader, self._make_measure(), ignore_keys)
+            yield from self._evaluator.iterate_predictions(session, loader, self._make_metric_settings(), ignore_keys)

@@ -20,7 +20,8 @@ from headway.trainer.results import EvalPrediction, Metrics
 
 log = get_logger(__name__)
 
-_LARGE = 1 << 30
+_WARNING_BYTES = 1 << 30
+"""Size of all predictions above which a warning is logged."""
 
 
 class StreamingMetric(Protocol):
@@ -63,16 +64,18 @@ class AccumulatedMetric:
         self._labels.append(_to_host(labels))
 
     def _warn_of_size(self, predictions: Tree) -> None:
-        found = [tensor for tensor in list_tensors(predictions) if tensor.ndim]
-        if self.function is None or not self.num_rows or not found:
+        """Warn once if all predictions for the metric function will be large, judging by those of the first batch."""
+        tensors = [tensor for tensor in list_tensors(predictions) if tensor.ndim]
+        if self.function is None or not self.num_rows or not tensors:
             return
-        expected = sum(tensor[:1].numel() * tensor.element_size() for tensor in found) * self.num_rows
-        if expected > _LARGE:
+        bytes_per_row = sum(tensor[:1].numel() * tensor.element_size() for tensor in tensors)
+        expected_bytes = bytes_per_row * self.num_rows
+        if expected_bytes > _WARNING_BYTES:
             log.warning_once(
                 "compute_metrics is given all predictions at once: about %s of host memory on each process. Make them smaller first "
                 "(preprocess_logits_for_metrics), or take batches as they come: an object with update(predictions, labels) and "
                 "compute() in place of the function",
-                format_bytes(expected),
+                format_bytes(expected_bytes),
             )
 
     def join_all(self) -> EvalPrediction:
@@ -95,52 +98,52 @@ class BatchwiseMetric:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self._held: EvalPrediction | None = None
+        self._last_batch: EvalPrediction | None = None
 
     def update(self, predictions: Tree, labels: Tree) -> None:
         """Store a batch, and pass the previous batch to the function.
 
         A batch is passed one call later, because the last batch must be passed with `compute_result=True`.
         """
-        if self._held is not None:
-            self.function(self._held, compute_result=False)
-        self._held = EvalPrediction(_join_batches([_to_host(predictions)]), _join_batches([_to_host(labels)]))
+        if self._last_batch is not None:
+            self.function(self._last_batch, compute_result=False)
+        self._last_batch = EvalPrediction(_join_batches([_to_host(predictions)]), _join_batches([_to_host(labels)]))
 
     def compute(self) -> Any:
         """Call the function with the last batch and `compute_result=True`, and return the metrics.
 
         Return {} if there was no batch.
         """
-        return {} if self._held is None else self.function(self._held, compute_result=True)
+        return {} if self._last_batch is None else self.function(self._last_batch, compute_result=True)
 
 
-def make_metric(given: Any, is_batchwise: bool, num_rows: int | None) -> StreamingMetric | None:
-    """Return a streaming metric for a Trainer's `compute_metrics`, or None if `given` is None.
+def make_metric(compute_metrics: Any, is_batchwise: bool, num_rows: int | None) -> StreamingMetric | None:
+    """Return a streaming metric for a Trainer's `compute_metrics`, or None if that is None.
 
     An object that is a streaming metric already, with `update` and `compute`, is returned itself. Its `reset` is called
     first, if it has one.
 
     Args:
-        given: Value of `compute_metrics`: a function, a streaming metric, or None.
+        compute_metrics: Value of `compute_metrics`: a function, a streaming metric, or None.
         is_batchwise: Whether a function is called for each batch. If False, it is called once, at the end.
         num_rows: Expected number of rows, or None if unknown.
 
     Raises:
-        ConfigError: If `given` is neither a function nor a streaming metric.
+        ConfigError: If `compute_metrics` is neither a function nor a streaming metric.
     """
-    if given is None:
+    if compute_metrics is None:
         return None
-    if callable(getattr(given, "update", None)) and callable(getattr(given, "compute", None)):
-        reset = getattr(given, "reset", None)
+    if callable(getattr(compute_metrics, "update", None)) and callable(getattr(compute_metrics, "compute", None)):
+        reset = getattr(compute_metrics, "reset", None)
         if callable(reset):
             reset()
-        return given  # type: ignore[no-any-return]
-    if not callable(given):
+        return compute_metrics  # type: ignore[no-any-return]
+    if not callable(compute_metrics):
         raise ConfigError(
-            f"compute_metrics is a {type(given).__name__}; give a function of an EvalPrediction, or an object with "
+            f"compute_metrics is a {type(compute_metrics).__name__}; give a function of an EvalPrediction, or an object with "
             "update(predictions, labels) and compute()"
         )
-    return BatchwiseMetric(given) if is_batchwise else AccumulatedMetric(given, num_rows)
+    return BatchwiseMetric(compute_metrics) if is_batchwise else AccumulatedMetric(compute_metrics, num_rows)
 
 
 @dataclass(frozen=True)
@@ -181,47 +184,50 @@ class MetricSettings:
         return predictions if predictions is None or self.preprocess is None else self.preprocess(predictions, labels)
 
 
-def check_wanted(wanted: str, given: str, found: Metrics) -> None:
+def check_best_metric(name: str, user_name: str, metrics: Metrics) -> None:
     """Raise an error if the metric for the best model is missing or not a number.
 
     Args:
-        wanted: Name of the metric in the results.
-        given: Name of the metric as the user wrote it.
-        found: Metrics of the evaluation.
+        name: Name of the metric in the results.
+        user_name: Name of the metric as the user wrote it.
+        metrics: Metrics of the evaluation.
 
     Raises:
         ConfigError: If the metric is missing or not a number.
     """
-    if wanted not in found:
-        names = {name.removeprefix("eval_"): name for name in found}
-        near = difflib.get_close_matches(wanted.removeprefix("eval_"), names, n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    if name not in metrics:
+        short_names = [each.removeprefix("eval_") for each in metrics]
+        similar = difflib.get_close_matches(name.removeprefix("eval_"), short_names, n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ""
         raise ConfigError(
-            f"metric_for_best_model={given!r} is not among the evaluation's metrics: {', '.join(sorted(found))}{hint}"
+            f"metric_for_best_model={user_name!r} is not among the evaluation's metrics: {', '.join(sorted(metrics))}{hint}"
         )
-    if isinstance(found[wanted], bool) or not isinstance(found[wanted], int | float):
+    if isinstance(metrics[name], bool) or not isinstance(metrics[name], int | float):
         raise ConfigError(
-            f"metric_for_best_model={given!r} is {found[wanted]!r}, which cannot be compared; name a metric that is a number"
+            f"metric_for_best_model={user_name!r} is {metrics[name]!r}, which cannot be compared; name a metric that is a number"
         )
 
 
-def make_named_metrics(found: Any, prefix: str) -> Metrics:
+def make_named_metrics(result: Any, prefix: str) -> Metrics:
     """Return metrics as a dict in which all names have the prefix. A single number gets the name "metric".
 
     Names that already have the prefix are kept. Arrays and tensors become Python numbers or lists.
 
     Args:
-        found: Result of a metric: a dict, a number, an array or a tensor.
+        result: Result of a metric: a dict, a number, an array or a tensor.
         prefix: Prefix of the names, without the underscore that follows it.
 
     Raises:
         MetricError: If the result is none of these.
     """
-    if isinstance(found, int | float | numpy.number | numpy.ndarray | torch.Tensor):
-        found = {"metric": found}
-    if not isinstance(found, Mapping):
-        raise MetricError(f"compute_metrics gave a {type(found).__name__}; give a dict of numbers by name")
-    return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": _to_number(v) for name, v in found.items()}
+    if isinstance(result, int | float | numpy.number | numpy.ndarray | torch.Tensor):
+        result = {"metric": result}
+    if not isinstance(result, Mapping):
+        raise MetricError(f"compute_metrics gave a {type(result).__name__}; give a dict of numbers by name")
+    named: Metrics = {}
+    for name, value in result.items():
+        named[name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"] = _to_number(value)
+    return named
 
 
 def _to_number(value: Any) -> Any:
@@ -234,6 +240,7 @@ def _to_number(value: Any) -> Any:
 
 
 def _to_host(values: Tree) -> Tree:
+    """Copy the tensors in a tuple, or a single tensor, to host memory. bf16, which NumPy lacks, becomes float32."""
     if isinstance(values, torch.Tensor):
         return (values.float() if values.dtype == torch.bfloat16 else values).cpu()
     return tuple(map(_to_host, values)) if isinstance(values, tuple) else values
@@ -274,6 +281,6 @@ def check_padding(dtype: torch.dtype) -> None:
 
 def _pad_width(part: torch.Tensor, width: int) -> torch.Tensor:
     check_padding(part.dtype)
-    made = part.new_full((part.shape[0], width, *part.shape[2:]), IGNORED)
-    made[:, : part.shape[1]] = part
-    return made
+    padded = part.new_full((part.shape[0], width, *part.shape[2:]), IGNORED)
+    padded[:, : part.shape[1]] = part
+    return padded

@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 """Optimizers by name: pairs of (torch's class, arguments that select this variant)."""
 
-_OF_ADAMS_KIND = (torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
+_ADAM_CLASSES = (torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
 
 
 def list_decaying_names(model: torch.nn.Module) -> list[str]:
@@ -44,7 +44,7 @@ def list_decaying_names(model: torch.nn.Module) -> list[str]:
 
 
 def make_parameter_groups(
-    model: torch.nn.Module, weight_decay: float, decaying: Sequence[str] | None = None
+    model: torch.nn.Module, weight_decay: float, decaying_names: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
     """Return the trainable parameters in two groups: those with weight decay and those without.
 
@@ -53,14 +53,15 @@ def make_parameter_groups(
     Args:
         model: Model with the parameters.
         weight_decay: Weight decay of the first group.
-        decaying: Names of the parameters in the first group. None: `list_decaying_names(model)`.
+        decaying_names: Names of the parameters in the first group. None: `list_decaying_names(model)`.
     """
-    names = set(list_decaying_names(model) if decaying is None else decaying)
-    spared = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in names}
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    names = set(list_decaying_names(model) if decaying_names is None else decaying_names)
+    # A tied parameter has weight decay only if all of its names are in the list.
+    exempt_ids = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in names}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in learning if id(p) not in spared], "weight_decay": weight_decay},
-        {"params": [p for p in learning if id(p) in spared], "weight_decay": 0.0},
+        {"params": [p for p in trainable if id(p) not in exempt_ids], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if id(p) in exempt_ids], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -68,48 +69,49 @@ def make_parameter_groups(
 def create_optimizer(
     model: torch.nn.Module,
     args: TrainingArguments,
-    given: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
-    decaying: Sequence[str] | None = None,
+    class_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+    decaying_names: Sequence[str] | None = None,
 ) -> torch.optim.Optimizer:
     """Create an optimizer of a given class, or the one whose name is in the training arguments.
 
     Args:
         model: Model whose trainable parameters are updated.
         args: Training arguments with the optimizer's name, learning rate, weight decay and other settings.
-        given: Optimizer class and its keyword arguments. Of `args`, only the weight decay is then used. None: the class
+        class_and_kwargs: Optimizer class and its keyword arguments. Of `args`, only the weight decay is then used. None: the class
             and settings are those in `args`.
-        decaying: Names of the parameters with weight decay. None: all except biases and parameters of norms.
+        decaying_names: Names of the parameters with weight decay. None: all except biases and parameters of norms.
 
     Raises:
         ConfigError: If there are no trainable parameters, or if `args.optim_args` is malformed or contains a name that
             the optimizer does not accept. Errors of a given class are raised unchanged.
     """
-    groups = make_parameter_groups(model, args.weight_decay, decaying)
+    groups = make_parameter_groups(model, args.weight_decay, decaying_names)
     if not groups:
         raise ConfigError(f"{type(model).__name__} has no parameters with requires_grad=True: nothing would be trained")
-    if given is not None:
-        kind, settings = given
-        return kind(groups, **settings)
-    kind, settings = OPTIMIZERS[args.optim]
-    settings = {"lr": args.learning_rate, **settings}
-    if kind in _OF_ADAMS_KIND:
+    if class_and_kwargs is not None:
+        user_class, kwargs = class_and_kwargs
+        return user_class(groups, **kwargs)
+    optimizer_class, variant = OPTIMIZERS[args.optim]
+    settings = {"lr": args.learning_rate, **variant}
+    if optimizer_class in _ADAM_CLASSES:
         settings |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    settings |= read_settings(args.optim_args)
+    settings |= parse_optim_args(args.optim_args)
     try:
-        return kind(groups, **settings)
+        return optimizer_class(groups, **settings)
     except TypeError as error:
-        raise ConfigError(f"optim_args={args.optim_args!r} does not fit {kind.__name__}: {error}") from error
+        raise ConfigError(f"optim_args={args.optim_args!r} does not fit {optimizer_class.__name__}: {error}") from error
 
 
-def read_settings(text: str | None) -> dict[str, Any]:
-    """Parse a text "name=value, name=value" into a dict. Python literals are evaluated; other values remain strings.
+def parse_optim_args(text: str | None) -> dict[str, Any]:
+    """Parse the argument `optim_args`, "name=value, name=value", into a dict.
 
-    Spaces are removed, and values cannot contain commas. None and "" result in an empty dict.
+    Python literals are evaluated. Other values remain strings. Spaces are removed, and values cannot contain commas.
+    None and "" result in an empty dict.
 
     Raises:
         ConfigError: If a part between two commas has no name or no "=".
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for part in (text or "").replace(" ", "").split(","):
         if not part:
             continue
@@ -117,10 +119,10 @@ def read_settings(text: str | None) -> dict[str, Any]:
         if not sign or not name:
             raise ConfigError(f"optim_args={text!r}; give name=value, name=value")
         try:
-            found[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            found[name] = value
-    return found
+            settings[name] = ast.literal_eval(value)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # all that literal_eval documents
+            settings[name] = value
+    return settings
 
 
 # ---------------------------------------------------------------- schedule-free optimizers
@@ -172,16 +174,16 @@ def make_stateless(optimizer: Any, schedule: Any) -> tuple[Any, Any]:
     schedule = schedule.scheduler if isinstance(schedule, PreparedScheduler) else schedule
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer, schedule
-    kept = object.__new__(type(optimizer))
+    stateless = object.__new__(type(optimizer))
     # A schedule replaces `step` on the instance by a function that holds the training's optimizer.
-    kept.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    kept.state = defaultdict(dict)
-    kept.param_groups = [dict(group) for group in optimizer.param_groups]
-    kept._optimizer_state_dict_pre_hooks = OrderedDict({0: _refuse_state})
-    return kept, _copy_schedule(kept, schedule)
+    stateless.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    stateless.state = defaultdict(dict)
+    stateless.param_groups = [dict(group) for group in optimizer.param_groups]
+    stateless._optimizer_state_dict_pre_hooks = OrderedDict({0: _refuse_state_dict})
+    return stateless, _copy_schedule(stateless, schedule)
 
 
-def _refuse_state(optimizer: torch.optim.Optimizer) -> None:
+def _refuse_state_dict(optimizer: torch.optim.Optimizer) -> None:
     raise StateError(
         "the optimizer's state was freed when the training ended; its groups and rates can be read. A checkpoint of the training "
         "contains the state, and so does an optimizer of your own: Trainer(optimizers=(optimizer, None))"
@@ -195,9 +197,9 @@ def _copy_schedule(optimizer: torch.optim.Optimizer, schedule: Any) -> Any:
     """
     if not isinstance(schedule, LRScheduler):
         return schedule
-    kept = copy.copy(schedule)
-    kept.optimizer = optimizer
-    parts = getattr(kept, "_schedulers", None)
-    if isinstance(parts, list | tuple):
-        kept.__dict__["_schedulers"] = [_copy_schedule(optimizer, part) for part in parts]
-    return kept
+    copied = copy.copy(schedule)
+    copied.optimizer = optimizer
+    inner_schedules = getattr(copied, "_schedulers", None)
+    if isinstance(inner_schedules, list | tuple):
+        copied.__dict__["_schedulers"] = [_copy_schedule(optimizer, each) for each in inner_schedules]
+    return copied

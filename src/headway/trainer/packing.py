@@ -40,10 +40,11 @@ class Packer:
         self._args = args
         self._collator = data_collator
         self._processing_class = processing_class
-        self._checked: torch.nn.Module | None = None
+        self._checked_model: torch.nn.Module | None = None  # the last one
+        # Pairs of (dataset, packed dataset) by `id` of the dataset, which is kept so that no other object gets its ID
         self._packed: dict[int, tuple[Any, PackedDataset]] = {}
 
-    def pack(self, dataset: Any, model: torch.nn.Module, kept: set[str] | None, *, is_training: bool) -> Any:
+    def pack(self, dataset: Any, model: torch.nn.Module, kept_columns: set[str] | None, *, is_training: bool) -> Any:
         """Return the packed dataset if packing is requested and the dataset is not packed yet, else the dataset itself.
 
         Each dataset is packed only once. Later calls return the result of the first one.
@@ -51,7 +52,7 @@ class Packer:
         Args:
             dataset: Dataset of the Trainer, or None.
             model: Model, whose config names the token that fills sequences.
-            kept: Columns that a batch contains. None: all.
+            kept_columns: Columns that a batch contains. None: all.
             is_training: Whether to pack in a random order if the arguments request it.
 
         Raises:
@@ -66,8 +67,8 @@ class Packer:
             is_ordered = getattr(dataset, "orders_samples", False)
             is_shuffled = is_training and args.train_sampling_strategy == "random" and not is_ordered
             seed = args.seed if args.data_seed is None else args.data_seed
-            made = PackedDataset(
-                drop_columns(dataset, None if kept is None else {*kept, "source"}),
+            packed = PackedDataset(
+                drop_columns(dataset, None if kept_columns is None else {*kept_columns, "source"}),
                 args.packing_length or 0,
                 lengths=self._measure_lengths(dataset),
                 strategy=args.packing_strategy,
@@ -75,10 +76,12 @@ class Packer:
                 seed=seed if is_shuffled else None,
                 pad_token_id=self._find_pad_token(model),
             )
-            self._packed[id(dataset)] = (dataset, made)  # the dataset is kept, so that no other object gets its id
-        return self._packed[id(dataset)][1]
+            self._packed[id(dataset)] = dataset, packed
+        _, packed = self._packed[id(dataset)]
+        return packed
 
     def _measure_lengths(self, dataset: Any) -> Any:
+        """Return the lengths in the dataset's column of lengths, or None if it has no such column."""
         columns = getattr(dataset, "column_names", None)
         has_lengths = isinstance(columns, list) and self._args.length_column_name in columns
         if not hasattr(dataset, "__len__") or not has_lengths:
@@ -86,9 +89,12 @@ class Packer:
         return find_lengths(dataset, self._args.length_column_name)
 
     def _find_pad_token(self, model: torch.nn.Module) -> int:
-        owners = (self._processing_class, getattr(model, "config", None))
-        found = (getattr(owner, "pad_token_id", None) for owner in owners)
-        return next((token for token in found if isinstance(token, int) and token >= 0), 0)
+        """Return the padding token of the processing class, or else of the model's config, or else 0."""
+        for owner in (self._processing_class, getattr(model, "config", None)):
+            token = getattr(owner, "pad_token_id", None)
+            if isinstance(token, int) and token >= 0:
+                return token
+        return 0
 
     def choose_collator(self, dataset: Data, model: torch.nn.Module) -> Collate | None:
         """Return the collate function of a packed dataset, or None if the dataset is not packed.
@@ -122,7 +128,7 @@ class Packer:
             PrepareError: If the model ignores the boundaries of documents, or does not accept packed batches.
         """
         collate = self.choose_collator(dataset, model)
-        if collate is None or is_dry_run() or self._checked is model or not getattr(collate, "check_model", True):
+        if collate is None or is_dry_run() or self._checked_model is model or not getattr(collate, "check_model", True):
             return
         check_document_boundaries(model, collate, is_half=accelerator.mixed_precision != "no" or None)
-        self._checked = model
+        self._checked_model = model

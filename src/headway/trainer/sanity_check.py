@@ -16,14 +16,16 @@ from headway.core.training.evaluation_mode import use_evaluation_mode
 from headway.errors import MetricError
 from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
-from headway.trainer.evaluation import _SPEED, Evaluator, PredictionMethods, read_rows
+from headway.trainer.evaluation import SPEED_NAMES, Evaluator, PredictionMethods, read_rows
 from headway.trainer.loss import split_label_count
-from headway.trainer.metrics import MetricSettings, check_wanted, make_named_metrics
+from headway.trainer.metrics import MetricSettings, check_best_metric, make_named_metrics
 from headway.trainer.results import Metrics
 
 log = get_logger(__name__)
-MOST_BATCHES = 32
-_NEVER_OF_THE_DATA = (NameError, ImportError)
+MAX_BATCHES = 32
+"""Largest number of batches on which a metric is tried before the check fails."""
+_DATA_INDEPENDENT_ERRORS = (NameError, ImportError)
+"""Errors that a metric raises on any data, so that it need not be tried on more batches."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class EvaluationSanityCheck:
         accelerator: Accelerator whose ranks take part.
         model: Prepared model.
         evaluator: Evaluator, which gets the number of rows of each batch from the check.
-        steps: Trainer, whose methods a subclass may override.
-        measure: Metric, and settings that select the predictions to keep.
+        methods: Trainer, whose methods a subclass may override.
+        metric_settings: Metric, and settings that select the predictions to keep.
         shared: Objects that a metric may refer to and that are not copied with it. The model is not copied either.
     """
 
@@ -44,8 +46,8 @@ class EvaluationSanityCheck:
     accelerator: Accelerator
     model: torch.nn.Module
     evaluator: Evaluator
-    steps: PredictionMethods
-    measure: MetricSettings
+    methods: PredictionMethods
+    metric_settings: MetricSettings
     shared: Sequence[object]
 
     def run(self, loaders: dict[str, PreparedLoader]) -> None:
@@ -64,95 +66,106 @@ class EvaluationSanityCheck:
                 neither a function nor a streaming metric.
         """
         hardware = self.accelerator.runtime.hardware
-        rng_states, failure, error = read_rng_states(hardware), None, None
+        rng_states = read_rng_states(hardware)
+        error: Exception | None = None
         try:
             with preserve_modes_and_buffers(self.model):
                 self._check_all(loaders)
         except Exception as raised:
-            failure, error = f"{type(raised).__name__}: {raised}", raised
+            error = raised
         finally:
             write_rng_states(rng_states, hardware)
-        failures = [text for text in self.accelerator.collectives.gather_objects(failure) if text is not None]
+        own_failure = None if error is None else f"{type(error).__name__}: {error}"
+        failures = [text for text in self.accelerator.collectives.gather_objects(own_failure) if text is not None]
         if error is not None:
             raise error
         if failures:
             raise MetricError(f"the evaluation failed on another rank: {failures[0]}")
 
     def _check_all(self, loaders: dict[str, PreparedLoader]) -> None:
-        wanted = self.args.wanted_metric
-        found: Metrics = {}
-        is_all = True
-        for prefix, loader in loaders.items():
-            is_here = prefix == "eval" or (wanted or "").startswith(f"{prefix}_")
-            metrics = self._check_one(loader, prefix, wanted if is_here else None)
-            found |= metrics or {}
-            is_all = is_all and metrics is not None
-        if wanted is not None and (is_all or wanted in found):
-            check_wanted(wanted, self.args.metric_for_best_model or wanted, found)
+        """Try all evaluations, and check that one of them returns the metric for the best model.
 
-    def _check_one(self, loader: PreparedLoader, prefix: str, wanted: str | None) -> Metrics | None:
+        If an evaluation could not be tried, a missing metric is no error.
+        """
+        best_metric = self.args.wanted_metric
+        all_metrics: Metrics = {}
+        is_complete = True
+        for prefix, loader in loaders.items():
+            is_expected_here = prefix == "eval" or (best_metric or "").startswith(f"{prefix}_")
+            metrics = self._check_one(loader, prefix, best_metric if is_expected_here else None)
+            all_metrics |= metrics or {}
+            is_complete = is_complete and metrics is not None
+        if best_metric is not None and (is_complete or best_metric in all_metrics):
+            check_best_metric(best_metric, self.args.metric_for_best_model or best_metric, all_metrics)
+
+    def _check_one(self, loader: PreparedLoader, prefix: str, best_metric: str | None) -> Metrics | None:
         """Run one evaluation on a few rows and return its metrics.
 
         Return None if the loader cannot be read without side effects, or if the metric cannot be tried. If the metric
-        raises an error or does not return the wanted name, up to 32 batches are tried. A NameError or ImportError is
+        raises an error or does not return the name `best_metric`, up to 32 batches are tried. A NameError or ImportError is
         reported at once, because it does not depend on the data.
 
         Args:
             loader: Prepared loader of the evaluation.
             prefix: Prefix of the metrics' names.
-            wanted: Name of the metric for the best model, if this evaluation should compute it, else None.
+            best_metric: Name of the metric for the best model, if this evaluation should compute it, else None.
         """
         try:
-            found = self._run_batches(loader, prefix, 1)
-            if found is None or wanted is None or wanted in found or self.measure.can_skip_predictions:
-                return found
+            metrics = self._run_batches(loader, prefix, 1)
+            is_found = metrics is None or best_metric is None or best_metric in metrics
+            if is_found or self.metric_settings.can_skip_predictions:
+                return metrics
         except MetricError as error:
-            if isinstance(error.__cause__, _NEVER_OF_THE_DATA):
+            if isinstance(error.__cause__, _DATA_INDEPENDENT_ERRORS):
                 raise
-        return self._run_batches(loader, prefix, MOST_BATCHES)
+        return self._run_batches(loader, prefix, MAX_BATCHES)
 
     def _run_batches(self, loader: PreparedLoader, prefix: str, num_batches: int) -> Metrics | None:
+        """Evaluate a few batches, and return the metrics. Losses and speeds are 0, because only their names are needed.
+
+        Return None if the loader cannot be read without side effects, or if the metric cannot be tried.
+        """
         batches = read_rows(loader, num_batches)
         if batches is None:
             return None
-        measure, is_complete = self._copy_measure()
-        metric = measure.make_metric(None)
-        found: Metrics = dict.fromkeys((f"{prefix}_{name}" for name in _SPEED), 0.0)
+        metric_settings, is_complete = self._copy_metric_settings()
+        metric = metric_settings.make_metric(None)
+        metrics: Metrics = dict.fromkeys((f"{prefix}_{name}" for name in SPEED_NAMES), 0.0)
         num_rows = 0
         for batch, rows in batches:
             num_rows += rows
             inputs, _ = split_label_count(to_device(batch, self.accelerator.device))
-            with self.evaluator.set_num_rows(self.model, rows):
-                loss, predictions, labels = self.steps.prediction_step(self.model, inputs, metric is None)
-            predictions = measure.select_predictions(predictions, labels)
+            with self.evaluator.use_num_rows(self.model, rows):
+                loss, predictions, labels = self.methods.prediction_step(self.model, inputs, metric is None)
+            predictions = metric_settings.select_predictions(predictions, labels)
             if loss is not None:
-                found[f"{prefix}_loss"] = 0.0
+                metrics[f"{prefix}_loss"] = 0.0
             if metric is not None:
-                with _explain_failure(num_rows):
+                with _convert_errors(num_rows):
                     metric.update(predictions, labels)
         if metric is not None:
-            with _explain_failure(num_rows):
-                found |= make_named_metrics(metric.compute(), prefix)
-        return found if is_complete else None
+            with _convert_errors(num_rows):
+                metrics |= make_named_metrics(metric.compute(), prefix)
+        return metrics if is_complete else None
 
-    def _copy_measure(self) -> tuple[MetricSettings, bool]:
+    def _copy_metric_settings(self) -> tuple[MetricSettings, bool]:
         """Return the evaluation's settings with a copy of the metric, and whether the check includes the metric.
 
         A metric that cannot be copied is used itself if it has `reset`. Otherwise the check computes only the loss.
         """
-        measure = self.measure
+        metric_settings = self.metric_settings
         try:
             shared = [*self.shared, *self.model.modules(), *self.model.parameters(), *self.model.buffers()]
-            return replace(measure, compute=_copy_metric(measure.compute, shared)), True
+            return replace(metric_settings, compute=_copy_metric(metric_settings.compute, shared)), True
         except Exception as error:  # whatever the user's object raises
-            if callable(getattr(measure.compute, "reset", None)):  # each evaluation resets it first
-                return measure, True
+            if callable(getattr(metric_settings.compute, "reset", None)):  # each evaluation resets it first
+                return metric_settings, True
             log.info("compute_metrics cannot be copied (%s), so the evaluation is checked without it", error)
-            return replace(measure, is_loss_only=True), False
+            return replace(metric_settings, is_loss_only=True), False
 
 
 @contextmanager
-def _explain_failure(num_rows: int) -> Iterator[None]:
+def _convert_errors(num_rows: int) -> Iterator[None]:
     """Return a context manager that converts errors raised by the user's metric to a MetricError with advice.
 
     Args:
@@ -174,8 +187,10 @@ def _copy_metric(metric: Any, shared: Sequence[object]) -> Any:
         metric: Metric object or function.
         shared: Objects to which the copy refers without copying them.
     """
-    kept = [*shared, *(metric.parameters() if isinstance(metric, torch.nn.Module) else ())]
-    return copy.deepcopy(metric, {id(each): each for each in kept})
+    parameters = metric.parameters() if isinstance(metric, torch.nn.Module) else ()
+    # deepcopy takes objects in its memo for copies that it has made.
+    memo = {id(each): each for each in (*shared, *parameters)}
+    return copy.deepcopy(metric, memo)
 
 
 @contextmanager

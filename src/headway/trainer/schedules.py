@@ -11,13 +11,16 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from headway.errors import ConfigError
 from headway.trainer.arguments import TrainingArguments
 
-# Each schedule is a function of the number of completed updates that returns a factor on the learning rate. `Factor`
+# Each schedule is a function of the number of completed updates that returns a factor on the learning rate. `LearningRateFactor`
 # adds the warm-up. `num_training_steps` must have this name: a prepared scheduler reads its length from it.
+# Checkpoints contain the names of all keyword arguments.
 
-_WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
+_WITHOUT_LENGTH = ("constant", "constant_with_warmup", "inverse_sqrt")
+"""Schedules that do not depend on the total number of updates."""
 
 
 def _compute_progress(update: int, num_warmup_steps: int, num_training_steps: int) -> float:
+    """Return the completed fraction of the updates after the warm-up. It exceeds 1 after the last update."""
     return (update - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
 
 
@@ -28,26 +31,27 @@ def _compute_linear(update: int, *, num_warmup_steps: int, num_training_steps: i
 def _compute_cosine(
     update: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5, min_lr_rate: float = 0.0
 ) -> float:
-    done = _compute_progress(update, num_warmup_steps, num_training_steps)
-    return max(0.0, _compute_half_wave(num_cycles * 2.0 * done) * (1 - min_lr_rate) + min_lr_rate)
+    progress = _compute_progress(update, num_warmup_steps, num_training_steps)
+    return max(0.0, _compute_half_wave(num_cycles * 2.0 * progress) * (1 - min_lr_rate) + min_lr_rate)
 
 
-def _compute_half_wave(turns: float) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * turns))
+def _compute_half_wave(position: float) -> float:
+    """Return a cosine that falls from 1 to 0 while `position` goes from 0 to 1, and rises to 1 again at 2."""
+    return 0.5 * (1.0 + math.cos(math.pi * position))
 
 
 def _compute_cosine_with_restarts(
     update: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1
 ) -> float:
-    done = _compute_progress(update, num_warmup_steps, num_training_steps)
-    return 0.0 if done >= 1 else max(0.0, _compute_half_wave((num_cycles * done) % 1.0))
+    progress = _compute_progress(update, num_warmup_steps, num_training_steps)
+    return 0.0 if progress >= 1 else max(0.0, _compute_half_wave((num_cycles * progress) % 1.0))
 
 
 def _compute_polynomial(
     update: int, *, num_warmup_steps: int, num_training_steps: int, power: float = 1.0, end_share: float = 0.0
 ) -> float:
-    left = 1.0 - min(1.0, _compute_progress(update, num_warmup_steps, num_training_steps))
-    return float((1.0 - end_share) * left**power + end_share)
+    remaining = 1.0 - min(1.0, _compute_progress(update, num_warmup_steps, num_training_steps))
+    return float((1.0 - end_share) * remaining**power + end_share)
 
 
 def _compute_constant(update: int, *, num_warmup_steps: int) -> float:
@@ -73,8 +77,8 @@ def _compute_warmup_stable_decay(
         num_decay_steps: Number of updates of the decay.
         min_lr_ratio: Lowest learning rate as a fraction of the peak. Default: 0.
     """
-    done = (update - (num_training_steps - num_decay_steps)) / max(1, num_decay_steps)
-    return _compute_half_wave(min(1.0, max(0.0, done))) * (1 - min_lr_ratio) + min_lr_ratio
+    decay_progress = (update - (num_training_steps - num_decay_steps)) / max(1, num_decay_steps)
+    return _compute_half_wave(min(1.0, max(0.0, decay_progress))) * (1 - min_lr_ratio) + min_lr_ratio
 
 
 SCHEDULES: dict[str, Callable[..., float] | None] = {
@@ -95,7 +99,7 @@ None: the schedule depends on a metric.
 """
 
 
-class Factor:
+class LearningRateFactor:
     """Callable that returns the factor of the learning rate after a given number of updates. It includes the warm-up.
 
     It is an object instead of a function, so that the state dict of a scheduler contains these settings.
@@ -143,17 +147,18 @@ def create_schedule(optimizer: torch.optim.Optimizer, args: TrainingArguments, n
         ConfigError: If the schedule does not accept a setting, or requires one that is missing.
     """
     name, settings = args.lr_scheduler_type, dict(args.lr_scheduler_kwargs or {})
-    factor = SCHEDULES[name]
+    function = SCHEDULES[name]
     # A class or an optimizer that was given to the Trainer has a learning rate of its own.
     peak = float(optimizer.defaults.get("lr", args.learning_rate)) or 1.0
     try:
-        if factor is None:
-            return ReduceLROnPlateau(optimizer, **{"mode": "max" if args.greater_is_better else "min", **settings})
+        if function is None:
+            settings.setdefault("mode", "max" if args.greater_is_better else "min")
+            return ReduceLROnPlateau(optimizer, **settings)
         if name == "polynomial":
             settings["end_share"] = settings.pop("lr_end", 1e-7) / peak
         if name == "cosine_with_min_lr" and "min_lr" in settings:
             settings["min_lr_rate"] = settings.pop("min_lr") / peak
-        return LambdaLR(optimizer, Factor(factor, **_choose_lengths(args, num_updates), **settings))
+        return LambdaLR(optimizer, LearningRateFactor(function, **_choose_lengths(args, num_updates), **settings))
     except TypeError as error:
         raise ConfigError(f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} does not fit {name}: {error}") from error
 
@@ -169,11 +174,14 @@ def stretch_schedule(schedule: Any, args: TrainingArguments, num_updates: int) -
         num_updates: New number of updates of the training run.
     """
     for each in getattr(schedule, "lr_lambdas", ()):
-        if isinstance(each, Factor):
+        if isinstance(each, LearningRateFactor):
             each.keywords.update(_choose_lengths(args, num_updates))
 
 
 def _choose_lengths(args: TrainingArguments, num_updates: int) -> dict[str, int]:
+    """Return the schedule's settings that depend on the number of updates."""
     name = args.lr_scheduler_type
-    warmup = 0 if name == "constant" else args.get_warmup_steps(num_updates)
-    return {"num_warmup_steps": warmup} | ({} if name in _WITHOUT_END else {"num_training_steps": num_updates})
+    lengths = {"num_warmup_steps": 0 if name == "constant" else args.get_warmup_steps(num_updates)}
+    if name not in _WITHOUT_LENGTH:
+        lengths["num_training_steps"] = num_updates
+    return lengths

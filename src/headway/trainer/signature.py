@@ -6,7 +6,7 @@ import torch
 
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.columns import find_label_names, select_columns
-from headway.trainer.loss import LossFunction, LossOf
+from headway.trainer.loss import BatchLoss, LossFunction
 
 
 @dataclass(frozen=True)
@@ -15,13 +15,13 @@ class ForwardSignature:
 
     Attributes:
         label_names: Keys of the batch that are labels.
-        kept: Columns of the dataset that a batch contains. None: all.
-        loss_of: Function that computes the loss of a batch.
+        kept_columns: Columns of the dataset that a batch contains. None: all.
+        batch_loss: Function that computes the loss of a batch.
     """
 
     label_names: list[str]
-    kept: set[str] | None
-    loss_of: LossOf
+    kept_columns: set[str] | None
+    batch_loss: BatchLoss
 
 
 def read_signature(model: torch.nn.Module, args: TrainingArguments, function: LossFunction | None) -> ForwardSignature:
@@ -36,5 +36,5 @@ def read_signature(model: torch.nn.Module, args: TrainingArguments, function: Lo
         ConfigError: If there are both a loss function and label smoothing.
     """
     names = list(args.label_names or find_label_names(model))
-    kept = select_columns(model, names) if args.remove_unused_columns else None
-    return ForwardSignature(names, kept, LossOf(model, function, args.label_smoothing_factor, names))
+    kept_columns = select_columns(model, names) if args.remove_unused_columns else None
+    return ForwardSignature(names, kept_columns, BatchLoss(model, function, args.label_smoothing_factor, names))

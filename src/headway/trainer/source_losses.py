@@ -64,8 +64,8 @@ def split_sources(batch: Batch) -> tuple[Batch, torch.Tensor | None]:
     out-of-memory error.
     """
     if isinstance(batch, Mapping) and SOURCES in batch:
-        rest = copy(batch)
-        return rest, rest.pop(SOURCES)  # type: ignore[attr-defined]
+        remaining = copy(batch)
+        return remaining, remaining.pop(SOURCES)  # type: ignore[attr-defined]
     return batch, None
 
 
@@ -86,10 +86,11 @@ class SourceBook:
         self._accelerator = accelerator
         self._is_shifted = is_shifted
         self._smoothing = smoothing
-        self._sources: torch.Tensor | None = None
-        self._of_piece: torch.Tensor | None = None
-        self._pieces: list[tuple[torch.Tensor | None, int]] = []
-        self._sums = torch.zeros(2, len(self.names), dtype=torch.float64)
+        # Tensors of shape [2, number of sources] contain the sums and the counts of the losses.
+        self._sources: torch.Tensor | None = None  # of the current part of the batch; None after `add_outputs`
+        self._piece_sums: torch.Tensor | None = None  # of the current part
+        self._pieces: list[tuple[torch.Tensor | None, int]] = []  # sums and number of rows of the batch's parts
+        self._sums = torch.zeros(2, len(self.names), dtype=torch.float64)  # since the last log entry
 
     def begin_piece(self, sources: torch.Tensor | None) -> None:
         """Start recording a batch, or a part of it if the batch was split because memory ran out.
@@ -98,7 +99,7 @@ class SourceBook:
             sources: Sources of the part's rows or tokens, from `collate_sources`. None: no losses are recorded.
         """
         self._sources = sources
-        self._of_piece = None
+        self._piece_sums = None
 
     def add_outputs(self, labels: Tree, outputs: Tree, batch: Batch) -> None:
         """Compute the losses by source from the model's outputs for the part of the batch that `begin_piece` started.
@@ -129,19 +130,20 @@ class SourceBook:
         if labels.is_floating_point() or not fits:
             log.warning_once(_NOT_LOGGED, "has other labels than one class per row or token")
             return
-        self._of_piece = self._sum_rows(logits, labels, sources)
+        self._piece_sums = self._sum_rows(logits, labels, sources)
 
     def _sum_rows(self, logits: torch.Tensor, labels: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        """Return the sum and the count of the losses of each source, as a tensor of shape [2, number of sources]."""
         # Row by row, because a copy of all logits in float32 could exceed the peak of the step.
         losses = [
             F.cross_entropy(
-                row.reshape(-1, row.shape[-1]).float(),
-                each.reshape(-1),
+                row_logits.reshape(-1, row_logits.shape[-1]).float(),
+                row_labels.reshape(-1),
                 ignore_index=IGNORED,
                 reduction="none",
                 label_smoothing=self._smoothing,
-            ).view(each.shape)
-            for row, each in zip(logits, labels)
+            ).view(row_labels.shape)
+            for row_logits, row_labels in zip(logits, labels)
         ]
         return sum_by_source(torch.stack(losses), sources, labels != IGNORED, len(self.names))
 
@@ -155,8 +157,8 @@ class SourceBook:
         """
         if self._sources is not None:
             log.warning_once(_NOT_LOGGED, "computes its loss otherwise (compute_loss or training_step is overridden)")
-        self._pieces.append((self._of_piece, num_rows))
-        self._sources = self._of_piece = None
+        self._pieces.append((self._piece_sums, num_rows))
+        self._sources = self._piece_sums = None
 
     def end_batch(self, num_rows: int) -> None:
         """Record that the batch is complete.
@@ -167,12 +169,12 @@ class SourceBook:
         Args:
             num_rows: Number of rows in the batch.
         """
-        rows = 0
-        for sums, number in reversed(self._pieces):
-            if sums is not None:
-                self._sums = self._sums.to(sums.device) + sums
-            rows += number
-            if rows >= num_rows:
+        num_counted = 0
+        for piece_sums, piece_rows in reversed(self._pieces):
+            if piece_sums is not None:
+                self._sums = self._sums.to(piece_sums.device) + piece_sums
+            num_counted += piece_rows
+            if num_counted >= num_rows:
                 break
         self._pieces.clear()
 
@@ -206,8 +208,8 @@ class SourceBook:
         """
         sums = torch.tensor(state["sums"], dtype=torch.float64)
         # The saved sums are over all ranks, so only one rank continues from them.
-        is_same = list(self.names) == state["names"] and self._accelerator.is_main_process
-        self._sums = sums if is_same else torch.zeros_like(self._sums)
+        continues_here = list(self.names) == state["names"] and self._accelerator.is_main_process
+        self._sums = sums if continues_here else torch.zeros_like(self._sums)
 
 
 def mask_padding(batch: Batch, num_valid: int | None) -> Batch:
@@ -225,6 +227,6 @@ def mask_padding(batch: Batch, num_valid: int | None) -> Batch:
     if num_valid >= len(sources):
         return batch
     rows = torch.arange(len(sources), device=sources.device).reshape(-1, *[1] * (sources.ndim - 1))
-    changed: Any = copy(batch)
-    changed[SOURCES] = torch.where(rows < num_valid, sources, NO_SOURCE)
-    return changed
+    masked: Any = copy(batch)
+    masked[SOURCES] = torch.where(rows < num_valid, sources, NO_SOURCE)
+    return masked

@@ -149,16 +149,18 @@ class Trainer(EvaluationMethods):
         set_seed(args.seed)
         self._model_init = model_init
         self._loss_function = compute_loss_func if loss_function is None else loss_function
-        self._set_model(builder.choose_model(model, model_init))
+        self._set_model(builder.get_or_create_model(model, model_init))
         self.processing_class = tokenizer if processing_class is None else processing_class
-        own = Collator(self.processing_class, getattr(getattr(self.model, "config", None), "pad_token_id", None))
+        default_collator = Collator(
+            self.processing_class, getattr(getattr(self.model, "config", None), "pad_token_id", None)
+        )
         self._packer = Packer(args, data_collator, self.processing_class)
-        self.data_collator: Collate = own if data_collator is None else data_collator
+        self.data_collator: Collate = default_collator if data_collator is None else data_collator
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self._given_optimizers = optimizers
+        self._user_optimizers = optimizers
         self._optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
@@ -167,15 +169,15 @@ class Trainer(EvaluationMethods):
         self._has_trained = False
         size = args.per_device_train_batch_size
         self._train_batch_size = size if isinstance(size, int) else 1
-        self._takes_count = "num_items_in_batch" in inspect.signature(self.compute_loss).parameters
-        shown = PrinterCallback() if args.disable_tqdm else ProgressCallback()
-        self._events = Events(args, [DefaultFlowCallback()], [*(callbacks or ()), shown], self, self._new_state())
+        self._accepts_num_items = "num_items_in_batch" in inspect.signature(self.compute_loss).parameters
+        display = PrinterCallback() if args.disable_tqdm else ProgressCallback()
+        self._events = Events(args, [DefaultFlowCallback()], [*(callbacks or ()), display], self, self._new_state())
         self._replace_log_and_evaluator(Log(args, self.accelerator, self._events))
         self.call_event("on_init_end")
 
     def _set_model(self, model: torch.nn.Module) -> None:
         self.model = model
-        builder.set_cache(model, self.args.use_cache)
+        builder.set_use_cache(model, self.args.use_cache)
         self._signature = read_signature(model, self.args, self._loss_function)
         self.label_names = self._signature.label_names
 
@@ -223,9 +225,9 @@ class Trainer(EvaluationMethods):
                 "train(trial=...): a search is not built in; give Optuna's study.optimize a function that makes arguments and "
                 "a Trainer(model_init=...) from a trial, and returns a metric"
             )
-        asked = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        check_folder(self.accelerator, asked, folder)
-        continuation = ResumeDecision(folder, asked, "data" if args.ignore_data_skip else ())
+        requested = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        check_folder(self.accelerator, requested, folder)
+        resume_decision = ResumeDecision(folder, requested, "data" if args.ignore_data_skip else ())
         self._start_training()
         try:
             with MemoryMonitor(by_phase=not args.skip_memory_metrics) as monitor:
@@ -236,16 +238,16 @@ class Trainer(EvaluationMethods):
                 self.accelerator.start_watching()
                 prepared = self._prepare_training(losses)
                 self.check_evaluation()
-                self._resume_training(continuation, prepared)
+                self._resume_training(resume_decision, prepared)
                 training = Training(args, prepared, self._events, run_log, losses, self, ignore_keys_for_eval)
                 output = training.run()
                 if self.accelerator.preempted:  # with Preemption(exits=False)
-                    continuation.write_marker(self.accelerator, training.newest, self.state.global_step)
+                    resume_decision.write_marker(self.accelerator, training.newest_checkpoint, self.state.global_step)
                 else:
-                    continuation.remove_marker(self.accelerator)
+                    resume_decision.remove_marker(self.accelerator)
                 return output
         except Preempted as preemption:
-            continuation.write_marker(self.accelerator, preemption.checkpoint, self.state.global_step)
+            resume_decision.write_marker(self.accelerator, preemption.checkpoint, self.state.global_step)
             raise
         finally:
             self._release_training()
@@ -259,7 +261,7 @@ class Trainer(EvaluationMethods):
         self._has_trained = True
         set_seed(args.seed)
         if self._model_init is not None:
-            self._set_model(builder.choose_model(None, self._model_init))
+            self._set_model(builder.get_or_create_model(None, self._model_init))
         if args.per_device_train_batch_size == "largest":
             self._train_batch_size = self.find_largest_batch_size()
             set_seed(args.seed)
@@ -271,20 +273,24 @@ class Trainer(EvaluationMethods):
             losses: Recorder of the losses.
         """
         accelerator, args, model = self.accelerator, self.args, self.model
-        self._events.start(self._new_state())
+        self._events.start_run(self._new_state())
         self.state.train_batch_size = self._train_batch_size
-        settings = list_settings(args, model)
+        settings = list_settings(args, model)  # of the model before it is prepared
         builder.checkpoint_activations(args, accelerator, model)
         self.train_dataloader = loader = accelerator.prepare_data_loader(self.get_train_dataloader())
         count_updates(self.state, args, get_length(loader), args.gradient_accumulation_steps)
-        move_module(model, accelerator.device)
-        self.optimizer, self.lr_scheduler = self._given_optimizers
+        move_module(
+            model, accelerator.device
+        )  # before the optimizer is created, which may need parameters on the device
+        self.optimizer, self.lr_scheduler = self._user_optimizers
         self.create_optimizer_and_scheduler(self.state.max_steps)
         _, self.optimizer, self.lr_scheduler = accelerator.prepare(
             model, self.optimizer, self.lr_scheduler, strict=True
         )
         average = self._evaluator.average = builder.create_average(args, model)
-        losses.by_source = self._signature.loss_of.by_source = self._create_source_book(loader.dataset)
+        source_book = self._create_source_book(loader.dataset)
+        # The loss adds values to it, and the recorder of the losses logs and saves them.
+        losses.source_book = self._signature.batch_loss.source_book = source_book
         self._packer.check_loader(loader.dataset)
         self._packer.check_model(accelerator, model, loader.dataset)
         if args.eval_strategy != "no" or args.eval_on_start:
@@ -298,13 +304,13 @@ class Trainer(EvaluationMethods):
 
         Losses are recorded if the training data is a mixture and the model computes its own loss.
         """
-        mixture, loss_of = find_mixture(dataset), self._signature.loss_of
+        mixture, batch_loss = find_mixture(dataset), self._signature.batch_loss
         if mixture is None or not self._can_divide_loss(dataset):
             return None
-        return SourceBook(self.accelerator, mixture.names, loss_of.count.is_shifted, loss_of.smoothing)
+        return SourceBook(self.accelerator, mixture.names, batch_loss.count_labels.is_shifted, batch_loss.smoothing)
 
-    def _resume_training(self, continuation: ResumeDecision, prepared: PreparedTraining) -> None:
-        continuation.resume(self.accelerator)
+    def _resume_training(self, resume_decision: ResumeDecision, prepared: PreparedTraining) -> None:
+        resume_decision.resume(self.accelerator)
         # With a different number of processes, an update has a different number of batches, to keep the global batch.
         count_updates(self.state, self.args, prepared.num_batches, self.accelerator.gradient_accumulation_steps)
         stretch_schedule(prepared.scheduler, self.args, self.state.max_steps)
@@ -336,7 +342,7 @@ class Trainer(EvaluationMethods):
         builder.release_model(self.args, accelerator, self.model)
         accelerator.stop_watching()  # an evaluation after the training has nothing to save
         self.train_dataloader = None
-        self._signature.loss_of.by_source = None
+        self._signature.batch_loss.source_book = None
         self._replace_log_and_evaluator(Log(self.args, accelerator, self._events))
 
     def _drop_optimizer_state(self) -> None:
@@ -344,9 +350,10 @@ class Trainer(EvaluationMethods):
 
         Objects that the Trainer created are replaced by copies whose learning rates and settings can be read.
         """
-        freed = make_stateless(self.optimizer, self.lr_scheduler)
-        both = [made if given is None else given for given, made in zip(self._given_optimizers, freed)]
-        self.optimizer, self.lr_scheduler = both
+        optimizer, lr_scheduler = make_stateless(self.optimizer, self.lr_scheduler)
+        user_optimizer, user_lr_scheduler = self._user_optimizers
+        self.optimizer = optimizer if user_optimizer is None else user_optimizer
+        self.lr_scheduler = lr_scheduler if user_lr_scheduler is None else user_lr_scheduler
 
     def _replace_log_and_evaluator(self, run_log: Log) -> None:
         """Replace the log, and create a new evaluator for the current Accelerator.
@@ -375,9 +382,10 @@ class Trainer(EvaluationMethods):
                 samples.
         """
         inputs = self._prepare_inputs(inputs)
-        more: dict[str, Any] = {"num_items_in_batch": num_items_in_batch} if self._takes_count else {}
+        # An override of `compute_loss` may have an older signature.
+        options: dict[str, Any] = {"num_items_in_batch": num_items_in_batch} if self._accepts_num_items else {}
         with self.accelerator.autocast():
-            loss: torch.Tensor = self.compute_loss(model, inputs, **more)
+            loss: torch.Tensor = self.compute_loss(model, inputs, **options)
         self.accelerator.backward(loss, weight=num_items_in_batch)
         return loss.detach()
 
@@ -448,9 +456,9 @@ class Trainer(EvaluationMethods):
         Raises:
             ConfigError: If there are no trainable parameters, or the optimizer does not accept `optim_args`.
         """
-        chosen = self.model if model is None else model
-        decaying = self.get_decay_parameter_names(chosen)
-        return create_optimizer(chosen, self.args, self._optimizer_cls_and_kwargs, decaying)
+        trained = self.model if model is None else model
+        decaying_names = self.get_decay_parameter_names(trained)
+        return create_optimizer(trained, self.args, self._optimizer_cls_and_kwargs, decaying_names)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         """Return the names of the parameters that get weight decay: all except biases and the parameters of norms.
@@ -485,7 +493,7 @@ class Trainer(EvaluationMethods):
             DataError: If there is no training data, or it is not a dataset.
         """
         dataset = self._get_training_rows()
-        loader = partial(self._make_loader, packed=self._packer.choose_collator(dataset, self.model))
+        loader = partial(self._make_loader, packed_collator=self._packer.choose_collator(dataset, self.model))
         search = LargestBatch(
             self.args, self.model, self._signature, self.create_accelerator, self._create_trial_optimizer, loader
         )
@@ -493,13 +501,13 @@ class Trainer(EvaluationMethods):
 
     def _create_trial_optimizer(self) -> torch.optim.Optimizer:
         """Create a new optimizer for a trial of the search for the largest batch. `optimizer` does not change."""
-        kept, self.optimizer = self.optimizer, None
+        own_optimizer, self.optimizer = self.optimizer, None
         try:
             # An override may set the attribute itself and return None.
-            made: torch.optim.Optimizer = self.create_optimizer() or self.optimizer
+            trial_optimizer: torch.optim.Optimizer = self.create_optimizer() or self.optimizer
         finally:
-            self.optimizer = kept
-        return made
+            self.optimizer = own_optimizer
+        return trial_optimizer
 
     # ---------------------------------------------------------------- events and the log
 
@@ -528,14 +536,14 @@ class Trainer(EvaluationMethods):
     def control(self, control: TrainerControl) -> None:
         self._events.control = control
 
-    def call_event(self, event: str, **more: object) -> None:
+    def call_event(self, event: str, **event_arguments: object) -> None:
         """Call the method for an event on all callbacks. A callback may change or replace `control`.
 
         Args:
             event: Name of the event, such as "on_step_end".
-            more: Keyword arguments of this event, in addition to those that every event receives.
+            event_arguments: Keyword arguments of this event, in addition to those that every event receives.
         """
-        self._events.call_event(event, **more)
+        self._events.call_event(event, **event_arguments)
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback, given as an object or as a class to instantiate.

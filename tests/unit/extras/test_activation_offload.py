@@ -20,7 +20,7 @@ class CountingLane:
     back: list[tuple[int, ...]]
 
     def __init__(self, device: torch.device) -> None:
-        self.last = None
+        self.last_fetched = None
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
         self.out.append(tuple(tensor.shape))

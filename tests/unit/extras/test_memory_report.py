@@ -3,16 +3,18 @@
 import subprocess
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
 
 from headway import Accelerator, memory_report
+from headway.common import scope
 from headway.core.memory.use import MemoryUse
+from headway.extras import activation_offload, memory_suggestions
 from headway.extras import memory_report as report
-from headway.extras import memory_suggestions
 from headway.extras.memory_census import LiveStorage, TensorCensus, take_census
-from headway.extras.memory_report import explain, find_asked_bytes
+from headway.extras.memory_report import explain, find_requested_bytes
 from headway.extras.memory_suggestions import list_suggestions
 
 MIB = 1 << 20
@@ -33,10 +35,10 @@ class Net(torch.nn.Module):
         return inputs
 
 
-def select_holdings(census, net):
+def select_storages(census, net):
     """Return the storages of `net` by owner, because objects of other tests may be alive."""
-    storages = {tensor.untyped_storage().data_ptr() for tensor in [*net.parameters(), *net.buffers()]}
-    return {holding.owner: holding for key, holding in census.holdings.items() if key[1] in storages}
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in [*net.parameters(), *net.buffers()]}
+    return {storage.owner: storage for key, storage in census.storages.items() if key[1] in addresses}
 
 
 def test_each_tensor_has_its_category():
@@ -47,18 +49,18 @@ def test_each_tensor_has_its_category():
     hidden = net(torch.ones(4096, 256))
     spare = torch.zeros(MIB)
     census = take_census("cpu", [sys._getframe()])
-    found = select_holdings(census, net)
+    found = select_storages(census, net)
     assert {h.category for h in found.values()} == {"parameters", "buffers"}
     assert "layers.0.0.weight of Net" in found
     assert found["table of Net"].num_bytes == 256 * 256 * 4
-    owners = {holding.owner: holding for holding in census.holdings.values()}
+    owners = {storage.owner: storage for storage in census.storages.values()}
     assert owners["gradient of layers.0.0.weight of Net"].category == "gradients"
     assert owners["exp_avg of layers.3.0.bias of Net"].category == "optimizer state"
-    saved = [h for h in census.holdings.values() if h.category == "saved for backward" and h.shape == (4096, 256)]
+    saved = [h for h in census.storages.values() if h.category == "saved for backward" and h.shape == (4096, 256)]
     # Each linear layer and each GELU saves its own input.
     assert len(saved) == 8
     assert {h.owner for h in saved} >= {"saved by AddmmBackward0", "saved by GeluBackward0"}
-    spares = [h for h in census.holdings.values() if h.num_bytes == 4 * MIB and h.category == "other tensors"]
+    spares = [h for h in census.storages.values() if h.num_bytes == 4 * MIB and h.category == "other tensors"]
     assert any(
         h.owner.startswith("`spare` in test_each_tensor_has_its_category (extras/test_memory_report.py:")
         for h in spares
@@ -67,11 +69,24 @@ def test_each_tensor_has_its_category():
     assert spare.numel() == MIB
 
 
+def test_offloaded_activation_is_saved_for_backward(monkeypatch):
+    monkeypatch.setattr(activation_offload, "_is_on_host", lambda tensor: False)
+    monkeypatch.setattr(activation_offload, "CopyLane", partial(activation_offload.CopyLane, has_stream=False))
+    scope.drop(activation_offload._CopyLanes)
+    values = torch.ones(1000, 1024, requires_grad=True) * 1
+    with activation_offload.offload_saved_tensors():
+        product = values.exp()
+    saved = [each for each in take_census("cpu").storages.values() if each.shape == (1000 * 1024,)]
+    scope.drop(activation_offload._CopyLanes)
+    assert [each.category for each in saved] == ["saved for backward"]
+    assert product.shape == values.shape
+
+
 def test_storage_counts_once():
     block = torch.zeros(MIB)
     views = [block[:10], block.view(1024, 1024), block.t()]
     census = take_census("cpu", [sys._getframe()])
-    assert sum(key[1] == block.data_ptr() for key in census.holdings) == 1
+    assert sum(key[1] == block.data_ptr() for key in census.storages) == 1
     assert len(views) == 3
 
 
@@ -90,7 +105,7 @@ def test_line_is_reported_in_anomaly_mode():
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         inputs = torch.ones(3000, 1000, requires_grad=True)
         product = inputs.exp()
-        owners = [holding.owner for holding in take_census("cpu").holdings.values()]
+        owners = [storage.owner for storage in take_census("cpu").storages.values()]
     assert any("saved by ExpBackward0, made by File" in owner and "test_memory_report.py" in owner for owner in owners)
     assert product.shape == (3000, 1000)
 
@@ -130,10 +145,10 @@ def test_failed_allocation_is_explained():
     ],
 )
 def test_requested_size_is_read_from_the_error(text, expected):
-    assert find_asked_bytes(RuntimeError(text)) == expected
+    assert find_requested_bytes(RuntimeError(text)) == expected
     outer = RuntimeError("training failed")
     outer.__cause__ = RuntimeError(text)
-    assert find_asked_bytes(outer) == expected
+    assert find_requested_bytes(outer) == expected
 
 
 def test_out_of_memory_error_in_the_report_is_reported(monkeypatch):
@@ -148,7 +163,7 @@ def build_census(**sizes):
     census = TensorCensus("cuda")
     for number, (category, size) in enumerate(sizes.items()):
         category = category.replace("_", " ")
-        census.holdings["cuda:0", number + 1] = LiveStorage(category, size * MIB, (1,), torch.float32, "somebody")
+        census.storages["cuda:0", number + 1] = LiveStorage(category, size * MIB, (1,), torch.float32, "somebody")
     return census
 
 

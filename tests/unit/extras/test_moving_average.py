@@ -342,14 +342,14 @@ def test_weights_are_restored_after_an_error(trained: Any) -> None:
 def test_error_during_the_swap_leaves_the_trained_weights(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model, _, ema = trained
     before, averages = read_weights(model), read_average(ema)
-    swap_in, calls = average_exchange._swap_in, iter(range(9))
+    exchange_bucket, calls = average_exchange._exchange_bucket, iter(range(9))
 
     def fail_at_second(bucket: Any) -> Any:
         if next(calls) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return swap_in(bucket)
+        return exchange_bucket(bucket)
 
-    monkeypatch.setattr(average_exchange, "_swap_in", fail_at_second)
+    monkeypatch.setattr(average_exchange, "_exchange_bucket", fail_at_second)
     with pytest.raises(torch.OutOfMemoryError), ema.swap_weights():
         pass
     assert_same_bits(read_weights(model), before)

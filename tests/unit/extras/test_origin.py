@@ -245,7 +245,7 @@ def test_models_that_train_on_one_batch_make_no_update_while_it_is_repeated():
 @pytest.mark.parametrize("has_evaluation", [False, True])
 def test_window_of_too_many_batches_is_not_run_again(caplog, monkeypatch, has_evaluation):
     """Batches of other loaders do not count."""
-    monkeypatch.setattr(origin, "_MOST_BATCHES", 3)
+    monkeypatch.setattr(origin, "_MAX_BATCHES", 3)
     accelerator = Accelerator(
         cpu=True,
         on_non_finite=NonFinitePolicy("skip", explains=True),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headway import TrainingArguments
 from headway.errors import ConfigError
 from headway.trainer.argument_checks import RANGES
-from headway.trainer.argument_names import ACCEPTED, NOT_TAKEN
+from headway.trainer.argument_names import ALTERNATIVE_NAMES, UNSUPPORTED_NAMES
 
 
 def catch_refusal(**given):
@@ -31,13 +31,13 @@ def test_arguments_of_a_notebook():
     assert args.optim == "adamw_torch_fused"
 
 
-@pytest.mark.parametrize(("name", "own"), sorted(ACCEPTED.items()))
+@pytest.mark.parametrize(("name", "own"), sorted(ALTERNATIVE_NAMES.items()))
 def test_alternative_names_mean_an_existing_argument(name, own):
     assert own in {field.name for field in dataclasses.fields(TrainingArguments)}
     assert name not in {field.name for field in dataclasses.fields(TrainingArguments)}
 
 
-@pytest.mark.parametrize("name", sorted(NOT_TAKEN))
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED_NAMES))
 def test_arguments_of_transformers_that_are_not_accepted(name):
     for value in ("asked for", 7):
         told = catch_refusal(**{name: value})
@@ -65,7 +65,7 @@ def test_every_argument_of_transformers_is_known():
 
     own = {field.name for field in dataclasses.fields(TrainingArguments)}
     for field in dataclasses.fields(transformers.TrainingArguments):
-        assert field.name in own or field.name in ACCEPTED or field.name in NOT_TAKEN, field.name
+        assert field.name in own or field.name in ALTERNATIVE_NAMES or field.name in UNSUPPORTED_NAMES, field.name
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if field.name != "dataloader_prefetch_factor":
             TrainingArguments(**{field.name: default})
@@ -116,8 +116,8 @@ def test_type_of_every_argument_is_checked(name):
 def test_range_of_every_number_is_checked(name):
     limits = RANGES[name]
     told = catch_refusal(**{name: -7})
-    assert f"{limits.low:g} or more" in told
-    if limits.below < 2:
+    assert f"{limits.minimum:g} or more" in told
+    if limits.upper_bound < 2:
         assert "below 1" in catch_refusal(**{name: 1})
 
 
@@ -231,6 +231,6 @@ def test_arguments_with_objects_are_encoded_as_json():
 
 @given(st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=20))
 def test_unknown_name_is_never_ignored(name):
-    known = {field.name for field in dataclasses.fields(TrainingArguments)} | set(ACCEPTED)
+    known = {field.name for field in dataclasses.fields(TrainingArguments)} | set(ALTERNATIVE_NAMES)
     if name not in known:
         assert f"{name} is not an argument" in catch_refusal(**{name: 1})

@@ -157,7 +157,7 @@ def test_preemption_that_does_not_exit_can_be_resumed(tmp_path):
 
 def test_unreadable_marker_is_reported(tmp_path, caplog):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / checkpoints.FILE).write_text("{")
+    (tmp_path / "run" / checkpoints.MARKER_FILE).write_text("{")
     assert find_first_update(tmp_path)[0] == 0
     assert "cannot be read" in caplog.text
 
@@ -221,7 +221,7 @@ def test_training_with_the_largest_batch_is_preempted(tmp_path, monkeypatch):
 
 def test_marker_names_the_run(tmp_path):
     preempt(tmp_path)
-    told = json.loads((tmp_path / "run" / checkpoints.FILE).read_text())
+    told = json.loads((tmp_path / "run" / checkpoints.MARKER_FILE).read_text())
     newest = read_manifest(tmp_path / "run" / "checkpoints" / "checkpoint_1")
     assert told == {"run": newest.about["run"], "training": 1, "asked": None, "update": 3}
 

@@ -170,7 +170,7 @@ def test_only_outputs_with_a_row_per_sample_are_kept():
 
 
 def test_keeping_large_predictions_warns(caplog, monkeypatch):
-    monkeypatch.setattr(kinds_of_metrics, "_LARGE", 1000)
+    monkeypatch.setattr(kinds_of_metrics, "_WARNING_BYTES", 1000)
     metric = AccumulatedMetric(lambda prediction: {}, 100)
     metric.update(torch.zeros(2, 10), torch.zeros(2))
     assert "about 3.9 KiB of host memory" in caplog.text

@@ -8,7 +8,7 @@ from torch import nn
 from headway import TrainingArguments
 from headway.errors import ConfigError
 from headway.trainer.arguments import CHOICES
-from headway.trainer.optimizer import OPTIMIZERS, create_optimizer, make_parameter_groups, read_settings
+from headway.trainer.optimizer import OPTIMIZERS, create_optimizer, make_parameter_groups, parse_optim_args
 from headway.trainer.schedules import SCHEDULES, create_schedule
 
 
@@ -76,10 +76,11 @@ def test_unsupported_settings_are_refused():
     with pytest.raises(ConfigError, match="does not fit cosine"):
         build_schedule("cosine", lr_scheduler_kwargs={"slope": 2})
     with pytest.raises(ConfigError, match="give name=value"):
-        read_settings("fast")
+        parse_optim_args("fast")
     with pytest.raises(ConfigError, match="nothing would be trained"):
         create_optimizer(nn.Linear(2, 2).requires_grad_(False), TrainingArguments())
-    assert read_settings("a=1, b=none, c=(1") == {"a": 1, "b": "none", "c": "(1"}
+    assert parse_optim_args("a=1, b=none, c=(1") == {"a": 1, "b": "none", "c": "(1"}
+    assert parse_optim_args("a={[]}") == {"a": "{[]}"}  # a set of lists, which Python cannot make
 
 
 def build_schedule(name, num_updates=20, **given):

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 from headway import EarlyStoppingCallback, Trainer, TrainerCallback
 from headway.errors import ConfigError, MetricError
 from headway.trainer.evaluation import spread_rows
-from headway.trainer.sanity_check import MOST_BATCHES
+from headway.trainer.sanity_check import MAX_BATCHES
 from tests.unit.trainer.models import Net, Points, arguments, cross_entropy, losses, make, weights
 
 EVERY_EPOCH = {"eval_strategy": "epoch", "num_train_epochs": 2}
@@ -131,7 +131,7 @@ def test_few_rows_are_spread_over_all_data(tmp_path):
     assert spread_rows(10, 4, 1) == [[0, 2, 5, 7]]
     assert sorted(row for batch in spread_rows(10, 4, 32) for row in batch) == list(range(10))
     assert spread_rows(3, 8, 1) == [[0, 1, 2]]
-    assert len(spread_rows(10_000, 8, MOST_BATCHES)) == MOST_BATCHES
+    assert len(spread_rows(10_000, 8, MAX_BATCHES)) == MAX_BATCHES
 
 
 def test_metric_that_fails_on_few_rows_is_accepted(tmp_path):

@@ -281,4 +281,4 @@ def _explain_memory_error(error: BaseException) -> str:
     if not is_out_of_memory(error):
         return ""
     scope.get_or_create(EmergencyReserve).release()
-    return str(extensions.load("feature", "memory_report").explain_once(error))
+    return str(extensions.load("feature", "memory_report").explain_unless_noted(error))

@@ -86,7 +86,7 @@ class OriginSearch(Protocol):
                 too many of them.
         """
 
-    def is_of(self, window: AccumulationWindow) -> bool:
+    def is_tracing(self, window: AccumulationWindow) -> bool:
         """Whether `window` is the one that is being run again and traced."""
 
     def end_replay(self) -> NanOrigin | None:

@@ -20,13 +20,14 @@ from headway.core.runtime.collectives.tree import compute_slice_bounds
 from headway.core.runtime.device import Hardware
 
 FIRST_PATIENCE = 16
-_MOST_PATIENCE = 4096
-_CALIBRATION = 2
+"""Number of batches without an error before a larger size is first tried."""
+_MAX_PATIENCE = 4096
+_CALIBRATION_UPDATES = 2
 """Number of updates, after a failure, in which memory is measured before a larger size is predicted.
 
 The first update creates optimizer state, so only the second one shows the memory that later updates need.
 """
-_FIRST_CUT = 4
+_FIRST_SHRINK_FACTOR = 4
 """Factor by which micro-batches shrink after a failure if the size that fits will soon be predicted.
 
 The factor is large, because each failed size costs a replay and growing back costs nothing.
@@ -50,8 +51,8 @@ class PieceSize:
 
     Attributes:
         limit: Largest number of rows per micro-batch. None: do not split batches.
-        failed: Smallest number of rows that has failed and has not been tried since.
-        good: Previous limit, which is restored if the current, larger one fails. None: no larger limit has been tried.
+        failed: Smallest number of rows that has failed and has not been tried since. None: none has failed.
+        good: Previous limit, which is restored if the current, larger one fails. None: the current one is not a trial.
         patience: Number of batches without an error before a larger limit is tried. During a calibration, a number of
             updates.
         num_clean: Number of batches without an error since the limit changed. During a calibration, a number of
@@ -91,26 +92,31 @@ class PieceSize:
         """
         if self.limit is None or num_rows <= self.limit:
             return 1
-        return -(-num_rows // self.limit) + self.has_two_sizes
+        return _divide_rounding_up(num_rows, self.limit) + self.has_two_sizes
 
-    def split_rows(self, num_rows: int, least: int = 1) -> list[tuple[int, int]]:
+    def split_rows(self, num_rows: int, min_pieces: int = 1) -> list[tuple[int, int]]:
         """Return the (begin, end) row indices of a batch's micro-batches.
 
         Their sizes differ by at most one. If a measurement needs two different sizes, one micro-batch is halved.
 
         Args:
             num_rows: Number of rows in the batch.
-            least: Minimum number of micro-batches, such as the number that another rank needs. A batch with fewer rows
-                gets one per row. Default: 1.
+            min_pieces: Minimum number of micro-batches, such as the number that another rank needs. A batch with fewer
+                rows gets one per row. Default: 1.
         """
-        count = min(max(self.count_pieces(num_rows), least), max(num_rows, 1))
+        count = min(max(self.count_pieces(num_rows), min_pieces), max(num_rows, 1))
         if self.has_two_sizes and count > 2:
-            cuts = [compute_slice_bounds(num_rows, count - 1, index) for index in range(count - 1)]
-            return _halve_a_piece(cuts) or [compute_slice_bounds(num_rows, count, index) for index in range(count)]
+            larger = [compute_slice_bounds(num_rows, count - 1, index) for index in range(count - 1)]
+            halved = _halve_a_piece(larger)
+            if halved:
+                return halved
         return [compute_slice_bounds(num_rows, count, index) for index in range(count)]
 
     def get_smaller_size(self, num_rows: int, is_measured: bool = False) -> int:
         """Return the next smaller number of rows per micro-batch after an out-of-memory error, or 0 if there is none.
+
+        If the failed size was only on trial, this is the limit before it. Otherwise it is half of the failed size. After
+        the first failure it is a quarter if memory is measured, because a larger size will soon be predicted.
 
         Args:
             num_rows: Rows of the micro-batches that failed.
@@ -118,8 +124,11 @@ class PieceSize:
         """
         if self.good is not None and self.good < num_rows:
             return self.good
-        factor = _FIRST_CUT if is_measured and self.patience <= FIRST_PATIENCE else 2
-        return 0 if num_rows <= 1 else -(-num_rows // factor)
+        if num_rows <= 1:
+            return 0
+        is_first_failure = self.patience <= FIRST_PATIENCE
+        factor = _FIRST_SHRINK_FACTOR if is_measured and is_first_failure else 2
+        return _divide_rounding_up(num_rows, factor)
 
     def restore_fields(self, **fields: int | None) -> None:
         """Set fields of this object, by name, to the values that a checkpoint has saved."""
@@ -134,19 +143,19 @@ class PieceSize:
             is_measured: Whether memory is measured on all ranks, so that the size that fits can soon be predicted.
         """
         if self.good is not None:
-            self.patience = min(2 * max(self.patience, FIRST_PATIENCE), _MOST_PATIENCE)
+            self.patience = min(2 * max(self.patience, FIRST_PATIENCE), _MAX_PATIENCE)
         elif is_measured and self.patience <= FIRST_PATIENCE:
-            self.patience = _CALIBRATION
+            self.patience = _CALIBRATION_UPDATES
         self.limit, self.failed, self.good, self.num_clean = limit, num_rows, None, 0
 
     def record_success(
-        self, num_rows: int, most: int | None = None, batch_rows: int = 0, is_update: bool = True
+        self, num_rows: int, predicted_rows: int | None = None, batch_rows: int = 0, is_update: bool = True
     ) -> None:
         """Record a batch that succeeded, and try a larger limit if that is due.
 
         Args:
             num_rows: Rows of the batch's largest micro-batch.
-            most: Largest number of rows that is predicted to fit on all ranks. None if memory is not measured.
+            predicted_rows: Largest number of rows that is predicted to fit on all ranks. None: memory is not measured.
             batch_rows: Rows of the largest batch of all ranks. Needed if memory is measured.
             is_update: Whether the batch ended with an optimizer update.
         """
@@ -158,13 +167,16 @@ class PieceSize:
         if not is_due:
             return
         self.num_clean = 0
-        larger = self.get_next_limit() if most is None else self._choose_limit(most, batch_rows)
-        if larger <= self.limit:
-            self.patience = max(self.patience, FIRST_PATIENCE)
+        if predicted_rows is None:
+            next_limit = self.get_next_limit()
+        else:
+            next_limit = self._choose_limit(predicted_rows, batch_rows)
+        if next_limit <= self.limit:
+            self.patience = max(self.patience, FIRST_PATIENCE)  # end the calibration, if there was one
             return
-        if self.failed is not None and larger >= self.failed:
+        if self.failed is not None and next_limit >= self.failed:
             self.failed = None  # memory may have become free
-        self.good, self.limit = self.limit, larger
+        self.good, self.limit = self.limit, next_limit
 
     def get_next_limit(self) -> int:
         """Return the number of rows per micro-batch to try next if memory is not measured.
@@ -175,59 +187,68 @@ class PieceSize:
         if self.failed is None or 2 * limit < self.failed:
             return 2 * limit
         middle = (limit + self.failed) // 2
-        return middle if middle - limit > limit // 8 else max(self.failed, limit + 1)
+        is_worth_trying = middle - limit > limit // 8
+        return middle if is_worth_trying else max(self.failed, limit + 1)
 
-    def _choose_limit(self, most: int, batch_rows: int) -> int:
+    def _choose_limit(self, predicted_rows: int, batch_rows: int) -> int:
         """Return the number of rows per micro-batch to try next.
 
         The current size is kept if a larger one would not reduce the number of micro-batches.
 
         Args:
-            most: Largest number of rows that is predicted to fit into memory.
+            predicted_rows: Largest number of rows that is predicted to fit into memory.
             batch_rows: Rows of the whole batch.
         """
         limit = self.limit or 1
-        if self.failed is not None and most >= self.failed:
+        if self.failed is not None and predicted_rows >= self.failed:
             # Sizes below the one that failed come first. If a prediction has failed before, they are bisected.
-            below = self.failed - 1 if self.patience <= FIRST_PATIENCE else (limit + self.failed) // 2
-            careful = _balance_pieces(below, batch_rows)
-            if careful > limit:
-                return careful
-        return _balance_pieces(most, batch_rows)
+            has_failed_before = self.patience > FIRST_PATIENCE
+            max_rows = (limit + self.failed) // 2 if has_failed_before else self.failed - 1
+            balanced = _balance_pieces(max_rows, batch_rows)
+            if balanced > limit:
+                return balanced
+        return _balance_pieces(predicted_rows, batch_rows)
 
 
-def _halve_a_piece(cuts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _divide_rounding_up(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _halve_a_piece(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the row ranges of micro-batches after one of them is halved.
 
     Return an empty list if the micro-batch to halve has a single row. Large micro-batches run first where possible,
     because small ones can reuse their memory blocks. The first micro-batch to run cannot be measured, because gradients
     do not exist yet. If there are only two, the first one is therefore halved, and its second half is moved to the end.
     A micro-batch of each size is then measured.
+
+    Args:
+        ranges: Row ranges (begin, end) of at least two micro-batches.
     """
-    if len(cuts) == 2:
-        (begin, end), (_, last) = cuts
-        rows, half = last - end, (end - begin) // 2
-        return [(begin, half), (half, half + rows), (half + rows, last)] if half else []
-    *others, (begin, end) = cuts
+    if len(ranges) == 2:
+        (begin, end), (_, last) = ranges
+        large, half = last - end, (end - begin) // 2
+        return [(begin, half), (half, half + large), (half + large, last)] if half else []
+    *unchanged, (begin, end) = ranges
     middle = (begin + end + 1) // 2
-    return [*others, (begin, middle), (middle, end)] if middle < end else []
+    return [*unchanged, (begin, middle), (middle, end)] if middle < end else []
 
 
-def _balance_pieces(most: int, num_rows: int) -> int:
+def _balance_pieces(max_rows: int, num_rows: int) -> int:
     """Return the number of rows in the largest micro-batch if a batch is split evenly.
 
-    The batch is split into the smallest number of micro-batches that have at most `most` rows each.
+    The batch is split into the smallest number of micro-batches that have at most `max_rows` rows each.
     """
-    num_pieces = -(-num_rows // max(most, 1))
-    return -(-num_rows // max(num_pieces, 1))
+    num_pieces = _divide_rounding_up(num_rows, max(max_rows, 1))
+    return _divide_rounding_up(num_rows, max(num_pieces, 1))
 
 
-_EVERY = 8
+_VOTES_PER_QUERY = 8
 """Number of calls of `AllocatorPressure.is_thrashing` per query of the allocator's statistics.
 
 A query takes a tenth of a millisecond.
 """
-_NUM_LOOKS = 2
+_NUM_QUERIES = 2
 """Number of consecutive queries that must find that the cache was emptied before the allocator counts as thrashing.
 
 A tensor shape that occurs only once, for example in an evaluation, can make the allocator empty its cache once.
@@ -251,11 +272,13 @@ class AllocatorPressure:
             hardware.find_memory_function(name) is not None for name in names
         )
         self._peak = PeakReader(hardware, device) if has_statistics else None
+        # Measurements of micro-batches
         self._curve = RowCurve()
-        self._piece_peaks: dict[int, int] = {}
-        self._reserved = 0
-        self._num_rescues: int | None = None
-        self._num_in_a_row = 0
+        self._piece_peaks: dict[int, int] = {}  # peak bytes by number of rows, during a calibration
+        self._reserved_bytes = 0  # largest size of the allocator's cache during a calibration
+        # Detection of thrashing
+        self._num_retries: int | None = None  # as of the last query
+        self._num_thrashing_queries = 0  # in a row
         self._num_votes = 0
 
     @property
@@ -265,14 +288,14 @@ class AllocatorPressure:
 
     def reset_statistics(self) -> None:
         """Reset all statistics when micro-batches become smaller, because earlier values no longer apply."""
-        self._num_rescues, self._num_in_a_row, self._num_votes = None, 0, 0
+        self._num_retries, self._num_thrashing_queries, self._num_votes = None, 0, 0
         self._curve.clear()
         self.reset_peak()
 
     def reset_peak(self) -> None:
         """Reset the peak memory, so that an evaluation's earlier peak does not count for later micro-batches."""
         self._piece_peaks.clear()
-        self._reserved = 0
+        self._reserved_bytes = 0
         if self._peak is not None:
             self._peak.reset()
 
@@ -294,7 +317,9 @@ class AllocatorPressure:
             return
         if num_rows:
             self._piece_peaks[num_rows] = max(self._piece_peaks.get(num_rows, 0), self._peak.read_peak())
-            self._reserved = max(self._reserved, self._statistics(self._device).get("reserved_bytes.all.current", 0))
+            self._reserved_bytes = max(
+                self._reserved_bytes, self._statistics(self._device).get("reserved_bytes.all.current", 0)
+            )
         self._peak.reset()
 
     def predict_rows(self, num_rows: int) -> int:
@@ -309,15 +334,20 @@ class AllocatorPressure:
             return -1
         statistics = self._statistics(self._device)
         # Gradients and optimizer state exist at this point; activations do not.
-        base, held = statistics.get("allocated_bytes.all.current", 0), statistics.get("reserved_bytes.all.current", 0)
-        peaks = self._piece_peaks or {num_rows: self._peak.read_peak()}
-        # Outside of a calibration, the cache also holds blocks of other work, such as an evaluation.
-        unused = max(self._reserved, held) - max(peaks.values()) if self._piece_peaks else self._curve.unused
-        for rows, peak in peaks.items():
-            allocated = max(peak - base, 0)
-            self._curve.record_peak(RowPeak(rows, allocated, allocated + max(unused, 0)))
-        found = self._curve.predict_largest(read_free_bytes(self._hardware, self._device) + held - base)
-        return 0 if found is None else found
+        base_bytes = statistics.get("allocated_bytes.all.current", 0)
+        reserved_bytes = statistics.get("reserved_bytes.all.current", 0)
+        if self._piece_peaks:
+            peaks = self._piece_peaks
+            unused_bytes = max(self._reserved_bytes, reserved_bytes) - max(peaks.values())
+        else:
+            # Outside of a calibration, the cache also holds blocks of other work, such as an evaluation.
+            peaks = {num_rows: self._peak.read_peak()}
+            unused_bytes = self._curve.unused
+        for rows, peak_bytes in peaks.items():
+            allocated_bytes = max(peak_bytes - base_bytes, 0)
+            self._curve.record_peak(RowPeak(rows, allocated_bytes, allocated_bytes + max(unused_bytes, 0)))
+        available_bytes = read_free_bytes(self._hardware, self._device) + reserved_bytes - base_bytes
+        return self._curve.predict_largest(available_bytes) or 0
 
     def is_thrashing(self) -> bool:
         """Whether the allocator repeatedly has to empty its cache to satisfy requests.
@@ -326,15 +356,16 @@ class AllocatorPressure:
         read the allocator's statistics; the others return False.
         """
         self._num_votes += 1
-        if (
-            self._peak is None
-            or self._statistics is None
-            or (self._num_rescues is not None and self._num_votes % _EVERY)
-        ):
+        if self._peak is None or self._statistics is None:
+            return False
+        if self._num_retries is not None and self._num_votes % _VOTES_PER_QUERY:
             return False
         statistics = self._statistics(self._device)
         # Each out-of-memory error also counts as a retry, so subtract them to get the successful retries.
-        now = statistics.get("num_alloc_retries", 0) - statistics.get("num_ooms", 0)
-        before, self._num_rescues = self._num_rescues, now
-        self._num_in_a_row = self._num_in_a_row + 1 if before is not None and now > before else 0
-        return self._num_in_a_row >= _NUM_LOOKS
+        num_retries = statistics.get("num_alloc_retries", 0) - statistics.get("num_ooms", 0)
+        old_num_retries, self._num_retries = self._num_retries, num_retries
+        if old_num_retries is not None and num_retries > old_num_retries:
+            self._num_thrashing_queries += 1
+        else:
+            self._num_thrashing_queries = 0
+        return self._num_thrashing_queries >= _NUM_QUERIES

@@ -45,9 +45,9 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_LOOKS = 0.1
+_CHECK_SECONDS = 0.1
 """Seconds between two checks of whether this rank makes progress."""
-_ANSWER = timedelta(seconds=60)
+_READ_TIMEOUT = timedelta(seconds=60)
 """Timeout for reading a value from the control plane."""
 
 
@@ -56,45 +56,51 @@ class CollectiveReplayer:
 
     A rank that ran out of memory reads from the control plane which collectives the other ranks have entered, and joins
     them. Each process runtime has one replayer. It uses neither models nor strategies.
+
+    Attributes:
+        collective_log: Log of the collectives that this rank has entered.
+        rank: Global rank of this process.
     """
 
     def __init__(self) -> None:
         runtime = process.current()
         self.collective_log = runtime.scope.get_or_create(CollectiveLog)
-        self.rank, self.world_size = runtime.rank, runtime.world_size
-        self._channel = control.current()
-        self._own: list[str] = []
-        self._over = threading.Event()
+        self.rank = runtime.rank
+        self._control_plane = control.current()
+        self._own_keys: list[str] = []  # keys that this rank has set in the current round
+        self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._publish_while_waiting, name="headway-replayer", daemon=True)
 
     def start(self) -> None:
         """Start the background thread. It runs until `stop` is called, or the process runtime ends."""
-        if not self._thread.is_alive() and not self._over.is_set():
+        if not self._thread.is_alive() and not self._is_stopped.is_set():
             self._thread.start()
             stop_before_shutdown(self.stop)
             process.release_at_end(self.stop)
 
     def stop(self) -> None:
-        """Stop the thread."""
-        self._over.set()
+        """Stop the thread, and wait up to five seconds for its end. It cannot be started again."""
+        self._is_stopped.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5)
 
     def _publish_while_waiting(self) -> None:
-        calls, before = self.collective_log, (-1, -1)
-        while not self._over.wait(_LOOKS):
-            now = (calls.number, calls.position)
-            is_still, before = calls.is_open and now == before, now
+        log_of_rank, last_position = self.collective_log, (-1, -1)
+        while not self._is_stopped.wait(_CHECK_SECONDS):
+            round_number, index = log_of_rank.number, log_of_rank.position
+            is_waiting = log_of_rank.is_open and (round_number, index) == last_position
+            last_position = round_number, index
             try:
-                if calls.has_listener:
-                    self._abort_if_lost(calls.number)
-                elif is_still and self._channel.has_key(f"replay/{now[0]}/failed"):
-                    calls.add_listener(now[0], self.publish)
+                if log_of_rank.has_listener:
+                    self._abort_if_lost(log_of_rank.number)
+                elif is_waiting and self._control_plane.has_key(f"replay/{round_number}/failed"):
+                    log_of_rank.add_listener(round_number, self.publish)
             except (DistError, HeadwayError) as error:
                 log.debug("the control plane is lost: %s", error)
                 return
 
     def _abort_if_lost(self, number: int) -> None:
+        """Abort the process groups of this rank if some rank cannot join the remaining collectives of a round."""
         if not self.collective_log.lost and self.read_failure_reason(number):
             process.abort_group()  # nothing else wakes a rank that waits inside a collective
 
@@ -105,8 +111,8 @@ class CollectiveReplayer:
             number: Number of the round. A round is the interval between two votes of all ranks on the batch's success.
         """
         key = f"replay/{number}/lost"
-        if not self.collective_log.lost and self._channel.has_key(key):
-            self.collective_log.lost = self._channel.get(key, _ANSWER).decode()
+        if not self.collective_log.lost and self._control_plane.has_key(key):
+            self.collective_log.lost = self._control_plane.get(key, _READ_TIMEOUT).decode()
         return self.collective_log.lost
 
     # ---------------------------------------------------------------- messages
@@ -141,9 +147,9 @@ class CollectiveReplayer:
 
         A round is the interval between two votes, in which ranks report whether their batch has succeeded.
         """
-        return self._channel.has_key(f"replay/{self.collective_log.number}/failed/{rank}")
+        return self._control_plane.has_key(f"replay/{self.collective_log.number}/failed/{rank}")
 
-    def read_step(self, rank: int, index: int) -> RecordedCollective | None:
+    def read_collective(self, rank: int, index: int) -> RecordedCollective | None:
         """Return the collective with this index that a rank has entered, or None if the rank has not published it.
 
         Args:
@@ -151,7 +157,7 @@ class CollectiveReplayer:
             index: Index of the collective in the current round, which is the interval between two votes.
         """
         key = f"replay/{self.collective_log.number}/{rank}/{index}"
-        return parse_record(self._channel.get(key, _ANSWER)) if self._channel.has_key(key) else None
+        return parse_record(self._control_plane.get(key, _READ_TIMEOUT)) if self._control_plane.has_key(key) else None
 
     def end_round(self) -> None:
         """Delete this rank's log of collectives from the control plane, and start a new log.
@@ -159,18 +165,18 @@ class CollectiveReplayer:
         Called after all ranks have voted on whether the batch has succeeded.
         """
         self.collective_log.begin_round()
-        own, self._own = self._own, []
-        for key in own:
-            self._channel.delete(key)
+        own_keys, self._own_keys = self._own_keys, []
+        for key in own_keys:
+            self._control_plane.delete(key)
 
     def _set_key(self, name: str, text: str = "") -> None:
         key = f"replay/{self.collective_log.number}/{name}"
-        self._own.append(key)
-        self._channel.set(key, text.encode())
+        self._own_keys.append(key)
+        self._control_plane.set(key, text.encode())
 
 
-_SOON, _SELDOM = 0.002, 0.05
-"""Seconds between two polls of a rank that replays collectives: at first (`_SOON`), and later (`_SELDOM`)."""
+_FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.002, 0.05
+"""Seconds between two polls of a rank that replays collectives. They double from the first to the second value."""
 
 
 class Rounds:
@@ -196,12 +202,12 @@ class Rounds:
 
     # ---------------------------------------------------------------- begin and end
 
-    def open(self) -> None:
-        """Start recording the collectives of a new batch. All ranks call it."""
+    def open_batch(self) -> None:
+        """Start recording the collectives of a new batch, for other ranks that may fail. All ranks call it."""
         self._replayer.start()
         self._collective_log.begin_batch()
 
-    def close(self) -> None:
+    def close_batch(self) -> None:
         """Stop recording the collectives of the batch."""
         self._collective_log.end_batch()
 
@@ -221,45 +227,47 @@ class Rounds:
         Raises:
             MemoryExhausted: On all ranks, if this or another rank cannot take part in the collectives.
         """
-        calls, started = self._collective_log, time.monotonic()
+        collective_log, start_time = self._collective_log, time.monotonic()
         try:
-            if calls.is_in_collective:
+            if collective_log.is_in_collective:
                 raise CollectiveError("it was inside an exchange, which cannot be entered twice")
             self._strategy.clean_up_failure()
             self._replayer.publish_failure()
-            before = calls.position
+            first_index = collective_log.position
+            # This rank joins the collectives without making the calls that contain them. Checks of calls must not fail.
             with self._runtime.scope.get_or_create(Attendance).join_every_call():
-                while (step := self._find_next_step()) is not None and not is_vote(step):
-                    self._join_or_skip(step)
+                while (collective := self._find_next_collective()) is not None and not is_vote(collective):
+                    self._join_or_skip(collective)
         except Exception as error:
-            self.check(error)
+            self.raise_if_lost(error)
             raise self._publish_abort(error) from error
         log.info(
             "took part in %d remaining collectives of the failed batch, %.2f s",
-            calls.position - before,
-            time.monotonic() - started,
+            collective_log.position - first_index,
+            time.monotonic() - start_time,
             main_process_only=False,
         )
 
-    def _join_or_skip(self, step: RecordedCollective) -> None:
+    def _join_or_skip(self, collective: RecordedCollective) -> None:
         """Take part in a collective if another rank of its process group has entered it. Otherwise skip it."""
         index = self._collective_log.position
-        peers = [rank for rank in self._strategy.list_members(step) if rank != self._rank]
-        found = self._find_step(index, peers)
-        if found is None:
+        peers = [rank for rank in self._strategy.list_members(collective) if rank != self._rank]
+        # Another process group can run a collective at the same index, so ask only the members of this rank's group.
+        own_collective = self._find_collective(index, peers)
+        if own_collective is None:
             self._collective_log.skip_collective()
         else:
-            self._strategy.join_collective(found)
+            self._strategy.join_collective(own_collective)
 
-    def _find_next_step(self) -> RecordedCollective | None:
+    def _find_next_collective(self) -> RecordedCollective | None:
         """Return the next collective that any other rank has entered.
 
         Return None if all other ranks ran out of memory before they entered one.
         """
-        others = [rank for rank in range(self._runtime.world_size) if rank != self._rank]
-        return self._find_step(self._collective_log.position, others)
+        other_ranks = [rank for rank in range(self._runtime.world_size) if rank != self._rank]
+        return self._find_collective(self._collective_log.position, other_ranks)
 
-    def _find_step(self, index: int, ranks: Sequence[int]) -> RecordedCollective | None:
+    def _find_collective(self, index: int, ranks: Sequence[int]) -> RecordedCollective | None:
         """Return the collective with this index that one of the ranks has entered.
 
         Return None if all of these ranks ran out of memory before they entered it.
@@ -271,25 +279,26 @@ class Rounds:
         Raises:
             ControlPlaneError: If a rank publishes nothing within the timeout.
         """
-        replayer, deadline, pause = self._replayer, time.monotonic() + self._timeout, _SOON
-        waiting = list(ranks)
-        while waiting:
-            rank = waiting[0]
+        replayer, deadline, pause = self._replayer, time.monotonic() + self._timeout, _FIRST_POLL_SECONDS
+        remaining = list(ranks)
+        while remaining:
+            rank = remaining[0]
             # Check for failure first: a failed rank published its earlier collectives before its failure.
             has_failed = replayer.has_failed(rank)
-            step = replayer.read_step(rank, index)
-            if step is not None:
-                return step
+            collective = replayer.read_collective(rank, index)
+            if collective is not None:
+                return collective
             if has_failed:
-                waiting.pop(0)
+                remaining.pop(0)
                 continue
             if time.monotonic() > deadline:
                 raise ControlPlaneError(f"rank {rank} did not publish its position within {self._timeout:g} s")
-            self.check(None)
+            self.raise_if_lost(None)
             time.sleep(pause)
-            pause = min(2 * pause, _SELDOM)
+            pause = min(2 * pause, _MAX_POLL_SECONDS)
         # A failed rank may have replayed this collective since, because another rank had entered it.
-        return next((step for rank in ranks if (step := replayer.read_step(rank, index)) is not None), None)
+        collectives = (replayer.read_collective(rank, index) for rank in ranks)
+        return next((collective for collective in collectives if collective is not None), None)
 
     def _publish_abort(self, error: Exception) -> MemoryExhausted:
         """Publish that this rank cannot complete the collectives, and return the error to raise."""
@@ -300,7 +309,7 @@ class Rounds:
         self._replayer.publish_abort(text)
         return MemoryExhausted(text)
 
-    def check(self, error: BaseException | None) -> None:
+    def raise_if_lost(self, error: BaseException | None) -> None:
         """Raise an error if some rank is known to be unable to take part in the remaining collectives of the batch.
 
         Args:

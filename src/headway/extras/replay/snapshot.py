@@ -21,7 +21,7 @@ pass over it begins. Copies from an earlier pass are dropped, because going back
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -47,6 +47,22 @@ class Rewindable(Protocol):
         """Restore the state that `snapshot` returned. A snapshot can be restored more than once."""
 
 
+class _BufferCopy(NamedTuple):
+    """Copy of a buffer of a module.
+
+    Attributes:
+        holder: The module's dict of buffers, which contains the buffer under `name`.
+        name: Name of the buffer in its module.
+        buffer: Buffer tensor, which is put back if the module has replaced it.
+        values: Copy of its values.
+    """
+
+    holder: dict[str, Any]
+    name: str
+    buffer: torch.Tensor
+    values: torch.Tensor
+
+
 class BatchSnapshot:
     """Snapshot of the state at the start of a batch: gradients, buffers, RNG states and registered objects.
 
@@ -68,13 +84,12 @@ class BatchSnapshot:
     ) -> None:
         self._prepared = prepared
         self._has_counts = has_counts
-        self._rewound = tuple(states)
+        self._rewindables = tuple(states)
         self._hardware = hardware
-        self._grads: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        self._buffers: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
-        self._copies: dict[int, torch.Tensor] = {}
+        self._grads: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # of earlier batches in the window
+        self._buffers: list[_BufferCopy] = []
         self._states: list[tuple[Rewindable, Any]] = []
-        self._random: dict[str, Any] = {}
+        self._rng_states: dict[str, Any] = {}
         self._is_merged = False
 
     def save_state(self) -> None:
@@ -85,9 +100,9 @@ class BatchSnapshot:
                 self._grads.append((parameter, parameter.grad))
                 parameter.grad = None
         self._copy_buffers()
-        self._random = read_rng_states(self._hardware)
+        self._rng_states = read_rng_states(self._hardware)
         optimizers = self._prepared.optimizers if self._has_counts else ()
-        self._states = [(each, each.snapshot()) for each in (*self._rewound, *optimizers)]
+        self._states = [(each, each.snapshot()) for each in (*self._rewindables, *optimizers)]
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters of all prepared models, each once."""
@@ -95,17 +110,22 @@ class BatchSnapshot:
 
     def _copy_buffers(self) -> None:
         """Copy buffers. The memory of earlier copies is reused if shapes and dtypes fit."""
-        modules = [module for model in self._prepared.models for module in model.modules() if module._buffers]
-        found = [(m._buffers, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
-        copies = {}
-        for _, _, buffer in found:
-            known = self._copies.get(id(buffer))
-            fits = known is not None and known.shape == buffer.shape and known.dtype == buffer.dtype
-            copies[id(buffer)] = known if fits and known is not None else torch.empty_like(buffer)
-        self._copies = copies
-        self._buffers = [(holder, name, buffer, copies[id(buffer)]) for holder, name, buffer in found]
-        if found:
-            foreach_copy_([copy for _, _, _, copy in self._buffers], [b.detach() for _, _, b in found])
+        earlier_values = {id(each.buffer): each.values for each in self._buffers}
+        values_by_id: dict[int, torch.Tensor] = {}  # a buffer of several modules is copied once
+        copies = []
+        for model in self._prepared.models:
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is None:
+                        continue
+                    values = values_by_id.get(id(buffer), earlier_values.get(id(buffer)))
+                    if values is None or values.shape != buffer.shape or values.dtype != buffer.dtype:
+                        values = torch.empty_like(buffer)
+                    values_by_id[id(buffer)] = values
+                    copies.append(_BufferCopy(module._buffers, name, buffer, values))
+        self._buffers = copies
+        if copies:
+            foreach_copy_([each.values for each in copies], [each.buffer.detach() for each in copies])
 
     def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop the gradients of earlier batches that the snapshot stores for an optimizer's parameters.
@@ -123,12 +143,15 @@ class BatchSnapshot:
         if self._is_merged:
             return
         self._is_merged = True
-        both = [(p.grad, grad) for p, grad in self._grads if p.grad is not None]
-        for parameter, grad in self._grads:
+        new_grads, earlier_grads = [], []
+        for parameter, earlier_grad in self._grads:
             if parameter.grad is None:
-                parameter.grad = grad.clone()
-        if both:
-            foreach_add_([own for own, _ in both], [earlier for _, earlier in both])
+                parameter.grad = earlier_grad.clone()
+            else:
+                new_grads.append(parameter.grad)
+                earlier_grads.append(earlier_grad)
+        if new_grads:
+            foreach_add_(new_grads, earlier_grads)
 
     def restore(self) -> None:
         """Restore the state that `save_state` saved at the start of the batch. The snapshot can be used again.
@@ -139,10 +162,10 @@ class BatchSnapshot:
         for parameter in self.parameters():
             parameter.grad = None
         with torch.no_grad():
-            for holder, name, buffer, copy in self._buffers:
-                holder[name] = buffer
-                buffer.copy_(copy)
-        write_rng_states(self._random, self._hardware)
+            for copied in self._buffers:
+                copied.holder[copied.name] = copied.buffer
+                copied.buffer.copy_(copied.values)
+        write_rng_states(self._rng_states, self._hardware)
         for each, state in self._states:
             each.restore(state)
 
@@ -175,6 +198,7 @@ class StepUndo:
             {name: map_tensors(torch.clone, value) for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
         ]
+        # Such as a step counter. Attributes of other types are not expected to change.
         self._numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
 
     def restore(self) -> None:
@@ -213,9 +237,9 @@ def _restore_value(live: Any, saved: Any, key: Any) -> Any:
             live[name] = _restore_value(live.get(name), value, key)
         return live
     if isinstance(saved, torch.Tensor):
-        held = get_local_shard(live) if isinstance(live, torch.Tensor) else None
-        if held is not None and held.shape == saved.shape and held.dtype == saved.dtype:
-            held.copy_(saved)
+        local = get_local_shard(live) if isinstance(live, torch.Tensor) else None
+        if local is not None and local.shape == saved.shape and local.dtype == saved.dtype:
+            local.copy_(saved)
             return live
         # A scalar count stays on the CPU, as in torch's optimizers; other tensors go to their parameter's device.
         return saved.to(key.device) if isinstance(key, torch.Tensor) and saved.ndim else saved
@@ -223,7 +247,7 @@ def _restore_value(live: Any, saved: Any, key: Any) -> Any:
 
 
 class OptimizerRecord:
-    """Record of the optimizer's parameters that have state, and of the temporary memory that its step allocates.
+    """Record of which parameters of an optimizer have state, and of the temporary memory that its step allocates.
 
     Args:
         optimizer: torch's own optimizer, not the prepared one.
@@ -234,13 +258,13 @@ class OptimizerRecord:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        # LBFGS evaluates its closure and keeps a growing history.
-        self._is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(
-            optimizer, torch.optim.LBFGS
-        )
-        self._layout: list[tuple[Any, ...]] | None = None
-        self._is_steady = self._is_torchs
-        self._seen: set[int] = set()
+        # torch's optimizers create all state of a parameter in its first step. LBFGS keeps a growing history.
+        is_from_torch = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+        self._has_fixed_state = is_from_torch and not isinstance(optimizer, torch.optim.LBFGS)
+        # Of other optimizers: descriptions of all tensors after the last step, and whether that step left them unchanged.
+        self._tensor_layout: list[tuple[Any, ...]] | None = None
+        self._is_steady = self._has_fixed_state
+        self._stepped_ids: set[int] = set()  # `id` of each parameter that has been updated
         self.temporaries: dict[torch.device, list[int]] = {}
 
     @property
@@ -252,7 +276,7 @@ class OptimizerRecord:
     def is_complete(self) -> bool:
         """Whether the optimizer already has all state that its next step uses."""
         return self._is_steady and all(
-            id(p) in self._seen for p in iterate_parameters(self._optimizer) if p.grad is not None
+            id(p) in self._stepped_ids for p in iterate_parameters(self._optimizer) if p.grad is not None
         )
 
     def measure_step(self, step: Callable[[], bool]) -> bool:
@@ -266,21 +290,21 @@ class OptimizerRecord:
         """
         with AllocationMeter() as meter:
             did_step = step()
-        found = meter.list_temporaries()
-        if sum(map(sum, found.values())) > self.num_bytes:
+        measured = meter.list_temporaries()
+        if sum(map(sum, measured.values())) > self.num_bytes:
             # Host memory is virtual: if the parts fit, so does one block of their total size.
             self.temporaries = {
                 device: [sum(sizes)] if device.type == "cpu" else _combine_small(sizes)
-                for device, sizes in found.items()
+                for device, sizes in measured.items()
             }
         return did_step
 
     def confirm_step(self) -> None:
         """Record that the measured step will not be undone. The parameters that it updated now have optimizer state."""
-        self._seen.update(id(p) for p in iterate_parameters(self._optimizer) if p.grad is not None)
-        if not self._is_torchs:
-            before, self._layout = self._layout, _describe_tensors(self._optimizer)
-            self._is_steady = self._layout == before and not isinstance(self._optimizer, torch.optim.LBFGS)
+        self._stepped_ids.update(id(p) for p in iterate_parameters(self._optimizer) if p.grad is not None)
+        if not self._has_fixed_state:
+            old_layout, self._tensor_layout = self._tensor_layout, _describe_tensors(self._optimizer)
+            self._is_steady = self._tensor_layout == old_layout and not isinstance(self._optimizer, torch.optim.LBFGS)
 
     def reserve_memory(self) -> None:
         """Allocate and free as much memory as a step temporarily needs, so that a caching allocator keeps it available.
@@ -295,23 +319,24 @@ class OptimizerRecord:
         blocks.clear()
 
 
-_SMALL = 1 << 20
+_SMALL_BYTES = 1 << 20
 """Size in bytes below which blocks are combined. CUDA's allocator serves smaller requests from segments of 2 MiB."""
 
 
 def _combine_small(sizes: list[int]) -> list[int]:
-    """Combine small blocks into blocks of up to `_SMALL` bytes, and return the sizes of all blocks.
+    """Combine small blocks into blocks of up to `_SMALL_BYTES` bytes, and return the sizes of all blocks.
 
     A model has hundreds of small blocks, and each allocation costs a call.
     """
-    found, rest = [size for size in sizes if size >= _SMALL], 0
+    blocks = [size for size in sizes if size >= _SMALL_BYTES]
+    combined = 0
     for size in sizes:
-        if size < _SMALL:
-            if rest + size > _SMALL:
-                found.append(rest)
-                rest = 0
-            rest += size
-    return [*found, rest] if rest else found
+        if size < _SMALL_BYTES:
+            if combined + size > _SMALL_BYTES:
+                blocks.append(combined)
+                combined = 0
+            combined += size
+    return [*blocks, combined] if combined else blocks
 
 
 def _describe_tensors(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
@@ -319,10 +344,12 @@ def _describe_tensors(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]
 
     An equal list before and after a step shows that the step has created no state.
     """
-    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "defaults")}
+    attributes = {
+        name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "defaults")
+    }
     options = [[value for name, value in group.items() if name != "params"] for group in optimizer.param_groups]
-    held = list_tensors([list(optimizer.state.values()), options, own])
-    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in held]
+    tensors = list_tensors([list(optimizer.state.values()), options, attributes])
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
 
 
 def _iterate_strided(tree: Any) -> Iterator[torch.Tensor]:
@@ -343,34 +370,38 @@ class AllocationMeter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
-        self._held: dict[StorageWeakRef, tuple[torch.device, int]] = {}
-        self._at_peak: dict[StorageWeakRef, tuple[torch.device, int]] = {}
+        # Device and size in bytes of each storage: those that exist now, and those that existed at the peak.
+        self._live_storages: dict[StorageWeakRef, tuple[torch.device, int]] = {}
+        self._peak_storages: dict[StorageWeakRef, tuple[torch.device, int]] = {}
 
-    @property
-    def live(self) -> int:
-        """Current total bytes of the tensors that were created while the mode was active."""
-        self._held = {reference: held for reference, held in self._held.items() if not reference.expired()}  # type: ignore[no-untyped-call]
-        return sum(size for _, size in self._held.values())
+    def count_live_bytes(self) -> int:
+        """Return the current total bytes of the tensors that were created while the mode was active."""
+        storages = self._live_storages.items()
+        self._live_storages = {reference: entry for reference, entry in storages if not reference.expired()}  # type: ignore[no-untyped-call]
+        return sum(size for _, size in self._live_storages.values())
 
     def list_temporaries(self) -> dict[torch.device, list[int]]:
         """Return the sizes in bytes of the tensors that existed at the peak and have been freed since, by device."""
-        found: dict[torch.device, list[int]] = {}
-        for reference, (device, size) in self._at_peak.items():
+        sizes: dict[torch.device, list[int]] = {}
+        for reference, (device, size) in self._peak_storages.items():
             if reference.expired():  # type: ignore[no-untyped-call]
-                found.setdefault(device, []).append(size)
-        return found
+                sizes.setdefault(device, []).append(size)
+        return sizes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and record new storages in its result."""
         result = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage()._cdata for tensor in _iterate_strided([args, kwargs or {}])}
-        made = [(tensor.untyped_storage(), tensor.device) for tensor in _iterate_strided(result)]
-        new = {StorageWeakRef(s): (d, s.nbytes()) for s, d in made if s._cdata not in given}  # type: ignore[no-untyped-call]
-        if new:
-            self._held.update(new)
-            live = self.live
-            if live > self.peak:
-                self.peak, self._at_peak = live, dict(self._held)
+        input_keys = {tensor.untyped_storage()._cdata for tensor in _iterate_strided([args, kwargs or {}])}
+        has_new = False
+        for tensor in _iterate_strided(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in input_keys:  # neither a view nor changed in place
+                self._live_storages[StorageWeakRef(storage)] = tensor.device, storage.nbytes()  # type: ignore[no-untyped-call]
+                has_new = True
+        if has_new:
+            live_bytes = self.count_live_bytes()
+            if live_bytes > self.peak:
+                self.peak, self._peak_storages = live_bytes, dict(self._live_storages)
         return result
 
 
@@ -392,35 +423,35 @@ class RunCopy:
     Args:
         run: Run of the Accelerator.
         counters: Objects with `snapshot` and `restore`, in addition to the update clock.
-        others: Objects registered for checkpoints.
+        registered: Objects registered for checkpoints.
 
     Attributes:
         num_updates: Number of updates made at the time of the copy.
     """
 
-    def __init__(self, run: Run, counters: Sequence[Rewindable], others: Sequence[StateHolder]) -> None:
+    def __init__(self, run: Run, counters: Sequence[Rewindable], registered: Sequence[StateHolder]) -> None:
         prepared = run.prepared
         self.num_updates = run.clock.num_updates
-        self._schedules = list(prepared.schedulers)
+        self._schedulers = list(prepared.schedulers)
         self._windows = run.windows
-        self._weights = run.windows.snapshot()
-        holders: list[StateHolder] = [*(each.scheduler for each in self._schedules), *others]
+        self._windows_state = run.windows.snapshot()
+        holders: list[StateHolder] = [*(each.scheduler for each in self._schedulers), *registered]
         self._states = [(each, copy.deepcopy(each.state_dict())) for each in holders]
-        self._optimizers = [StepUndo(each.optimizer) for each in prepared.optimizers]
-        self._rest = BatchSnapshot(prepared, (run.clock, *counters), run.runtime.hardware)
-        self._rest.save_state()
-        self._rest.restore_gradients()
+        self._optimizer_copies = [StepUndo(each.optimizer) for each in prepared.optimizers]
+        self._snapshot = BatchSnapshot(prepared, (run.clock, *counters), run.runtime.hardware)
+        self._snapshot.save_state()
+        self._snapshot.restore_gradients()  # `save_state` has moved them into the snapshot
 
     def restore(self) -> None:
         """Restore the run's state from the copy. The copy can be restored more than once."""
-        self._rest.restore()
-        for optimizer in self._optimizers:
-            optimizer.restore()
+        self._snapshot.restore()
+        for optimizer_copy in self._optimizer_copies:
+            optimizer_copy.restore()
         for holder, state in self._states:
             holder.load_state_dict(copy.deepcopy(state))
-        self._windows.restore_weights(self._weights)
-        for schedule in self._schedules:
-            schedule.catch_up()
+        self._windows.restore_weights(self._windows_state)
+        for scheduler in self._schedulers:
+            scheduler.catch_up()
 
 
 @dataclass(eq=False)
@@ -431,15 +462,15 @@ class RewindCopies:
         distance: Number of updates between copies.
         run: Run of the Accelerator.
         counters: Objects to restore in addition to the clock and the prepared optimizers.
-        others: Function that returns the objects registered for checkpoints.
+        list_registered: Function that returns the objects registered for checkpoints.
     """
 
     distance: int
     run: Run
     counters: Sequence[Rewindable]
-    others: Callable[[], Sequence[StateHolder]]
-    _copies: list[RunCopy] = field(default_factory=list, init=False)
-    _pass: tuple[int, int] | None = field(default=None, init=False)
+    list_registered: Callable[[], Sequence[StateHolder]]
+    _copies: list[RunCopy] = field(default_factory=list, init=False)  # at most two, the older one first
+    _pass_key: tuple[int, int] | None = field(default=None, init=False)  # seed of the loader, and its number of passes
 
     def before_fetch(self, loader: PreparedLoader) -> None:
         """Copy the state if a copy is due, before a loader reads the first batch of an accumulation window.
@@ -449,11 +480,12 @@ class RewindCopies:
         windows = self.run.windows
         if windows.is_unfinished or windows.num_unused_reads:
             return
-        if not windows.trained_on or any(each.seed == loader.seed for each in windows.trained_on):
-            now = loader.seed, loader.num_passes
-            if now != self._pass:
-                self._pass = now
-                self._copies.clear()
+        # Before the first update, it is not known which loaders are for training.
+        is_for_training = not windows.trained_on or any(each.seed == loader.seed for each in windows.trained_on)
+        pass_key = loader.seed, loader.num_passes
+        if is_for_training and pass_key != self._pass_key:
+            self._pass_key = pass_key
+            self._copies.clear()
         self._copy_if_due()
 
     def before_learning(self) -> None:
@@ -463,11 +495,12 @@ class RewindCopies:
             self._copy_if_due()
 
     def _copy_if_due(self) -> None:
-        run, num = self.run, self.run.clock.num_updates
+        run, num_updates = self.run, self.run.clock.num_updates
         if holds_averages(run):  # the copy would hold averaged weights in place of the trained ones
             return
-        if run.prepared.optimizers and (not self._copies or num - self._copies[-1].num_updates >= self.distance):
-            self._copies = [*self._copies[-1:], RunCopy(run, self.counters, self.others())]
+        is_due = not self._copies or num_updates - self._copies[-1].num_updates >= self.distance
+        if is_due and run.prepared.optimizers:
+            self._copies = [*self._copies[-1:], RunCopy(run, self.counters, self.list_registered())]
 
     def undo_updates(self) -> int | None:
         """Restore the older of the two kept copies of the run's state.
@@ -486,4 +519,4 @@ class RewindCopies:
 
     def drop_copies(self) -> None:
         """Drop all copies, because the run continues from another state, such as a loaded checkpoint."""
-        self._copies, self._pass = [], None
+        self._copies, self._pass_key = [], None

@@ -1,6 +1,6 @@
 """Training step with automatic micro-batching: each batch runs in micro-batches, and is replayed if memory runs out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ _IN_TURN = (
 
 
 class PieceBlock(MicroBatch):
-    """Context manager in which one micro-batch of a batch runs forward and backward."""
+    """Context manager in which one micro-batch of a split batch runs forward and backward."""
 
     __slots__ = ()
 
@@ -63,6 +63,8 @@ class PieceStep(TrainingStep):
 
     Attributes:
         transaction: Transaction of the current batch.
+        reduces_pieces: Whether each micro-batch reduces its gradients at once, because its forward or backward contains
+            collectives. All ranks then run the same number of micro-batches.
 
     Raises:
         UnsupportedError: If the strategy cannot undo a step.
@@ -74,16 +76,14 @@ class PieceStep(TrainingStep):
         super().__init__(run, policy, guard)
         strategy, runtime = run.strategy, run.runtime
         strategy.capabilities.require("rollback", strategy.name, "leave microbatching off")
-        rewound = run.windows, run.clock, run.precision, strategy
-        snapshot = BatchSnapshot(run.prepared, rewound, runtime.hardware)
-        # If forward or backward of a piece contains collectives, each piece reduces its gradients at once, and all
-        # ranks run the same number of pieces.
+        states = run.windows, run.clock, run.precision, strategy
+        snapshot = BatchSnapshot(run.prepared, states, runtime.hardware)
         self.reduces_pieces = not strategy.capabilities.lone_pieces
         rounds = Rounds(strategy, runtime) if self.reduces_pieces else None
         allocator = AllocatorPressure(runtime.hardware, runtime.device)
         self.transaction = BatchTransaction(strategy, snapshot, allocator, run.prepared, rounds)
         self._num_batches = 0
-        self._all_rows: list[int] = []
+        self._rows_by_rank: list[int] = []  # of the batch, if `reduces_pieces`
 
     # ---------------------------------------------------------------- micro-batches
 
@@ -93,7 +93,7 @@ class PieceStep(TrainingStep):
         Returns:
             Whether the error is suppressed, because the batch will be replayed.
         """
-        if self.transaction.handles(error):
+        if self.transaction.handle_error(error):
             self.windows.withdraw_piece()
             return True
         return super().handle_error(error)
@@ -106,9 +106,10 @@ class PieceStep(TrainingStep):
         """
         if weight is None:
             self.transaction.check_padding()
-        found = super().weigh_loss(weight)
-        # A filler piece has the total of a real one, but a local weight of zero.
-        return found if self.windows.piece.num_rows else LossWeight(0.0, found.over_ranks)
+        loss_weight = super().weigh_loss(weight)
+        # A micro-batch that only repeats rows has the total of a real one, but a local weight of zero.
+        is_repeated = self.windows.piece.num_rows == 0
+        return LossWeight(0.0, loss_weight.over_ranks) if is_repeated else loss_weight
 
     def _run_block_backward(
         self, window: AccumulationWindow, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any
@@ -119,7 +120,7 @@ class PieceStep(TrainingStep):
             window.nominal_weight = self._estimate_nominal(window)
         parameters = [p for p in self.prepared.list_parameters_of(window) if p.requires_grad]
         # A further loss of the last piece: gradients already reduced must not be reduced again.
-        reduced = transaction.set_gradients_aside(parameters) if window.is_closed else []
+        reduced = _take_gradients(parameters) if window.is_closed else []
         if window.is_closed:
             self.strategy.expect_backward(window.models)
         self.run_backward(window, loss, local, window.nominal_weight or 1.0, reduction, **kwargs)
@@ -162,14 +163,14 @@ class PieceStep(TrainingStep):
 
     def _clip_final(self, parameters: list[Any], max_norm: float, norm_type: float) -> torch.Tensor:
         clip = partial(super()._clip_final, parameters, max_norm, norm_type)
-        return self.transaction.run_action(clip)  # type: ignore[no-any-return]
+        return self.transaction.run_gradient_action(clip)  # type: ignore[no-any-return]
 
     def _clamp_final(self, parameters: list[Any], clip_value: float) -> None:
-        self.transaction.run_action(partial(super()._clamp_final, parameters, clip_value))
+        self.transaction.run_gradient_action(partial(super()._clamp_final, parameters, clip_value))
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide an optimizer's reduced gradients by the loss scale (fp16)."""
-        self.transaction.run_action(partial(super().unscale, optimizer))
+        self.transaction.run_gradient_action(partial(super().unscale, optimizer))
 
     def apply_update(
         self, optimizer: torch.optim.Optimizer, strategy: Strategy, closure: Callable[[], Any] | None
@@ -185,13 +186,14 @@ class PieceStep(TrainingStep):
             TransactionReplay: If the caller's loop over `microbatches` must replay the batch.
         """
 
-        def attempt_step() -> Callable[[], bool]:
+        def make_step() -> Callable[[], bool]:
+            # The guard's collective must not run inside the step, which can be measured and undone.
             is_permitted = self.guard.can_update(self.find_window_of_optimizer(optimizer) or self.windows.current)
             return lambda: is_permitted and strategy.step_optimizer(optimizer, self.precision, None)
 
         for check in self.hooks.before_update:
             check()
-        return self.transaction.step_optimizer(optimizer, attempt_step, closure)
+        return self.transaction.step_optimizer(optimizer, make_step, closure)
 
     def clear_gradients(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
         """Clear the optimizer's gradients.
@@ -252,7 +254,7 @@ class PieceStep(TrainingStep):
                     return
                 self.transaction.rollback()
         finally:
-            self._leave_batch()
+            self._end_batch()
 
     def _check_not_inside(self, name: str) -> None:
         """Raise an error if a method that begins a batch is called while a micro-batch is being processed.
@@ -269,7 +271,7 @@ class PieceStep(TrainingStep):
                 "smaller ones follow automatically if memory runs out. Call accelerator.backward on the piece"
             )
 
-    def _leave_batch(self) -> None:
+    def _end_batch(self) -> None:
         self._clear_piece()
         window = self.windows.current
         self.transaction.abandon_batch(is_window_dropped=window.is_closed and window.is_discarded)
@@ -280,20 +282,27 @@ class PieceStep(TrainingStep):
         self.transaction.set_piece(None, 0)
 
     def _iterate_pieces(self, batch: Tree) -> Iterator[Tree]:
+        """Yield the batch's micro-batches once. Stop early if the batch must be replayed.
+
+        Args:
+            batch: Batch of this rank. A batch without a batch dimension counts as one row, and is not split.
+        """
         num_rows, size = self._find_num_rows(batch), self.transaction.size
-        least = max((size.count_pieces(rows) for rows in self._all_rows), default=1)
-        cuts = [(0, 1)] if num_rows is None else size.split_rows(num_rows, least)
-        num_pieces = max(least, len(cuts))
-        self.transaction.set_batch_rows(num_rows or 1)
+        total_rows = num_rows or 1
+        num_needed = max((size.count_pieces(rows) for rows in self._rows_by_rank), default=1)
+        ranges = [(0, 1)] if num_rows is None else size.split_rows(num_rows, num_needed)
+        num_pieces = max(num_needed, len(ranges))
+        self.transaction.set_batch_rows(total_rows)
         for index in range(num_pieces):
             # A rank with fewer rows than another rank has pieces repeats its first piece with weight zero.
-            start, stop = cuts[index] if index < len(cuts) else cuts[0]
-            weighed = stop - start if index < len(cuts) else 0
-            self.windows.set_piece(BatchPiece(self._num_batches, weighed, num_rows or 1, index == num_pieces - 1))
-            is_whole = num_rows is None or len(cuts) == 1
-            tree = batch if is_whole else slice_rows(batch, start, stop, num_rows or 1)
-            self.transaction.set_piece(tree, stop - start)
-            yield tree
+            is_repeated = index >= len(ranges)
+            start, stop = ranges[0] if is_repeated else ranges[index]
+            counted_rows = 0 if is_repeated else stop - start
+            self.windows.set_piece(BatchPiece(self._num_batches, counted_rows, total_rows, index == num_pieces - 1))
+            is_split = num_rows is not None and len(ranges) > 1
+            piece = slice_rows(batch, start, stop, total_rows) if is_split else batch
+            self.transaction.set_piece(piece, stop - start)
+            yield piece
             if self.transaction.must_replay:
                 return
 
@@ -304,7 +313,7 @@ class PieceStep(TrainingStep):
         """
         if self.reduces_pieces:
             rows = self.strategy.everyone.gather_numbers([float(self._find_num_rows(batch) or 0)])
-            self._all_rows = [int(row[0]) for row in rows]
+            self._rows_by_rank = [int(row[0]) for row in rows]
 
     def _find_num_rows(self, batch: Tree) -> int | None:
         """Return the number of rows (samples) in a batch, or None if its tensors have no batch dimension.
@@ -312,12 +321,11 @@ class PieceStep(TrainingStep):
         The loader's count is used if it equals the first dimension of any tensor. Otherwise the batch size is found
         from the tensors' first dimensions.
         """
-        found = find_batch_size(batch)
-        active = self.windows.active
-        known = active[-1].num_rows if active else None
-        if known and any(t.ndim > 0 and t.shape[0] == known for t in list_tensors(batch)):
-            return known
-        return found or None
+        active_loaders = self.windows.active
+        loader_rows = active_loaders[-1].num_rows if active_loaders else None
+        if loader_rows and any(t.ndim > 0 and t.shape[0] == loader_rows for t in list_tensors(batch)):
+            return loader_rows
+        return find_batch_size(batch) or None
 
     def forward_backward(
         self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str
@@ -334,13 +342,13 @@ class PieceStep(TrainingStep):
         task = BatchTask(batch, fn, weight, reduction)
         self._check_not_inside("forward_backward")
         self._num_batches += 1
-        run = partial(self._run_task_pieces, task, self._num_batches)
-        self.transaction.begin_batch(again=run)
+        run_pieces = partial(self._run_task_pieces, task, self._num_batches)
+        self.transaction.begin_batch(run_pieces)
         try:
             self._gather_rows(batch)
-            run()
+            run_pieces()
         except BaseException:
-            self._leave_batch()
+            self._end_batch()
             raise
         return task.loss(self.strategy.data_group)
 
@@ -361,10 +369,18 @@ class PieceStep(TrainingStep):
             for piece in self._iterate_pieces(task.batch):
                 self.run_task(task, piece)
             if not transaction.must_replay and self.windows.are_gradients_final:
-                transaction.mark_gradients()
+                transaction.record_gradient_versions()
                 break
             # A batch that does not end its window is committed at once.
             if transaction.try_commit():
                 break
             transaction.rollback()
         self._clear_piece()
+
+
+def _take_gradients(parameters: Sequence[torch.nn.Parameter]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Set `grad` of each parameter to None, and return pairs of (parameter, former gradient) for those that had one."""
+    pairs = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in pairs:
+        parameter.grad = None
+    return pairs

@@ -17,38 +17,33 @@ If an error is not replayed, look for the reason in this order:
 
 - The layout does not support replays. See `_check_replayed` in `headway.core.strategies.build`.
 - The error is not recognized as an out-of-memory error. See `headway.core.memory.oom`.
-- The batch was no longer open. `BatchTransaction.handles` is false after vote 2.
+- The batch was no longer open. `BatchTransaction.handle_error` returns False after vote 2.
 - This rank could not join the collectives in which the others wait. See `rounds.py`, and `clean_up_failure` and
   `join_collective` of the strategy (`headway.core.strategies.fully_sharded`).
 """
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 
 from headway.core.memory.oom import free_after, is_out_of_memory
 from headway.core.runtime.collective_log import VOTE
 from headway.core.runtime.collectives.checked import Collectives
-from headway.core.runtime.collectives.tree import Tree, list_tensors
+from headway.core.runtime.collectives.tree import Tree
 from headway.core.runtime.events import notify_listeners
-from headway.core.runtime.readback import Readback
 from headway.core.strategies.base import Strategy
 from headway.core.training.prepared.objects import PreparedObjects
 from headway.errors import CollectiveError, MemoryExhausted, StateError, UnsupportedError
+from headway.extras.replay.padding_check import PaddingCheck
 from headway.extras.replay.piece_size import AllocatorPressure, PieceSize
 from headway.extras.replay.rounds import Rounds
 from headway.extras.replay.snapshot import BatchSnapshot, OptimizerRecord, StepUndo
 from headway.log import get_logger
 
 log = get_logger(__name__)
-
-_PHASES = ("gradients", "step", "end", "no vote yet")
-_GRADIENTS, _STEP, _END, _FAILED = range(4)
-_IGNORED = -100
-_NUM_PADDING_CHECKS = 4
 
 
 class TransactionReplay(BaseException):
@@ -58,19 +53,56 @@ class TransactionReplay(BaseException):
     """
 
 
-def _read_prediction(rows: list[list[float]]) -> int | None:
-    """Return the largest number of rows that is predicted to fit into the memory of every rank.
+class _Phase(IntEnum):
+    """Point of a batch at which a rank votes, that is, reports whether its batch has succeeded so far.
 
-    Return None if some rank's memory is not measured.
-
-    Args:
-        rows: Numbers that each rank has reported in a vote.
+    GRADIENTS: all micro-batches of the accumulation window have run. STEP: the optimizer step cannot run out of memory
+    any more. END: all micro-batches have run, and the batch does not end its window. FAILED: memory ran out.
     """
-    most = int(min(row[3] for row in rows))
-    return None if most < 0 else most
+
+    GRADIENTS = 0
+    STEP = 1
+    END = 2
+    FAILED = 3
 
 
-@dataclass(eq=False)
+class _Vote(NamedTuple):
+    """Numbers that one rank reports in a vote. They are gathered as floats.
+
+    Attributes:
+        phase: `_Phase` of the rank.
+        smaller_size: Rows per micro-batch that a failed rank wants to try next. 0 if none are smaller, -1 if the rank has
+            not failed.
+        max_piece_rows: Rows of the rank's largest micro-batch in this batch.
+        predicted_rows: Largest number of rows per micro-batch that is predicted to fit. 0 if no prediction is due, -1 if
+            the memory is not measured.
+        is_thrashing: Whether the device's allocator repeatedly has to empty its cache.
+        batch_rows: Rows of the rank's whole batch.
+        loss_weight: Sum of the weights of the rank's losses. Only at GRADIENTS.
+        num_gaps: Number of parameters without a gradient. Only at GRADIENTS.
+        data_shard: Index of the data shard that the rank reads. Only at GRADIENTS.
+    """
+
+    phase: float
+    smaller_size: float
+    max_piece_rows: float
+    predicted_rows: float
+    is_thrashing: float
+    batch_rows: float
+    loss_weight: float = 0.0
+    num_gaps: float = 0.0
+    data_shard: float = 0.0
+
+
+def _find_predicted_rows(votes: Sequence[_Vote]) -> int | None:
+    """Return the number of rows per micro-batch that is predicted to fit into the memory of every rank.
+
+    Return None if some rank's memory is not measured, and 0 if no prediction was due or not even one row fits.
+    """
+    smallest = int(min(vote.predicted_rows for vote in votes))
+    return None if smallest < 0 else smallest
+
+
 class BatchTransaction:
     """Transaction of one batch: it runs completely on all ranks, or it is undone and replayed in smaller micro-batches.
 
@@ -85,45 +117,50 @@ class BatchTransaction:
         rounds: Replay of collectives, for a rank that ran out of memory. None if forward passes contain no collectives.
 
     Attributes:
+        allocator: Monitor of the device's memory.
         size: Limit on the rows per micro-batch.
         is_open: Whether a batch has begun and is not committed.
         must_replay: Whether a vote has decided that the batch must be replayed.
-        again: Function that runs the batch's micro-batches again. None if the caller's loop runs them again.
-        tree: Current micro-batch.
-        num_rows: Rows of the largest micro-batch so far.
-        batch_rows: Rows of the whole batch.
     """
 
-    strategy: Strategy
-    snapshot: BatchSnapshot
-    allocator: AllocatorPressure
-    prepared: PreparedObjects
-    rounds: Rounds | None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        snapshot: BatchSnapshot,
+        allocator: AllocatorPressure,
+        prepared: PreparedObjects,
+        rounds: Rounds | None,
+    ) -> None:
+        self.allocator = allocator
         self.size = PieceSize()
         self.is_open = False
         self.must_replay = False
-        self.again: Callable[[], None] | None = None
-        self.tree: Tree = None
-        self.num_rows = 1
-        self.batch_rows = 1
-        self._group: Collectives = self.strategy.everyone
-        self._optimizer_records: dict[int, OptimizerRecord] = {}
-        self._undo: StepUndo | None = None
-        self._actions: list[Callable[[], Any]] = []
-        self._waiting: list[Callable[[], None]] = []
-        self._marks: list[tuple[torch.Tensor, int]] = []
-        self._is_changed_by_hand = False
-        self._most: int | None = None
-        self._longest_batch = 1
-        self._has_update = False
+        self._strategy = strategy
+        self._snapshot = snapshot
+        self._prepared = prepared
+        self._rounds = rounds
+        self._collectives: Collectives = strategy.everyone
+        self._padding_check = PaddingCheck()
+        self._optimizer_records: dict[int, OptimizerRecord] = {}  # by `id` of the optimizer
+        # The current batch
+        self._run_pieces: Callable[[], None] | None = None  # None: the caller's loop runs the micro-batches
+        self._piece: Tree = None
+        self._piece_rows = 0  # of the current micro-batch; 0 after its peak memory has been recorded
+        self._max_piece_rows = 1
+        self._batch_rows = 1
         self._num_pieces = 0
-        self._last_rows = 0
-        self._is_thrashing = False
-        self._longest = 1
-        self._num_padding_checks = 0
-        self._padding: Readback | None = None
+        self._step_undo: StepUndo | None = None  # undoes the optimizer step that was made before its vote
+        self._deferred_ticks: list[Callable[[], None]] = []  # scheduler steps to make after the commit
+        # Changes of the reduced gradients. A replay repeats those of Headway, and is impossible after those of the user.
+        self._gradient_actions: list[Callable[[], Any]] = []
+        self._gradient_versions: list[tuple[torch.Tensor, int]] = []
+        self._has_user_changes = False
+        # Results of the latest vote, over all ranks
+        self._voted_max_piece_rows = 1
+        self._voted_batch_rows = 1
+        self._voted_predicted_rows: int | None = None
+        self._voted_on_step = False
+        self._has_thrashed = False  # in any vote on the batch
 
     # ---------------------------------------------------------------- begin and end
 
@@ -133,39 +170,42 @@ class BatchTransaction:
         Args:
             num_rows: Rows of the batch that is about to run.
         """
-        self.batch_rows = num_rows
+        self._batch_rows = num_rows
 
-    def begin_batch(self, again: Callable[[], None] | None = None) -> None:
-        """Begin a batch.
+    def begin_batch(self, run_pieces: Callable[[], None] | None = None) -> None:
+        """Begin a batch, and save the state that `rollback` restores.
 
         If the previous batch is still open, because no optimizer step has committed it, commit it first.
 
         Args:
-            again: Function that runs the batch's micro-batches again, or None if the caller's loop does.
+            run_pieces: Function that runs the batch's micro-batches again for a replay. None: the caller's loop does.
+
+        Raises:
+            TransactionReplay: If the caller's loop must replay the previous batch.
         """
         if self.is_open:
             self.finish_batch()
-        self.snapshot.save_state()
-        self.is_open, self.must_replay, self.again = True, False, again
-        self.num_rows, self._num_pieces = 1, 0
-        self._actions.clear()
-        if self.rounds is not None:
-            self.rounds.open()
+        self._snapshot.save_state()
+        self.is_open, self.must_replay, self._run_pieces = True, False, run_pieces
+        self._max_piece_rows, self._num_pieces = 1, 0
+        self._gradient_actions.clear()
+        if self._rounds is not None:
+            self._rounds.open_batch()
 
-    def set_piece(self, tree: Tree, num_rows: int) -> None:
+    def set_piece(self, piece: Tree, num_rows: int) -> None:
         """Record the micro-batch that runs next.
 
         Args:
-            tree: Tensors of the micro-batch.
+            piece: Tensors of the micro-batch, or None after the last one.
             num_rows: Number of rows in the micro-batch.
         """
         if self.size.is_calibrating and self.is_open:
             # The first piece of several does not count, because gradients do not exist yet.
-            self.allocator.record_piece(self._last_rows if self._num_pieces > 1 else 0)
-        self.tree = tree
-        self.num_rows = max(self.num_rows, num_rows)
+            self.allocator.record_piece(self._piece_rows if self._num_pieces > 1 else 0)
+        self._piece = piece
+        self._max_piece_rows = max(self._max_piece_rows, num_rows)
         self._num_pieces += 1
-        self._last_rows = num_rows
+        self._piece_rows = num_rows
 
     def try_commit(self) -> bool:
         """Commit the batch after all of its micro-batches have run, if they succeeded on all ranks.
@@ -173,14 +213,15 @@ class BatchTransaction:
         Returns:
             Whether the batch was committed. If not, the caller must call `rollback` and run the micro-batches again.
         """
-        again, self.again = self.again, None
+        # Without the function, `finish_batch` raises an error instead of replaying the batch itself.
+        run_pieces, self._run_pieces = self._run_pieces, None
         try:
             if not self.must_replay:
                 self.finish_batch()
         except TransactionReplay:
             return False
         finally:
-            self.again = again if self.is_open else None
+            self._run_pieces = run_pieces if self.is_open else None
         return not self.must_replay
 
     def finish_batch(self) -> None:
@@ -189,23 +230,26 @@ class BatchTransaction:
         Raises:
             TransactionReplay: If the caller's loop must replay the batch.
         """
-        while self.is_open and self._try_action(self._vote_and_commit) is None:
+        while self.is_open:
+            is_done, _ = self._try_action(self._vote_and_commit)
+            if is_done:
+                return
             self._replay_batch()
 
     def _vote_and_commit(self) -> None:
-        self.snapshot.merge_gradients()
-        self._vote_success(_END)
+        self._snapshot.merge_gradients()
+        self._vote_success(_Phase.END)
         self._commit_batch()
 
     def rollback(self) -> None:
         """Restore the state that the run had at the beginning of the batch."""
-        if self._undo is not None:
-            self._undo.restore()
-            self._undo = None
-        self.snapshot.restore()
-        self._waiting.clear()
+        if self._step_undo is not None:
+            self._step_undo.restore()
+            self._step_undo = None
+        self._snapshot.restore()
+        self._deferred_ticks.clear()
         self.must_replay = False
-        self.num_rows, self._num_pieces = 1, 0
+        self._max_piece_rows, self._num_pieces = 1, 0
 
     def abandon_batch(self, is_window_dropped: bool) -> None:
         """End the batch. If it is not committed, the caller left it early, with `break` or because of an error.
@@ -217,128 +261,173 @@ class BatchTransaction:
         """
         if self.is_open:
             if is_window_dropped:
-                self.snapshot.drop_gradients()
+                self._snapshot.drop_gradients()
             else:
                 self.rollback()
-                self.snapshot.restore_gradients()
-        self.is_open, self.must_replay, self.again = False, False, None
-        self._waiting.clear()
-        self._undo = None
-        self._close_rounds()
-
-    def _close_rounds(self) -> None:
-        if self.rounds is not None:
-            self.rounds.close()
+                self._snapshot.restore_gradients()
+        self.is_open, self.must_replay, self._run_pieces = False, False, None
+        self._deferred_ticks.clear()
+        self._step_undo = None
+        if self._rounds is not None:
+            self._rounds.close_batch()
 
     def _commit_batch(self) -> None:
-        self._warn_of_padding()
-        self._close_rounds()
-        self.snapshot.drop_gradients()
-        self._undo, self.is_open, self.again = None, False, None
-        self._actions.clear()
-        self._marks.clear()
-        waiting, self._waiting = self._waiting, []
-        for call in waiting:
-            call()
-        is_thrashing, self._is_thrashing = self._is_thrashing, False
-        smaller = self.size.get_smaller_size(self._longest)
-        if is_thrashing and smaller:
+        """End the batch after it has succeeded on all ranks, step schedulers, and adapt the size of micro-batches."""
+        self._padding_check.warn_if_found()
+        if self._rounds is not None:
+            self._rounds.close_batch()
+        self._snapshot.drop_gradients()
+        self._step_undo, self.is_open, self._run_pieces = None, False, None
+        self._gradient_actions.clear()
+        self._gradient_versions.clear()
+        ticks, self._deferred_ticks = self._deferred_ticks, []
+        for tick in ticks:
+            tick()
+        self._adapt_size()
+
+    def _adapt_size(self) -> None:
+        """Choose the micro-batch size of the next batches from the votes on this one. It is equal on all ranks."""
+        has_thrashed, self._has_thrashed = self._has_thrashed, False
+        smaller_size = self.size.get_smaller_size(self._voted_max_piece_rows)
+        if has_thrashed and smaller_size:
             log.warning_once(
                 "the device's allocator keeps emptying its cache to find memory: the next pieces are smaller"
             )
             self.allocator.reset_statistics()
-            self.size.shrink(smaller, self._longest)
+            self.size.shrink(smaller_size, self._voted_max_piece_rows)
             return
-        before, is_due = self.size.limit, self.size.is_try_due(self._has_update)
-        was_calibrating = self.size.is_calibrating
-        self.size.record_success(self._longest, self._most, self._longest_batch, self._has_update)
-        if is_due or (was_calibrating and self._has_update):
+        old_limit, was_calibrating = self.size.limit, self.size.is_calibrating
+        is_try_due = self.size.is_try_due(self._voted_on_step)
+        self.size.record_success(
+            self._voted_max_piece_rows, self._voted_predicted_rows, self._voted_batch_rows, self._voted_on_step
+        )
+        if is_try_due or (was_calibrating and self._voted_on_step):
             self.allocator.reset_peak()
-        if self.size.limit != before:
+        if self.size.limit != old_limit:
             self.allocator.release_cache()
             self.allocator.reset_peak()
             log.info("pieces of up to %s rows are tried", self.size.limit)
 
     # ---------------------------------------------------------------- votes
 
-    def _vote_success(self, phase: int, *numbers: float) -> list[list[float]]:
+    def _vote_success(self, phase: _Phase, **numbers: float) -> list[_Vote]:
         """Report to all ranks that this rank's batch has succeeded so far, and find out whether theirs have.
 
         Such an exchange of reports is called a vote.
 
         Args:
-            phase: Number that identifies the vote within the batch, such as `_GRADIENTS`.
-            numbers: Numbers of this rank to gather in the vote.
+            phase: Point of the batch.
+            numbers: Further fields of this rank's `_Vote`, by name.
 
         Returns:
-            The numbers of every rank.
+            The vote of every rank, by rank.
 
         Raises:
             TransactionReplay: If a rank has failed.
+            CollectiveError: If a rank is at another point of the batch.
+            MemoryExhausted: If a rank has failed with micro-batches of one row.
         """
-        rows = self._vote_on_phase(phase, *numbers)
+        votes = self._exchange_votes(phase, self._make_vote(phase)._replace(**numbers))
         if self.must_replay:
             raise TransactionReplay
-        return rows
+        return votes
 
-    def _vote_on_phase(self, phase: int, *numbers: float) -> list[list[float]]:
-        most = 0 if self.allocator.is_measured else -1
-        if phase != _FAILED and self.size.is_calibrating:
-            self.allocator.record_piece(self._last_rows)
-            self._last_rows = 0  # the optimizer step that follows is not part of a piece
-        if phase != _FAILED and self.size.is_try_due(phase == _STEP):
-            most = self.allocator.predict_rows(self.num_rows)
-        below = -1.0
-        if phase == _FAILED:
-            below = float(self.size.get_smaller_size(self.num_rows, self.allocator.is_measured))
-        filled = [*numbers, 0.0, 0.0, 0.0][:3]
-        thrashing = float(phase != _FAILED and self.allocator.is_thrashing())
-        own = [float(phase), below, float(self.num_rows), float(most), thrashing, float(self.batch_rows)]
-        rows = self._group.gather_numbers([*own, *filled], VOTE)
-        if self.rounds is not None:
-            self.rounds.end_round()
-        failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
-        if failed:
-            self._shrink_pieces(rows, failed)
-        elif any(row[0] != phase for row in rows):
-            votes = ", ".join(f"rank {rank}: {_PHASES[int(row[0])]}" for rank, row in enumerate(rows))
+    def _make_vote(self, phase: _Phase) -> _Vote:
+        """Return this rank's vote without the fields that only `vote_on_gradients` sets.
+
+        During a calibration, this also records the peak memory of the last micro-batch.
+        """
+        has_failed = phase == _Phase.FAILED
+        if not has_failed and self.size.is_calibrating:
+            self.allocator.record_piece(self._piece_rows)
+            self._piece_rows = 0  # the optimizer step that follows is not part of a piece
+        smaller_size = (
+            self.size.get_smaller_size(self._max_piece_rows, self.allocator.is_measured) if has_failed else -1
+        )
+        predicted_rows = 0 if self.allocator.is_measured else -1
+        if not has_failed and self.size.is_try_due(is_update=phase == _Phase.STEP):
+            predicted_rows = self.allocator.predict_rows(self._max_piece_rows)
+        return _Vote(
+            phase=float(phase),
+            smaller_size=float(smaller_size),
+            max_piece_rows=float(self._max_piece_rows),
+            predicted_rows=float(predicted_rows),
+            is_thrashing=float(not has_failed and self.allocator.is_thrashing()),
+            batch_rows=float(self._batch_rows),
+        )
+
+    def _exchange_votes(self, phase: _Phase, own_vote: _Vote) -> list[_Vote]:
+        """Gather the votes of all ranks. If any rank has failed, shrink micro-batches and set `must_replay`.
+
+        Args:
+            phase: Point of the batch, at which all ranks that have not failed must be.
+            own_vote: Vote of this rank.
+
+        Returns:
+            The vote of every rank, by rank.
+
+        Raises:
+            CollectiveError: If no rank has failed, and ranks are at different points of the batch.
+            MemoryExhausted: If a failed rank cannot run smaller micro-batches.
+        """
+        votes = [_Vote(*row) for row in self._collectives.gather_numbers(own_vote, VOTE)]
+        if self._rounds is not None:
+            self._rounds.end_round()
+        failed_ranks = [rank for rank, vote in enumerate(votes) if vote.phase == _Phase.FAILED]
+        if failed_ranks:
+            self._shrink_pieces(votes, failed_ranks)
+        elif any(vote.phase != phase for vote in votes):
+            phases = ", ".join(
+                f"rank {rank}: {_Phase(int(vote.phase)).name.lower()}" for rank, vote in enumerate(votes)
+            )
             raise CollectiveError(
-                f"ranks are at different votes of one batch ({votes}). Every rank must run the same loop: the same accumulate, "
+                f"ranks are at different votes of one batch ({phases}). Every rank must run the same loop: the same accumulate, "
                 "backward, step, in the same order"
             )
-        self._longest = int(max(row[2] for row in rows))
-        self._longest_batch = int(max(row[5] for row in rows))
-        self._most = _read_prediction(rows)
-        self._has_update = phase == _STEP
-        # The statistics count until the batch is committed or replayed; they do not apply to smaller pieces.
-        self._is_thrashing = not failed and (self._is_thrashing or any(row[4] for row in rows))
-        return [row[6:] for row in rows]
+        self._voted_max_piece_rows = int(max(vote.max_piece_rows for vote in votes))
+        self._voted_batch_rows = int(max(vote.batch_rows for vote in votes))
+        self._voted_predicted_rows = _find_predicted_rows(votes)
+        self._voted_on_step = phase == _Phase.STEP
+        # A replay runs in smaller pieces, for which the statistics do not count.
+        self._has_thrashed = not failed_ranks and (self._has_thrashed or any(vote.is_thrashing for vote in votes))
+        return votes
 
-    def _shrink_pieces(self, rows: list[list[float]], failed: list[int]) -> None:
-        limit = int(min(rows[rank][1] for rank in failed))
-        num_rows = int(min(rows[rank][2] for rank in failed))
+    def _shrink_pieces(self, votes: Sequence[_Vote], failed_ranks: list[int]) -> None:
+        """Lower the limit on the rows of a micro-batch, and request a replay.
+
+        Raises:
+            MemoryExhausted: If a failed rank cannot run smaller micro-batches.
+        """
+        limit = int(min(votes[rank].smaller_size for rank in failed_ranks))
+        num_rows = int(min(votes[rank].max_piece_rows for rank in failed_ranks))
+        rank_names = ", ".join(map(str, failed_ranks))
         self.must_replay = True
         self.allocator.release_cache()
         self.allocator.reset_statistics()
         if limit < 1:
             raise MemoryExhausted(
-                f"memory ran out on rank {', '.join(map(str, failed))} with pieces of one row: there is nothing smaller to try. "
+                f"memory ran out on rank {rank_names} with pieces of one row: there is nothing smaller to try. "
                 "Checkpoint activations, use a lower precision, shard the model or shorten the rows"
             )
-        self.size.shrink(limit, num_rows, _read_prediction(rows) is not None)
+        self.size.shrink(limit, num_rows, is_measured=_find_predicted_rows(votes) is not None)
         log.warning(
             "memory ran out on rank %s with pieces of %d rows: the batch is run again in pieces of at most %d",
-            ", ".join(map(str, failed)),
+            rank_names,
             num_rows,
             limit,
         )
-        notify_listeners("out_of_memory", ranks=failed, rows=num_rows, pieces=limit)
+        notify_listeners("out_of_memory", ranks=failed_ranks, rows=num_rows, pieces=limit)
 
-    def handles(self, error: BaseException) -> bool:
-        """Whether `error` makes the ranks replay the batch.
+    # ---------------------------------------------------------------- errors
 
-        This holds for an out-of-memory error before the commit, and for `TransactionReplay`. If so, the memory that
-        the error keeps alive is freed. After an out-of-memory error, the other ranks are informed in a vote.
+    def handle_error(self, error: BaseException) -> bool:
+        """Prepare the replay of the batch if `error` permits it. Otherwise the caller must raise the error.
+
+        An out-of-memory error before the commit permits it, and so does `TransactionReplay`. The memory that the error
+        keeps alive is freed. After an out-of-memory error, the other ranks are informed in a vote.
+
+        Returns:
+            Whether the batch will be replayed.
 
         Raises:
             MemoryExhausted: If micro-batches cannot become smaller, or some rank cannot join the remaining collectives
@@ -347,25 +436,13 @@ class BatchTransaction:
         if isinstance(error, TransactionReplay):
             traceback.clear_frames(error.__traceback__)
             return True
-        self._check_rounds(error)
+        if self._rounds is not None and self.is_open:
+            # If a rank cannot join, the collectives of the others are aborted. Their error has this reason.
+            self._rounds.raise_if_lost(error)
         if not self.is_open or self.must_replay or not is_out_of_memory(error):
             return False
         self._report_failure(error)
         return True
-
-    def _check_rounds(self, error: BaseException) -> None:
-        """Raise an error if some rank cannot join the remaining collectives of the batch.
-
-        In that case the collectives of the other ranks are aborted.
-
-        Args:
-            error: Error that was caught on this rank, such as the error of the aborted collective.
-
-        Raises:
-            MemoryExhausted: If a rank cannot join. The message contains the reason.
-        """
-        if self.rounds is not None and self.is_open:
-            self.rounds.check(error)
 
     def _report_failure(self, error: BaseException) -> None:
         """Free the memory of the micro-batch that failed, and report the failure to all ranks.
@@ -375,12 +452,55 @@ class BatchTransaction:
         """
         log.info("out of memory: %s", error, main_process_only=False)
         free_after(error)
-        if self.rounds is not None:
-            self.rounds.join_remaining()
+        if self._rounds is not None:
+            self._rounds.join_remaining()
         try:
-            self._vote_on_phase(_FAILED)
+            self._exchange_votes(_Phase.FAILED, self._make_vote(_Phase.FAILED))
         except MemoryExhausted as exhausted:
             raise exhausted from error
+
+    def _try_action(self, action: Callable[[], Any]) -> tuple[bool, Any]:
+        """Run `action`, unless memory runs out on some rank.
+
+        Returns:
+            Whether the action has succeeded, and its result. If it has not, the batch must be replayed.
+        """
+        try:
+            return True, action()
+        except (TransactionReplay, Exception) as error:
+            if not self.handle_error(error):
+                raise
+            return False, None
+
+    def _replay_batch(self) -> None:
+        """Run the batch again until it succeeds.
+
+        Raises:
+            TransactionReplay: If only the caller's loop can run the micro-batches.
+            StateError: If the user's code has changed gradients, because such a change cannot be repeated.
+        """
+        if self._run_pieces is None:
+            raise TransactionReplay
+        self._replay_pieces(self._run_pieces)
+
+    def _replay_pieces(self, run_pieces: Callable[[], None]) -> None:
+        """Run the micro-batches again from the restored state, and all actions on the gradients, until they succeed.
+
+        Raises:
+            StateError: If the user's code has changed gradients, because such a change cannot be repeated.
+        """
+        if self._has_user_changes:
+            raise StateError(
+                "memory ran out after gradients had been changed by hand between forward_backward and step, which cannot be "
+                "repeated; use clip_grad_norm_, or the loop form (accelerator.microbatches)"
+            )
+        while True:
+            self._gradient_versions.clear()
+            self.rollback()
+            run_pieces()
+            if all(self._try_action(action)[0] for action in self._gradient_actions):
+                self.record_gradient_versions()
+                return
 
     # ---------------------------------------------------------------- gradients
 
@@ -399,33 +519,26 @@ class BatchTransaction:
         Raises:
             TransactionReplay: If memory ran out on some rank.
         """
-        self.snapshot.merge_gradients()
-        num_gaps = self.strategy.prepare_reduction(parameters)
-        rows = self._vote_success(_GRADIENTS, weight, float(num_gaps), float(self.strategy.data_shard.index))
-        weights = {row[2]: row[0] for row in rows}  # ranks that read one part of the data count once
-        return sum(weights.values()), any(row[1] for row in rows)
-
-    def set_gradients_aside(
-        self, parameters: Sequence[torch.nn.Parameter]
-    ) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Set `grad` of each parameter to None, and return pairs of (parameter, reduced gradient).
-
-        Called before another loss of the current micro-batch runs backward, so that reduced gradients are not
-        reduced again.
-        """
-        reduced = [(p, p.grad) for p in parameters if p.grad is not None]
-        for parameter, _ in reduced:
-            parameter.grad = None
-        return reduced
+        self._snapshot.merge_gradients()
+        num_gaps = self._strategy.prepare_reduction(parameters)
+        votes = self._vote_success(
+            _Phase.GRADIENTS,
+            loss_weight=weight,
+            num_gaps=float(num_gaps),
+            data_shard=float(self._strategy.data_shard.index),
+        )
+        # Ranks that read the same data shard have the same losses, which count once.
+        weight_by_shard = {vote.data_shard: vote.loss_weight for vote in votes}
+        return sum(weight_by_shard.values()), any(vote.num_gaps for vote in votes)
 
     def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop an optimizer's gradients of earlier batches in the accumulation window.
 
         Needed if `zero_grad` is called before the first backward of the window.
         """
-        self.snapshot.forget_gradients(optimizer)
+        self._snapshot.forget_gradients(optimizer)
 
-    def run_action(self, action: Callable[[], Any]) -> Any:
+    def run_gradient_action(self, action: Callable[[], Any]) -> Any:
         """Run a function that changes reduced gradients, such as clipping, and return its result.
 
         If the batch is replayed without returning to the caller's loop, the function is run again.
@@ -433,81 +546,43 @@ class BatchTransaction:
         Args:
             action: Function to run.
         """
-        if not self.is_open or self.again is None:
+        if not self.is_open or self._run_pieces is None:
             return action()
         self._detect_user_changes()
         while True:
-            done = self._try_action(action)
-            if done is not None:
-                self._actions.append(action)
-                was_changed = self._is_changed_by_hand
-                self.mark_gradients()
-                self._is_changed_by_hand = was_changed
-                return done[0]
-            self._rerun_pieces()
+            is_done, result = self._try_action(action)
+            if is_done:
+                self._gradient_actions.append(action)
+                had_user_changes = self._has_user_changes
+                self.record_gradient_versions()
+                self._has_user_changes = had_user_changes
+                return result
+            self._replay_pieces(self._run_pieces)
 
-    def _try_action(self, action: Callable[[], Any]) -> tuple[Any] | None:
-        """Run `action`, and return its result in a tuple of one item.
-
-        Return None if memory ran out and the batch must be replayed.
-        """
-        try:
-            return (action(),)
-        except (TransactionReplay, Exception) as error:
-            if not self.handles(error):
-                raise
-            return None
-
-    def mark_gradients(self) -> None:
+    def record_gradient_versions(self) -> None:
         """Record the version counters of all gradients, to detect later changes by the user's code."""
-        self._marks = [(p.grad, p.grad._version) for p in self.snapshot.parameters() if p.grad is not None]
-        self._is_changed_by_hand = False
+        gradients = [p.grad for p in self._snapshot.parameters() if p.grad is not None]
+        self._gradient_versions = [(grad, grad._version) for grad in gradients]
+        self._has_user_changes = False
 
     def _detect_user_changes(self) -> None:
-        """Record whether the user's code has changed gradients since `mark_gradients` was called.
+        """Record whether the user's code has changed gradients since `record_gradient_versions` was called.
 
         This must be called before Headway changes any gradient itself.
         """
-        if any(grad._version != version for grad, version in self._marks):
-            self._is_changed_by_hand = True
-
-    def _replay_batch(self) -> None:
-        if self.again is None:
-            raise TransactionReplay
-        self._rerun_pieces()
-
-    def _rerun_pieces(self) -> None:
-        """Repeat the micro-batches of the batch, and all actions on its gradients, until they succeed.
-
-        The state from the beginning of the batch is restored first.
-
-        Raises:
-            StateError: If the user's code has changed gradients, because such a change cannot be repeated.
-        """
-        assert self.again is not None
-        if self._is_changed_by_hand:
-            raise StateError(
-                "memory ran out after gradients had been changed by hand between forward_backward and step, which cannot be "
-                "repeated; use clip_grad_norm_, or the loop form (accelerator.microbatches)"
-            )
-        while True:
-            self._marks.clear()
-            self.rollback()
-            self.again()
-            if all(self._try_action(action) is not None for action in self._actions):
-                self.mark_gradients()
-                return
+        if any(grad._version != version for grad, version in self._gradient_versions):
+            self._has_user_changes = True
 
     # ---------------------------------------------------------------- the step
 
     def step_optimizer(
-        self, optimizer: torch.optim.Optimizer, attempt: Callable[[], Callable[[], bool]], closure: object = None
+        self, optimizer: torch.optim.Optimizer, make_step: Callable[[], Callable[[], bool]], closure: object = None
     ) -> bool:
         """Run the optimizer step, or replay the batch if memory runs out. Return whether the update happened.
 
         Args:
             optimizer: torch's own optimizer, not the prepared one.
-            attempt: Function that is called before each attempt and returns the step function.
+            make_step: Function that returns the function that steps the optimizer. It is called again for each replay.
             closure: Must be None, because closures are not supported.
 
         Raises:
@@ -521,60 +596,66 @@ class BatchTransaction:
             )
         self._detect_user_changes()
         while True:
-            done = self._try_action(lambda: self._try_step(optimizer, attempt()))
-            if done is not None:
-                return bool(done[0])
+            is_done, did_step = self._try_action(lambda: self._step_and_commit(optimizer, make_step()))
+            if is_done:
+                return bool(did_step)
             self._replay_batch()
 
-    def _try_step(self, optimizer: torch.optim.Optimizer, run: Callable[[], bool]) -> bool:
-        own = self._get_optimizer_record(optimizer)
-        if not self.is_open:
-            did_step = run()
-        else:
-            others = [each.optimizer for each in self.prepared.optimizers if each.optimizer is not optimizer]
-            done = self._prepare_step(own, optimizer, others, run)
-            self._vote_success(_STEP)
-            self._commit_batch()
-            did_step = run() if done is None else done
-        if did_step:
-            own.confirm_step()
-        return did_step
-
-    def _prepare_step(
-        self,
-        own: OptimizerRecord,
-        optimizer: torch.optim.Optimizer,
-        others: list[torch.optim.Optimizer],
-        run: Callable[[], bool],
-    ) -> bool | None:
-        """Reserve the memory for an optimizer step, before all ranks report that their batch has succeeded.
-
-        After these reports, the batch can no longer be replayed if memory runs out. If the optimizer has no state
-        yet, the step itself is run, so that it can still be undone.
+    def _step_and_commit(self, optimizer: torch.optim.Optimizer, step: Callable[[], bool]) -> bool:
+        """Commit the batch, if it is open, and step the optimizer before or after that.
 
         Args:
-            own: Record of the optimizer.
-            optimizer: Optimizer that steps now.
-            others: Optimizers that step later.
-            run: Step function.
+            optimizer: torch's own optimizer.
+            step: Function that steps the optimizer, and returns whether it updated the parameters.
 
         Returns:
-            Whether the update happened, or None if the step has not run yet.
+            Whether the parameters were updated.
         """
-        for other in others:
-            known = self._get_optimizer_record(other)
-            if known.is_complete:
-                known.reserve_memory()
+        record = self._get_optimizer_record(optimizer)
+        if not self.is_open:
+            did_step = step()
+        else:
+            self._reserve_other_steps(optimizer)
+            if record.is_complete:
+                record.reserve_memory()
+                self._vote_success(_Phase.STEP)
+                self._commit_batch()
+                did_step = step()
             else:
-                self._undo = StepUndo(other)
-                known.measure_step(lambda step=other.step: step() is None)  # type: ignore[misc]
-                self._undo.restore()
-                self._undo = None
-        if own.is_complete:
-            own.reserve_memory()
-            return None
-        self._undo = StepUndo(optimizer)
-        return own.measure_step(run)
+                # The step creates optimizer state of unknown size. So it is made before the vote, and can be undone.
+                self._step_undo = StepUndo(optimizer)
+                did_step = record.measure_step(step)
+                self._vote_success(_Phase.STEP)
+                self._commit_batch()
+        if did_step:
+            record.confirm_step()
+        return did_step
+
+    def _reserve_other_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reserve memory for the steps of all other optimizers, because the batch cannot be replayed when they step.
+
+        Args:
+            optimizer: Optimizer that steps now.
+        """
+        for prepared in self._prepared.optimizers:
+            if prepared.optimizer is not optimizer:
+                self._reserve_later_step(prepared.optimizer)
+
+    def _reserve_later_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reserve memory for an optimizer's step. If it has no state yet, make a step on trial and undo it."""
+        record = self._get_optimizer_record(optimizer)
+        if record.is_complete:
+            record.reserve_memory()
+            return
+
+        def step() -> bool:
+            optimizer.step()
+            return True
+
+        self._step_undo = StepUndo(optimizer)  # `rollback` uses it if memory runs out
+        record.measure_step(step)
+        self._step_undo.restore()
+        self._step_undo = None
 
     def _get_optimizer_record(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
         return self._optimizer_records.setdefault(id(optimizer), OptimizerRecord(optimizer))
@@ -583,7 +664,7 @@ class BatchTransaction:
         """End an uncommitted batch without restoring its state, and drop all records about optimizers."""
         self.abandon_batch(is_window_dropped=True)
         self._optimizer_records.clear()
-        self.tree = None
+        self._piece = None
 
     # ---------------------------------------------------------------- schedulers and padding
 
@@ -600,28 +681,12 @@ class BatchTransaction:
         if not self.is_open:
             call()
         elif is_last and not self.must_replay:
-            self._waiting.append(call)
+            self._deferred_ticks.append(call)
 
     def check_padding(self) -> None:
-        """Warn once if losses are weighted by the number of rows although the labels contain padding (-100).
+        """Warn once if the labels of the current micro-batch contain padding (-100).
 
-        On an accelerator, the warning appears with a later micro-batch, because the host does not wait for the device.
+        Called if its loss is weighted by the number of rows. On an accelerator, the warning appears with a later
+        micro-batch, because the host does not wait for the device.
         """
-        if self._padding is None and self._num_padding_checks < _NUM_PADDING_CHECKS:
-            self._num_padding_checks += 1
-            labels = [t for t in list_tensors(self.tree) if t.dtype == torch.int64]
-            looks = [(t == _IGNORED).any() for t in labels if t.device == labels[0].device]
-            self._padding = Readback(torch.stack(looks).any()) if looks else None
-        self._warn_of_padding()
-
-    def _warn_of_padding(self) -> None:
-        asked = self._padding
-        if asked is None or not asked.is_ready:
-            return
-        self._padding = None
-        if asked.read():
-            self._num_padding_checks = _NUM_PADDING_CHECKS
-            log.warning_once(
-                "labels of this batch contain -100, and its pieces are weighed by their rows: a mean over the other tokens needs "
-                "weight=, the number of labels that count (docs/microbatching.md)"
-            )
+        self._padding_check.check(self._piece)

@@ -104,7 +104,7 @@ def test_piece_size_stays_without_memory() -> None:
     size = PieceSize()
     size.shrink(8, 16)
     for _ in range(200):
-        size.record_success(8, most=8, batch_rows=32)
+        size.record_success(8, predicted_rows=8, batch_rows=32)
     assert size.limit == 8
 
 
@@ -134,7 +134,7 @@ def test_calibration_splits_a_batch_into_two_sizes() -> None:
     assert size.split_rows(9) == [(0, 2), (2, 6), (6, 9)], "the first piece is not measured, so it can be smaller"
     assert len(size.split_rows(20)) == size.count_pieces(20)
     assert size.split_rows(4) == [(0, 4)]
-    assert len(size.split_rows(4, least=3)) == 3, "the number of pieces must follow another rank with more rows"
+    assert len(size.split_rows(4, min_pieces=3)) == 3, "the number of pieces must follow another rank with more rows"
     size.shrink(1, 5, is_measured=True)
     assert [stop - start for start, stop in size.split_rows(3)] == [1, 1, 1]
 
@@ -144,9 +144,9 @@ def test_calibration_counts_updates() -> None:
     size = PieceSize()
     size.shrink(5, 20, is_measured=True)
     for is_update in (False, False, True, False, False):
-        size.record_success(5, most=10, batch_rows=20, is_update=is_update)
+        size.record_success(5, predicted_rows=10, batch_rows=20, is_update=is_update)
     assert (size.limit, size.num_clean) == (5, 1)
-    size.record_success(5, most=10, batch_rows=20)
+    size.record_success(5, predicted_rows=10, batch_rows=20)
     assert (size.limit, size.good) == (10, 5)
     assert [stop - start for start, stop in size.split_rows(20)] == [10, 10]
 
@@ -155,7 +155,7 @@ def test_prediction_that_saves_no_piece_is_not_tried() -> None:
     size = PieceSize()
     size.shrink(7, 20, is_measured=True)
     for _ in range(2):
-        size.record_success(7, most=9, batch_rows=20)
+        size.record_success(7, predicted_rows=9, batch_rows=20)
     assert (size.limit, size.patience) == (7, FIRST_PATIENCE)
 
 
@@ -163,12 +163,12 @@ def test_prediction_above_a_failed_size_is_tried_second_and_once() -> None:
     size, sizes = PieceSize(), []
     size.shrink(5, 10, is_measured=True)
     for _ in range(6):
-        size.record_success(size.limit, most=10, batch_rows=20)
+        size.record_success(size.limit, predicted_rows=10, batch_rows=20)
         sizes.append(size.limit)
     assert sizes == [5, 7, 7, 10, 10, 10]
     size.shrink(size.get_smaller_size(10, is_measured=True), 10, is_measured=True)
     for _ in range(2 * FIRST_PATIENCE - 1):
-        size.record_success(size.limit, most=10, batch_rows=20)
+        size.record_success(size.limit, predicted_rows=10, batch_rows=20)
     assert (size.limit, size.patience) == (7, 2 * FIRST_PATIENCE)
 
 

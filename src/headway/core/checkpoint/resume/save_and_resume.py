@@ -313,7 +313,7 @@ class Checkpoints:
             about |= {"name": folder.name, "iteration": checkpoint_folder.iteration, "metric": metric}
             protected: tuple[Path, ...] = ()
             if project.keep_best:
-                protected = self._best.find_kept(checkpoint_folder, folder, metric, state.run.run_id)
+                protected = self._best.list_best_to_keep(checkpoint_folder, folder, metric, state.run.run_id)
             is_overlapped = project.overlap_saves and not is_blocking
             policy = SavePolicy(
                 keep=project.total_limit if checkpoint_folder.is_automatic else None,

@@ -315,7 +315,7 @@ class FiniteGuard(StepGuard):
             NonFiniteError: If the update may not be made, and the policy demands an error.
         """
         if self._search is not None and self._search.is_repeating:
-            if self._search.is_of(window):  # other models make no update on the repeated batch, either
+            if self._search.is_tracing(window):  # other models make no update on the repeated batch, either
                 self._report_origin(window)
             return False
         if self._raises_after_replay and not (self._search is not None and self._search.is_armed):
