@@ -96,14 +96,14 @@ def load_checkpoint_in_model(
             folder is needed and not given, or belongs to another model.
         UnsupportedError: If `offload_8bit_bnb=True` or `full_state_dict=False` is given.
     """
-    check_kind(full_state_dict, offload_8bit_bnb)
+    check_checkpoint_kind(full_state_dict, offload_8bit_bnb)
     homes = None
     if device_map is not None:
         homes = make_placement(model, resolve_device_map(model, device_map), CPU, offload_buffers).homes
     load_weights(model, checkpoint, homes, offload_folder, dtype, keep_in_fp32_modules or (), strict)
 
 
-def check_kind(full_state_dict: bool, is_quantized: bool = False) -> None:
+def check_checkpoint_kind(full_state_dict: bool, is_quantized: bool = False) -> None:
     """Raise UnsupportedError unless the checkpoint has full, unquantized tensors.
 
     Args:
@@ -122,7 +122,7 @@ def load_weights(
     homes: Mapping[str, Home] | None,
     offload_folder: str | Path | None,
     dtype: Dtype | None,
-    in_fp32: Iterable[str],
+    fp32_modules: Iterable[str],
     strict: bool,
 ) -> None:
     """Load a checkpoint, and move each tensor to its target device or leave it on disk.
@@ -131,7 +131,8 @@ def load_weights(
         model, checkpoint, offload_folder, dtype, strict: See load_checkpoint_in_model().
         homes: Target of each tensor by name: a device, or "disk". None leaves tensors on their devices, and loads
             tensors on the meta device to the CPU.
-        in_fp32: Components of dotted names, such as "lm_head". Weights whose names contain one are loaded as float32.
+        fp32_modules: Components of dotted names, such as "lm_head". Weights whose names contain one are loaded as
+            float32.
 
     Raises:
         CheckpointError: If the checkpoint is missing or damaged, or does not fit the model.
@@ -152,7 +153,7 @@ def load_weights(
         places=places,
         homes=homes,
         dtype=target,
-        in_fp32=frozenset(in_fp32),
+        fp32_modules=frozenset(fp32_modules),
         folder=offload_folder,
     ).load_values()
     load_extra_states(model, sources, opened)
@@ -168,7 +169,7 @@ class _WeightLoading:
         places: Modules and attributes that hold each tensor of the model, by name.
         homes: Target of each tensor by name: a device, or "disk".
         dtype: Dtype in which floating weights are loaded, or None for the model's dtype.
-        in_fp32: Components of dotted names. Weights whose names contain one are loaded as float32.
+        fp32_modules: Components of dotted names. Weights whose names contain one are loaded as float32.
         folder: Offload folder, or None.
     """
 
@@ -177,7 +178,7 @@ class _WeightLoading:
     places: dict[str, TensorLocation]
     homes: Mapping[str, Home]
     dtype: torch.dtype | None
-    in_fp32: frozenset[str]
+    fp32_modules: frozenset[str]
     folder: str | Path | None
 
     def load_values(self) -> None:
@@ -198,10 +199,15 @@ class _WeightLoading:
         )
 
     def _choose_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which a tensor is loaded.
+
+        Tensors that are not floating in the file, and tensors with less than 16 bits in the model, keep the model's
+        dtype.
+        """
         own, stored = self.places[name].tensor.dtype, self.sources.shapes[name][1]
         if not stored.is_floating_point or own.itemsize < 2:
             return own
-        if not self.in_fp32.isdisjoint(name.split(".")):
+        if not self.fp32_modules.isdisjoint(name.split(".")):
             return torch.float32
         return own if self.dtype is None else self.dtype
 
@@ -213,14 +219,16 @@ class _WeightLoading:
         Args:
             offloaded: Tensors that have been written to the offload folder, by name.
         """
-        groups, users = map_ties(self.places), dict[int, str]()
+        groups = map_ties(self.places)
+        # First tensor of the tied group that uses the memory at each address.
+        leader_by_address: dict[int, str] = {}
         for name, key in self.sources.direct.items():
             if name in offloaded:
                 yield name, offloaded[name].tensor(), True
                 continue
             stored, dtype, home = self.checkpoint.tensors[key], self._choose_dtype(name), self.homes[name]
-            value = stored.tensor()
-            if value.numel() and users.setdefault(value.data_ptr(), groups[name][0]) != groups[name][0]:
+            value, leader = stored.tensor(), groups[name][0]
+            if value.numel() and leader_by_address.setdefault(value.data_ptr(), leader) != leader:
                 # The file has one tensor for several tensors that are not tied in this model. Each gets its own memory.
                 value = open_checkpoint(stored.file).tensors[key].tensor() if stored.is_mapped else value.clone()
             if not is_offloaded(home):
@@ -229,17 +237,19 @@ class _WeightLoading:
             yield name, value.to(dtype), is_in_file
         for conversion in self.sources.conversions:
             if conversion.target in offloaded:
-                names = [name for name in offloaded if name in self._list_made_names(conversion)]
-                yield from ((name, offloaded[name].tensor(), True) for name in names)
+                names = self._list_converted_names(conversion)
+                yield from ((name, offloaded[name].tensor(), True) for name in offloaded if name in names)
                 continue
             for name, value in conversion.run(self._read_tensor).items():
                 home = CPU if self.homes[name] == DISK else self.homes[name]
                 yield name, value.to(home).to(self._choose_dtype(name)), False
 
     def _read_tensor(self, key: str) -> torch.Tensor:
+        """Return the tensor with this name in the checkpoint."""
         return self.checkpoint.tensors[key].tensor()
 
-    def _list_made_names(self, conversion: Conversion) -> set[str]:
+    def _list_converted_names(self, conversion: Conversion) -> set[str]:
+        """Return the names of the model's tensors that a conversion makes, without reading any value."""
         return set(conversion.run(lambda key: self._read_tensor(key).to("meta")))
 
     def _write_offloaded(self) -> dict[str, StoredTensor]:
@@ -251,16 +261,15 @@ class _WeightLoading:
         Raises:
             ConfigError: If tensors must be written, but no offload folder was given.
         """
-        direct = {
-            name: key
-            for name, key in self.sources.direct.items()
-            if self.homes[name] == DISK
-            and not (
+        direct = {}
+        for name, key in self.sources.direct.items():
+            is_usable = (
                 self.checkpoint.tensors[key].is_mapped and self._choose_dtype(name) == self.sources.shapes[name][1]
             )
-        }
-        conversions = [c for c in self.sources.conversions if self.homes[c.target] == DISK]
-        names = [*direct, *(name for c in conversions for name in self._list_made_names(c))]
+            if self.homes[name] == DISK and not is_usable:
+                direct[name] = key
+        conversions = [each for each in self.sources.conversions if self.homes[each.target] == DISK]
+        names = [*direct, *(name for each in conversions for name in self._list_converted_names(each))]
         if not names:
             return {}
         if self.folder is None:
@@ -285,8 +294,11 @@ def _make_identity(checkpoint: WeightFiles) -> str:
 
     The offload folder stores it to identify the source of its tensors.
     """
-    stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in checkpoint.files]
-    return hashlib.sha256(repr(stats).encode()).hexdigest()
+    descriptions = []
+    for file in checkpoint.files:
+        stat = file.stat()
+        descriptions.append((file.name, stat.st_size, stat.st_mtime_ns))
+    return hashlib.sha256(repr(descriptions).encode()).hexdigest()
 
 
 def load_checkpoint_and_dispatch(
@@ -331,14 +343,14 @@ def load_checkpoint_and_dispatch(
             another model.
         UnsupportedError: If `full_state_dict=False` is given.
     """
-    check_kind(full_state_dict)
+    check_checkpoint_kind(full_state_dict)
     placement = None
     if device_map is not None:
         check_presence(max_memory)
-        found = resolve_device_map(
+        resolved = resolve_device_map(
             model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
         )
-        placement = make_placement(model, found, None, offload_buffers)
+        placement = make_placement(model, resolved, None, offload_buffers)
     homes = None if placement is None else placement.homes
     load_weights(model, checkpoint, homes, offload_folder, dtype, (), strict)
     if placement is not None:
@@ -421,8 +433,9 @@ def _attach_execution(
         force_hooks: Whether hooks are attached even if they are not needed.
     """
     _move_home(map_locations(model), placement.homes, folder)
-    kinds = set(placement.homes.values())
-    if force_hooks or len(kinds) > 1 or DISK in kinds or kinds == {CPU} != {placement.main}:
+    homes = set(placement.homes.values())
+    runs_elsewhere = homes == {CPU} and placement.main != CPU
+    if force_hooks or len(homes) > 1 or DISK in homes or runs_elsewhere:
         skipped = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or ())
         Execution(model, placement, skipped, preload or []).attach_hooks()
     model.hf_device_map = dict(placement.device_map)  # type: ignore[assignment]
@@ -495,14 +508,21 @@ def disk_offload(
 
 def get_default_device() -> torch.device:
     """Return this process's accelerator, or the CPU if this machine has no accelerator."""
-    found = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
     # The index is needed, because a device without an index would be device 0 on every rank.
-    return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _resolve_execution_device(given: Device | torch.device | None) -> torch.device:
-    if given is not None:
-        return resolve_compute_device(given, "execution_device")
+def _resolve_execution_device(execution_device: Device | torch.device | None) -> torch.device:
+    """Return the device that the user gave, or the default device if it is None.
+
+    Raises:
+        DeviceMapError: If this machine does not have the device.
+    """
+    if execution_device is not None:
+        return resolve_compute_device(execution_device, "execution_device")
     return get_default_device()
 
 
@@ -565,10 +585,10 @@ def _move_home(places: Mapping[str, TensorLocation], homes: Mapping[str, Home], 
     values: dict[str, torch.Tensor] = {}
     if on_disk:
         values = _write_to_disk(places, on_disk, specs, folder)
-    empty = [name for name, place in places.items() if place.tensor.is_meta and leaders[name] not in values]
-    if empty:
+    missing = [name for name, place in places.items() if place.tensor.is_meta and leaders[name] not in values]
+    if missing:
         raise ConfigError(
-            f"{len(empty)} tensors have no values: {', '.join(empty[:5])}; load a checkpoint first, or pass state_dict="
+            f"{len(missing)} tensors have no values: {', '.join(missing[:5])}; load a checkpoint first, or pass state_dict="
         )
     for name, value in values.items():
         assign_value(places, groups[name], value, is_mapped=True)
@@ -577,25 +597,37 @@ def _move_home(places: Mapping[str, TensorLocation], homes: Mapping[str, Home], 
         if home == DISK or place.tensor.device == home:
             continue
         assert isinstance(home, torch.device)
-        together = [other for other in groups[name] if homes[other] == home]
-        assign_value(places, together, place.tensor.detach().to(home), is_mapped=False)
+        tied = [other for other in groups[name] if homes[other] == home]
+        assign_value(places, tied, place.tensor.detach().to(home), is_mapped=False)
 
 
 def _write_to_disk(
     places: Mapping[str, TensorLocation], names: Iterable[str], specs: dict[str, TensorSpec], folder: str | Path | None
 ) -> dict[str, torch.Tensor]:
+    """Write tensors to the offload folder, and return them mapped from its file, by name.
+
+    If none of the tensors has values, return those that an earlier run has written, or an empty dict.
+
+    Args:
+        places: Modules and attributes that hold each tensor of the model, by name.
+        names: Names of the tensors to write.
+        specs: Shape and dtype of each of these tensors, by name.
+        folder: Offload folder, or None.
+
+    Raises:
+        ConfigError: If some of the tensors have no values, or the folder is missing or belongs to another model.
+    """
     if all(places[name].tensor.is_meta for name in names):
-        # Without values, the tensors can only be those that an earlier run has written to the folder.
-        found = find_existing(folder, specs)
-        return {} if found is None else {name: found.tensors[name].tensor() for name in names}
+        existing = find_existing(folder, specs)
+        return {} if existing is None else {name: existing.tensors[name].tensor() for name in names}
     if folder is None:
         raise ConfigError(
             f"{len(specs)} tensors on disk are in no file that can be mapped: {', '.join(list(specs)[:5])}; give an offload folder"
         )
-    empty = [name for name in names if places[name].tensor.is_meta]
-    if empty:
+    missing = [name for name in names if places[name].tensor.is_meta]
+    if missing:
         raise ConfigError(
-            f"{len(empty)} tensors placed on disk have no values: {', '.join(empty[:5])}; load them first"
+            f"{len(missing)} tensors placed on disk have no values: {', '.join(missing[:5])}; load them first"
         )
 
     def iterate_values() -> Iterator[tuple[str, torch.Tensor]]:

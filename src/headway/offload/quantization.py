@@ -23,7 +23,7 @@ TORCHAO = "torchao>=0.18"
 """Requirement for torchao's version, for messages."""
 BITSANDBYTES = "bitsandbytes>=0.48"
 """Requirement for bitsandbytes' version, for messages."""
-_COMPUTE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Compute dtypes that bitsandbytes accepts, by name."""
 log = get_logger(__name__)
 
@@ -67,17 +67,17 @@ class QuantizationOptions:
         Raises:
             OptionalDependencyMissing: If torchao is not installed.
         """
-        torchao, wanted = require("torchao.quantization", "QuantizationOptions needs", TORCHAO), set(names)
+        torchao, layer_names = require("torchao.quantization", "QuantizationOptions needs", TORCHAO), set(names)
         if self.weights == "int8":
-            how = torchao.Int8WeightOnlyConfig()
+            config = torchao.Int8WeightOnlyConfig()
         elif device.type == "cuda":
-            how = torchao.Int4WeightOnlyConfig(group_size=self.group_size, int4_packing_format="tile_packed_to_4d")
+            config = torchao.Int4WeightOnlyConfig(group_size=self.group_size, int4_packing_format="tile_packed_to_4d")
         else:
             int4: torch.dtype = torch.int4  # type: ignore[attr-defined]
-            how = torchao.IntxWeightOnlyConfig(weight_dtype=int4, granularity=torchao.PerGroup(self.group_size))
+            config = torchao.IntxWeightOnlyConfig(weight_dtype=int4, granularity=torchao.PerGroup(self.group_size))
         # torchao packs this layout on the device itself.
         target = device if self.weights == "int4" and device.type == "cuda" else None
-        torchao.quantize_(model, how, filter_fn=lambda module, name: name in wanted, device=target)
+        torchao.quantize_(model, config, filter_fn=lambda module, name: name in layer_names, device=target)
 
 
 @dataclass
@@ -121,7 +121,7 @@ class BnbQuantizationConfig:
             raise ConfigError("BnbQuantizationConfig: give either load_in_8bit=True or load_in_4bit=True")
         if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
             raise ConfigError(f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r}: give 'fp4' or 'nf4'")
-        dtype = _COMPUTE.get(self.bnb_4bit_compute_dtype, self.bnb_4bit_compute_dtype)
+        dtype = _COMPUTE_DTYPES.get(self.bnb_4bit_compute_dtype, self.bnb_4bit_compute_dtype)
         if not isinstance(dtype, torch.dtype):
             raise ConfigError(f"bnb_4bit_compute_dtype={dtype!r}: give 'fp32', 'fp16', 'bf16' or a torch dtype")
         for name in ("skip_modules", "keep_in_fp32_modules"):
@@ -153,6 +153,7 @@ class BnbQuantizationConfig:
             setattr(model.get_submodule(owner), leaf, self._make_layer(model.get_submodule(name)).to(device))
 
     def _make_layer(self, layer: Any) -> nn.Module:
+        """Return a bitsandbytes layer with the weights of a linear layer, which are quantized when it is moved."""
         layers = require("bitsandbytes", "BnbQuantizationConfig needs", BITSANDBYTES).nn
         sizes = (layer.in_features, layer.out_features, layer.bias is not None)
         with torch.device("meta"):
@@ -160,9 +161,12 @@ class BnbQuantizationConfig:
                 new = layers.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=self.llm_int8_threshold)
                 weight = layers.Int8Params(layer.weight.detach(), requires_grad=False, has_fp16_weights=False)
             else:
-                how = {"compress_statistics": self.bnb_4bit_use_double_quant, "quant_type": self.bnb_4bit_quant_type}
-                new = layers.Linear4bit(*sizes, self.bnb_4bit_compute_dtype, **how)
-                weight = layers.Params4bit(layer.weight.detach(), requires_grad=False, module=new, **how)
+                options = {
+                    "compress_statistics": self.bnb_4bit_use_double_quant,
+                    "quant_type": self.bnb_4bit_quant_type,
+                }
+                new = layers.Linear4bit(*sizes, self.bnb_4bit_compute_dtype, **options)
+                weight = layers.Params4bit(layer.weight.detach(), requires_grad=False, module=new, **options)
         new.weight = weight
         new.bias = layer.bias
         quantized: nn.Module = new.requires_grad_(False).train(layer.training)
@@ -235,28 +239,28 @@ def load_and_quantize_model(
     is_empty = any(each.is_meta for each in model.parameters())
     if is_empty and weights_location is None:
         raise ConfigError("the model has no values yet; give weights_location=, the checkpoint to load")
-    in_fp32 = tuple(config.keep_in_fp32_modules or ())
+    fp32_modules = tuple(config.keep_in_fp32_modules or ())
     if weights_location is not None:
-        load_checkpoint_in_model(model, weights_location, dtype=config.dtype, keep_in_fp32_modules=in_fp32)
+        load_checkpoint_in_model(model, weights_location, dtype=config.dtype, keep_in_fp32_modules=fp32_modules)
     elif config.dtype is not None:
-        _cast_parameters(model, config.dtype, in_fp32)
+        _cast_parameters(model, config.dtype, fp32_modules)
     skipped = get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules
     names = [
         name
         for name, each in model.named_modules()
-        if type(each) is nn.Linear and not _is_inside(name, (*skipped, *in_fp32)) and config.can_quantize(each)
+        if type(each) is nn.Linear and not _is_inside(name, (*skipped, *fp32_modules)) and config.can_quantize(each)
     ]
-    default = get_default_device()
-    given = default if device_map is None else device_map
-    if isinstance(given, str) and max_memory is None and default.type == "cpu":
-        given = "cpu"
-    placed = make_placement(model, resolve_device_map(model, given, max_memory, no_split_module_classes))
-    _quantize_layers(model, config, names, placed, device_map)
-    return dispatch_model(model, placed.device_map, offload_dir=offload_folder)
+    default_device = get_default_device()
+    requested_map = default_device if device_map is None else device_map
+    if isinstance(requested_map, str) and max_memory is None and default_device.type == "cpu":
+        requested_map = "cpu"
+    placement = make_placement(model, resolve_device_map(model, requested_map, max_memory, no_split_module_classes))
+    _quantize_layers(model, config, names, placement, device_map)
+    return dispatch_model(model, placement.device_map, offload_dir=offload_folder)
 
 
 def _quantize_layers(
-    model: nn.Module, config: Quantization, names: list[str], placed: Placement, device_map: object
+    model: nn.Module, config: Quantization, names: list[str], placement: Placement, device_map: object
 ) -> None:
     """Quantize the named layers in place, except layers that are offloaded.
 
@@ -264,40 +268,51 @@ def _quantize_layers(
         model: Model with values.
         config: Options of the quantization.
         names: Names of the layers.
-        placed: Devices of the model's parts.
+        placement: Devices of the model's parts.
         device_map: Value of `device_map` that the user gave.
 
     Raises:
         UnsupportedError: If any of the layers is offloaded and `device_map` is not a map by module name.
         ConfigError: If no layer remains that can be quantized.
     """
-    elsewhere = {"disk"} if placed.main.type == "cpu" else {"cpu", "disk"}
-    away = {name for name in names if get_device(placed.device_map, name) in elsewhere}
-    if away and not isinstance(device_map, Mapping):
+    stores = {"disk"} if placement.main.type == "cpu" else {"cpu", "disk"}
+    offloaded = {name for name in names if get_device(placement.device_map, name) in stores}
+    if offloaded and not isinstance(device_map, Mapping):
         raise UnsupportedError(
-            f"device_map={device_map!r} offloads {len(away)} layers to quantize, such as {sorted(away)[0]}, but quantized layers "
+            f"device_map={device_map!r} offloads {len(offloaded)} layers to quantize, such as {min(offloaded)}, but quantized layers "
             "must stay where they run; raise max_memory, or give a map by hand, whose offloaded layers are not quantized"
         )
-    chosen = [name for name in names if name not in away]
-    if not chosen:
+    quantized = [name for name in names if name not in offloaded]
+    if not quantized:
         raise ConfigError(
             f"{type(model).__name__} has no linear layer to quantize: all are skipped, offloaded or of another kind"
         )
     if isinstance(config, BnbQuantizationConfig):
         # PEFT and transformers read these flags to know how to treat the model.
         model.is_loaded_in_8bit, model.is_loaded_in_4bit = config.load_in_8bit, config.load_in_4bit  # type: ignore[assignment]
-    for device in {placed.get_run_device(name) for name in chosen}:
-        config.convert_layers(model, [name for name in chosen if placed.get_run_device(name) == device], device)
-    log.info("%d linear layers are quantized, %d are not", len(chosen), len(away))
+    for device in {placement.get_run_device(name) for name in quantized}:
+        config.convert_layers(model, [name for name in quantized if placement.get_run_device(name) == device], device)
+    log.info("%d linear layers are quantized, %d are not", len(quantized), len(offloaded))
 
 
 def _is_inside(name: str, modules: Collection[str]) -> bool:
+    """Whether a dotted name is, or contains as successive components, one of the module names.
+
+    For example, "layers.0.mlp.up" is inside of "mlp" and "layers.0".
+    """
     return any(f".{each}." in f".{name}." for each in modules)
 
 
-def _cast_parameters(model: nn.Module, dtype: torch.dtype, in_fp32: tuple[str, ...]) -> None:
-    for name, each in model.named_modules():
-        wanted = torch.float32 if _is_inside(name, in_fp32) else dtype
-        for parameter in each.parameters(recurse=False):
+def _cast_parameters(model: nn.Module, dtype: torch.dtype, fp32_modules: tuple[str, ...]) -> None:
+    """Convert the floating parameters of a model to `dtype`, and those inside of some modules to float32.
+
+    Args:
+        model: Model with values.
+        dtype: Dtype of most parameters.
+        fp32_modules: Names of the modules whose parameters are converted to float32.
+    """
+    for name, module in model.named_modules():
+        target = torch.float32 if _is_inside(name, fp32_modules) else dtype
+        for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(wanted)
+                parameter.data = parameter.data.to(target)

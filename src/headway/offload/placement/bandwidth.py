@@ -76,14 +76,21 @@ def measure_disk_bandwidth(files: Iterable[Path], most: int = _MOST) -> float | 
 
 
 def _time_fastest(work: Callable[[], object], device: torch.device, num_repeats: int) -> float:
-    taken = []
+    """Return the duration of the fastest of several calls, in seconds.
+
+    Args:
+        work: Function to call.
+        device: Device whose work is awaited after each call.
+        num_repeats: Number of calls after the first.
+    """
+    durations = []
     for _ in range(num_repeats + 1):
         start = time.perf_counter()
         work()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+        durations.append(time.perf_counter() - start)
+    return min(durations)
 
 
 def _list_pieces(files: Iterable[Path], most: int) -> Iterator[tuple[Path, int]]:
@@ -97,20 +104,29 @@ def _list_pieces(files: Iterable[Path], most: int) -> Iterator[tuple[Path, int]]
 
 
 def _read_pieces(pieces: Iterator[tuple[Path, int]], lock: threading.Lock, num_read: list[int], index: int) -> None:
+    """Read blocks of files without the page cache until none is left. Runs in a thread.
+
+    Args:
+        pieces: Iterator over the file and offset of each block, which several threads share.
+        lock: Lock for the iterator.
+        num_read: Number of bytes that each thread has read. The thread's own entry is increased.
+        index: Index of this thread.
+    """
     # A read that bypasses the page cache needs page-aligned memory, such as an anonymous mapping.
-    with mmap.mmap(-1, _PIECE) as room:
+    with mmap.mmap(-1, _PIECE) as buffer:
         while True:
             with lock:
                 piece = next(pieces, None)
             if piece is None:
                 return
+            file, offset = piece
             try:
-                opened = os.open(piece[0], os.O_RDONLY | os.O_DIRECT)
+                descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
             except (OSError, AttributeError):
                 return  # a file system in memory, or an operating system without O_DIRECT, cannot be measured
             try:
-                num_read[index] += os.preadv(opened, [room], piece[1])
+                num_read[index] += os.preadv(descriptor, [buffer], offset)
             except OSError:
                 return
             finally:
-                os.close(opened)
+                os.close(descriptor)

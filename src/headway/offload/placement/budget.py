@@ -47,7 +47,8 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
     if max_memory is None:
         return _measure_budgets(detect_hardware())
     budgets = _parse_budgets(max_memory)
-    if absent := find_absent_devices(budgets):
+    absent = find_absent_devices(budgets)
+    if absent:
         logger.warning_once(f"{_describe_absent(absent, max_memory)}: a plan made with it is for another machine")
     return budgets
 
@@ -61,7 +62,8 @@ def check_presence(max_memory: Mapping[Device, int | str] | None) -> None:
     Raises:
         DeviceMapError: If devices or sizes are invalid, or devices are not on this machine.
     """
-    if max_memory is not None and (absent := find_absent_devices(_parse_budgets(max_memory))):
+    absent = [] if max_memory is None else find_absent_devices(_parse_budgets(max_memory))
+    if max_memory is not None and absent:
         raise DeviceMapError(
             f"{_describe_absent(absent, max_memory)}; name devices of this machine, as in max_memory={{'cpu': '8GiB'}}, or leave "
             "it out"
@@ -72,11 +74,13 @@ def find_absent_devices(devices: Iterable[Device]) -> list[Device]:
     """Return the devices among `devices` that this machine does not have."""
     hardware = detect_hardware()
     count = 0 if hardware.kind == "cpu" else hardware.count_devices()
-    return [
-        device
-        for device in dict.fromkeys(devices)
-        if (device >= count if isinstance(device, int) else device not in (*OFFLOAD, hardware.kind))
-    ]
+    names = (*OFFLOAD, hardware.kind)
+    absent = []
+    for device in dict.fromkeys(devices):
+        is_present = device < count if isinstance(device, int) else device in names
+        if not is_present:
+            absent.append(device)
+    return absent
 
 
 def describe_devices() -> str:
@@ -89,11 +93,17 @@ def describe_devices() -> str:
 
 
 def _describe_absent(absent: Sequence[Device], max_memory: Mapping[Device, int | str]) -> str:
+    """Return a phrase that says which devices of a memory budget this machine does not have."""
     given = ", ".join(f"{key!r}: {size!r}" for key, size in max_memory.items())
     return f"max_memory={{{given}}} names {', '.join(map(str, absent))}, and this machine has {describe_devices()}"
 
 
 def _parse_budgets(max_memory: Mapping[Device, int | str]) -> dict[Device, int]:
+    """Return the user's memory limits in bytes, in the order in which devices are filled.
+
+    Raises:
+        DeviceMapError: If any device or size is invalid, or a device has two budgets.
+    """
     budgets: dict[Device, int] = {}
     faults: list[str] = []
     if not isinstance(max_memory, Mapping):
@@ -118,7 +128,9 @@ def get_fill_order(device: Device) -> tuple[int, int]:
 
     Accelerators with an index are filled first, by index, then accelerators without an index, the CPU and the disk.
     """
-    return (0, device) if isinstance(device, int) else (1, 1 + OFFLOAD.index(device) if device in OFFLOAD else 0)
+    if isinstance(device, int):
+        return (0, device)
+    return (1, 1 + OFFLOAD.index(device) if device in OFFLOAD else 0)
 
 
 def is_accelerator(device: Device) -> bool:
@@ -172,12 +184,22 @@ def _get_own_index(kind: str) -> int:
     hardware = HARDWARE.get(kind)
     if hardware is None or not hardware.is_available():
         return 0
-    is_in_use, current = map(hardware.find_function, ("is_initialized", "current_device"))
-    chosen = current() if current is not None and is_in_use is not None and is_in_use() else 0
-    return int(chosen) or (env.get_local_rank() if env.get_local_rank() < hardware.count_devices() else 0)
+    is_initialized = hardware.find_function("is_initialized")
+    get_current = hardware.find_function("current_device")
+    # `current_device()` alone would initialize the device, which takes memory on it.
+    is_in_use = is_initialized is not None and bool(is_initialized())
+    current = int(get_current()) if is_in_use and get_current is not None else 0
+    if current:
+        return current
+    local_rank = env.get_local_rank()
+    return local_rank if local_rank < hardware.count_devices() else 0
 
 
 def _measure_budgets(hardware: Hardware) -> dict[Device, int]:
+    """Return the free bytes of each device of this machine, in the order in which devices are filled.
+
+    See `get_max_memory` for the devices that are left out.
+    """
     free: dict[Device, int] = {}
     if hardware.kind != "cpu" and not hardware.is_indexed:
         return {hardware.kind: measure_available_memory()}
@@ -202,10 +224,14 @@ def _measure_budgets(hardware: Hardware) -> dict[Device, int]:
 
 
 def _measure_free(hardware: Hardware, index: int) -> int:
+    """Return the free bytes of an accelerator, including memory that torch's allocator has reserved but does not use."""
     device = torch.device(hardware.kind, index)
-    held, used = map(hardware.find_memory_function, ("memory_reserved", "memory_allocated"))
-    cached = 0 if held is None or used is None else int(held(device)) - int(used(device))
-    return read_free_bytes(hardware, device) + max(0, cached)
+    get_reserved = hardware.find_memory_function("memory_reserved")
+    get_allocated = hardware.find_memory_function("memory_allocated")
+    cached = 0
+    if get_reserved is not None and get_allocated is not None:
+        cached = max(0, int(get_reserved(device)) - int(get_allocated(device)))
+    return read_free_bytes(hardware, device) + cached
 
 
 def measure_available_memory(root: Path = Path("/")) -> int:
@@ -214,5 +240,5 @@ def measure_available_memory(root: Path = Path("/")) -> int:
     Args:
         root: Folder that contains `proc` and `sys`, from which the limits are read. Default: "/".
     """
-    rooms = [room for group in list_control_groups(root) if (room := group.available_bytes) is not None]
-    return min([int(psutil.virtual_memory().available), *rooms])
+    limits = [group.available_bytes for group in list_control_groups(root)]
+    return min([int(psutil.virtual_memory().available), *(limit for limit in limits if limit is not None)])

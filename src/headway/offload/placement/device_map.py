@@ -106,11 +106,11 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device | torch.d
     faults += [f"{name!r} has no place" for name in missing]
     if faults:
         raise DeviceMapError(f"the device map does not fit {type(model).__name__}:{_format_faults(faults)}")
-    readable = {name: parse_device(device) for name, device in device_map.items()}
+    parsed_map = {name: parse_device(device) for name, device in device_map.items()}
     for group in find_tied_parameters(model):
-        places = {get_device(readable, name) for name in group}
-        if len(places) > 1:
-            logger.warning(f"{', '.join(group)} are one parameter, placed on {len(places)} devices: each gets a copy")
+        devices = {get_device(parsed_map, name) for name in group}
+        if len(devices) > 1:
+            logger.warning(f"{', '.join(group)} are one parameter, placed on {len(devices)} devices: each gets a copy")
 
 
 def check_presence(device_map: Mapping[str, Device]) -> None:
@@ -134,30 +134,32 @@ def clean_device_map(device_map: Mapping[str, Device], module_name: str = "") ->
         device_map: Device by name of a module or tensor.
         module_name: Name of the module within which entries are merged. Default: "", the whole model.
     """
-    uniform: dict[str, Device | None] = {}
+    # Device of all entries inside of each module, or None if they are on several devices.
+    device_by_module: dict[str, Device | None] = {}
     count: Counter[str] = Counter()
     for name, device in device_map.items():
         for prefix in _list_prefixes(name):
             count[prefix] += 1
-            if uniform.setdefault(prefix, device) != device:
-                uniform[prefix] = None
+            if device_by_module.setdefault(prefix, device) != device:
+                device_by_module[prefix] = None
     merged: dict[str, Device] = {}
     for name, device in device_map.items():
-        within = name == module_name or not module_name or name.startswith(f"{module_name}.")
-        inside = [p for p in _list_prefixes(name) if not module_name or p.startswith(module_name)] if within else []
-        best = next((p for p in reversed(inside) if count[p] > 1 and uniform[p] is not None), name)
-        merged[best] = device
+        candidates: list[str] = []  # modules whose entry could replace this one, outermost first
+        if not module_name or name == module_name or name.startswith(f"{module_name}."):
+            candidates = [p for p in reversed(_list_prefixes(name)) if p.startswith(module_name)]
+        merged[next((p for p in candidates if count[p] > 1 and device_by_module[p] is not None), name)] = device
     return merged
 
 
 def _list_prefixes(name: str) -> list[str]:
     """Return a name and the names of all modules that contain it, innermost first. The last is "", the whole model."""
-    found = [name]
-    while found[-1]:
-        found.append(found[-1].rpartition(".")[0])
-    return found
+    prefixes = [name]
+    while prefixes[-1]:
+        prefixes.append(prefixes[-1].rpartition(".")[0])
+    return prefixes
 
 
 def _format_faults(faults: list[str]) -> str:
+    """Return the first faults, each on its own line, and the number of the others."""
     rest = f"\n  and {len(faults) - _SHOWN_FAULTS} more" if len(faults) > _SHOWN_FAULTS else ""
     return "".join(f"\n  {fault}" for fault in faults[:_SHOWN_FAULTS]) + rest

@@ -44,8 +44,8 @@ class Placement:
 
     def list_devices(self) -> set[torch.device]:
         """Return the accelerators that this placement uses. The CPU is not included."""
-        found = {get_home(device) for device in self.device_map.values()} | {self.main}
-        return {device for device in found if isinstance(device, torch.device)} - {CPU}
+        homes = {get_home(device) for device in self.device_map.values()} | {self.main}
+        return {home for home in homes if isinstance(home, torch.device)} - {CPU}
 
     def get_run_device(self, name: str) -> torch.device:
         """Return the device on which a module or tensor with this name is used.
@@ -71,14 +71,14 @@ def make_placement(
     Raises:
         DeviceMapError: If this machine does not have `main`.
     """
-    chosen = resolve_compute_device(device_map.main_device if main is None else main, "main_device")
+    main_device = resolve_compute_device(device_map.main_device if main is None else main, "main_device")
     places = map_locations(model)
     homes: dict[str, Home] = {}
     for name, place in places.items():
         home = get_home(get_device(device_map, name))
-        stays = not is_offloaded(home) or place.is_parameter or offload_buffers
-        homes[name] = home if stays else chosen
-    return Placement(device_map, chosen, _join_tied(places, homes, chosen))
+        is_small_buffer = not place.is_parameter and not offload_buffers
+        homes[name] = main_device if is_offloaded(home) and is_small_buffer else home
+    return Placement(device_map, main_device, _join_tied(places, homes, main_device))
 
 
 def _join_tied(places: Mapping[str, TensorLocation], homes: dict[str, Home], main: torch.device) -> dict[str, Home]:
@@ -92,13 +92,14 @@ def _join_tied(places: Mapping[str, TensorLocation], homes: dict[str, Home], mai
         homes: Home of each tensor, by name.
         main: Device that runs offloaded parts.
     """
-    found = dict(homes)
+    joined = dict(homes)
     for name, group in map_ties(places).items():
-        leader = found[group[0]]
-        first = next((found[other] for other in group if not is_offloaded(found[other])), leader)
-        if is_offloaded(found[name]) and first in (main, leader):
-            found[name] = first
-    return found
+        leader_home = joined[group[0]]
+        on_accelerators = [joined[other] for other in group if not is_offloaded(joined[other])]
+        home = on_accelerators[0] if on_accelerators else leader_home
+        if is_offloaded(joined[name]) and home in (main, leader_home):
+            joined[name] = home
+    return joined
 
 
 def is_offloaded(home: Home) -> bool:
@@ -116,20 +117,20 @@ def get_home(device: Device) -> Home:
     return DISK if device == DISK else torch.device(device)
 
 
-def resolve_compute_device(given: Device | torch.device, argument: str) -> torch.device:
+def resolve_compute_device(requested: Device | torch.device, argument: str) -> torch.device:
     """Convert a device to a `torch.device`, or raise an error if it cannot compute on this machine.
 
     Args:
-        given: Device that the user gave.
+        requested: Device that the user gave.
         argument: Name of the argument that the user passed, for messages.
 
     Raises:
         DeviceMapError: If the machine does not have the device, or the device cannot compute.
     """
-    device = parse_device(given)
-    found = get_home(device)
-    if not isinstance(found, torch.device) or find_absent_devices([device]):
+    device = parse_device(requested)
+    home = get_home(device)
+    if not isinstance(home, torch.device) or find_absent_devices([device]):
         raise DeviceMapError(
-            f"{argument}={given!r} cannot run the model: this machine has {describe_devices()}; give 'cpu', or None"
+            f"{argument}={requested!r} cannot run the model: this machine has {describe_devices()}; give 'cpu', or None"
         )
-    return found
+    return home

@@ -1,5 +1,6 @@
 """Measure the bytes of a model's tensors and modules, in their current dtype or in the dtype that will be loaded."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -98,7 +99,8 @@ def count_tensor_bytes(tensor: torch.Tensor, dtype: Dtype | None = None) -> int:
 
 
 def _round_up(size: float) -> int:
-    return -int(-size // 1)
+    """Return the smallest integer that is not less than a number of bytes, such as 2 for three int4 elements."""
+    return math.ceil(size)
 
 
 class TensorSizes:
@@ -113,7 +115,7 @@ class TensorSizes:
         self.dtype = parse_dtype(dtype)
         self.special = {name: parse_dtype(kind) for name, kind in (special_dtypes or {}).items()}
         # This object is called for every tensor of the model, so the element sizes of the few dtypes are cached.
-        self.known: dict[torch.dtype, float] = {}
+        self._element_sizes: dict[torch.dtype, float] = {}
 
     def __call__(self, name: str, tensor: torch.Tensor, is_persistent: bool = True) -> int:
         """Return the bytes that a tensor has after loading.
@@ -131,10 +133,12 @@ class TensorSizes:
             return _round_up(tensor.numel() * dtype_byte_size(special))
         if not is_persistent:
             return _round_up(tensor.numel() * dtype_byte_size(tensor.dtype))
-        width = self.known.get(tensor.dtype)
-        if width is None:
-            width = self.known[tensor.dtype] = float(dtype_byte_size(get_stored_dtype(tensor, self.dtype)))
-        return _round_up(tensor.numel() * width)
+        element_size = self._element_sizes.get(tensor.dtype)
+        if element_size is None:
+            element_size = self._element_sizes[tensor.dtype] = float(
+                dtype_byte_size(get_stored_dtype(tensor, self.dtype))
+            )
+        return _round_up(tensor.numel() * element_size)
 
 
 def compute_module_sizes(
@@ -157,9 +161,9 @@ def compute_module_sizes(
     Raises:
         ConfigError: If `dtype` is not a dtype.
     """
-    price, sizes = TensorSizes(dtype, special_dtypes), Counter[str]()
+    measure_size, sizes = TensorSizes(dtype, special_dtypes), Counter[str]()
     for name, tensor, is_persistent in _iterate_tensors(model, parameters=not buffers_only):
-        size = price(name, tensor, is_persistent)
+        size = measure_size(name, tensor, is_persistent)
         end = len(name)
         while end > 0:
             sizes[name[:end]] += size
@@ -244,21 +248,21 @@ def get_max_layer_size(
         module_sizes: Sizes as returned by compute_module_sizes.
         no_split_module_classes: Names of module classes that are not divided.
     """
-    whole = collect_class_names(no_split_module_classes)
-    largest, found = 0, list[str]()
+    undivided_classes = collect_class_names(no_split_module_classes)
+    largest, names = 0, list[str]()
     waiting = list(reversed(modules))
     while waiting:
         name, module = waiting.pop()
         children = list(module.named_children()) if isinstance(module, nn.Module) else []
-        if children and type(module).__name__ not in whole:
+        if children and type(module).__name__ not in undivided_classes:
             waiting.extend((f"{name}.{child}" if name else child, part) for child, part in reversed(children))
             continue
         size = module_sizes.get(name, 0)
         if size > largest:
-            largest, found = size, [name]
+            largest, names = size, [name]
         elif size == largest:
-            found.append(name)
-    return largest, found
+            names.append(name)
+    return largest, names
 
 
 def collect_class_names(classes: Iterable[str] | str | None) -> frozenset[str]:
