@@ -75,6 +75,17 @@ def infer_auto_device_map(
 
 
 def _infer_map(tree: ModuleTree, budgets: dict[Device, int], clean_result: bool, verbose: bool = False) -> DeviceMap:
+    """Place the parts of a model on devices. See `infer_auto_device_map` for the rules.
+
+    Args:
+        tree: Parts of the model.
+        budgets: Available bytes of each device, in the order in which devices are filled.
+        clean_result: Whether a module gets a single entry if all of its parts are on one device.
+        verbose: Whether to log the table of the result. Default: False.
+
+    Raises:
+        DeviceMapError: If no device has enough memory to run the largest part.
+    """
     compute, stores = _split_roles(budgets)
     if not compute:
         return DeviceMap({"" if clean_result else name: "disk" for name in tree.unit_names})
@@ -95,7 +106,7 @@ def _infer_map(tree: ModuleTree, budgets: dict[Device, int], clean_result: bool,
             "be divided: remove its class from no_split_module_classes"
         )
     devices: list[Device] = [*compute, *stores]
-    entries = {name: devices[i] for name, i in tree.make_device_map(solution.part_devices).items()}
+    entries = {name: devices[index] for name, index in tree.make_device_map(solution.part_devices).items()}
     plan = make_report(tree, solution, devices, len(compute), budgets)
     result = DeviceMap(clean_device_map(entries) if clean_result else entries, plan)
     if verbose:
@@ -118,8 +129,20 @@ def _split_roles(budgets: Mapping[Device, int]) -> tuple[list[Device], list[Devi
 def _solve_placement(
     tree: ModuleTree, budgets: Mapping[Device, int], compute: list[Device], stores: list[Device]
 ) -> PlacementSolution | None:
-    rooms = [budgets[device] for device in compute]
-    return solve_placement(tree.parts, rooms, [budgets.get(store, UNLIMITED) for store in stores], compute == ["cpu"])
+    """Place the parts of a model, and return None if they do not fit.
+
+    Args:
+        tree: Parts of the model.
+        budgets: Available bytes of each device.
+        compute: Devices that compute.
+        stores: Devices that only store weights. They have no limit unless `budgets` has an entry.
+    """
+    return solve_placement(
+        tree.parts,
+        [budgets[device] for device in compute],
+        [budgets.get(store, UNLIMITED) for store in stores],
+        may_hold_nothing=compute == ["cpu"],
+    )
 
 
 def get_balanced_memory(
@@ -151,18 +174,25 @@ def get_balanced_memory(
 def _balance_budgets(
     tree: ModuleTree, budgets: dict[Device, int], low_zero: bool, is_measured: bool
 ) -> dict[Device, int]:
+    """Return budgets that spread a model evenly over the accelerators. See `get_balanced_memory` for the rules.
+
+    Args:
+        tree: Parts of the model.
+        budgets: Available bytes of each device.
+        low_zero: Whether to leave as much memory as possible free on the first accelerator.
+        is_measured: Whether the budgets were measured, and not given by the user.
+    """
     devices = [device for device, size in budgets.items() if is_accelerator(device) and size > 0]
     if not devices:
         return budgets
     if len(devices) == 1:
         return {**budgets, devices[0]: budgets[devices[0]] * 9 // 10} if is_measured else budgets
-    rooms = [budgets[device] for device in devices]
+    sizes = [budgets[device] for device in devices]
     if not low_zero:
-        loads = balance_loads(tree.parts, rooms)
-    elif (others := balance_loads(tree.parts, rooms[1:])) is not None:
-        loads = [0, *others]
+        loads = balance_loads(tree.parts, sizes)
     else:
-        loads = minimize_first_load(tree.parts, rooms)
+        other_loads = balance_loads(tree.parts, sizes[1:])
+        loads = minimize_first_load(tree.parts, sizes) if other_loads is None else [0, *other_loads]
     return budgets if loads is None else {**budgets, **dict(zip(devices[:-1], loads[:-1]))}
 
 
@@ -191,9 +221,9 @@ def resolve_device_map(
     """
     if isinstance(device_map, Mapping):
         check_device_map(model, device_map)
-        given = {name: parse_device(device) for name, device in device_map.items()}
-        check_presence(given)
-        return DeviceMap(given, getattr(device_map, "plan", None))
+        parsed_map = {name: parse_device(device) for name, device in device_map.items()}
+        check_presence(parsed_map)
+        return DeviceMap(parsed_map, getattr(device_map, "plan", None))
     if device_map not in STRATEGIES:
         try:
             device = parse_device(device_map)
